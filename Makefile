@@ -11,9 +11,8 @@ HAS_CPU_INDEX = ! nvidia-smi >/dev/null 2>&1 \
 # Tests start hundreds of processes: where the environment forbids to keep bytecode, each would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda gcc lint docs format serve bench clean python3-venv browser proxies
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-clients gcc lint docs format serve bench clean python3-venv browser proxies
 
-#: most of the packages' modules are never imported, and Python compiles the others at their first import.
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -73,6 +72,23 @@ test: install browser proxies
 # of the soak.
 test-all: install browser proxies
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ''
+
+# Real clients of OpenAI's interface against the service, each with the packages that a folder of tests/clients pins.
+CLIENTS := build/clients
+
+test-clients: install $(CLIENTS)/current/installed $(CLIENTS)/openai2/installed $(CLIENTS)/node/installed
+	$(BIN)/python -m pytest -m '' tests/clients tests/service/test_recorded_chats.py
+
+$(CLIENTS)/%/installed: tests/clients/%/requirements.txt .venv/installed
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	$(BIN)/uv pip sync --quiet --python $(@D) $<
+	touch $@
+
+$(CLIENTS)/node/installed: tests/clients/node/package-lock.json
+	@mkdir -p $(@D)
+	@if command -v npm >/dev/null; then \
+	  cp tests/clients/node/package.json $< $(@D) && npm ci --prefix $(@D) --no-audit --no-fund --loglevel=error && touch $@; \
+	else echo 'no npm: the clients for Node.js will be skipped; install Node.js 20 or later'; fi
 
 # On the simulated NPU: the simulator's own tests, what is fused and what is not, an engine. Minutes.
 NPU := .venv-npu/bin/python -m tests.ascend

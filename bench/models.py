@@ -181,10 +181,10 @@ OURS, THEIRS = "ours", "transformers"
 def contracts() -> dict[str, type[FamilyContract]]:
     """Return the test class of each family, by the family's name."""
     folder = Path(__file__).parents[1] / "mindie_mm" / "models"
-    found: dict[str, type[FamilyContract]] = {}
+    classes: dict[str, type[FamilyContract]] = {}
     for file in sorted(folder.glob("[a-z]*.py")):
         module = importlib.import_module(f"tests.models.test_{file.stem}")
-        found[file.stem] = next(
+        classes[file.stem] = next(
             value
             for name, value in vars(module).items()
             if name.startswith("Test") and getattr(value, "name", None) == file.stem
@@ -192,7 +192,7 @@ def contracts() -> dict[str, type[FamilyContract]]:
     # This test shrinks videos through its own class. The benchmark needs the published processor's defaults.
     small = importlib.import_module("tests.models.test_qwen2_5_omni").SmallVideosProcessor
     small.videos_kwargs = small.__base__.videos_kwargs
-    return found
+    return classes
 
 
 def write_checkpoint(contract: type[FamilyContract], out: Path) -> None:
@@ -353,7 +353,7 @@ def layers(model: Any, ids: torch.Tensor) -> Callable[[], object]:
 def milliseconds(
     contestants: Contestants, clock: Callable[[], float], path_file: Path | None = None
 ) -> dict[str, float]:
-    """Return the milliseconds of each contestant. They take turns in random order.
+    """Return the milliseconds of each contestant. The contestants run alternately, in random order.
 
     For CPU time, return the median. For wall time, return the minimum, because other load increases wall time. The
     blocks in `path_file` are released after each turn.
@@ -461,13 +461,13 @@ def table(families: Mapping[str, Any], count: int) -> str:
 
 
 def main(names: Sequence[str] = (), cores: Sequence[int] = (1, 2)) -> None:
-    found = contracts()
+    classes = contracts()
     figures: dict[str, Any] = {}
     with Arena.create(512 * 2**20) as arena:
         arena.populated.wait()
-        for name in names or found:
+        for name in names or classes:
             with tempfile.TemporaryDirectory() as folder:
-                figures[name] = measure(found[name], arena, Path(folder), cores)
+                figures[name] = measure(classes[name], arena, Path(folder), cores)
             print(name, json.dumps(figures[name]), flush=True)
     if not names:
         settings = {"picture": PICTURE, "clip": CLIP, "seconds_of_sound": SECONDS, "prompt": PROMPT}

@@ -1,1 +1,1 @@
-"""The HTTP service: the OpenAI-compatible and MindIE endpoints over a worker."""
+"""The HTTP service: OpenAI's and MindIE's endpoints for a worker."""

@@ -1,4 +1,4 @@
-"""The FastAPI application over a worker."""
+"""The FastAPI application that serves a worker."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from service.middleware import Middleware
 from service.request.admission import Admission
 from service.request.chat_format import ChatFormat, require_formats
 from service.request.fingerprint import fingerprint
+from service.request.kept_media import KeptMedia
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
 from service.request.state import Service
@@ -52,9 +53,9 @@ _EVENTS = (ChatCompletionChunk, Completion, InferEvent, GenerateEvent)
 
 
 def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None) -> FastAPI:
-    """Create the application. The caller starts and closes `worker` and `tracer`.
+    """Create the application. The caller must start and close `worker` and `tracer`.
 
-    Call `require_places` first, which creates the spool and checks the folders.
+    Call `require_places` first. It creates the spool and checks the folders.
     """
     model_names = tuple(dict.fromkeys(config.served_model_name)) or (checkpoint_name(worker.config.model or EMBEDDED),)
     admission = Admission(config.max_concurrent_requests, config.request_timeout_s)
@@ -74,6 +75,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 model_names=model_names,
                 spool=spool,
                 media=MediaPolicy(config),
+                kept=KeptMedia(config.media_uuid_bytes),
                 spool_probe=SpoolProbe(spool),
                 admission=admission,
                 metrics=metrics,
@@ -90,11 +92,11 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         title="mindie_mm",
         version=version("mindie_mm"),
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's pages load their scripts from another host
+        docs_url=None,  # FastAPI's documentation pages load scripts from another host
         redoc_url=None,
-        redirect_slashes=False,  # a redirect goes to http and the client's Host: it would repeat the body unencrypted
+        redirect_slashes=False,  # behind a TLS proxy, a redirect would make clients repeat the body over http
     )
-    # The last middleware added is the outermost. CORS must be outside Access, because a preflight carries no key.
+    # The middleware that is added last is the outermost. CORS must be outside Access, because a preflight has no key.
     if config.api_key:
         app.add_middleware(Access, keys=config.api_key)
     elif is_loopback(config.host):
@@ -121,9 +123,9 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
 
 @asynccontextmanager
 async def reclaiming(spool: Path, interval_s: float) -> AsyncIterator[None]:
-    """Reclaim the memory of dead processes on entry and then every `interval_s` seconds.
+    """Reclaim the memory of dead processes on entry, and then every `interval_s` seconds.
 
-    That includes arenas of dead owners, and request directories that dead services left in `spool`.
+    This removes the arenas of dead owners, and the request folders that dead services left in `spool`.
     """
     await _collect(spool)
     task = asyncio.create_task(_repeat(spool, interval_s))
@@ -142,26 +144,28 @@ async def _repeat(spool: Path, interval_s: float) -> None:
 
 async def _collect(spool: Path) -> None:
     with logged("shared memory cannot be reclaimed"):  # serving goes on, and a later attempt may succeed
-        found = await asyncio.to_thread(collect, [spool])
-        if found.reclaimed:
-            _log.warning("reclaimed %d bytes of shared memory from dead processes: %s", found.num_bytes, found.counts)
+        collected = await asyncio.to_thread(collect, [spool])
+        if collected.reclaimed:
+            _log.warning(
+                "reclaimed %d bytes of shared memory from dead processes: %s", collected.num_bytes, collected.counts
+            )
 
 
 def _any_port(origins: Sequence[str]) -> str | None:
-    """Return a regular expression for the `origins` with any port, or None if there are none.
+    """Return a regular expression for the `origins` that allow any port, or None if no origin does.
 
-    The port is optional in it, because browsers omit the scheme's default port.
+    The regular expression also matches an origin without a port, because browsers omit the scheme's default port.
     """
     names = [re.escape(origin.removesuffix(_ANY_PORT)) for origin in origins if origin.endswith(_ANY_PORT)]
     return rf"(?:{'|'.join(names)})(?::\d+)?" if names else None
 
 
 def require_places(config: ServiceConfig) -> None:
-    """Create the spool if it is missing. Check the media folder, media domains and formats of `config`.
+    """Create the spool if it is missing, and check the media folder, media domains and formats of `config`.
 
     Raises:
         SharedMemoryError: The spool cannot be used.
-        InputError: The spool's name, the media folder, a media domain or the name of a format is wrong.
+        InputError: The spool's name, the media folder, a media domain or the name of a format is not valid.
 
     """
     spool = config.spool or default_spool()
@@ -185,8 +189,8 @@ def checkpoint_name(checkpoint: Path) -> str:
 
     Symbolic links are not resolved.
     """
-    folder = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - the user chose the name of the link
+    folder = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - the user may have chosen the name of a link
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith(_CACHED):
-        return repository.removeprefix(_CACHED).replace("--", "/")  # names of repositories contain no "--"
+        return repository.removeprefix(_CACHED).replace("--", "/")  # repository names never contain "--"
     return folder.name

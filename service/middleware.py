@@ -1,4 +1,4 @@
-"""ASGI middleware for every request: limits on bodies, request ids, the access log, metrics and traces."""
+"""ASGI middleware for all requests: limits on bodies, request ids, the access log, metrics and traces."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from service.telemetry.metrics import Metrics
 _log = logging.getLogger("service.access")
 
 BODY_IDLE_S = 30.0
-"""Maximum pause in seconds within a request's body. It frees connections whose client is gone or sends nothing."""
+"""Maximum pause in seconds while a request's body is received. A client that pauses for longer gets status 408."""
 
 _BETWEEN_VALUES = (b",", b"[", b"{")
-"""Characters that precede every JSON value except the first. They are also counted in strings; base64 has none."""
+"""Characters that precede a JSON value. Every value except the first is preceded by at least one of them.
+
+These characters are counted in strings, too, but base64 contains none of them.
+"""
 
 _CODINGS = (b"content-encoding", b"transfer-encoding")
 _PLAIN = (b"", b"identity", b"chunked")
-"""Values of the `_CODINGS` headers whose body needs no decoding."""
+"""Values of the headers in `_CODINGS` that mean that the body is not compressed."""
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -37,12 +40,12 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 class Middleware:
     """ASGI middleware that identifies, limits, logs and counts every request.
 
-    - The id of a request is in `scope["state"]["request_id"]` and in the response header X-Request-Id. If the client
-      sent an X-Request-Id of its own, that one is returned instead, and the log has both.
+    - The id of a request is stored in `scope["state"]["request_id"]` and returned in the header X-Request-Id. If the
+      client sent an X-Request-Id itself, the client's id is returned instead, and both ids are logged.
     - `scope["state"]["arrived"]` is the time at which the request's head arrived, from `time.perf_counter`.
-    - If an error breaks off a response that has started, the responder stores the name of the error's class in
+    - If an error aborts a response that has started, the responder stores the name of the error's class in
       `scope["state"]["error"]`, for the log.
-    - HEAD is routed as GET, because load balancers use it for health checks. The server omits the body.
+    - HEAD is routed as GET, because load balancers use HEAD for health checks. The server omits the body.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Middleware:
         self._metrics = metrics
         self._tracer = tracer
         self.held_bytes = 0
-        """Total size of the bodies of all requests that are being read or answered."""
+        """Total size in bytes of the bodies of all requests that are being read or answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request as an ASGI application."""
@@ -69,7 +72,10 @@ class Middleware:
             return
         method = scope["method"]
         if method == "HEAD":
-            scope = {**scope, "method": "GET"}  # a copy: the server reads HEAD from its own scope and omits the body
+            scope = {
+                **scope,
+                "method": "GET",
+            }  # a copy, because the server must see HEAD in its own scope to omit the body
         request_id = token_hex(12)
         logs.request_id.set(request_id)
         started = time.perf_counter()
@@ -92,10 +98,10 @@ class Middleware:
         try:
             await self._app(scope, body.receive, sending)
         except Exception as error:
-            if begun or isinstance(error, HTTPException):  # the application answers HTTPException itself
+            if begun or isinstance(error, HTTPException):  # the application itself answers HTTPException
                 status = 500
                 raise
-            _log.exception("the request failed")
+            _log.exception("the request failed with an unexpected error")
             await error_response(error)(scope, receive, sending)
         finally:
             self.held_bytes -= body.num_bytes
@@ -109,7 +115,7 @@ class Middleware:
 def _log_access(
     method: str, route: str, status: int, started: float, given: str | None, error_name: str | None
 ) -> None:
-    """Write the request's line to the access log. `given` is the client's own id for the request."""
+    """Write the request's line to the access log. `given` is the request id that the client sent."""
     duration_s = time.perf_counter() - started
     fields = {"method": method, "route": route, "status": status, "duration_s": round(duration_s, 6)}
     fields |= {"client_request_id": given} if given else {}
@@ -121,7 +127,7 @@ def _log_access(
 
 
 def _given_id(scope: Scope) -> str | None:
-    """Return the client's own request id, or None if it is absent or unsafe to log."""
+    """Return the request id that the client sent, or None if there is none or if it is unsafe to log."""
     values = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
     return values[0] if values and _REQUEST_ID.fullmatch(values[0]) else None
 
@@ -133,7 +139,7 @@ def _trace_headers(scope: Scope) -> dict[str, str]:
 
 
 class _Body:
-    """An incoming body with limits on its size, on the total size of all bodies, and on its duration."""
+    """An incoming body, with limits on its size, on its duration and on the total size of all bodies."""
 
     def __init__(self, scope: Scope, receive: Receive, middleware: Middleware, config: ServiceConfig) -> None:
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
@@ -155,11 +161,12 @@ class _Body:
     async def receive(self) -> Message:
         """Return the next ASGI message.
 
-        A body whose Content-Length is above the limit is refused before it is read.
+        A body whose Content-Length is above the limit is refused before any of the body is read.
 
         Raises:
-            HTTPException: The body is compressed (415), too long or of too many values (413), or late (408). All bodies
-                together are too long (429), or the request could not be admitted. 408 and 415 close the connection.
+            HTTPException: The body is compressed (status 415), is too long or has too many values (413), arrives too
+                slowly (408), or exceeds the limit on all bodies together (429). The status is also 429 or 503 if the
+                request could not be admitted. 408 and 415 close the connection.
 
         """
         if self._whole:
@@ -173,7 +180,7 @@ class _Body:
         self._check(self._announced)
         try:
             self._middleware.admission.require_room()
-        except MindieMMError as error:  # FastAPI reports any other exception raised here as an invalid body
+        except MindieMMError as error:  # FastAPI would report any other exception as an invalid body
             raise HTTPException(status_of(error), str(error), headers={"Retry-After": "1"}) from error
         idle_until = asyncio.get_running_loop().time() + BODY_IDLE_S
         try:

@@ -1,4 +1,4 @@
-"""The service process: start the worker, serve HTTP, and shut down on a signal."""
+"""The service process: starts the worker, serves HTTP, and shuts down on a signal."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CLOSE_TIMEOUT_S = 2
-"""Time for connections to close after their requests have ended. Slow clients may need some."""
+"""Time in seconds for connections to close after their requests have ended. Slow clients may need this time."""
 
 
 def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP. Print one line when ready.
+    """Serve until SIGTERM, SIGINT or SIGHUP. Print one line when the service is ready.
 
-    After the signal, new requests are refused, and running requests have the grace time to finish. A second signal
-    ends the grace time. Errors of the start are raised.
+    After the signal, new requests are refused, and running requests may finish within the grace time. A second signal
+    ends the grace time. If the service cannot start, the error is raised.
     """
     faults.arm("api", fault_folder())
     logs.adopt()
     _raise_descriptor_limit()
     tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, version("mindie_mm"))
     try:
-        with contextlib.suppress(asyncio.CancelledError):  # stopped by a signal before it was ready
+        with contextlib.suppress(asyncio.CancelledError):  # a signal stopped the service before it was ready
             uvloop.run(_serve(worker_config, config, tracer))
     finally:
         if tracer is not None:
@@ -57,11 +57,11 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
 def _raise_descriptor_limit() -> None:
     """Raise the soft limit of open files to the hard limit, because each connection needs a descriptor.
 
-    The usual soft limit of 1,024 protects programs that call `select`. None of our processes calls it on many
-    descriptors.
+    The usual soft limit of 1,024 protects programs that call `select`. No process of the service calls `select` with
+    many descriptors.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it; the service also runs with fewer
+    with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid a higher limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -75,11 +75,11 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
         if not task.cancelling():  # a second signal must not interrupt the cleanup
             task.cancel()
 
-    signals = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # as nohup does
+    signals = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
     for number in signals:
         loop.add_signal_handler(number, cancel)
     with _bound(config) as listener:
-        require_places(config)  # first, because loading takes minutes
+        require_places(config)  # before the model is loaded, which takes minutes
         model, device = worker_config.model or "the embedded checkpoint", worker_config.engine.device
         num = worker_config.num_decoders
         noun = "decoder" if num == 1 else "decoders"
@@ -96,17 +96,17 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
 
 
 def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error like the loop's own handler, but without the `repr` of tasks, which may quote client data."""
+    """Log an error as the loop's own handler does, but without the `repr` of tasks, which may contain client data."""
     _log.error("%s", context["message"], exc_info=context.get("exception"))
 
 
 @contextlib.contextmanager
 def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
-    """Yield a socket that is bound to the address in `config` and does not listen yet.
+    """Yield a socket that is bound to the address in `config` but does not listen yet.
 
     With SO_REUSEADDR, several programs can bind to an address while none of them listens. A second service must fail
-    before it loads a model, so each service also binds an abstract Unix socket named after its address. The kernel
-    gives that name to one process only, and releases it when the process ends.
+    before it loads a model. Each service therefore also binds an abstract Unix socket whose name contains the address.
+    The kernel gives this name to only one process, and frees it when the process ends.
 
     Raises:
         OperationalError: The address cannot be bound.
@@ -119,7 +119,7 @@ def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
             )[0]
             listener = stack.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Connections inherit this option. Only the kernel can tell a client that reads nothing from a slow one.
+            # Connections inherit this option. Only the kernel can tell a slow client from a client that does not read.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(config.send_timeout_s * 1000))
             listener.bind(address)
             host, port = listener.getsockname()[:2]
@@ -132,25 +132,25 @@ def _listening_errors(config: ServiceConfig) -> contextlib.AbstractContextManage
 
 
 def _print(line: str) -> None:
-    """Print `line` on standard output. This may block forever, so nothing waits for its thread."""
+    """Print `line` on standard output. The caller must not wait, because the write may block forever."""
     try:
         os.write(1, f"{line}\n".encode(errors="surrogateescape"))
-    except OSError as error:  # the reader is gone, or the disk is full
+    except OSError as error:  # the pipe has no reader, or the disk is full
         _log.warning("%s (standard output: %s)", line, error.strerror)
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server without signal handlers, which ends requests before it waits for their connections."""
+    """A uvicorn server without signal handlers. It ends all requests before it waits for connections to close."""
 
     def __init__(self, app: FastAPI, config: ServiceConfig) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 http=Connection,
-                ws="none",  # "auto" would import an installed library that no route uses
+                ws="none",  # "auto" would import a websocket library, which no route uses
                 log_config=None,
                 access_log=False,
-                log_level=max(logging.WARNING, logging.root.level),  # starts and stops are logged here
+                log_level=max(logging.WARNING, logging.root.level),  # this module itself logs starts and stops
                 server_header=False,
                 lifespan="on",
                 timeout_keep_alive=75,
@@ -168,7 +168,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing, because the event loop has the signal handlers."""
+        """Do nothing, because the event loop already handles the signals."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -181,10 +181,11 @@ class _Server(uvicorn.Server):
         threading.Thread(target=_print, args=(line,), name="ready", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new requests, grant running ones the grace time, end the rest, then close.
+        """Refuse new requests, let running requests finish within the grace time, end the rest, and close.
 
-        Until it closes, the server listens, reports that it is stopping, and answers /health/live. Each answer ends its
-        connection, so that a client with a persistent connection finds another service at the same address.
+        Until it closes, the server still listens, answers requests with the message that it is stopping, and answers
+        /health/live. Each answer ends its connection, so that a client with a persistent connection can reach another
+        service at the same address.
         """
         state = self.server_state
         state.default_headers = [*state.default_headers, (b"connection", b"close")]

@@ -7,5 +7,5 @@ from tools.random_checkpoint import write_checkpoint
 
 @pytest.fixture(scope="session")
 def random_checkpoint(tmp_path_factory):
-    """Return a tiny Qwen2-VL with random weights, which keeps the size of pictures up to 200,000 pixels."""
+    """Return the path of a tiny Qwen2-VL with random weights. It shrinks only pictures of more than 200,000 pixels."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", "tiny", max_pixels=200_000)

@@ -22,10 +22,10 @@ from mindie_mm.shm import survey
 from mindie_mm.shm.format.layout import SHM_DIRECTORY
 
 pytest_plugins = ["tests.ascend.waits", "tests.checkpoints", "tests.own_shm", "tests.recording", "tests.warm"]
-# Failed assertions of these modules show their values, as in test modules.
+# If an assertion of these modules fails, pytest shows the compared values, as it does for test modules.
 pytest.register_assert_rewrite("tests.models.contract", "tests.models.seq2seq_contract")
 
-settings.register_profile("here", deadline=None)  # a busy machine must not fail a test; pytest has a time limit
+settings.register_profile("here", deadline=None)  # tests may be slow on a busy machine; pytest has its own limit
 settings.load_profile("here")
 
 
@@ -37,9 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    """Return the device of --device.
+    """Return the device name that --device gives.
 
-    Skip the test if the device cannot be used. Fail instead if ASCEND_HOME_PATH promises a device.
+    Skip the test if the device cannot be used. Fail instead if ASCEND_HOME_PATH is set, because CANN is then installed.
     """
     name: str = request.config.getoption("--device")
     try:
@@ -53,9 +53,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess.Popen[bytes]]:
-    """Stop each worker that a test starts, as if it hung in a driver, and return a queue of these workers.
+    """Stop each worker that a test starts, as if the worker hung in a driver, and return a queue of these workers.
 
-    Only SIGKILL ends a stopped worker. The waits before SIGKILL are short.
+    Only SIGKILL ends a stopped worker. To save time, the waits before SIGKILL are short.
     """
     workers: asyncio.Queue[subprocess.Popen[bytes]] = asyncio.Queue()
     spawn = ipc.spawn
@@ -69,7 +69,7 @@ def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess
     exited, asked = ipc.exited, Counter[int]()
 
     async def soon(process: subprocess.Popen[bytes], _: float) -> int | None:
-        """Wait briefly after the first two signals, which do not end a stopped process, and long after SIGKILL."""
+        """Wait 0.2 s after the first two signals, which cannot end a stopped process. Wait 60 s after SIGKILL."""
         asked[process.pid] += 1
         return await exited(process, 0.2 if asked[process.pid] < 3 else 60.0)
 
@@ -81,8 +81,8 @@ def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare the environment of the processes that tests start.
 
-    They can import the tests' modules. SIGINT and SIGHUP reach them, though nohup and background jobs of a shell start
-    pytest with these signals ignored.
+    These processes can import the tests' modules. They also receive SIGINT and SIGHUP, even if pytest runs under nohup
+    or as a background job of a shell, where these signals are ignored.
     """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -93,9 +93,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def shared_memory_as_found() -> Iterator[None]:
-    """Check that a test leaves nothing in /dev/shm: no arena of a dead process or of this one, and no segment.
+    """Check that a test leaves no segment in /dev/shm, and no arena of a dead process or of this process.
 
-    Arenas of other living processes do not count, because a shared server may start a tokenizer at any time.
+    Arenas of other living processes are allowed, because a shared server may start a tokenizer at any time.
     """
     before = _leftovers()
     yield

@@ -11,7 +11,7 @@ logging.getLogger("library").propagate = False
 
 
 def main(channel: ChildChannel, _: Lifeline) -> None:
-    """Log, report it, and wait until the channel is closed."""
+    """Log some records, report that they are logged, and wait until the channel is closed."""
     logging.getLogger("mindie_mm.worker").debug("something of ours")
     logging.getLogger("library").warning("something of a library's")
     logging.getLogger("library").debug("what nobody asked for")

@@ -1,4 +1,4 @@
-"""Photographs, unusual images and videos for tests, without downloads."""
+"""Photographs, unusual images and videos for tests, all available without downloads."""
 
 import io
 import struct
@@ -20,20 +20,20 @@ PIXEL_FORMATS = {"mjpeg": "yuvj420p", "gif": "rgb8", "qtrle": "rgb24", "cinepak"
 
 
 def photograph(name: str = "coffee.png", size: tuple[int, int] | None = None) -> Image.Image:
-    """Return a photograph in RGB, resized to (width, height) if given."""
+    """Return an RGB photograph. If `size` (width, height) is given, resize the photograph."""
     image = Image.open(Path(skimage.__file__).parent / "data" / name).convert("RGB")
     return image if size is None else image.resize(size, Image.Resampling.BICUBIC)
 
 
 def encoded(image: Image.Image, file_format: str = "JPEG", **options: object) -> bytes:
-    """Return the bytes of the image as a file."""
+    """Return the image as the bytes of a file in `file_format`."""
     file = io.BytesIO()
     image.save(file, file_format, **options)
     return file.getvalue()
 
 
 def load_image(data: bytes) -> np.ndarray:
-    """Return the pixels that `transformers.image_utils.load_image` returns."""
+    """Return the pixels of the image that `transformers.image_utils.load_image` returns."""
     from transformers.image_utils import load_image
 
     with io.BytesIO(data) as file:
@@ -41,7 +41,7 @@ def load_image(data: bytes) -> np.ndarray:
 
 
 def moving_frames(num_frames: int, width: int = 112, height: int = 84) -> np.ndarray:
-    """Return uint8 [frames, height, width, 3] of a window that moves across a photograph."""
+    """Return the frames of a window that moves across a photograph, uint8 [frames, height, width, 3]."""
     wide = np.asarray(photograph("astronaut.png"))
     return np.stack([wide[2 * i % 128 : 2 * i % 128 + height, 3 * i : 3 * i + width] for i in range(num_frames)])
 
@@ -73,7 +73,7 @@ def encode_video(
 
 
 def video_packets(video: bytes) -> list[bytes]:
-    """Return the coded packets in the order of the file."""
+    """Return the encoded packets in the order of the file."""
     with av.open(io.BytesIO(video)) as container:
         return [bytes(packet) for packet in container.demux(video=0) if packet.size]
 
@@ -81,9 +81,9 @@ def video_packets(video: bytes) -> list[bytes]:
 def remux(
     *videos: bytes, container: str, start: int = 0, earlier: int = 0, options: dict[str, str] | None = None
 ) -> bytes:
-    """Join the packets of `videos` of the same codec and rate, each from packet `start` on.
+    """Concatenate `videos`, which have the same codec and rate, and leave out the first `start` packets of each.
 
-    Frames are shown `earlier` by that many frames, even before time 0, as `ffmpeg -ss TIME -i FILE -c copy` does.
+    Move all timestamps back by `earlier` frames, even below 0, as `ffmpeg -ss TIME -i FILE -c copy` does.
     """
     with tempfile.NamedTemporaryFile() as file, ExitStack() as opened:
         inputs = [opened.enter_context(av.open(io.BytesIO(video))) for video in videos]
@@ -103,7 +103,7 @@ def remux(
 
 
 def with_edit(mp4: bytes, skipped: float, shown: float) -> bytes:
-    """Change the single edit of an MP4 to skip one share of the video and show another share."""
+    """Change the single edit of an MP4: skip the fraction `skipped` of the video, then show the fraction `shown`."""
     at = mp4.index(b"elst") + 12
     duration, begin = struct.unpack_from(">Ii", mp4, at)
     with av.open(io.BytesIO(mp4)) as container:
@@ -112,13 +112,13 @@ def with_edit(mp4: bytes, skipped: float, shown: float) -> bytes:
 
 
 def decode_all(video: bytes) -> np.ndarray:
-    """Return every frame of a plain decode, uint8 [frames, height, width, 3]."""
+    """Return every frame that FFmpeg decodes, uint8 [frames, height, width, 3]."""
     with av.open(io.BytesIO(video)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
 def jpeg_variants() -> Sequence[tuple[str, bytes]]:
-    """Return JPEGs with their names: subsamplings, progressive, grayscale, odd sizes, CMYK, rotated."""
+    """Return JPEGs with different subsamplings, color modes, sizes, orientations and encodings, each with a name."""
     image = photograph("coffee.png", (301, 203))
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -144,15 +144,19 @@ def jpeg_variants() -> Sequence[tuple[str, bytes]]:
 
 
 def _resampled(image: Image.Image, across: int, down: int) -> bytes:
-    """Return a JPEG with `across` by `down` luma blocks per color block, changed from a file with two by two."""
+    """Return a JPEG with `across` by `down` luma blocks per chroma block, made by patching the header of a 2x2 JPEG."""
     data = encoded(image.resize((16, 16)), quality=85, subsampling=2)
-    at = data.index(b"\xff\xc0") + 5  # the frame: height, width, count, and of each component id, sampling, table
+    # The frame header contains height, width, number of components, and each component's id, sampling and table.
+    at = data.index(b"\xff\xc0") + 5
     size = struct.pack(">HH", 8 * down, 8 * across)
     return data[:at] + size + data[at + 4 : at + 6] + bytes([across << 4 | down]) + data[at + 7 :]
 
 
 def raw_pdf(page: str, contents: str = "", more: str = "") -> bytes:
-    """Return a PDF of one page. `page` holds entries of the page, and `more` further objects from number 5."""
+    """Return a PDF of one page.
+
+    `page` contains further entries of the page's dictionary. `more` contains further objects, whose numbers start at 5.
+    """
     return (
         "%PDF-1.4\n1 0 obj <</Type/Catalog/Pages 2 0 R>> endobj\n2 0 obj <</Type/Pages/Kids[3 0 R]/Count 1>> endobj\n"
         f"3 0 obj <</Type/Page/Parent 2 0 R/Contents 4 0 R{page}>> endobj\n"

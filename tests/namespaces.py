@@ -16,7 +16,7 @@ FULL_SHM = (*UNSHARE, "--mount", "sh", "-c", 'mount -t tmpfs -o size=32m tmpfs /
 
 
 def require(prefix: tuple[str, ...]) -> None:
-    """Skip the test if `prefix` cannot run a command, as is the case in most containers."""
+    """Skip the test if `prefix` cannot run a command. Most containers forbid it."""
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare")
     tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)

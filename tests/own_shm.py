@@ -1,7 +1,7 @@
 """A separate /dev/shm for each parallel pytest process.
 
 Tests inspect all of /dev/shm, kill owners of arenas and reclaim their memory, so concurrent tests must not share it.
-Root may mount another /dev/shm. Other users may if the kernel permits user namespaces.
+Root may mount a separate /dev/shm. Other users may do so if the kernel permits user namespaces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindie_mm.shm.format.layout import SHM_DIRECTORY
 
 _MOUNT = f"mount -t tmpfs tmpfs {SHM_DIRECTORY} && exec"
 AS_ROOT = ("unshare", "--mount", "sh", "-c", f'{_MOUNT} "$@"', "sh")
-# The user id stays the same, and no capability is kept, because tests check whether they run as root.
+# The process keeps its user id and drops all capabilities, because tests check whether they run as root.
 AS_USER = (
     *("unshare", "--user", "--map-current-user", "--keep-caps", "--mount"),
     *("sh", "-c", f'{_MOUNT} setpriv --inh-caps=-all --ambient-caps=-all "$@"', "sh"),
@@ -37,16 +37,16 @@ def prefix() -> tuple[str, ...] | None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Let `-n auto` start one process per CPU, or none if parallel processes would share /dev/shm."""
+    """Make `-n auto` start one process per CPU, or no parallel processes if they would share /dev/shm."""
     return len(os.sched_getaffinity(0)) if prefix() else 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start each parallel process with a separate /dev/shm and one thread, as do the processes that it starts."""
+    """Give each parallel process a separate /dev/shm, and limit torch to one thread. Child processes inherit both."""
     processes: list[str] = getattr(config.option, "tx", [])
     if {*processes} != {"popen"} or hasattr(config, "workerinput"):
-        return  # a single process, a worker, or processes that --tx places elsewhere
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported, which these plugins do
+        return  # there are no parallel processes, this is one of them, or --tx configures them
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads this variable at import, and these plugins import torch
     command = prefix()
     if command is None:
         raise pytest.UsageError(

@@ -1,4 +1,4 @@
-"""CPU time for limits in tests. Unlike wall-clock time, it does not depend on other programs of the machine."""
+"""CPU time for limits in tests. Unlike wall-clock time, it does not depend on the machine's other programs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import psutil
 def processor_s(pid: int) -> float:
     """Return the CPU time in seconds that the process `pid` and its descendants have used.
 
-    Ended processes count if their parent has waited for them. The kernel's resolution is 10 ms.
+    Processes that have ended are included if their parent has waited for them. The kernel's resolution is 10 ms.
     """
     while True:
         process = psutil.Process(pid)
         try:
             used = [one.cpu_times() for one in (process, *process.children(recursive=True))]
         except psutil.NoSuchProcess:
-            continue  # one has ended, and its parent has its CPU time
+            continue  # a child has ended; its CPU time moves to its parent, so measure again
         return float(sum(one.user + one.system + one.children_user + one.children_system for one in used))
 
 

@@ -1,7 +1,7 @@
-"""Recordings of torch operators on the host under the rules of a GPU, in place of CUDA graphs in tests.
+"""Recordings of torch operators on the CPU, which replace CUDA graphs in tests and obey the same rules.
 
-A replay runs the recorded operators on the recorded tensors. No line of Python runs again. A test can
-therefore detect a value that Python carries from one step to the next.
+A replay runs the recorded operators on the recorded tensors and runs none of the Python code again. A test can
+therefore detect whether Python code passes a value from one step to the next.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _WAITING = {
     aten.unique_dim.default,
     aten.unique_consecutive.default,
 }
-"""Operators that wait for a GPU and therefore end a recording. An index of booleans does the same."""
+"""Operators that would wait for a GPU and therefore make a recording fail. Indexing with booleans would do the same."""
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
 class Recording(TorchDispatchMode):
-    """The operators launched in this context."""
+    """A context that records the operators launched inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Recording(TorchDispatchMode):
 
 
 def record(work: Callable[[], object]) -> Callable[[], object]:
-    """Record the work as `Device.record` does, and return a function that replays it."""
+    """Record the operators of `work` as `Device.record` does, and return a function that replays them."""
     recording = Recording()
     with recording:
         work()
@@ -65,7 +65,7 @@ def record(work: Callable[[], object]) -> Callable[[], object]:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let the CPU record its work, and return the number of launches of each recording."""
+    """Let the CPU device record its work, and return a list that counts how often each recording is replayed."""
     launches: list[int] = []
 
     def counted(_: type[CPU], work: Callable[[], object]) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""Removed arenas that processes still map, whose pages stay in /dev/shm until the last mapping is gone."""
+"""Removed arenas that processes still map. Their memory stays in use until the last mapping is gone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def removed_arenas(pids: Collection[int], wait_s: float = 15.0) -> set[str]:
-    """Wait up to `wait_s` seconds until the processes map no removed arena, and return the arenas still mapped."""
+    """Wait up to `wait_s` seconds until none of the processes maps a removed arena. Return the mapped ones."""
     deadline = time.monotonic() + wait_s
     while (found := _mapped(pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)  # no event says that another process has let go
+        time.sleep(0.05)  # no event reports that another process has unmapped an arena
     return found
 
 

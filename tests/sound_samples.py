@@ -1,4 +1,4 @@
-"""Speech and tones for tests, without downloads."""
+"""Speech and tones for tests, all available without downloads."""
 
 import io
 from functools import cache
@@ -16,14 +16,14 @@ SPEECH_RATE = 22_050
 
 @cache
 def speech() -> bytes:
-    """Return a WAV file of ten spoken digits of one voice, 16 bits, one channel."""
+    """Return a WAV file (16 bits, one channel) in which one voice speaks the ten digits."""
     words = [soundfile.read(recorded(word, HELD_OUT_VOICES[0]), dtype="float32") for word in DIGITS]
     spoken = np.concatenate([soxr.resample(samples, rate, SPEECH_RATE) for samples, rate in words])
     return encode_sound(spoken, SPEECH_RATE)
 
 
 def tone(seconds: float, rate: int = 16_000, hertz: float = 440.0, channels: int = 1) -> np.ndarray:
-    """Return a swelling tone over a little noise, float32 [samples] or [samples, channels].
+    """Return a tone that becomes louder, with a little noise, float32 [samples] or [samples, channels].
 
     Each channel has a different pitch.
     """
@@ -42,7 +42,7 @@ def encode_sound(samples: np.ndarray, rate: int, file_format: str = "WAV", subty
 
 
 def encode_with_ffmpeg(samples: np.ndarray, rate: int, container: str, codec: str, layout: str = "mono") -> bytes:
-    """Encode float32 [samples] or [samples, channels] as a file that libsndfile cannot write, with FFmpeg."""
+    """Encode float32 [samples] or [samples, channels] with FFmpeg, for formats that libsndfile cannot write."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream = output.add_stream(codec, rate=rate, layout=layout)

@@ -1,7 +1,7 @@
-"""The command mindie-mm with a simulated mount that stalls for files whose names begin with `stalled`.
+"""The command mindie-mm with a simulated mount, where reads of files whose names begin with `stalled` block.
 
-A read of such a file connects to the local port in the environment variable STALL_PORT. It blocks in the system until
-that connection ends.
+To read such a file, the command first connects to the local port in the environment variable STALL_PORT. The read then
+blocks in a system call until the test sends a byte or closes the connection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class MountedFile(io.FileIO):
     """A file that may be on the stalled mount."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read the file when the test permits it."""
+        """Read the file, but wait for the test first if the name begins with `stalled`."""
         if "/stalled" in str(self.name):
             with socket.create_connection(("127.0.0.1", int(os.environ["STALL_PORT"]))) as test:
                 test.recv(1)

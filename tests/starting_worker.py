@@ -1,4 +1,4 @@
-"""A worker that becomes ready, fails, or exits before either."""
+"""A worker that reports that it is ready, reports a failure, or exits without a report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests that names of models and devices stay in their place.
+"""Tests that names of models and devices appear only in their own files.
 
-Import-linter checks the imports (pyproject.toml, `make lint`).
+Import-linter checks the imports: see pyproject.toml and `make lint`.
 """
 
 import ast

@@ -60,7 +60,7 @@ def test_all_spellings_of_an_image_are_equal(part):
 
 
 def test_items_with_replaced_sources_are_otherwise_the_same():
-    """Cover every option with three items, because some options exclude others."""
+    """Three items cover all options, because some options exclude each other."""
     options = (
         MediaOptions(min_pixels=1, max_pixels=2, min_frames=3, num_frames=4, max_frames=5, detail="low"),
         MediaOptions(fps=0.5, sample_fps=3.0),
@@ -77,7 +77,7 @@ def test_items_with_replaced_sources_are_otherwise_the_same():
 
 
 def test_values_in_arguments_of_tool_calls_are_limited_before_parsing():
-    """Count commas that JSON's escapes hide from a count over the whole body."""
+    """The arguments are JSON inside a JSON string, so a count in the encoded request would miss escaped commas."""
     call = {"function": {"name": "add", "arguments": f'{{"a": [{"1," * (MAX_ARGUMENT_VALUES // 2)}1]}}'}}
     half = {"role": "assistant", "tool_calls": [call]}
     assert len(parse_messages([half])[0].extra["tool_calls"][0]["function"]["arguments"]["a"]) > 10**5
@@ -87,7 +87,7 @@ def test_values_in_arguments_of_tool_calls_are_limited_before_parsing():
 
 
 def test_arguments_of_a_tool_call_become_an_object():
-    """Parse the JSON that OpenAI's clients send, because chat templates would encode a string twice."""
+    """OpenAI's clients send arguments as a JSON string. A chat template would encode this string a second time."""
 
     def parsed(calls):
         return parse_messages([{"role": "assistant", "tool_calls": calls}])[0].extra["tool_calls"]
@@ -190,7 +190,7 @@ def test_base64_becomes_a_data_url():
 
 @pytest.mark.parametrize("url", ["data:;base64,QUJD", "DATA:audio/wav;base64,QUJD", "https://a/b.wav", "file:///a.wav"])
 def test_a_url_in_place_of_base64_is_read_as_a_url(url):
-    """Accept a URL as audio data, which DashScope's clients send."""
+    """DashScope's clients send a URL in the field for base64 audio."""
     for part in (
         {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}},
         {"type": "audio", "base64": url},
@@ -199,7 +199,7 @@ def test_a_url_in_place_of_base64_is_read_as_a_url(url):
 
 
 def test_a_null_counts_as_a_missing_key():
-    """Accept nulls from tables and from clients that write every field."""
+    """Tables contain nulls, and some clients write every field."""
     nulls = {"type": None, "annotations": None, "detail": None, "fps": None}
     text = {"text": "a", "image_url": None, "refusal": None}
     image = {"image_url": {"url": "a.png", "detail": "low", "format": None, "max_pixels": None}, "text": None}
@@ -242,9 +242,9 @@ def test_the_frames_of_a_list_are_limited():
 def test_the_frames_of_all_lists_of_a_call_are_limited_together():
     video = {"video": "data:video/jpeg;base64," + "," * (MAX_LISTED_FRAMES - 1)}
     assert len(parse_inputs([video.copy() for _ in range(16)])) == 16
-    with pytest.raises(LimitExceeded, match="inputs has more frames in all its lists than the limit of 32768"):
+    with pytest.raises(LimitExceeded, match="inputs has more frames in its lists of frames than the limit of 32768"):
         parse_inputs([video.copy() for _ in range(17)])
-    with pytest.raises(LimitExceeded, match="messages has more frames in all its lists than the limit of 32768"):
+    with pytest.raises(LimitExceeded, match="messages has more frames in its lists of frames than the limit of 32768"):
         parse_messages([{"role": "user", "content": [video, video]} for _ in range(9)])
 
 
@@ -277,7 +277,7 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
             r"inputs\[0\] has the unknown key 'fps'; .* accepts min_pixels, max_pixels, detail",
         ),
         ([{"video": "a", "nframes": 2}], "unknown key 'nframes'"),
-        ([{"video": []}], r"inputs\[0\].video is an empty list; a video has at least one frame"),
+        ([{"video": []}], r"inputs\[0\].video is an empty list; a video must have at least one frame"),
         ([{"video": ["a", ""]}], r"inputs\[0\].video\[1\] is empty"),
         ([{"video": ["a", 5]}], r"inputs\[0\].video\[1\] is of type int; it must be a path"),
         ([{"video": ["a", ["b"]]}], r"inputs\[0\].video\[1\] is of type list; it must be a path"),
@@ -308,12 +308,12 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"video": "a", "min_frames": 5, "max_frames": 4}], "min_frames 5 is above max_frames 4"),
         ([{"video": "a", "min_frames": 5, "num_frames": 4}], "min_frames 5 is above num_frames 4"),
         ([{"video": "a", "num_frames": 5, "max_frames": 4}], "num_frames 5 is above max_frames 4"),
-        ([{"type": "image", "text": "a"}], r"inputs\[0\].type is 'image', but the item has 'text'"),
-        ([{"type": "text", "image": "a"}], r"inputs\[0\].type is 'text', but the item has 'image'"),
-        ([{"type": "video", "image": "a"}], r"inputs\[0\].type is 'video', but the item has 'image'"),
+        ([{"type": "image", "text": "a"}], r"inputs\[0\].type is 'image', but the item has the key 'text'"),
+        ([{"type": "text", "image": "a"}], r"inputs\[0\].type is 'text', but the item has the key 'image'"),
+        ([{"type": "video", "image": "a"}], r"inputs\[0\].type is 'video', but the item has the key 'image'"),
         ([{"type": ["image"], "image": "a"}], r"inputs\[0\].type is of type list"),
         ([{"type": "image_url", "image_url": {"uri": "a"}}], r"inputs\[0\].image_url.url is missing"),
-        ([{"image_url": {"url": "a", "detail": "low"}, "detail": "low"}], "'detail' twice"),
+        ([{"image_url": {"url": "a", "detail": "low"}, "detail": "low"}], "'detail' both next to 'image_url'"),
         (
             [{"image_url": {"url": "a", "max_pixel": 9}}],
             "unknown key 'max_pixel'; did you mean 'max_pixels'.; an item of",
@@ -362,7 +362,7 @@ def test_messages_are_parsed():
         (["hello"], r"messages\[0\] is of type str"),
         ([{"content": "a"}], r"messages\[0\].role is None; it must be one of system"),
         ([{"role": "<|image_pad|>", "content": "a"}], r"messages\[0\].role is '<|image_pad|>'"),
-        ([{"role": "r" * 65, "content": "a"}], "a name that the chat template takes, of at most 64 letters"),
+        ([{"role": "r" * 65, "content": "a"}], "another role that the chat template accepts, with at most 64 letters"),
         ([{"role": "user"}], r"messages\[0\] has no content"),
         ([{"role": "user", "content": []}], r"messages\[0\].content is an empty list"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content is of type int"),

@@ -1,4 +1,4 @@
-"""Tests of log records and of the exceptions in them."""
+"""Tests of log records, including records with exceptions."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""Tests that every kind of msgspec error is described in other words than msgspec's, which must not reach a user."""
+"""Tests that every kind of msgspec error is translated, because users must not see msgspec's own messages."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""Tests of the documentation: README's length and picture, links, decision records, and code that pages name."""
+"""Tests of the documentation: the README, links, decision records, and the code and files that pages refer to."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ PAGES = sorted(
 
 
 def prose(page: Path) -> str:
-    """Return the text of `page` without its code blocks."""
+    """Return the text of `page` without its code blocks. Code in backticks stays."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return re.sub(
         r"^    .*$|`[^`\n]*`", lambda code: code[0] if code[0].startswith("`") else "", text, flags=re.MULTILINE
@@ -37,7 +37,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> Iterator[tuple[str, Path, str]]:
-    """Yield each relative link of `page` as its text, the file that it names, and its anchor."""
+    """Yield each relative link of `page` as the link's target, the path of the linked file, and the anchor."""
     for link in re.findall(r"\]\(\s*([^)\s]+)\s*\)", prose(page)):
         if not re.match(r"[a-z]+:", link):
             path, _, anchor = link.partition("#")
@@ -82,7 +82,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 
 def defined(file: Path) -> set[str]:
-    """Return the functions and classes of a module, and the methods as `Class.method`."""
+    """Return the names of a module's functions, classes and methods. A method's name is `Class.method`."""
     found = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

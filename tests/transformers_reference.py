@@ -1,9 +1,8 @@
-"""Processors of transformers, with the stand-in for torchvision that they require.
+"""Processors of transformers, which need the stand-in for torchvision in tests/stubs.
 
-Import reference classes from this module. It puts tests/stubs on sys.path before transformers looks for torchvision,
-which happens once.
-
-Raises ImportError if transformers has looked already, because it would silently fall back to Pillow's arithmetic.
+Import reference classes from this module. It puts tests/stubs on sys.path before transformers looks for torchvision.
+Transformers looks only once, and silently falls back to Pillow's arithmetic if it does not find torchvision. If
+transformers has already looked without success, importing this module raises ImportError.
 """
 
 import sys

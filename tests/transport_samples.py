@@ -6,11 +6,11 @@ PACKET_BYTES = 188
 EMPTY = b"G\x1f\xff\x10".ljust(PACKET_BYTES, b"\0")
 """A null packet."""
 MAX_LISTED = 42
-"""Maximum number of programs in a list that fits into one packet."""
+"""Maximum number of programs in a program list (PAT) that fits into one packet."""
 
 
 def lists(num_packets: int) -> bytes:
-    """Return packets that each list the next `MAX_LISTED` programs."""
+    """Return `num_packets` packets that list programs from number 1 on, `MAX_LISTED` programs in each packet."""
     return b"".join(listed(range(at * MAX_LISTED + 1, (at + 1) * MAX_LISTED + 1)) for at in range(num_packets))
 
 
@@ -28,7 +28,7 @@ def begun(num_streams: int) -> bytes:
 
 
 def spaced(stream: bytes, before: bytes = b"", behind: bytes = b"") -> bytes:
-    """Return the packets of `stream` with `before` and `behind` around each packet."""
+    """Return `stream` with `before` in front of each packet and `behind` after each packet."""
     starts = range(0, len(stream), PACKET_BYTES)
     return b"".join(before + stream[start : start + PACKET_BYTES] + behind for start in starts)
 

@@ -1,10 +1,10 @@
-"""Commands of mindie-mm whose processes start as copies of a process that has imported everything.
+"""Commands of mindie-mm whose processes are forked from a process that has already imported all modules.
 
-To the kernel and to observers, the copies look like processes that a shell starts: in pids, parents, command lines,
-descriptors, signals and exit statuses.
+To the kernel and to observers, these copies look like processes that a shell has started. This applies to their pids,
+parents, command lines, descriptors, signal handlers and exit statuses.
 
-The copies do not have to start interpreters and import modules, which takes fifteen seconds for the three processes of
-a service. Tests of the startup itself use `tools.serving` and subprocess.
+A copy saves the time to start an interpreter and import modules, which is fifteen seconds for the three processes of a
+service. Tests of the startup itself use `tools.serving` and subprocess.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ _PRELOADED = (
     "transformers.modeling_layers",
     "transformers.models.auto.tokenization_auto",
 )
-"""Modules that belong to no model family, neither here nor in transformers."""
+"""Modules that the fork server imports. None of them belongs to a model family."""
 _FIRST_KEPT = 512
-"""Lower bound of the descriptors that a copy keeps over the fork."""
+"""Lowest number of the temporary descriptors that keep a copy's files open across the fork."""
 _ON_SIMULATED_NPU = "ASCEND_HOME_PATH" in os.environ
-"""True on the simulated NPU, where tests/ascend/processes.py has the only fork server that a process can have."""
+"""True on the simulated NPU. There, tests/ascend/processes.py already uses the one fork server of the process."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 if not _ON_SIMULATED_NPU:
     _CONTEXT.set_forkserver_preload(list(_PRELOADED))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Start the fork server of a parallel process, so that it imports while the first tests run."""
+    """Start the fork server of a parallel process early, so that it imports modules while the first tests run."""
     if hasattr(session.config, "workerinput") and not _ON_SIMULATED_NPU:
         forkserver.ensure_running()
 
 
 class Popen:
-    """The part of the interface of subprocess.Popen that tests use, for a command of mindie-mm."""
+    """A running command of mindie-mm, with the part of the interface of subprocess.Popen that tests use."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Popen:
     ) -> None:
         """Start a command.
 
-        `closed` names the standard streams that are closed at its start. `max_open_files` is its soft limit of
-        descriptors.
+        `closed` contains the names of the standard streams that are closed when the command starts. `max_open_files` is
+        the command's soft limit of open descriptors.
         """
         assert text
         self.stdout: IO[str] | None = None
@@ -156,7 +156,7 @@ def _begin(
     closed: Collection[str],
     max_open_files: int | None,
 ) -> None:
-    """Turn the first of the copies into `command`."""
+    """Run `command` in a copy that the fork server has just started."""
     if max_open_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     os.dup2(out.fileno(), 1)
@@ -168,7 +168,7 @@ def _begin(
     os.environ.update(environment)
     os.chdir(folder)
     named = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    stubs = [entry for entry in sys.path if entry.endswith("stubs")]  # of the pytest process alone
+    stubs = [entry for entry in sys.path if entry.endswith("stubs")]  # only the pytest process uses the stubs
     sys.path[:] = [*named, *(entry for entry in sys.path if entry not in {*named, *stubs})]
     ipc.subprocess = SUBPROCESS  # type: ignore[assignment]
     sys.argv = command
@@ -181,19 +181,20 @@ def _begin(
 
 
 def _open_streams() -> None:
-    """Open sys.stdout and sys.stderr again, because descriptors 1 and 2 are other files after the fork."""
+    """Open sys.stdout and sys.stderr again, because descriptors 1 and 2 refer to different files after the fork."""
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
 class _Copy(subprocess.Popen[bytes]):
-    """A worker that starts as a copy of this process and has only the open descriptors of a new process."""
+    """A worker that is forked from this process, but has only the open descriptors of a newly started worker."""
 
     def __init__(
         self, command: list[str], pass_fds: tuple[int, ...], env: Mapping[str, str] | None = None, **nowhere: int
     ) -> None:
         """Start a copy.
 
-        `nowhere` names the streams that are /dev/null, which the copy inherits from this process.
+        `nowhere` contains the standard streams to redirect to /dev/null. It is ignored: the copy inherits the streams
+        of this process.
         """
         self._descriptors = pass_fds
         self._environment = env
@@ -205,10 +206,11 @@ class _Copy(subprocess.Popen[bytes]):
 
     def _execute_child(self, command: list[str], *_: Any) -> None:
         with warnings.catch_warnings():
-            # Other threads may hold locks, but none that a worker needs.
+            # Python warns that other threads may hold locks. A worker needs none of these locks.
             warnings.simplefilter("ignore", DeprecationWarning)
-            # ipc closes its own descriptors in every fork. In the copy of a process that used libuv, libuv closes the
-            # two small descriptor numbers of its former pipe, and opens another pipe.
+            # The worker's descriptors move to high numbers before the fork, because the low numbers are not safe. ipc
+            # closes its own descriptors in every forked process. If this process has used libuv, libuv in the copy
+            # closes the two low descriptors of its former pipe and opens a new pipe.
             kept = {number: fcntl.fcntl(number, fcntl.F_DUPFD, _FIRST_KEPT) for number in self._descriptors}
             self.pid = os.fork()
         if self.pid:
@@ -221,8 +223,8 @@ class _Copy(subprocess.Popen[bytes]):
         self._child_created = True
 
     def _run(self, command: list[str]) -> None:
-        gc.freeze()  # a collected object could close a descriptor whose number another file has taken
-        torch.set_num_threads(1)  # renews the thread pool here, because two threads would race for it
+        gc.freeze()  # else a collected object could close a descriptor number that another file now uses
+        torch.set_num_threads(1)  # renews the thread pool before two threads could race to renew it
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -230,11 +232,11 @@ class _Copy(subprocess.Popen[bytes]):
             os.closerange(start + 1, stop)
         _open_streams()
         loggers = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-        # A collected handler would close its file.
+        # Keep the handlers alive, because a handler that is garbage-collected would close its file.
         self._handlers = [logger.handlers[:] for logger in loggers]
         logging.root.handlers.clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "mindie_mm"]:
-            del sys.modules[name]  # imported again, without their state of this process
+            del sys.modules[name]  # the worker imports them again, without this process's state
         if self._environment is not None:
             os.environ.clear()
             os.environ.update(self._environment)
@@ -245,20 +247,20 @@ class _Copy(subprocess.Popen[bytes]):
 
 
 SUBPROCESS = SimpleNamespace(Popen=_Copy, DEVNULL=subprocess.DEVNULL)
-"""Replacement of `subprocess` in mindie_mm.processes.ipc, which starts workers as copies of this process."""
+"""Replacement for `subprocess` in mindie_mm.processes.ipc that starts workers as copies of this process."""
 
 
 @pytest.fixture(scope="module")
 def copied_workers() -> Iterator[None]:
-    """Start the workers of a module's tests and fixtures as copies of the tests' process."""
+    """Start the workers of a module's tests and fixtures as copies of the pytest process."""
     with pytest.MonkeyPatch.context() as patch:
-        if torch.get_num_threads() == 1:  # a copy has no threads of a pool that was used, and would hang
+        if torch.get_num_threads() == 1:  # a copy lacks the threads of a used thread pool, and would hang
             patch.setattr(ipc, "subprocess", SUBPROCESS)
         yield
 
 
 def _end(run: Callable[[], None]) -> NoReturn:
-    """Run `run` and end this process as the interpreter does."""
+    """Call `run`, and end this process with the exit status that the interpreter would give it."""
     status = 1
     try:
         run()
@@ -273,7 +275,7 @@ def _end(run: Callable[[], None]) -> NoReturn:
 
 
 def _show(arguments: Sequence[str]) -> None:
-    """Write `arguments`, as far as they fit, to the memory that contains this process's command line (proc(5))."""
+    """Overwrite this process's command line in memory (see proc(5)) with as much of `arguments` as fits."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     line = b"".join(argument.encode() + b"\0" for argument in arguments)[: end - start - 1]

@@ -1,4 +1,4 @@
-"""Metrics and processes of a service, and waiting for a condition."""
+"""Functions that read a service's metrics, find its processes, and wait for a condition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def metric(service: RunningService, name: str, **labels: str) -> float:
-    """Return the sum over the series of a metric with these labels."""
+    """Return the sum of all series of a metric that have these labels."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     lines = httpx2.get(f"{service.url}/metrics", timeout=300).text.splitlines()
     series = [line for line in lines if line.startswith((f"mindie_mm:{name}{{", f"mindie_mm:{name} "))]
@@ -30,7 +30,7 @@ def metric(service: RunningService, name: str, **labels: str) -> float:
 
 
 def process(service: RunningService, module: str) -> psutil.Process:
-    """Return the service's process whose module name begins with `module`."""
+    """Return the child process of the service that runs a module whose name begins with `module`."""
     children = psutil.Process(service.process.pid).children()
     return next(child for child in children if any(part.startswith(module) for part in child.cmdline()))
 
@@ -39,7 +39,7 @@ def process(service: RunningService, module: str) -> psutil.Process:
 def stopped_engine(service: RunningService) -> Iterator[None]:
     """Stop the engine inside the context.
 
-    Requests that the engine has not begun hold their shared memory.
+    Requests that the engine has not started then keep their shared memory.
     """
     engine = process(service, "mindie_mm.engine.")
     engine.send_signal(signal.SIGSTOP)

@@ -263,10 +263,10 @@ class Watch:
 
     def _sample(self) -> None:
         while not self._done.is_set():
-            found = self._service.shm()
+            state = self._service.shm()
             self.num_samples += 1
-            if found["bytes"] > self.most["bytes"]:
-                self.most = found
+            if state["bytes"] > self.most["bytes"]:
+                self.most = state
             self._done.wait(0.005)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Writer of the table in docs/families.md: `python -m tools.families`.
+"""Script that writes the table in docs/families.md: `python -m tools.families`.
 
 With --check it writes nothing, and exits with 1 if the table is out of date.
 """
@@ -38,10 +38,10 @@ def with_table(page: str) -> str:
 
 def main() -> int:
     """Write the table, or check it; return the exit status."""
-    found = PAGE.read_text(encoding="utf-8")
-    wanted = with_table(found)
+    current = PAGE.read_text(encoding="utf-8")
+    wanted = with_table(current)
     if "--check" in sys.argv[1:]:
-        return int(found != wanted)
+        return int(current != wanted)
     PAGE.write_text(wanted, encoding="utf-8")
     return 0
 

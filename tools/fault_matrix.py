@@ -65,22 +65,22 @@ def flying(works: Sequence[Callable[[], str]]) -> Iterator[list[Future[str]]]:
 
 def run(rig: Rig, point: Point) -> Run:
     """Kill once at `point`, and check the consequences."""
-    found = Run(str(point))
+    run_result = Run(str(point))
     if point.cause == "start":
         rig.drop()
-        _die_at_the_start(rig, point, found)
-        return found
+        _die_at_the_start(rig, point, run_result)
+        return run_result
     try:
         before = rig.whole()
     except (TimeoutError, RuntimeError) as error:
-        found.troubles.append(f"before the kill: {error}")
-        return found
+        run_result.troubles.append(f"before the kill: {error}")
+        return run_result
     works: list[Callable[[], str]] = [lambda: rig.ask(stream=True), rig.ask, rig.ask]
     if point.cause == "leave":
         works.append(rig.leave)
     if point.cause == "preempt":
         if (said := rig.preempt()) != "right":
-            found.troubles.append(f"a long answer before the kill: {said}")
+            run_result.troubles.append(f"a long answer before the kill: {said}")
         works += [rig.preempt, rig.preempt]
     trigger = rig.trigger(point)
     if point.cause != "kill":
@@ -89,15 +89,15 @@ def run(rig: Rig, point: Point) -> Run:
         if point.name == "at work":
             rig.wait_for_items()
         _bring_about(point, before, rig)
-        seen = _wait_for_death(trigger, before, rig, found)
+        seen = _wait_for_death(trigger, before, rig, run_result)
         died = time.monotonic()
         everybody = point.role == "api" or point.cause == "stop"
         gone = [process for role, process in seen if everybody or role in _DYING.get(point.role, [point.role])]
-        _look(rig, point, gone, died, found)
-        found.outcomes = [future.result() for future in futures]
-    _judge(point, found)
-    _look_for_the_rest(rig, found)
-    return found
+        _look(rig, point, gone, died, run_result)
+        run_result.outcomes = [future.result() for future in futures]
+    _judge(point, run_result)
+    _look_for_the_rest(rig, run_result)
+    return run_result
 
 
 _DYING = {"tokenizer": ("tokenizer", "nursery", "decoder"), "nursery": ("nursery", "decoder")}
@@ -118,7 +118,7 @@ def _stopped(decoders: Sequence[psutil.Process]) -> Iterator[None]:
 
 
 def _wait_for_death(
-    trigger: Path, before: dict[str, list[psutil.Process]], rig: Rig, found: Run
+    trigger: Path, before: dict[str, list[psutil.Process]], rig: Rig, run_result: Run
 ) -> set[tuple[str, psutil.Process]]:
     """Wait until the process has removed the trigger file. Return all processes seen so far, with their roles.
 
@@ -133,7 +133,7 @@ def _wait_for_death(
         return not trigger.exists()
 
     if wait_until(gone, DEADLINE_S) is None:
-        found.troubles.append("the point was not reached")
+        run_result.troubles.append("the point was not reached")
         trigger.unlink()
     return seen
 
@@ -159,26 +159,26 @@ def _bring_about(point: Point, before: dict[str, list[psutil.Process]], rig: Rig
         rig.service.process.send_signal(signal.SIGTERM)
 
 
-def _look(rig: Rig, point: Point, gone: list[psutil.Process], died: float, found: Run) -> None:
+def _look(rig: Rig, point: Point, gone: list[psutil.Process], died: float, run_result: Run) -> None:
     """Wait until nothing from the dead processes is left and the service answers again."""
     everybody_dead = point.name == "everything"  # only the next service can clean up
     if not everybody_dead:
-        _wait_for_nothing_left(gone, died, found)
+        _wait_for_nothing_left(gone, died, run_result)
     if point.role == "api" or point.cause == "stop":
         status = rig.service.process.wait(DEADLINE_S)
         if point.role != "api" and status != 0:
-            found.troubles.append(f"the service stopped with status {status}")
+            run_result.troubles.append(f"the service stopped with status {status}")
         rig.drop()
     while (said := rig.ask()) != "right":
         if said != "failed" or time.monotonic() - died > DEADLINE_S:
-            found.troubles.append(f"the next request: {said}")
+            run_result.troubles.append(f"the next request: {said}")
             return
-    found.answered_s = round(time.monotonic() - died, 3)
+    run_result.answered_s = round(time.monotonic() - died, 3)
     if everybody_dead:
-        _wait_for_nothing_left(gone, time.monotonic(), found)
+        _wait_for_nothing_left(gone, time.monotonic(), run_result)
 
 
-def _wait_for_nothing_left(gone: list[psutil.Process], died: float, found: Run) -> None:
+def _wait_for_nothing_left(gone: list[psutil.Process], died: float, run_result: Run) -> None:
     pids = {process.pid for process in gone}
 
     def nothing_left() -> bool:
@@ -186,11 +186,11 @@ def _wait_for_nothing_left(gone: list[psutil.Process], died: float, found: Run) 
 
     if wait_until(nothing_left, 4 * CLEAN_S) is None:
         alive = [process.pid for process in gone if _lives(process)]
-        found.troubles.append(f"left: processes {alive}, arenas {[a.file for a in survey() if not a.alive]}")
+        run_result.troubles.append(f"left: processes {alive}, arenas {[a.file for a in survey() if not a.alive]}")
         return
-    found.clean_s = round(time.monotonic() - died, 3)
-    if found.clean_s > CLEAN_S:
-        found.troubles.append(f"clean after {found.clean_s} s, the limit is {CLEAN_S:g}")
+    run_result.clean_s = round(time.monotonic() - died, 3)
+    if run_result.clean_s > CLEAN_S:
+        run_result.troubles.append(f"clean after {run_result.clean_s} s, the limit is {CLEAN_S:g}")
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -200,28 +200,28 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _judge(point: Point, found: Run) -> None:
+def _judge(point: Point, run_result: Run) -> None:
     """Record a problem for each request in flight without a correct answer, unless the process's death explains it."""
     allowed = {"right", "left"}
     if point.role == "api" or point.cause == "stop":
         allowed |= {"failed", "lost"}
-    for number, said in enumerate(found.outcomes):
-        if point.role == "engine" and number == 0 and said == "failed":  # a stream with output cannot be repeated
+    for number, outcome in enumerate(run_result.outcomes):
+        if point.role == "engine" and number == 0 and outcome == "failed":  # a stream with output cannot be repeated
             continue
-        stopped = point.cause == "stop" and "ServiceUnavailableError" in said
-        if said not in allowed and not stopped:
-            found.troubles.append(f"in flight: {said}")
+        stopped = point.cause == "stop" and "ServiceUnavailableError" in outcome
+        if outcome not in allowed and not stopped:
+            run_result.troubles.append(f"in flight: {outcome}")
 
 
-def _look_for_the_rest(rig: Rig, found: Run) -> None:
+def _look_for_the_rest(rig: Rig, run_result: Run) -> None:
     """Check that no block and no request directory is left after the last request."""
     if (held := rig.service.wait_until_free())["blocks"]:
-        found.troubles.append(f"blocks are left: {held}")
+        run_result.troubles.append(f"blocks are left: {held}")
     if wait_until(lambda: not rig.left_in_spool(), 10) is None:
-        found.troubles.append(f"left in the spool: {rig.left_in_spool()}")
+        run_result.troubles.append(f"left in the spool: {rig.left_in_spool()}")
 
 
-def _die_at_the_start(rig: Rig, point: Point, found: Run) -> None:
+def _die_at_the_start(rig: Rig, point: Point, run_result: Run) -> None:
     rig.trigger(point).touch()
     mine = psutil.Process()
     with ThreadPoolExecutor(1) as pool:
@@ -232,13 +232,13 @@ def _die_at_the_start(rig: Rig, point: Point, found: Run) -> None:
                 seen |= {process.pid: process for process in mine.children(recursive=True)}
         died = time.monotonic()
         if not isinstance(starting.exception(), RuntimeError):
-            found.troubles.append("the service started")
-    _wait_for_nothing_left(list(seen.values()), died, found)
-    said = rig.ask()
-    if said != "right":
-        found.troubles.append(f"the next request: {said}")
-    found.answered_s = round(time.monotonic() - died, 3)
-    _look_for_the_rest(rig, found)
+            run_result.troubles.append("the service started")
+    _wait_for_nothing_left(list(seen.values()), died, run_result)
+    answer = rig.ask()
+    if answer != "right":
+        run_result.troubles.append(f"the next request: {answer}")
+    run_result.answered_s = round(time.monotonic() - died, 3)
+    _look_for_the_rest(rig, run_result)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -255,23 +255,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for repeat in range(given.repeats):
             done = read(given.out)
             for point in (p for p in wanted if len(done.get(str(p), [])) <= repeat):
-                found = run(rig, point)
+                run_result = run(rig, point)
                 with given.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(asdict(found)) + os.linesep)
-                print(f"{point}: {'; '.join(found.troubles) or 'good'} {found}", flush=True)
-                if not found.good:
+                    file.write(json.dumps(asdict(run_result)) + os.linesep)
+                print(f"{point}: {'; '.join(run_result.troubles) or 'good'} {run_result}", flush=True)
+                if not run_result.good:
                     rig.drop()
     runs = read(given.out)
     print(table(runs))
-    return 0 if all(found.good for several in runs.values() for found in several) else 1
+    return 0 if all(run_result.good for several in runs.values() for run_result in several) else 1
 
 
 def read(path: Path) -> dict[str, list[Run]]:
     """Return the runs in a file by point."""
     runs: dict[str, list[Run]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        found = Run(**json.loads(line))
-        runs.setdefault(found.point, []).append(found)
+        run_result = Run(**json.loads(line))
+        runs.setdefault(run_result.point, []).append(run_result)
     return runs
 
 
@@ -283,11 +283,11 @@ def table(runs: dict[str, list[Run]]) -> str:
     ]
     for point in map(str, POINTS):
         several = runs.get(point, [])
-        said = [one for found in several for one in found.outcomes]
-        counts = ", ".join(str(said.count(kind)) for kind in ("right", "failed", "lost"))
-        answered = _spread([found.answered_s for found in several if found.answered_s is not None])
-        clean = _spread([found.clean_s for found in several if found.clean_s is not None])
-        good = sum(found.good for found in several)
+        outcomes = [one for run_result in several for one in run_result.outcomes]
+        counts = ", ".join(str(outcomes.count(kind)) for kind in ("right", "failed", "lost"))
+        answered = _spread([run_result.answered_s for run_result in several if run_result.answered_s is not None])
+        clean = _spread([run_result.clean_s for run_result in several if run_result.clean_s is not None])
+        good = sum(run_result.good for run_result in several)
         lines.append(f"| {point} | {len(several)} | {good} | {counts} | {answered} | {clean} |")
     return "\n".join(lines)
 

@@ -95,15 +95,15 @@ class Rig:
     def processes(self) -> dict[str, list[psutil.Process]]:
         """Return the service's processes by role."""
         api = psutil.Process(self.service.process.pid)
-        found = {"api": [api]}
+        processes = {"api": [api]}
         for child in api.children():
             with suppress(psutil.NoSuchProcess):
                 command = child.cmdline()
-                found |= {role: [child] for role, module in MODULES.items() if module in command}
+                processes |= {role: [child] for role, module in MODULES.items() if module in command}
         with suppress(KeyError, psutil.NoSuchProcess):
-            for nursery in found["tokenizer"][0].children():
-                found |= {"nursery": [nursery], "decoder": nursery.children()}
-        return found
+            for nursery in processes["tokenizer"][0].children():
+                processes |= {"nursery": [nursery], "decoder": nursery.children()}
+        return processes
 
     def wait_for_items(self) -> None:
         """Wait until the tokenizer has opened as many files of the spool as there are decoders.
@@ -217,7 +217,7 @@ def outcome(url: str, media: Sequence[dict[str, Any]], text: str, right: str, *,
     except httpx2.HTTPError:
         return "lost"
     events = body.split(b"\n\n") if stream and answer.status_code == 200 else [b"data: " + body]
-    said = ""
+    text = ""
     for event in events:
         data = event.removeprefix(b"data: ")
         if data in (b"", b"[DONE]"):
@@ -226,8 +226,8 @@ def outcome(url: str, media: Sequence[dict[str, Any]], text: str, right: str, *,
         if error := parsed.get("error"):
             died = error["code"] == 503 and ("process" in error["message"] or "tokenizer" in error["message"])
             return "failed" if died else f"error {error}"
-        said += "".join((choice.get("delta") or choice["message"])["content"] for choice in parsed["choices"])
-    return "right" if said.strip().rstrip(".").lower() == right else f"wrong: {said!r}"
+        text += "".join((choice.get("delta") or choice["message"])["content"] for choice in parsed["choices"])
+    return "right" if text.strip().rstrip(".").lower() == right else f"wrong: {text!r}"
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> float | None:

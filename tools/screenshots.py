@@ -27,11 +27,11 @@ SECONDS = 15
 def main() -> None:
     """Write web-page.png and web-page-dark.png."""
     browser_path = next(
-        found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))
+        path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))
     )
     FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="mindie_mm-pictures-") as made, sync_playwright() as playwright:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="mindie_mm-pictures-") as temporary, sync_playwright() as playwright:
+        folder = Path(temporary)
         media = write_media(folder)
         settings = {"spool": folder / "spool", "arena_bytes": ARENA_BYTES, "decoders": 2}
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])

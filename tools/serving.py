@@ -38,15 +38,15 @@ class RunningService:
 
     def shm(self) -> dict[str, Any]:
         """Return the response of /shm, which describes the service's shared memory."""
-        found: dict[str, Any] = self.get("/shm")
-        return found
+        state: dict[str, Any] = self.get("/shm")
+        return state
 
     def wait_until_free(self, timeout_s: float = 120.0) -> dict[str, Any]:
         """Wait until no block is in use or the timeout has passed, and return the last result of `shm`."""
         deadline = time.monotonic() + timeout_s
-        while (found := self.shm())["blocks"] and time.monotonic() < deadline:
+        while (state := self.shm())["blocks"] and time.monotonic() < deadline:
             time.sleep(0.01)
-        return found
+        return state
 
     def stop(self) -> int:
         """Stop the service and return its exit status."""
@@ -87,12 +87,12 @@ def running_service(
         )
     assert process.stdout is not None
     try:
-        said, _, _ = select.select([process.stdout], [], [], start_timeout_s)
-        ready = _READY.search(process.stdout.readline()) if said else None
+        readable, _, _ = select.select([process.stdout], [], [], start_timeout_s)
+        ready = _READY.search(process.stdout.readline()) if readable else None
         if ready is None:
             process.terminate()
             process.wait(STOP_TIMEOUT_S)
-            what = "start" if said else f"start within {start_timeout_s:g} s"
+            what = "start" if readable else f"start within {start_timeout_s:g} s"
             raise RuntimeError(f"the service did not {what}:\n{log.read_text(encoding='utf-8')[-2000:]}")
         yield RunningService(process, ready[1], ready[2], log)
     finally:

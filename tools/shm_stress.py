@@ -144,10 +144,10 @@ def _write(
 
 def _counts(process: subprocess.Popen[bytes]) -> Counts:
     assert process.stdout is not None
-    said = process.stdout.read()
+    output = process.stdout.read()
     if process.wait():
         raise RuntimeError(f"a reader ended with status {process.returncode}")
-    return Counts(**json.loads(said))
+    return Counts(**json.loads(output))
 
 
 def read(folder: Path, seed: int) -> Counts:

@@ -67,9 +67,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "tiny_eval.json")
     parser.add_argument("--verbose", action="store_true", help="print every wrong answer")
     args = parser.parse_args()
-    found = judge(args.path, held_out(args.seed, args.samples), verbose=args.verbose)
-    right, asked = (sum(column) for column in zip(*found.values(), strict=True))
-    for task, (good, number) in {**found, "total": (right, asked)}.items():
+    scores = judge(args.path, held_out(args.seed, args.samples), verbose=args.verbose)
+    right, asked = (sum(column) for column in zip(*scores.values(), strict=True))
+    for task, (good, number) in {**scores, "total": (right, asked)}.items():
         print(f"{task:10} {good:4} of {number:4}  {good / number:7.1%}")
     report = {
         "seed": args.seed,
@@ -78,12 +78,12 @@ def main() -> int:
         "accuracy": round(right / asked, 4),
         "tasks": {
             task: {"right": good, "asked": number, "accuracy": round(good / number, 4)}
-            for task, (good, number) in found.items()
+            for task, (good, number) in scores.items()
         },
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(good >= NEEDED * number for good, number in found.values()) else 1
+    return 0 if all(good >= NEEDED * number for good, number in scores.values()) else 1
 
 
 if __name__ == "__main__":

@@ -221,9 +221,9 @@ MAKERS: dict[str, Maker] = {
 
 def sample(rng: random.Random, split: Split, task: str) -> Sample:
     """Make a sample of a task. All randomness comes from `rng`."""
-    made = MAKERS[task](rng, split)
+    sample = MAKERS[task](rng, split)
     if split.name == "held_out":
-        return made
+        return sample
     text_first = rng.random() < 0.15
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None
-    return replace(made, text_first=text_first, system=system)
+    return replace(sample, text_first=text_first, system=system)

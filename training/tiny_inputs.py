@@ -59,8 +59,10 @@ def mels(samples: np.ndarray) -> torch.Tensor:
     """Compute the log-mel features of a clip, float32 [64, frames], as if more silence followed."""
     frames = -(-len(samples) // HOP)
     # Half a window of silence at the end gives the same features as the server's padding to half a minute.
-    found = _EARS(samples, sampling_rate=RATE, max_length=(frames + 4) * HOP, padding="max_length", return_tensors="pt")
-    features: torch.Tensor = found["input_features"][0, :, :frames]
+    extracted = _EARS(
+        samples, sampling_rate=RATE, max_length=(frames + 4) * HOP, padding="max_length", return_tensors="pt"
+    )
+    features: torch.Tensor = extracted["input_features"][0, :, :frames]
     return features
 
 
@@ -89,20 +91,20 @@ class Medium:
 
 def media_of(sample: Sample) -> list[Medium]:
     """Convert the sample's media, in the same order as in the prompt."""
-    found: dict[str, list[Medium]] = {"image": [], "video": [], "audio": []}
+    media: dict[str, list[Medium]] = {"image": [], "video": [], "audio": []}
     stills = sample.scenes[: len(sample.images)]
     for image, scene in zip(sample.images, stills, strict=True):
         raw, grid = patches([image], IMAGE_PIXELS)
-        found["image"].append(Medium("image", raw, grid, truth((scene,), grid, MERGE)))
+        media["image"].append(Medium("image", raw, grid, truth((scene,), grid, MERGE)))
     if sample.frames:
         raw, grid = patches(sample.frames, VIDEO_PIXELS)
-        found["video"].append(Medium("video", raw, grid, truth(sample.scenes[len(stills) :], grid, MERGE)))
+        media["video"].append(Medium("video", raw, grid, truth(sample.scenes[len(stills) :], grid, MERGE)))
     for sound in sample.sounds:
         samples, spans = make(sound)
         features = mels(samples)
         tokens = audio_tokens(features.shape[1])
-        found["audio"].append(Medium("audio", features, (tokens, 1, 1), heard(sound, spans, tokens)))
-    return [medium for kind in sample.order for medium in found[kind]]
+        media["audio"].append(Medium("audio", features, (tokens, 1, 1), heard(sound, spans, tokens)))
+    return [medium for kind in sample.order for medium in media[kind]]
 
 
 TOKENS = {"image": "<|IMAGE|>", "video": "<|VIDEO|>", "audio": "<|AUDIO|>"}

@@ -89,8 +89,8 @@ def _clip(rng: random.Random, i: int) -> Medium:
     return Medium("audio", features, (tokens, 1, 1), heard(sound, spans, tokens))
 
 
-def _count(score: Counter[str], found: dict[str, tuple[int, int]]) -> None:
-    for name, (right, asked) in found.items():
+def _count(score: Counter[str], scores: dict[str, tuple[int, int]]) -> None:
+    for name, (right, asked) in scores.items():
         score[name] += asked
         score[f"{name} right"] += right
 
@@ -100,9 +100,9 @@ def see(model: Any, heads: Heads, media: Sequence[Medium], score: Counter[str]) 
     pixels = normalise(torch.cat([medium.array for medium in media]))
     grids = torch.tensor([medium.grid for medium in media])
     features = model.model.visual(pixels, grid_thw=grids, return_dict=True).pooler_output
-    said, wanted = heads.seen(features), torch.cat([medium.truth for medium in media])
-    _count(score, tally(said.detach(), wanted))
-    return features, dense_loss(said, wanted)
+    logits, wanted = heads.seen(features), torch.cat([medium.truth for medium in media])
+    _count(score, tally(logits.detach(), wanted))
+    return features, dense_loss(logits, wanted)
 
 
 def hear(model: Any, heads: Heads, media: Sequence[Medium], score: Counter[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,9 +110,9 @@ def hear(model: Any, heads: Heads, media: Sequence[Medium], score: Counter[str])
     lengths = torch.tensor([medium.array.shape[1] for medium in media])
     joined = torch.cat([medium.array for medium in media], dim=1)
     features = model.model.audio_tower(joined, feature_lens=lengths, return_dict=True).last_hidden_state
-    said, wanted = heads.heard(features), torch.cat([medium.truth for medium in media])
-    _count(score, heard_tally(said.detach(), wanted))
-    return features, heard_loss(said, wanted)
+    logits, wanted = heads.heard(features), torch.cat([medium.truth for medium in media])
+    _count(score, heard_tally(logits.detach(), wanted))
+    return features, heard_loss(logits, wanted)
 
 
 def seeing_loss(model: Any, heads: Heads, rng: random.Random, score: Counter[str]) -> torch.Tensor:

@@ -43,8 +43,8 @@ def _attend_by_length(
         starts = cu_seqlens[:-1][lengths == length]
         rows = (starts[:, None] + torch.arange(length)).view(-1)
         q1, k1, v1 = (x[rows].view(len(starts), length, self.num_heads, -1).transpose(1, 2) for x in (q, k, v))
-        found = scaled_dot_product_attention(q1, k1, v1).transpose(1, 2)
-        out = out.index_copy(0, rows, found.reshape(len(rows), self.num_heads, -1))
+        attended = scaled_dot_product_attention(q1, k1, v1).transpose(1, 2)
+        out = out.index_copy(0, rows, attended.reshape(len(rows), self.num_heads, -1))
     merged: torch.Tensor = self.proj(out.reshape(total, -1))
     return merged
 
@@ -58,10 +58,10 @@ def _attend_padded(self: Any, hidden_states: torch.Tensor, cu_seqlens: torch.Ten
         clips = pad_sequence(list(part(hidden_states).split(lengths.tolist())), batch_first=True)
         return clips.view(*clips.shape[:2], self.num_heads, -1).transpose(1, 2)
 
-    found = scaled_dot_product_attention(
+    attended = scaled_dot_product_attention(
         rows(self.q_proj), rows(self.k_proj), rows(self.v_proj), attn_mask=real[:, None, None, :]
     )
-    merged: torch.Tensor = self.out_proj(found.transpose(1, 2).flatten(2)[real])
+    merged: torch.Tensor = self.out_proj(attended.transpose(1, 2).flatten(2)[real])
     return merged
 
 
@@ -103,15 +103,15 @@ def start_from(model: Any, tokenizer: Tokenizer, folder: Path) -> None:
     for name, value in old.items():
         if name.startswith("model.layers.") or name == "model.norm.weight":
             new[name.replace("model.", "model.language_model.", 1)] = value
-    words, found = Tokenizer.from_file(str(folder / "tokenizer.json")), old["model.embed_tokens.weight"]
+    words, old_embedding = Tokenizer.from_file(str(folder / "tokenizer.json")), old["model.embed_tokens.weight"]
     embedding = new["model.language_model.embed_tokens.weight"].clone()
     before = {RENAMED.get(token, token): i for token, i in words.get_vocab().items()}
     for token, i in tokenizer.get_vocab().items():
         if token in before:
-            embedding[i] = found[before[token]]
+            embedding[i] = old_embedding[before[token]]
         elif not token.startswith("<|"):
             text = tokenizer.decode([i])
-            embedding[i] = found[words.encode(text, add_special_tokens=False).ids].mean(0)
+            embedding[i] = old_embedding[words.encode(text, add_special_tokens=False).ids].mean(0)
     embedding += 0.02 * torch.randn_like(embedding) * (embedding != 0)
     new["model.language_model.embed_tokens.weight"] = new["lm_head.weight"] = embedding
     new |= {f"model.{name}": value for name, value in _tower(old).items()}

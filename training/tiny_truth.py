@@ -41,7 +41,7 @@ def _direction(scenes: Sequence[Scene]) -> int:
 
 def _cells(scene: Scene, rows: int, columns: int, direction: int) -> list[list[float]]:
     short = min(scene.width, scene.height)
-    found = []
+    cells = []
     for row in range(rows):
         for column in range(columns):
             x, y = (column + 0.5) / columns, (row + 0.5) / rows
@@ -60,8 +60,8 @@ def _cells(scene: Scene, rows: int, columns: int, direction: int) -> list[list[f
                     if len(scene.things) > 1:  # the things are small, and no question asks for their shapes
                         cell[1] = float(IGNORED)
                 cell[3] = max(cell[3], float(inside))
-            found.append(cell)
-    return found
+            cells.append(cell)
+    return cells
 
 
 def truth(scenes: Sequence[Scene], grid: tuple[int, int, int], merge: int) -> torch.Tensor:
@@ -77,9 +77,9 @@ def truth(scenes: Sequence[Scene], grid: tuple[int, int, int], merge: int) -> to
     return torch.tensor(cells)
 
 
-def dense_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def dense_loss(predicted: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Compute the mean loss of a head's outputs [tokens, OUTPUTS] against targets [tokens, 6]."""
-    *kinds, centre, place = said.float().split(WIDTHS, dim=1)
+    *kinds, centre, place = predicted.float().split(WIDTHS, dim=1)
     loss = mse_loss(place, wanted[:, 4:6]) * 4
     loss = loss + binary_cross_entropy_with_logits(centre[:, 0], wanted[:, 3])
     for column, logits in enumerate(kinds):
@@ -90,18 +90,18 @@ def dense_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
+def tally(predicted: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
     """Count correct predictions and targets by kind, over the tokens on an object. For centers, count all tokens."""
-    *kinds, centre, _ = said.split(WIDTHS, dim=1)
-    found = {}
+    *kinds, centre, _ = predicted.split(WIDTHS, dim=1)
+    scores = {}
     for column, (name, logits) in enumerate(zip(("colour", "shape", "motion"), kinds, strict=True)):
         on = wanted[:, column] > 0
         right = logits[on].argmax(1) == wanted[on, column]
-        found[name] = int(right.sum()), int(on.sum())
+        scores[name] = int(right.sum()), int(on.sum())
     at = wanted[:, 3] > 0
-    found["centre"] = int((centre[at, 0] > 0).sum()), int(at.sum())
-    found["no centre"] = int((centre[~at, 0] < 0).sum()), int((~at).sum())
-    return found
+    scores["centre"] = int((centre[at, 0] > 0).sum()), int(at.sum())
+    scores["no centre"] = int((centre[~at, 0] < 0).sum()), int((~at).sum())
+    return scores
 
 
 def heard(sound: Sound, spans: Sequence[tuple[float, float]], tokens: int) -> torch.Tensor:
@@ -120,19 +120,19 @@ def heard(sound: Sound, spans: Sequence[tuple[float, float]], tokens: int) -> to
     return wanted
 
 
-def heard_loss(said: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def heard_loss(predicted: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Compute the mean loss of a head's outputs [tokens, HEARD_OUTPUTS] against targets [tokens, 3]."""
     loss = torch.zeros(())
-    for column, logits in enumerate(said.float().split(HEARD_WIDTHS, dim=1)):
+    for column, logits in enumerate(predicted.float().split(HEARD_WIDTHS, dim=1)):
         if (wanted[:, column] != IGNORED).any():
             loss = loss + cross_entropy(logits, wanted[:, column], ignore_index=IGNORED)
     return loss
 
 
-def heard_tally(said: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
+def heard_tally(predicted: torch.Tensor, wanted: torch.Tensor) -> dict[str, tuple[int, int]]:
     """Count correct predictions and targets by kind, over the tokens that are not silent."""
-    found = {}
-    for i, (name, logits) in enumerate(zip(HEARD, said.split(HEARD_WIDTHS, dim=1), strict=True)):
+    scores = {}
+    for i, (name, logits) in enumerate(zip(HEARD, predicted.split(HEARD_WIDTHS, dim=1), strict=True)):
         on = wanted[:, i] > 0
-        found[f"heard {name}"] = int((logits[on].argmax(1) == wanted[on, i]).sum()), int(on.sum())
-    return found
+        scores[f"heard {name}"] = int((logits[on].argmax(1) == wanted[on, i]).sum()), int(on.sum())
+    return scores

@@ -80,8 +80,8 @@ def new_optimizer(model: Any, heads: nn.Module) -> torch.optim.AdamW:
         if part == "visual":
             parameters += heads.parameters()
         for matrices in (True, False):
-            found = [p for p in parameters if (p.ndim > 1) == matrices]
-            groups.append({"params": found, "weight_decay": 0.05 if matrices else 0.0, "share": share})
+            chosen = [p for p in parameters if (p.ndim > 1) == matrices]
+            groups.append({"params": chosen, "weight_decay": 0.05 if matrices else 0.0, "share": share})
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
 
 

@@ -1,8 +1,8 @@
 """Benchmark of `mindie-mm tokenize` on JPEGs of mixed sizes, compared with transformers and Ray Data.
 
-It measures time, bytes on disk and memory. The contestants take turns on each slice of the pictures, because the speed
-of a shared machine may change by half within minutes. A time in the results is the median over the slices. A ratio is
-computed within each slice, and the result is the median of these ratios.
+It measures time, bytes on disk and memory. The variants run alternately on each slice of the pictures, because the
+speed of a shared machine may change by half within minutes. A time in the results is the median over the slices. A
+ratio is computed within each slice, and the result is the median of these ratios.
 
 The main comparison for one worker is the fused path alone. Half of its slice runs before the worker and half after it.
 Its time is reported without and with reading the files, because the worker must read the files.
@@ -175,9 +175,11 @@ def table(figures: Mapping[str, Any]) -> str:
     """Return the figures as Markdown."""
     lines = ["# Offline tokenisation", ""]
     if "speed" in figures:
-        found = figures["speed"]
+        section = figures["speed"]
         lines += ["| | ms a row, wall | processor |", "|---|---|---|"]
-        lines += [f"| {name} | {ms['wall']} | {ms['processor']} |" for name, ms in found["milliseconds_a_row"].items()]
+        lines += [
+            f"| {name} | {ms['wall']} | {ms['processor']} |" for name, ms in section["milliseconds_a_row"].items()
+        ]
         names = (
             "1_worker_times_faster_than_loop",
             "1_worker_of_fused_path",
@@ -185,18 +187,20 @@ def table(figures: Mapping[str, Any]) -> str:
         )
         lines += ["", "| | wall | processor |", "|---|---|---|"]
         lines += [
-            f"| {name.replace('_', ' ')} | {found[name]['wall']} | {found[name]['processor']} |" for name in names
+            f"| {name.replace('_', ' ')} | {section[name]['wall']} | {section[name]['processor']} |" for name in names
         ]
-        lines += [f"| 2 workers, times 1 worker | {found['2_workers_times_1_worker']} | |", ""]
-        lines += [f"On disk {found['times_smaller_than_float32_patches']} times smaller than float32 patches.", ""]
+        lines += [f"| 2 workers, times 1 worker | {section['2_workers_times_1_worker']} | |", ""]
+        lines += [f"On disk {section['times_smaller_than_float32_patches']} times smaller than float32 patches.", ""]
     if "ray" in figures:
-        found = figures["ray"]
+        section = figures["ray"]
         lines += ["| two actors, or workers | ms a row |", "|---|---|"]
-        lines += [f"| {name} | {value} |" for name, value in found["milliseconds_a_row"].items()] + [""]
+        lines += [f"| {name} | {value} |" for name, value in section["milliseconds_a_row"].items()] + [""]
     if "memory" in figures:
-        found = figures["memory"]
-        megabytes = f"{found['peak_bytes'] / 1e6:.0f} MB of all processes, limit {found['limit_bytes'] / 1e6:.0f} MB"
-        lines += [f"{found['rows']} rows with 2 workers: at most {megabytes}; {found['seconds']} s.", ""]
+        section = figures["memory"]
+        megabytes = (
+            f"{section['peak_bytes'] / 1e6:.0f} MB of all processes, limit {section['limit_bytes'] / 1e6:.0f} MB"
+        )
+        lines += [f"{section['rows']} rows with 2 workers: at most {megabytes}; {section['seconds']} s.", ""]
     return "\n".join(lines)
 
 

@@ -126,8 +126,8 @@ class Reference:
             [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
         )
         with Image.open(image["image"]) as picture:
-            made: Any = self._processor(text=[prompt], images=[picture.convert("RGB")], return_tensors="np")
-        return row["id"], made["input_ids"][0], made["pixel_values"].astype(np.float32, copy=False)
+            inputs: Any = self._processor(text=[prompt], images=[picture.convert("RGB")], return_tensors="np")
+        return row["id"], inputs["input_ids"][0], inputs["pixel_values"].astype(np.float32, copy=False)
 
     def loop(self, lines: Sequence[str], out: Path) -> tuple[Cost, int]:
         """Process the rows in a loop and write two files per row. Return the cost and the bytes of all arrays."""

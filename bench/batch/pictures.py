@@ -30,7 +30,7 @@ def canvas(scale: float, generator: np.random.Generator) -> Pixels:
 
     Photographs have enough detail for a realistic decoding time.
     """
-    made = np.zeros((CANVAS, CANVAS, 3), np.uint8)
+    canvas = np.zeros((CANVAS, CANVAS, 3), np.uint8)
     side = round(300 * scale)
     for top in range(0, CANVAS, side):
         for left in range(0, CANVAS, side):
@@ -38,8 +38,8 @@ def canvas(scale: float, generator: np.random.Generator) -> Pixels:
             image = image.resize((round(image.width * scale), round(image.height * scale)))
             x, y = (int(generator.integers(length - side + 1)) for length in image.size)
             tile = np.asarray(image)[y : y + side, x : x + side]
-            made[top : top + side, left : left + side] = tile[: CANVAS - top, : CANVAS - left]
-    return made
+            canvas[top : top + side, left : left + side] = tile[: CANVAS - top, : CANVAS - left]
+    return canvas
 
 
 def size_of(generator: random.Random) -> tuple[int, int]:

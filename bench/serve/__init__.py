@@ -67,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 server = Server(service.url, service.model)
                 points += asyncio.run(_measure(options, Path(name).name, server))
                 if options.busy:
-                    found = asyncio.run(_neighbours(options, server))
-                    busy.append({"checkpoint": Path(name).name, **found})
+                    figures = asyncio.run(_neighbours(options, server))
+                    busy.append({"checkpoint": Path(name).name, **figures})
                 if options.overhead:
-                    found = asyncio.run(overhead(server, checkpoint, options.overhead, seeds()))
-                    overheads.append({"checkpoint": Path(name).name, **found})
+                    figures = asyncio.run(overhead(server, checkpoint, options.overhead, seeds()))
+                    overheads.append({"checkpoint": Path(name).name, **figures})
     note = f"`mindie-mm serve --dtype {options.dtype}`; every answer has {options.tokens} tokens, streamed."
     write(options.results, {"dtype": options.dtype, "points": points, "overhead": overheads, "busy_neighbours": busy})
     write_table(options.results, points, overheads, busy, note)
@@ -107,7 +107,7 @@ async def _neighbours(options: argparse.Namespace, server: Server) -> dict[str, 
     """Measure the share of its request rate that each server keeps while busy loops run."""
     servers = [server, Server(*options.peer)] if options.peer else [server]
     async with session() as http:
-        found = await neighbours(
+        rates = await neighbours(
             http,
             servers,
             loops=options.busy,
@@ -116,11 +116,11 @@ async def _neighbours(options: argparse.Namespace, server: Server) -> dict[str, 
             max_tokens=options.tokens,
             seeds=seeds(),
         )
-    print(found, flush=True)
+    print(rates, flush=True)
     return {
         "loops": options.busy,
         "concurrent": options.busy_clients,
-        **dict(zip(("ours", "peer"), found, strict=False)),
+        **dict(zip(("ours", "peer"), rates, strict=False)),
     }
 
 

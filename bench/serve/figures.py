@@ -43,15 +43,15 @@ def write_table(
         lines.append(_row(cells))
     if busy:
         lines += ["", *_busy_rows(busy)]
-    for found in overheads:
+    for row in overheads:
         lines += [
             "",
-            _sentence(found),
+            _sentence(row),
             "",
             _row(["part", "ms"]),
             _row(["---", "---"]),
-            *(_row([part, value]) for part, value in found["parts_ms"].items()),
-            *(_row([f"model: {part}", value]) for part, value in found["model_ms"].items()),
+            *(_row([part, value]) for part, value in row["parts_ms"].items()),
+            *(_row([f"model: {part}", value]) for part, value in row["model_ms"].items()),
         ]
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -62,21 +62,21 @@ def _busy_rows(busy: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield _row(["checkpoint", "server", "clients", "alone", "busy neighbours", "share kept", "errors"])
     yield _row(["---"] * 7)
-    for found in busy:
+    for row in busy:
         for server in ("ours", "peer"):
-            if one := found.get(server):
+            if one := row.get(server):
                 rates = [one[name]["requests_per_s"] for name in ("alone", "busy")]
                 errors = one["alone"]["errors"] + one["busy"]["errors"]
-                yield _row([found["checkpoint"], server, found["concurrent"], *rates, one["kept"], errors])
+                yield _row([row["checkpoint"], server, row["concurrent"], *rates, one["kept"], errors])
 
 
-def _sentence(found: dict[str, Any]) -> str:
+def _sentence(row: dict[str, Any]) -> str:
     return (
-        f"Overhead of a {found['picture']} JPEG, {found['checkpoint']}, one client, {found['tokens']} tokens: "
-        f"{found['outside_model_ms']} ms of {found['e2e_ms']} ms are outside the model's tower, prefill and decode, "
-        f"{found['without_decoding_ms']} ms without decoding and resizing the picture, of which "
-        f"{found['in_the_server_ms']} ms in the server. Medians of "
-        f"{found['requests']} requests:"
+        f"Overhead of a {row['picture']} JPEG, {row['checkpoint']}, one client, {row['tokens']} tokens: "
+        f"{row['outside_model_ms']} ms of {row['e2e_ms']} ms are outside the model's tower, prefill and decode, "
+        f"{row['without_decoding_ms']} ms without decoding and resizing the picture, of which "
+        f"{row['in_the_server_ms']} ms in the server. Medians of "
+        f"{row['requests']} requests:"
     )
 
 

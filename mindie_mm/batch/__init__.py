@@ -1,17 +1,8 @@
-"""Offline tokenization of rows of prompts. It writes shards of token ids and arrays, for a worker or for training.
+"""Tokenizes rows of prompts offline. The result is shards of token ids and arrays, for a worker or for training.
 
-Modules for the input: gather (converts folders and pipes to files of rows), source (cuts files of rows into chunks),
-record, row (converts a record to a prompt), file_state (detects changed files).
-
-Modules for the output: shard (a table and a file of blocks), manifest (settings and final counts), dataset (reads a
-finished run).
-
-Modules that decide whether a call may continue an earlier one: settings (values that affect the output), versions,
-checkpoint_digest, differences (describes why a call is refused).
-
-Modules for the processes: run (does all steps, from the settings to the manifest), tally (counts finished rows),
-progress, workers (starts processes on this machine and detects their deaths), on_ray (starts actors on a cluster),
-batch_process (a worker process), cursor (the worker's current row), stage (tokenizes a chunk and writes its shards).
+`run` executes a run: it divides the input into chunks, and worker processes (or Ray actors) write the shards of each
+chunk. `input` reads files of rows, and `output` writes shards and reads them. A later call may continue a run if the
+settings, the input, the checkpoint and the versions of packages have not changed.
 """
 
 from mindie_mm.errors import InputError

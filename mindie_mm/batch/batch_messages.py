@@ -14,7 +14,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
     chunk: Chunk
     doomed: dict[int, str] = {}
-    """Error messages of rows that must not be tried, by row number. Two workers died at each of these rows."""
+    """Number and error message of each row that must not be tried, because two workers died at this row."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files. They show whether two calls use the same checkpoint, at any path."""
+"""Digests of a checkpoint's files, which show whether two calls use the same checkpoint, even at different paths."""
 
 from __future__ import annotations
 

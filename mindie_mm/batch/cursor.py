@@ -1,4 +1,4 @@
-"""Shared memory with the number of a worker's current row. If the worker dies, the run reads this number."""
+"""Shared memory that contains the number of a worker's current row. If the worker dies, the run reads this number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTES = 8
 
 
 class RowCursor:
-    """Row number that a run shares with its worker. Use it as a context manager."""
+    """Row number that a run shares with one of its workers. Use the cursor as a context manager."""
 
     def __init__(self, descriptor: int) -> None:
         """Take ownership of a file descriptor. Call `create` or `open` instead."""
@@ -30,7 +30,7 @@ class RowCursor:
 
     @property
     def path(self) -> str:
-        """Path for `open` in another process of the same user. It is valid while the cursor is open in this process."""
+        """Path that another process of the same user can `open`, as long as the cursor is open in this process."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property

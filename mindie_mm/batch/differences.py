@@ -1,4 +1,4 @@
-"""Descriptions of the differences between recorded and current values."""
+"""Describes the differences between recorded and current values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Return a description with both values for each name whose value differs."""
+    """Return each name whose value differs, with a description that contains both values."""
     return {
         name: _difference(name, before.get(name), value) for name, value in now.items() if before.get(name) != value
     }

@@ -1,10 +1,10 @@
-"""Runs on a Ray cluster.
+"""Executes runs on a Ray cluster.
 
 Ray Data distributes the chunks, with backpressure and retries. Each node writes its own shards.
 
-Only chunks, counts and gathered inputs are sent between nodes. A node reads the input and the checkpoint from their
-paths, and writes to the path of the run's folder. If all nodes share a file system, that folder contains all shards.
-Otherwise, copy the shards to one node and run the same command there: it only writes the manifest.
+Only chunks, counts and gathered inputs are sent between nodes. Each node reads the input and the checkpoint from the
+same paths, and writes to the path of the run's folder. If all nodes share a file system, this folder then contains all
+shards. If not, copy the shards to one node, and run the same command there. It then writes only the manifest.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _CHECK = (
 _DEATHS = 2
 """Number of times that actors may die at a row. After that, the row is skipped."""
 _MOST_BLOCKS = 10_000
-"""Maximum number of Ray's blocks, because its driver keeps data for each block. If there are more chunks, they share
-blocks."""
+"""Maximum number of Ray's blocks, because Ray's driver keeps data for each block. If there are more chunks, several
+chunks share a block."""
 _PIECE_BYTES = 1 << 24
-"""Number of bytes of a gathered input that are held in memory at a time."""
+"""Number of bytes of a gathered input that are in memory at a time."""
 
 
 def shards(
@@ -54,10 +54,10 @@ def shards(
     Args:
         address: Address of the cluster to join as host:port, "auto" for the cluster that runs on this machine, or
             "local" to start a cluster.
-        run: Run to write shards of.
+        run: Run whose shards are written.
         folder: Folder of the run on each node.
         chunks: Chunks to tokenize.
-        num_workers: Number of actors, by default one per core of the cluster.
+        num_workers: Number of actors. The default is one actor per core of the cluster.
 
     Raises:
         InputError: Ray is not installed, or the cluster at the address cannot be joined.
@@ -69,7 +69,7 @@ def shards(
     _join(address)
     import ray
 
-    # Ray's object store holds the gathered inputs, and spills them to disk if necessary.
+    # The gathered inputs are in Ray's object store, which spills them to disk if necessary.
     lists = {
         index: [ray.put(piece) for piece in _pieces(gathered_path(folder, index))]
         for index, given in enumerate(run.settings.inputs)
@@ -90,7 +90,7 @@ def shards(
 
 
 def _join(address: str) -> None:
-    """Join the cluster at `address`, unless this process has already joined one. Raise InputError if this fails."""
+    """Join the cluster at `address`, unless this process is already in a cluster. Raise InputError if this fails."""
     named = address
     if address == "auto" and (address := ray_address() or "auto") != "auto":
         named = f"{address} (from RAY_ADDRESS)"
@@ -124,7 +124,7 @@ def _join(address: str) -> None:
 def _require_answer(address: str) -> None:
     """Raise ConnectionError unless a new process can join the cluster.
 
-    This process imported Ray before `limit_ray_connect` set shorter timeouts, so it would wait for the default
+    This process imported Ray before `limit_ray_connect` set shorter timeouts. It would therefore use the longer default
     timeouts.
     """
     code = "import sys, ray; ray.init(address=sys.argv[1], include_dashboard=False, log_to_driver=False)"
@@ -143,14 +143,14 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def put_lists(run: Run, folder: Path, lists: Mapping[int, Iterable[bytes]], writer: str) -> None:
-    """Write the gathered inputs to a node's `folder`, unless the folder has them.
+    """Write the gathered inputs to a node's `folder`, unless the folder already contains them.
 
     The folder may contain files of an earlier run. Actors of the node may call this function at the same time.
 
     Args:
         run: Run that the inputs belong to.
         folder: Folder of the run on this node.
-        lists: Pieces of each gathered input, by the number of the input.
+        lists: Index and pieces of each gathered input.
         writer: Unique name of this writer.
 
     Raises:
@@ -181,7 +181,7 @@ class _Actor:
         try:
             done = complete_shards(self._folder, chunk, self._run.digest)
             done = self._do(chunk) if done is None else done
-        except MindieMMError as error:  # Ray would wrap it in its own error
+        except MindieMMError as error:  # Ray would wrap this error in an error of its own
             failed = msgspec.json.encode(Failure.of(error))
         return {"chunk": list(batch["chunk"]), "shards": [msgspec.json.encode(done)], "failed": [failed]}
 
@@ -200,9 +200,9 @@ class _Actor:
         return self._stage
 
     def _do(self, chunk: Chunk) -> list[ShardInfo]:
-        """Tokenize a chunk. While a row is processed, a file records its number.
+        """Tokenize a chunk. A file records the number of the row that is being processed.
 
-        If an actor dies, Ray repeats its chunk on another actor. The file then shows at which row the first actor died.
+        If an actor dies, Ray repeats the chunk on another actor. The file then shows at which row the first actor died.
         """
         stage = self._begun()
         mark = self._folder / f"at-{chunk.number}.json"
@@ -227,19 +227,24 @@ class _Mark(msgspec.Struct, frozen=True):
     """Record of a chunk's current row and of the rows at which actors died."""
 
     call: str
-    """Identifier of the call of `shards` that wrote this record. Records of earlier calls are ignored, because stopping
-    a call looks like a death at its last row."""
+    """Identifier of the call of `shards` that wrote this record. Records of earlier calls are ignored, because a call
+    that was stopped leaves the same record as a call whose actor died."""
     deaths: dict[int, int]
-    """Number of times that a row was begun and not finished, by row number."""
+    """Number of each row that was begun and not finished, and how often this happened."""
 
     def write(self, file: Path) -> None:
-        """Write this record to `file`. Raise StorageError."""
+        """Write this record to `file`. Raise StorageError if this fails."""
         with os_errors_as(StorageError, f"{file} cannot be written"):
             file.write_bytes(msgspec.json.encode(self))
 
 
 def _deaths(file: Path, call: str) -> dict[int, int]:
-    """Return the number of deaths by row from `file`, or {} if another call wrote it. Raise StorageError."""
+    """Return `deaths` as recorded in `file`, or {} if another call wrote the file.
+
+    Raises:
+        StorageError: The file cannot be read.
+
+    """
     try:
         mark = msgspec.json.decode(file.read_bytes(), type=_Mark)
     except (FileNotFoundError, msgspec.DecodeError):

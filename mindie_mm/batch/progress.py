@@ -1,4 +1,4 @@
-"""Progress of a run, shown on a terminal, in a log or to a program."""
+"""Shows the progress of a run on a terminal, in a log or to another program."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Style = Literal["auto", "json"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Amount of work that is done."""
+    """Amount of work that has been done."""
 
     rows: int = 0
     errors: int = 0
     num_bytes: int = 0
     """Size of the blocks in bytes."""
     share: float = 0.0
-    """Finished fraction of the input, 0 to 1, measured in bytes of its files or in rows."""
+    """Finished fraction of the input, from 0 to 1. The size of the input is measured in bytes or in rows."""
 
     def __add__(self, other: Progress) -> Progress:
         return Progress(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -37,10 +37,10 @@ class Progress:
 
 
 class Show(Protocol):
-    """Callback for each row. It decides when and how to show the progress."""
+    """Callback for each row. The callback decides when and how to show the progress."""
 
     def __call__(self, done: Progress, earlier: Progress) -> None:
-        """Receive the progress. Earlier calls did the part `earlier` of the work `done`."""
+        """Receive the progress. `done` is all finished work, and `earlier` is the part that earlier calls did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = Non
     Nothing is shown for a run that is refused, because it never calls `Show`.
 
     Args:
-        style: "auto" draws a bar on a terminal and otherwise prints a line every 30 s. "json" prints an object every
-            second.
+        style: "auto" draws a bar if `out` is a terminal, and otherwise prints a line every 30 s. "json" prints an
+            object every second.
         out: Stream to print to.
-        interval_s: Time between two outputs in seconds. The default depends on the style.
+        interval_s: Time in seconds between two lines or objects. The default depends on the style.
 
     """
     if style == "auto" and out.isatty():

@@ -1,4 +1,4 @@
-"""Runs. Finished chunks are skipped. Workers on this machine or on a Ray cluster process the remaining chunks."""
+"""Executes a run. Finished chunks are skipped. Workers on this machine or on a Ray cluster process the other chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mindie_mm.shm.memory.liveness_lock import is_same
 LOCK_FILE = ".lock"
 _NAME_A_FOLDER = "Choose a folder that you may write to, or one that does not exist yet"
 _LEFT_BY_ACTORS = ("at-*.json", "input-*.partial")
-"""Files that killed Ray actors leave in a node's folder. Users may copy them to the run's folder with the shards."""
+"""Files that Ray actors leave in a node's folder if they are killed. Users may copy these files with the shards."""
 
 
 def run_batch(
@@ -38,19 +38,20 @@ def run_batch(
     show: Show = lambda *_: None,
     ray_address: str | None = None,
 ) -> tuple[Manifest, Counter[str]]:
-    """Process the unfinished part of a run, and write its manifest. After any error, call this again to continue.
+    """Process the unfinished part of a run, and write its manifest. After an error, a second call continues the run.
 
     Args:
         settings: Settings of the run.
         folder: Folder of the run. It is created if it does not exist.
-        num_workers: Number of worker processes or Ray actors, by default one per core.
+        num_workers: Number of worker processes or Ray actors. The default is one per core.
         max_errors: Maximum number of rows that may fail, or None for any number. The run stops if more rows fail.
         show: Callback for each row.
         ray_address: Address of a Ray cluster, "local" to start a cluster on this machine, or None to use worker
             processes.
 
     Returns:
-        The manifest, and the number of files in the input's folders that are not media, by extension.
+        The manifest, and the number of files in media folders that were left out because they are not media, for each
+        extension.
 
     Raises:
         InputError: The folder cannot be used or contains another run, or the input cannot be read.
@@ -100,7 +101,7 @@ def run_batch(
 
 
 def _require_apart(inputs: Sequence[str], folder: Path) -> None:
-    """Raise InputError if an input is in the output folder, where files of the run may replace it."""
+    """Raise InputError if an input is in the output folder, where the run's files might overwrite it."""
     output = Path(os.path.realpath(folder))
     for given in inputs:
         if not is_stream(given) and Path(os.path.realpath(given)).is_relative_to(output):

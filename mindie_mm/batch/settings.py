@@ -1,4 +1,4 @@
-"""Settings and input of a run, which determine its output. They are recorded before the first row is written."""
+"""The settings and the input of a run, which determine its output. Both are recorded before any row is written."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ MAX_SHARD_BYTES = 2**40
 _GO_ON = "Choose another folder for --output, or restore the earlier settings, files and versions to continue this run"
 
 _RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
-"""Names of files that a folder may contain before its run.json: the lock, gathered input, and files from other
+"""Names of files that a folder may contain before run.json is written: the lock, gathered input, and files from other
 nodes."""
 _LOCATIONS = frozenset({"model", "inputs", "stdin_folder"})
-"""Settings that are paths. The digests of the files at these paths are compared instead."""
+"""Settings that are paths. Instead of the paths, the digests of the files at these paths are compared."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -49,25 +49,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[str, ...]
     """Absolute paths of files of rows, pipes with JSON lines and media folders. "-" is standard input."""
     stdin_folder: str = ""
-    """Absolute base folder of relative paths in rows from standard input and pipes."""
+    """Absolute path of the base folder for relative paths in rows from standard input and pipes."""
     columns: tuple[str, ...] = ()
-    """Columns of Parquet files and keys of JSON objects to read, or empty for all."""
+    """Columns of Parquet files and keys of JSON objects to read. If empty, all are read."""
     template: str = ""
-    """Prompt for the media of rows from a folder or tar. `{media}` marks their place. Without `{media}`, the media come
-    first."""
+    """Prompt for the media of rows from a folder or tar. The media replace `{media}`. If the template does not contain
+    `{media}`, the media precede the text."""
     chat: bool = True
     """Whether rows of items are formatted as one user turn, if the checkpoint has a chat template."""
     max_tokens: int = 0
-    """Maximum number of tokens of a row, or 0 for no limit. A longer row is an error."""
+    """Maximum number of tokens of a row, or 0 for no limit. A row with more tokens fails."""
     truncate: bool = False
-    """Whether a longer row is shortened instead: the oldest text and whole media items are removed."""
+    """Whether a row with more than `max_tokens` tokens is shortened instead of failing. Its oldest text and whole media
+    items are removed."""
     limit: int | None = None
-    """Maximum number of rows to tokenize, or None for all."""
+    """Maximum number of rows to tokenize, or None for all rows."""
     shard_bytes: int = 256 * MiB
     """Total size of the blocks in bytes at which a shard ends."""
     shard_rows: int = 128
-    """Maximum number of rows of a shard. This is also the number of rows of a chunk, which is repeated if a process
-    dies."""
+    """Maximum number of rows of a shard. A chunk, which is repeated if its process dies, has the same number of
+    rows."""
     media: MediaCaps = MediaCaps()
     """Limits on media. A row with an item above a limit fails. `max_decode_bytes` does not apply."""
 
@@ -84,21 +85,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             for value in values:
                 if not _is_utf8(value):
                     raise InputError(
-                        f"{name} has {value!r}, which is not UTF-8 and cannot be written to the run's file. Rename it"
+                        f"{name} has {value!r}, which is not UTF-8 and cannot be written to the run's file. Rename "
+                        "this file or folder"
                     )
         if (marks := self.template.count(MEDIA_MARK)) > 1:
             raise InputError(f"template has {MEDIA_MARK} {marks} times; the limit is 1")
         if self.truncate and not self.max_tokens:
-            raise InputError("truncate needs max_tokens: without it, no row is too long")
+            raise InputError("truncate requires max_tokens, because without max_tokens no row is too long")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit is {self.limit}; it must be at least 1")
 
     def checkpoint(self) -> Checkpoint:
-        """Open the checkpoint. Raise UnsupportedCheckpoint."""
+        """Open the checkpoint. Raise UnsupportedCheckpoint if this fails."""
         return Checkpoint.open(self.model or None)
 
     def media_folder(self, index: int) -> Path:
-        """Return the base folder of relative paths in an input."""
+        """Return the base folder for relative paths in the input with this index."""
         given = self.inputs[index]
         if is_stream(given):
             return Path(self.stdin_folder)
@@ -109,24 +111,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             folder: Folder of the run.
-            states: States that the files must have, by default their current states.
-            digests: Fingerprints of the files, if they are known.
+            states: States that the files must have. The default is their current states.
+            digests: Fingerprints of the files, if known.
 
         Raises:
             InputError: A file cannot be read.
             StorageError: A file is not in the given state.
 
         """
-        found = []
+        sources = []
         for index, given in enumerate(self.inputs):
             gathered = is_gathered(given)
-            # `gather` wrote the rows of a media folder. They need all their columns.
+            # All columns are needed in the rows that `gather` wrote for a media folder.
             columns = self.columns if is_stream(given) or not gathered else ()
             path = gathered_path(folder, index) if gathered else Path(given)
             state = states[index] if states else None
             digest = digests[index] if digests else ""
-            found.append(open_source(path, columns, called(given), state, digest))
-        return found
+            sources.append(open_source(path, columns, called(given), state, digest))
+        return sources
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,9 +139,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     model_digest: str
     """Digest of the checkpoint's files that tokenization reads."""
     input_digests: tuple[str, ...]
-    """`Source.fingerprint` of each file of rows. It does not cover media files that rows refer to."""
+    """`Source.fingerprint` of each file of rows. Media files that rows refer to are not covered."""
     versions: Mapping[str, str] = {}
-    """Versions of the packages that affect ids and arrays. Empty for a run that an older release wrote."""
+    """Versions of the packages that affect ids and arrays. Empty if an older release wrote the run."""
 
     @classmethod
     def of(cls, settings: Settings, folder: Path, sources: Sequence[Source] | None = None) -> Run:
@@ -148,11 +150,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         Args:
             settings: Settings of the run.
             folder: Folder of the run.
-            sources: Opened files of rows, by default the files in `settings`.
+            sources: Opened files of rows. If None, the files in `settings` are opened.
 
         Raises:
             InputError: An input or the checkpoint cannot be read, or the settings do not fit the input.
-            StorageError: An input changes while it is read.
+            StorageError: An input changes while it is being read.
 
         """
         sources = settings.sources(folder) if sources is None else sources
@@ -168,9 +170,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return cls(settings=settings, model_digest=digest, input_digests=digests, versions=versions())
 
     def parts(self) -> dict[str, Any]:
-        """Return the values that determine the output of the run, as a dict. Paths are not included.
+        """Return the values that determine the output of the run, as a dict without paths.
 
-        If a later call has other values, an error lists the differences.
+        If the values of a later call differ, the call is refused with an error that lists the differences.
         """
         values: dict[str, Any] = msgspec.to_builtins(self)
         return {
@@ -180,14 +182,14 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Identifier of the run, which each of its shards records."""
+        """Identifier of the run. Each shard of the run records it."""
         return blake3(msgspec.json.encode(self.parts())).hexdigest(16)
 
     def require_here(self, folder: Path) -> list[FileState]:
         """Return the states of the input's files on this machine.
 
         Raises:
-            InputError: The checkpoint, the input (gathered in `folder`) or the versions differ from those of the run.
+            InputError: The checkpoint, the input or the versions on this machine differ from those of the run.
 
         """
         sources = self.settings.sources(folder)
@@ -198,17 +200,17 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return [source.state for source in sources]
 
     def require_model(self, checkpoint: Checkpoint) -> None:
-        """Raise InputError unless `checkpoint`, at any path, is the checkpoint that the rows were tokenized with."""
-        if (found := model_digest(checkpoint)) != self.model_digest:
+        """Raise InputError unless the rows were tokenized with `checkpoint`, which may have been at another path."""
+        if (actual := model_digest(checkpoint)) != self.model_digest:
             raise InputError(
                 f"{checkpoint.path} is not the checkpoint that tokenized the rows: the digest of its tokenizer "
-                f"files is {found}, not {self.model_digest}"
+                f"files is {actual}, not {self.model_digest}"
             )
 
     def begin(self, folder: Path) -> None:
-        """Write the run's file into `folder`, unless the folder has it.
+        """Write the run's file into `folder`, unless the folder already contains this file.
 
-        If inputs or the checkpoint have moved, update their locations in the file.
+        If inputs or the checkpoint have moved, update their paths in the file.
 
         Raises:
             InputError: The folder contains another run. The message lists the differences.
@@ -236,8 +238,8 @@ def _takes_template(given: str, source: Source) -> bool:
 def _require_named(source: JSONLines) -> None:
     """Raise InputError if a selected column does not occur in a JSON file.
 
-    The check finds misspelled names. It accepts a name anywhere in the text, not only as a key. Names that JSON may
-    escape are not checked.
+    The check finds misspelled names. A name is accepted if it occurs anywhere in the text, even if it is not a key.
+    Names that JSON may escape are not checked.
     """
     missing = {
         f'"{column}"'.encode(): column for column in source.columns if column.isascii() and column.isidentifier()
@@ -261,7 +263,7 @@ def _is_utf8(path: str) -> bool:
 
 
 def require_run(folder: Path) -> None:
-    """Raise InputError if a folder contains other files and no run, or if it cannot be listed."""
+    """Raise InputError if a folder contains other files but no run, or if the folder cannot be listed."""
     if not (folder / RUN_FILE).exists():
         with os_errors_as(InputError, f"{folder} cannot be listed"):
             others = [path.name for path in folder.iterdir() if not _RUN_FILES.fullmatch(path.name)]
@@ -273,21 +275,22 @@ def require_run(folder: Path) -> None:
 
 
 def _differences(earlier: Run, now: Run) -> list[str]:
-    """Describe the values that differ between two runs, or, if there are none, the inputs that have moved."""
+    """Describe the values that differ between two runs. If no values differ, describe the inputs that have moved."""
     before, after = earlier.parts(), now.parts()
-    found = differences(before, after)
-    if "input_digests" in found:
+    changes = differences(before, after)
+    if "input_digests" in changes:
         at = first_difference(before["input_digests"], after["input_digests"])
         if at < len(now.settings.inputs):
             name = called(now.settings.inputs[at])
-            found["input_digests"] += f", because the content of {name} differs from that of the earlier input"
-    return [*found.values()] or _moved(earlier.settings, now.settings)
+            changes["input_digests"] += f", because the content of {name} differs from that of the earlier input"
+    return [*changes.values()] or _moved(earlier.settings, now.settings)
 
 
 def _moved(earlier: Settings, now: Settings) -> list[str]:
-    """Describe the inputs that have moved, so that relative paths in their rows may refer to other media.
+    """Describe the inputs that have moved. Relative paths in their rows may refer to different media there.
 
-    Another spelling of a path is the same place. A new path also counts as the same if the earlier folder is gone.
+    An input has not moved if its path is only spelled differently. If the earlier folder no longer exists, the input
+    may be at any path.
     """
     pairs = [*zip(earlier.inputs, now.inputs, strict=True), (earlier.stdin_folder, now.stdin_folder)]
     return [
@@ -298,7 +301,7 @@ def _moved(earlier: Settings, now: Settings) -> list[str]:
 
 
 def _is_same_place(was: str, now: str) -> bool:
-    """Return whether relative paths in two inputs have the same base folder, or the earlier base folder is gone."""
+    """Return whether relative paths in two inputs have the same base folder, or the earlier folder no longer exists."""
     if was == now or (is_stream(was) and is_stream(now)):
         return True
     earlier, present = (given if is_folder(given) else os.path.dirname(given) for given in (was, now))  # noqa: PTH120

@@ -1,4 +1,4 @@
-"""Tokenization of a chunk of rows. The shards do not depend on which process writes them."""
+"""Tokenizes a chunk of rows. The shards do not depend on which process writes them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Stage:
         """Read the checkpoint.
 
         Args:
-            run: Run to write shards of.
+            run: Run whose shards are written.
             folder: Folder to write the shards to.
-            states: States that the input's files must have, by default their current states.
+            states: States that the input's files must have. The default is their current states.
 
         Raises:
             InputError: An input cannot be read.
@@ -55,7 +55,7 @@ class Stage:
         settings = run.settings
         self._folder = folder
         self._sources = settings.sources(folder, states, run.input_digests)
-        # Check this now, because a folder that is removed later would be treated as a file.
+        # `is_folder` is called now, because a folder that is removed later would be treated as a file.
         self._places = [
             _Place(settings.media_folder(index), is_folder(given)) for index, given in enumerate(settings.inputs)
         ]
@@ -69,8 +69,8 @@ class Stage:
     def run(self, chunk: Chunk, doomed: Mapping[int, str]) -> Iterator[Step | Finished]:
         """Tokenize the rows of `chunk`, one after another.
 
-        Rows in `doomed` are not tried, and get the error given there. A row that cannot be tokenized is recorded with
-        its error. A shard gets its final name only if the input has not changed since the run began.
+        Rows in `doomed` are not tried, and are recorded with the error in `doomed`. A row that cannot be tokenized is
+        recorded with its error. A shard gets its final name only if the input has not changed since the run began.
 
         Raises:
             StorageError: The shards cannot be written, or the input has changed.
@@ -78,7 +78,7 @@ class Stage:
         """
         source, shards = self._sources[chunk.file], list[ShardInfo]()
         if self._last is not source:
-            self._last.close()  # keep only one file open at a time
+            self._last.close()  # only one file is open at a time
             self._last = source
         records, place = source.records(chunk.start, chunk.stop), self._places[chunk.file]
         with ExitStack() as left:
@@ -118,8 +118,8 @@ class Stage:
             if isinstance(error, ArenaFull) and isinstance(error.__cause__, OSError):  # the disk failed
                 raise StorageError(str(error)) from error
             failed = printable(f"{error_name(error)}: {error}")
-        except Exception as error:  # noqa: BLE001 - one row fails, not the run
-            _log.exception("row %s", name)
+        except Exception as error:  # noqa: BLE001 - only this row fails, not the run
+            _log.exception("row %s failed with an unexpected error", name)
             failed = f"OperationalError: the tokenizer failed: {type(error).__name__}"
         else:
             shard.add(name, prompt, self._wire.stored)
@@ -143,16 +143,16 @@ class _Place(NamedTuple):
     """Location of the media of an input."""
 
     folder: Path
-    """Base folder of relative paths."""
+    """Base folder for relative paths."""
     is_listed: bool
-    """Whether the input is this folder."""
+    """Whether the input is a media folder, whose files have been listed."""
 
 
 def _require_listed(record: Record, folder: Path) -> None:
-    """Raise StorageError if the file of a media folder's row was removed after the folder was listed."""
+    """Raise StorageError if a media file was removed after its folder was listed."""
     for item in parse(record, folder, "").items or ():
         source = item.source if isinstance(item, Media) else None
-        # A name with an escaped byte, such as \xe9, belongs to a file that exists under its unescaped name.
+        # If a name contains an escaped byte, such as \xe9, the file exists under the unescaped name.
         if isinstance(source, str) and "\\x" not in source and not os.path.lexists(source):
             raise StorageError(f"{source} was removed while the run was reading {folder}. Restore the file")
 
@@ -162,7 +162,7 @@ def _next(records: Iterator[Record], source: Source) -> Record:
     try:
         return next(records)
     except InputError:
-        source.require_unchanged()  # if the file has changed, report the change instead
+        source.require_unchanged()  # if the file has changed, this is the error to report
         raise
     except (OSError, ValueError, NotImplementedError, StopIteration) as error:  # pyarrow raises the first three
         source.require_unchanged()

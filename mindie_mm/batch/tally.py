@@ -1,4 +1,4 @@
-"""Progress of a run, including chunks of earlier calls, failed rows, and the finished share of the input."""
+"""Counts the finished and the failed rows of a run, including the rows of earlier calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Tally:
             for index, (source, state) in enumerate(zip(sources, begun_states, strict=False))
             if source.state != state and not source.is_digested_whole
         }
-        """Files that may have changed since an earlier call in parts that their fingerprints do not cover."""
+        """Indices of files that may have changed since an earlier call in parts that the fingerprint does not cover."""
         self._digest, self._limit = run.digest, run.settings.limit
         self._folder = folder
         self._max_errors = max_errors
@@ -54,7 +54,7 @@ class Tally:
         sizes = [source.state.size for source in sources]
         each = zip(sizes, sources, strict=True)
         self._shares = [size / max(1, sum(sizes)) / max(1, source.size) for size, source in each]
-        """For each source, the share of the whole input that a unit of its size (a byte or a row) has."""
+        """For each source, the share of one byte, or one row of a table, in the whole input."""
         self.done = self._earlier = Progress()
         show(self.done, self._earlier)
 
@@ -77,7 +77,12 @@ class Tally:
         return True
 
     def add_step(self, chunk: Chunk, step: Step) -> Progress:
-        """Count a finished row of a chunk, and return its progress. Raise TooManyErrors."""
+        """Count a finished row of a chunk, and return its progress.
+
+        Raises:
+            TooManyErrors: More rows have failed than the run allows.
+
+        """
         more = Progress(1, step.error is not None, step.num_bytes, self._share(chunk, 1))
         self._add(more)
         if step.error is not None:
@@ -85,16 +90,21 @@ class Tally:
         return more
 
     def add_shards(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
-        """Count a finished chunk with its shards. Raise TooManyErrors."""
+        """Count a finished chunk with its shards.
+
+        Raises:
+            TooManyErrors: More rows have failed than the run allows.
+
+        """
         self._add_all(chunk, shards)
         self._require_few_errors(f"rows {chunk.first_row} to {chunk.stop_row - 1}")
 
     def take_back(self, rows: Progress) -> None:
-        """Subtract rows that were counted before their worker died, because their chunk will be repeated."""
+        """Subtract rows that were counted before their worker died. The chunk of these rows will be repeated."""
         self._add(Progress() - rows)
 
     def end(self) -> None:
-        """Show a share of 1.0. Parts of files that belong to no row, such as the end of a tar, count as done."""
+        """Show a share of 1.0. Parts of files outside all rows, such as the end of a tar, thus count as done."""
         self._show(replace(self.done, share=1.0), self._earlier)
 
     def _require_same_records(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
@@ -122,11 +132,11 @@ class Tally:
         self._show(self._of_limit(self.done), self._of_limit(self._earlier))
 
     def _share(self, chunk: Chunk, rows: int) -> float:
-        """Return the share of the whole input that a number of rows of a chunk has."""
+        """Return the share of `rows` rows of a chunk in the whole input."""
         return self._shares[chunk.file] * (chunk.stop - chunk.start) * rows / chunk.num_rows
 
     def _of_limit(self, done: Progress) -> Progress:
-        """Return `done` with its share of the limited number of rows, if this share is larger."""
+        """Return `done`. If the number of rows is limited, the share of this limit replaces a smaller share."""
         return done if self._limit is None else replace(done, share=max(done.share, done.rows / self._limit))
 
     def _require_few_errors(self, why: str) -> None:

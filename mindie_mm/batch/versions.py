@@ -1,4 +1,4 @@
-"""Versions of the packages that affect ids and arrays. All calls of a run must use the same versions."""
+"""The versions of the packages that affect ids and arrays. All calls of a run must use the same versions."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _PACKAGES = (
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
     """Return the installed versions of this package, of the packages that decode and tokenize, and of `more`.
 
-    Packages that are not installed are left out. FFmpeg's libraries are listed separately, because PyAV may use those
-    of the system.
+    Packages that are not installed are left out. FFmpeg's libraries are listed separately, because PyAV may use the
+    libraries of the system.
     """
     import av  # imported late, because listing and checking a run's files do not need a decoder
 
-    found = {}
+    versions = {}
     for name in (*_PACKAGES, *more):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
     libraries = sorted(av.library_versions.items())
-    return found | {name: ".".join(map(str, numbers)) for name, numbers in libraries}
+    return versions | {name: ".".join(map(str, numbers)) for name, numbers in libraries}

@@ -1,4 +1,4 @@
-"""Worker processes of a run on this machine, and detection of rows at which they die."""
+"""Runs the worker processes of a run on this machine, and detects the rows at which workers die."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMINGS_FILE = "timings.jsonl"
 
 
 class Workers:
-    """Processes that tokenize the `chunks` that no earlier call finished, and write shards to `folder`."""
+    """Runs processes that tokenize those `chunks` that no earlier call finished, and write shards to `folder`."""
 
     def __init__(self, folder: Path, chunks: Iterator[Chunk], tally: Tally) -> None:
         self._folder = folder
@@ -40,7 +40,7 @@ class Workers:
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Report)
 
     async def run(self, num_workers: int | None) -> None:
-        """Run `num_workers` processes until all chunks are done. None means a process for each available CPU.
+        """Run `num_workers` processes until all chunks are done. None means one process per available CPU.
 
         Raises:
             ProcessDied: A worker died before it was ready, or at a row that should have been skipped.
@@ -50,7 +50,8 @@ class Workers:
         """
         try:
             await gather([self._worker(self._chunks) for _ in range(num_workers or available_cpus())])
-            # Run a single worker, so that memory use of other workers cannot get it killed again.
+            # The chunks of workers that died are repeated one by one, so that the memory use of other workers cannot
+            # cause another death.
             while self._set_aside:
                 again, self._set_aside = self._set_aside, []
                 await self._worker(chain(again, self._chunks), alone=True)
@@ -59,18 +60,18 @@ class Workers:
                 left.unlink(missing_ok=True)
 
     async def _next(self, every: Iterator[Chunk]) -> Chunk | None:
-        """Return the next chunk that is not done, or None after the last one."""
+        """Return the next chunk that is not done, or None after the last chunk."""
         for chunk in every:
             if not self._tally.is_done(chunk):
                 return chunk
-            await asyncio.sleep(0)  # many chunks may be done, and an interrupt must be handled between them
+            await asyncio.sleep(0)  # there may be many finished chunks, and an interrupt must be handled between them
         return None
 
     async def _worker(self, every: Iterator[Chunk], *, alone: bool = False) -> None:
-        """Run one process after another until no chunks are left. Start no process if there are no chunks.
+        """Run one process after another until no chunks are left. If there are no chunks, start no process.
 
-        A process that is killed before it is ready is not replaced, and its chunk is left to the other processes. If it
-        ran `alone`, raise ProcessDied.
+        A process that is killed before it is ready is not replaced, and its chunk is repeated later. If no other
+        process is running (`alone`), raise ProcessDied instead.
         """
         while (chunk := await self._next(every)) is not None:
             with RowCursor.create() as cursor:
@@ -91,7 +92,7 @@ class Workers:
                 return
 
     async def _report(self, child: Child) -> Report | None:
-        """Return the worker's next report, or None if it died. Raise the error of a Failure."""
+        """Return the worker's next report, or None if the worker died. If the report is a Failure, raise its error."""
         try:
             report: Report = self._decoder.decode(await child.channel.recv())
         except EOFError:
@@ -101,7 +102,7 @@ class Workers:
         return report
 
     async def _finish(self, child: Child, cursor: RowCursor, chunk: Chunk) -> bool:
-        """Let the worker process a chunk. Return False if the worker died before the end."""
+        """Let the worker process a chunk. Return False if the worker died before the chunk was finished."""
         began, done = time.monotonic(), Progress()
         doomed = {row: why for row, why in self._suspects.doomed.items() if chunk.first_row <= row < chunk.stop_row}
         cursor.move_to(chunk.first_row)
@@ -118,7 +119,7 @@ class Workers:
         return False
 
     def _write_timing(self, chunk: Chunk, seconds: float, pid: int) -> None:
-        """Append the duration to a separate file, because the other files must be the same in every run.
+        """Append the duration to a separate file, because all other files must be the same in every run.
 
         Raises:
             StorageError: The file cannot be written.
@@ -135,9 +136,9 @@ class _Suspects:
     """Rows at which workers died."""
 
     deaths: dict[int, int] = field(default_factory=dict)
-    """Number of deaths by row number."""
+    """Number of each row at which a worker died, and the number of deaths there."""
     doomed: dict[int, str] = field(default_factory=dict)
-    """Error messages of rows that are not tried again, by row number."""
+    """Number and error message of each row that is not tried again."""
 
     def blame(self, row: int, status: int | None) -> None:
         """Record a death at `row`. Raise ProcessDied if the worker should have skipped the row."""

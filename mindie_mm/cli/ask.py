@@ -71,19 +71,19 @@ def command(
         "tensor_parallel": tensor_parallel,
         "generation_config": generation_config,
     }
-    found = configured(model, flags)
+    settings = configured(model, flags)
     SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # needs no checkpoint
-    default = defaults_of(found.worker.model, found.worker.family, found.worker.generation_config)
+    default = defaults_of(settings.worker.model, settings.worker.family, settings.worker.generation_config)
     params = default.stating(max_tokens=max_tokens, temperature=temperature).check(math.inf)
-    level = found.service.log_level if "log_level" in found.origins else "warning"
-    logs.configure(logs.LogSettings(found.service.log_format, level), "ask")
+    level = settings.service.log_level if "log_level" in settings.origins else "warning"
+    logs.configure(logs.LogSettings(settings.service.log_format, level), "ask")
     status = Console(stderr=True)
     with status.status("loading the model"):
         with importing():
             from mindie_mm.worker.llm import LLM
 
-            _require_kinds(found.worker, [kind for kind, paths in media.items() if paths])
-        llm = LLM(found.worker.model, found.worker)
+            _require_kinds(settings.worker, [kind for kind, paths in media.items() if paths])
+        llm = LLM(settings.worker.model, settings.worker)
     items: list[dict[str, Any]] = [{kind: str(path)} for kind, paths in media.items() for path in paths]
     with llm, status.status("thinking"):
         (output,) = llm.generate([[*items, {"text": question}]], params)

@@ -119,8 +119,8 @@ class Nursery:
 
     def _reap(self) -> None:
         for pid in list(self._pids):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            child, status = os.waitpid(pid, os.WNOHANG)
+            if child:
                 self._pids.remove(pid)
                 self._send(Ended(pid, os.waitstatus_to_exitcode(status)))
 

@@ -109,11 +109,11 @@ def unpacked(descriptor: int, parts: Sequence[Part], *, is_list: bool) -> Data:
 
     """
     offset = 0
-    found: list[bytes | NDArray[Any]] = []
+    values: list[bytes | NDArray[Any]] = []
     for part in parts:
-        found.append(_read(descriptor, part, offset))
+        values.append(_read(descriptor, part, offset))
         offset += part.nbytes
-    return cast("Data", tuple(found) if is_list else found[0])
+    return cast("Data", tuple(values) if is_list else values[0])
 
 
 def _read(descriptor: int, part: Part, offset: int) -> bytes | NDArray[Any]:

@@ -25,8 +25,8 @@ class ReceivingChannel:
         descriptors: list[int] = []
         header = b""
         while len(header) < _LENGTH.size:
-            piece, found, _, _ = socket.recv_fds(self.socket, _LENGTH.size - len(header), _MAX_DESCRIPTORS)
-            descriptors += found
+            piece, received, _, _ = socket.recv_fds(self.socket, _LENGTH.size - len(header), _MAX_DESCRIPTORS)
+            descriptors += received
             if not piece:
                 raise EOFError("the peer closed the connection")
             header += piece

@@ -114,12 +114,12 @@ class Engine(BaseEngine):
         sampling = [scheduled.sequence for scheduled in step if scheduled.samples]
         # Rank 0 draws for all ranks, because a request without a seed gets a different random seed on each rank.
         draws = self._ranks.broadcast(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
-        # Publish the blocks only after the tokens have arrived, because a device reports a failure late. Do not share
-        # blocks that contain non-finite values with other sequences.
+        # Publish the KV blocks only after the tokens have arrived, because a device reports a failure late. Do not
+        # share KV blocks that contain non-finite values with other sequences.
         non_finite = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
         self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in non_finite])
-        for sequence in non_finite:  # an earlier step may have published its first blocks
-            self._blocks.forget(sequence.blocks)
+        for sequence in non_finite:  # an earlier step may have published its first KV blocks
+            self._blocks.forget(sequence.kv_blocks)
         consumed = self._consume_media(step)
         for sequence in consumed.difference(sampling):
             progress.append(Progress(request_id=sequence.request_id, media_consumed=True))

@@ -43,7 +43,7 @@ def most_rows(max_num_seqs: int, block_size: int) -> int:
 
 
 def most_blocks(num_rows: int, num_tokens: int, block_size: int) -> int:
-    """Return the maximum number of blocks per row of a captured graph, for sequences of up to `num_tokens` tokens."""
+    """Return the most KV blocks that a row of a captured graph has, for sequences of up to `num_tokens` tokens."""
     return max(1, min(_power(-(-num_tokens // block_size)), MOST_SLOTS // (num_rows * block_size)))
 
 
@@ -62,7 +62,7 @@ class DecodeGraphs:
         self._model = model
         self._cache = cache
         self._graphs: dict[tuple[int, int], _Graph] = {}
-        """Graphs by number of rows and number of blocks per row."""
+        """Graphs by number of rows and number of KV blocks per row."""
         self._most_slots = MOST_SLOTS
         """Current limit, at most MOST_SLOTS. It is halved when a capture runs out of memory, and 0 after any other
         failure."""
@@ -128,11 +128,11 @@ def _is_decode(scheduled: Scheduled) -> bool:
 def _inputs(step: abc.Sequence[Scheduled], blocks: int, cache: PagedCache) -> NDArray[np.int64]:
     """Return the inputs of a graph, int64 [n].
 
-    The inputs are the ids, KV cache positions and lengths of all sequences, then the block table, and then the
+    The inputs are the ids, KV cache positions and lengths of all sequences, then the table of KV blocks, and then the
     positions, axis by axis.
     """
     size = cache.block_size
-    held = [s.sequence.blocks[: -(-s.stop // size)] for s in step]
+    held = [s.sequence.kv_blocks[: -(-s.stop // size)] for s in step]
     table = block_table(held, cache.padding)
     return np.concatenate(
         [

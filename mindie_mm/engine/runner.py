@@ -91,7 +91,7 @@ class Runner:
             upload(np.concatenate([s.sequence.positions(s.start, s.stop) for s in step], axis=1), device),
             splices,
             PagedBatch(
-                [Chunk(s.start, s.stop, s.sequence.blocks, s.sequence.span_ids) for s in step], self._cache, device
+                [Chunk(s.start, s.stop, s.sequence.kv_blocks, s.sequence.span_ids) for s in step], self._cache, device
             ),
             upload(torch.tensor(wanted, dtype=torch.int64), device),
         )
@@ -102,8 +102,8 @@ class Runner:
         )
 
     def _begun(self, scheduled: Scheduled) -> list[int]:
-        """Return the block that the step begins but does not fill, in a list that may be empty."""
+        """Return the KV block that the step begins but does not fill, in a list that may be empty."""
         size, stop = self._cache.block_size, scheduled.stop
         last = (stop - 1) // size
         partly = stop % size and scheduled.start <= last * size
-        return [scheduled.sequence.blocks[last]] if partly else []
+        return [scheduled.sequence.kv_blocks[last]] if partly else []

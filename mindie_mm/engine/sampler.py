@@ -239,5 +239,5 @@ def token_logprobs(logits: Tensor, token_ids: abc.Sequence[int], num_top: int) -
     ranks = 1 + (logits > logits.gather(1, ids.clamp(max=logits.shape[-1] - 1).unsqueeze(1))).sum(dim=-1)
     ranks.masked_fill_(ids >= logits.shape[-1], logits.shape[-1] + 1)
     *on_host, ranks = download(scores.chosen, scores.top, scores.top_ids, ranks)
-    found = logprobs_of(token_ids, *on_host)
-    return [replace(one, rank=rank) for one, rank in zip(found, ranks.tolist(), strict=True)]
+    logprobs = logprobs_of(token_ids, *on_host)
+    return [replace(one, rank=rank) for one, rank in zip(logprobs, ranks.tolist(), strict=True)]

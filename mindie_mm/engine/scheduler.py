@@ -167,7 +167,7 @@ class Scheduler(BaseScheduler):
         """Let other sequences share the blocks that `step` filled. Call this before removing sequences of the step."""
         size = self._blocks.block_size
         for scheduled in step:
-            blocks, keys = scheduled.sequence.blocks, scheduled.sequence.keys
+            blocks, keys = scheduled.sequence.kv_blocks, scheduled.sequence.keys
             for index in range(scheduled.start // size, min(scheduled.stop // size, len(keys))):
                 self._blocks.keep(blocks[index], keys[index])
 

@@ -105,10 +105,10 @@ class Towers:
             distinct.setdefault(item.key, item)  # the first occurrence, as in `fetch`
         faults.point("before-tower")
         start = time.perf_counter()
-        found = self._encoded(list(distinct.values()))
-        if isinstance(found, MindieMMError):
-            return found
-        encoded = dict(zip(distinct, found, strict=True))
+        outputs = self._encoded(list(distinct.values()))
+        if isinstance(outputs, MindieMMError):
+            return outputs
+        encoded = dict(zip(distinct, outputs, strict=True))
         faults.point("after-tower")
         seconds = time.perf_counter() - start
         for sequence, item in group:

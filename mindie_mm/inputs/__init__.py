@@ -27,12 +27,13 @@ from mindie_mm.inputs.items import (
     media_of,
     media_of_messages,
     messages_with_paths,
+    with_media,
     with_paths,
 )
 from mindie_mm.inputs.media_kwargs import MediaDefaults, media_defaults, with_defaults
 from mindie_mm.inputs.parts import MAX_LISTED_FRAMES, parse_inputs
 from mindie_mm.inputs.prompt_fields import OFF, PROMPT_FIELDS, refused_fields, template_variables
-from mindie_mm.inputs.tools import require_tools
+from mindie_mm.inputs.tools import require_functions, require_tools
 from mindie_mm.inputs.webui import from_webui_prompt
 
 __all__ = [
@@ -61,10 +62,12 @@ __all__ = [
     "parse_inputs",
     "parse_messages",
     "refused_fields",
+    "require_functions",
     "require_tools",
     "shown",
     "template_variables",
     "whole",
     "with_defaults",
+    "with_media",
     "with_paths",
 ]

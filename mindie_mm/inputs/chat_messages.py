@@ -25,12 +25,15 @@ _CUSTOM_ROLE = re.compile(CUSTOM_ROLE, re.ASCII)
 _MAX_SHOWN = 64
 
 
-def parse_messages(messages: Sequence[Mapping[str, Any]], *, strict: bool = False) -> list[Message]:
+def parse_messages(
+    messages: Sequence[Mapping[str, Any]], *, strict: bool = False, by_uuid: bool = False
+) -> list[Message]:
     """Parse chat messages in OpenAI or Hugging Face style.
 
     Args:
         messages: The messages, as in a request.
         strict: Refuse every unknown key of a message or a content part, as `parse_inputs` does.
+        by_uuid: Read the `uuid` of media, and allow media without data that have one.
 
     Raises:
         InputError: A message is invalid. The error states the message, the content part and the limit.
@@ -46,18 +49,18 @@ def parse_messages(messages: Sequence[Mapping[str, Any]], *, strict: bool = Fals
             raise LimitExceeded(
                 f"the arguments of tool calls have more JSON values than the limit of {MAX_ARGUMENT_VALUES}"
             )
-        parsed.append(_parse_message(message, f"messages[{index}]", strict=strict))
+        parsed.append(_parse_message(message, f"messages[{index}]", strict=strict, by_uuid=by_uuid))
         num_frames = add_frames(num_frames, media_of_messages(parsed[-1:]), "messages")
     return parsed
 
 
-def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool) -> Message:
+def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool, by_uuid: bool) -> Message:
     require_dict(message, where)
     role = message.get("role")
     if not isinstance(role, str) or (role not in ROLES and not _CUSTOM_ROLE.fullmatch(role)):
         raise InputError(
-            f"{where}.role is {_shortened(role)!r}; it must be one of {', '.join(ROLES)}, or a name that the chat "
-            "template takes, of at most 64 letters, digits, '_', '-' and '.'"
+            f"{where}.role is {_shortened(role)!r}; it must be one of {', '.join(ROLES)}, or another role that the "
+            "chat template accepts, with at most 64 letters, digits, '_', '-' and '.'"
         )
     content = message.get("content")
     if role == "assistant" and isinstance(content, list | tuple) and not content:
@@ -65,9 +68,9 @@ def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool) -> M
     if isinstance(content, str):
         require_unicode(content, f"{where}.content")
     elif content is not None:
-        content = parse_parts(content, f"{where}.content", strict=strict)
+        content = parse_parts(content, f"{where}.content", strict=strict, by_uuid=by_uuid)
     if content is None and role != "assistant":
-        raise InputError(f"{where} has no content")
+        raise InputError(f"{where} has no content; only the content of an assistant message may be missing")
     extra = {key: value for key, value in message.items() if key not in {"role", "content"} and value is not None}
     if strict:
         require_known_keys(extra, where)

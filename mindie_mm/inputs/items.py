@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -73,11 +73,11 @@ class Embeddings:
         shape, dtype = getattr(self.array, "shape", ()), str(getattr(self.array, "dtype", "no array"))
         if len(shape) != 2 or 0 in shape or dtype not in {"float16", "float32"}:
             raise InputError(
-                f"embeddings have dtype {dtype} and shape {tuple(shape)}; they must be a numpy array of "
-                "float16 or float32 [features, width]"
+                f"the embeddings have dtype {dtype} and shape {tuple(shape)}; they must be a numpy array of float16 "
+                "or float32 [features, width]"
             )
         if not abs(float(self.array.astype("float64").sum())) < math.inf:
-            raise InputError("embeddings contain non-finite values")
+            raise InputError("the embeddings contain infinite values or NaN")
         if not all(type(number) is int for number in self.grid):
             raise InputError(f"the embeddings' grid is {self.grid}; it must contain only integers")
 
@@ -88,12 +88,15 @@ class Media:
 
     kind: Kind
     source: Any
-    """A path, URL, bytes, PIL image, array or Embeddings. A tuple of frames (but not Embeddings) is a video."""
+    """A path, URL, bytes, PIL image, array or Embeddings. A tuple of frames (but not Embeddings) is a video. None: the
+    caller has the data, under `uuid`."""
     options: MediaOptions = field(default_factory=MediaOptions)
     is_document: bool = False
     """True for a PDF, which becomes one image per page (`Media.page`) before the prompt is made."""
     page: int | None = None
     """Page of the PDF `source` that is the image, from 0, or None if the source is an image."""
+    uuid: str | None = None
+    """Client's name of the item, if the caller keeps media by these names."""
 
 
 Item = Text | Media
@@ -121,6 +124,16 @@ def media_of(items: Sequence[Item]) -> list[Media]:
 def media_of_messages(messages: Sequence[Message]) -> list[Media]:
     """Return the media of `messages`, in order."""
     return [media for m in messages if isinstance(m.content, tuple) for media in media_of(m.content)]
+
+
+def with_media(messages: Sequence[Message], change: Callable[[Media], Media]) -> list[Message]:
+    """Return `messages` with `change(media)` in place of each media item, in order."""
+    return [
+        replace(message, content=tuple(change(item) if isinstance(item, Media) else item for item in message.content))
+        if isinstance(message.content, tuple)
+        else message
+        for message in messages
+    ]
 
 
 def with_paths(items: Sequence[Item], paths: Iterator[Paths]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.inputs.checks import require_dict
-from mindie_mm.inputs.items import Kind, Media, MediaOptions, Message
+from mindie_mm.inputs.items import Kind, Media, MediaOptions, Message, with_media
 from mindie_mm.inputs.options import parse_options
 from mindie_mm.inputs.prompt_fields import OFF
 
@@ -51,29 +51,22 @@ def media_defaults(mm_processor_kwargs: Any, media_io_kwargs: Any) -> MediaDefau
         reading = _of_reading(_given(media_io_kwargs, "media_io_kwargs"))
         pixels = {name: videos[name] for name in _OF_IMAGES if name in videos}
         if reading and len(pixels) < len(videos):
-            raise InputError("mm_processor_kwargs and media_io_kwargs both choose frames of videos; choose them in one")
+            raise InputError(
+                "mm_processor_kwargs and media_io_kwargs both choose frames of videos; use only one of these fields "
+                "to choose frames"
+            )
         rate = {"sample_fps": reading["fps"]} if "fps" in reading else {}
         if rate and "num_frames" in reading:  # vLLM takes no more than so many frames at this rate
             reading["max_frames"] = reading.pop("num_frames")
         video = parse_options("video", videos | reading, "media_io_kwargs.video", strict=True)
         frames = parse_options("video", pixels | rate, "media_io_kwargs.video", strict=True)
-    found = {"image": image, "video": video, FRAMES: frames}
-    return {kind: options for kind, options in found.items() if options != MediaOptions()}
+    options_of = {"image": image, "video": video, FRAMES: frames}
+    return {kind: options for kind, options in options_of.items() if options != MediaOptions()}
 
 
 def with_defaults(messages: Sequence[Message], defaults: MediaDefaults) -> list[Message]:
     """Return `messages` whose media have `defaults` for the options that they do not state."""
-    if not defaults:
-        return [*messages]
-    return [
-        replace(
-            message,
-            content=tuple(_item(item, defaults) if isinstance(item, Media) else item for item in message.content),
-        )
-        if isinstance(message.content, tuple)
-        else message
-        for message in messages
-    ]
+    return with_media(messages, lambda media: _item(media, defaults)) if defaults else [*messages]
 
 
 def _item(media: Media, defaults: MediaDefaults) -> Media:
@@ -98,17 +91,17 @@ def _given(kwargs: Any, field: str) -> dict[str, Any]:
 
 def _of_processor(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of images and of videos."""
-    found: dict[Kind, dict[str, Any]] = {"image": {}, "video": {}}
+    options: dict[Kind, dict[str, Any]] = {"image": {}, "video": {}}
     flat = {key: value for key, value in kwargs.items() if key not in _SCOPES}
     _require_known(flat, (*_OF_VIDEOS, *_SCOPES), "mm_processor_kwargs")
-    found["video"] |= flat
-    found["image"] |= {key: flat[key] for key in _OF_IMAGES if key in flat}
+    options["video"] |= flat
+    options["image"] |= {key: flat[key] for key in _OF_IMAGES if key in flat}
     for scope, kind in _SCOPES.items():
         where = f"mm_processor_kwargs.{scope}"
         scoped = _given(kwargs.get(scope), where)
         _require_known(scoped, _OF_IMAGES if kind == "image" else _OF_VIDEOS, where)
-        found[kind] |= scoped
-    return found["image"], found["video"]
+        options[kind] |= scoped
+    return options["image"], options["video"]
 
 
 def _of_reading(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +111,8 @@ def _of_reading(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     _require_known(video, _OF_READING, "media_io_kwargs.video")
     if video.get("num_frames") == -1 and video.get("fps", -1) == -1:
         raise InputError(
-            "media_io_kwargs.video.num_frames is -1, which takes all frames; give fps or a number of frames"
+            "media_io_kwargs.video.num_frames is -1, which would select all frames; set fps, or give the number of "
+            "frames"
         )
     return {key: value for key, value in video.items() if value != -1}
 

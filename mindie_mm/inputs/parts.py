@@ -29,7 +29,8 @@ _FILE = "file"
 """Key of a text file or a PDF in OpenAI's messages."""
 _BARE_SOURCES = ("url", "path", "base64")
 _HINTS = frozenset({"cache_control", "uuid"})
-"""Keys for the caches of other servers. This server ignores them, because it identifies items by their content."""
+"""Keys for the caches of servers. They do not change how an item is read."""
+_MAX_UUID = 256
 MAX_LISTED_FRAMES = 2048
 """Maximum number of frames of a video that is a list of frames."""
 _MAX_LISTED_IN_ALL = 2**15
@@ -54,13 +55,16 @@ def parse_inputs(inputs: Sequence[Mapping[str, Any]]) -> list[Item]:
     return list(parse_parts(inputs, "inputs", strict=True))
 
 
-def parse_parts(parts: Sequence[Mapping[str, Any]], where: str, *, strict: bool = False) -> tuple[Item, ...]:
+def parse_parts(
+    parts: Sequence[Mapping[str, Any]], where: str, *, strict: bool = False, by_uuid: bool = False
+) -> tuple[Item, ...]:
     """Parse a list of dicts, as in `parse_inputs`.
 
     Args:
         parts: The dicts.
         where: Name of the list in error messages.
         strict: Refuse every unknown key.
+        by_uuid: Read the `uuid` of media, and allow media without data that have one.
 
     Raises:
         InputError: An item is invalid.
@@ -71,7 +75,7 @@ def parse_parts(parts: Sequence[Mapping[str, Any]], where: str, *, strict: bool 
     items: list[Item] = []
     num_frames = 0
     for index, part in enumerate(parts):
-        items.append(_parse_part(part, f"{where}[{index}]", strict=strict))
+        items.append(_parse_part(part, f"{where}[{index}]", strict=strict, by_uuid=by_uuid))
         num_frames = add_frames(num_frames, media_of(items[-1:]), where)
     return tuple(items)
 
@@ -80,52 +84,79 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
     """Return `num_frames` plus the number of frames in lists of `media`. Raise LimitExceeded if the sum is too high."""
     num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
     if num_frames > _MAX_LISTED_IN_ALL:
-        raise LimitExceeded(f"{where} has more frames in all its lists than the limit of {_MAX_LISTED_IN_ALL}")
+        raise LimitExceeded(
+            f"{where} has more frames in its lists of frames than the limit of {_MAX_LISTED_IN_ALL} in total"
+        )
     return num_frames
 
 
-def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
+def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool, by_uuid: bool) -> Item:
     require_dict(part, where)
-    has_uuid = bool(part.get("uuid"))
-    nulls = sorted(str(key) for key, value in part.items() if value is None)
-    part = {key: value for key, value in part.items() if key not in _HINTS and value is not None}
     declared = part.get("type")
     if declared is not None and not isinstance(declared, str):
         raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
-    keys = [key for key in part if key in _TEXTS or key in _SOURCES or key == _FILE]
-    if not keys and declared in KINDS:
-        keys = [key for key in part if key in _BARE_SOURCES]
-    if len(keys) != 1:
-        found = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, part))}"
-        found += f", and null in {nulls}" if nulls else ""
-        found += "; media are not kept by uuid, so send the data each time" if has_uuid and not keys else ""
-        raise InputError(f"{where} must have exactly one of text, image, video, audio; found {found}")
-    key = keys[0]
+    given_uuid = part.get("uuid") if by_uuid else None
+    key = _key(part, declared, where, may_lack_data=bool(given_uuid))
+    part = {key: value for key, value in part.items() if key not in _HINTS and value is not None}
     if key in _TEXTS:
         return _parse_text(part, key, where, strict=strict)
     if key == _FILE:
         if declared not in (None, _FILE):
-            raise InputError(f"{where}.type is {declared!r}, but the item has 'file'")
+            raise InputError(f"{where}.type is {declared!r}, but the item has the key 'file'")
         options = {name: value for name, value in part.items() if name not in {"type", key}}
         return parse_file(
             part[key], parse_options("image", options, where, strict=strict), f"{where}.file", strict=strict
         )
     kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # a bare source has its kind declared
     if declared is not None and _SOURCES.get(declared) != kind:
-        raise InputError(f"{where}.type is {declared!r}, but the item has {key!r}")
+        raise InputError(f"{where}.type is {declared!r}, but the item has the key {key!r}")
     options = {name: value for name, value in part.items() if name not in {"type", key}}
-    source, nested = _parse_source(part[key], key, kind, f"{where}.{key}")
+    uuid = _uuid(given_uuid, where) if key != DOCUMENT else None
+    source, nested = _parse_source(part.get(key), key, kind, f"{where}.{key}", may_lack_data=uuid is not None)
     if both := options.keys() & nested.keys():
-        raise InputError(f"{where} has {min(both)!r} twice, beside {key!r} and inside it; give it once")
+        raise InputError(
+            f"{where} has {min(both)!r} both next to {key!r} and inside {key!r}; give this option only once"
+        )
     if key == DOCUMENT and not isinstance(source, (str, bytes)):
         raise InputError(f"{where}.{key} is {type_of(source)}; it must be a path, bytes or a URL of a PDF")
     parsed = parse_options(kind, options | nested, where, strict=strict)
-    return Media(kind, source, parsed, is_document=key == DOCUMENT)
+    return Media(kind, source, parsed, is_document=key == DOCUMENT, uuid=uuid)
+
+
+def _key(part: Mapping[str, Any], declared: str | None, where: str, *, may_lack_data: bool) -> str:
+    """Return the key of a part's content. Raise InputError if there is not exactly one."""
+    given = [key for key, value in part.items() if key not in _HINTS and value is not None]
+    keys = [key for key in given if key in _TEXTS or key in _SOURCES or key == _FILE]
+    if not keys and declared in KINDS:
+        keys = [key for key in given if key in _BARE_SOURCES]
+    nulls = [key for key, value in part.items() if value is None]
+    if not keys and may_lack_data:
+        keys = [key for key in nulls if key in _SOURCES] or [*filter(_SOURCES.__contains__, [declared or ""])]
+    if len(keys) == 1:
+        return keys[0]
+    present = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, given))}"
+    present += f", and null in {sorted(map(str, nulls))}" if nulls else ""
+    if part.get("uuid") and not keys and not may_lack_data:
+        present += "; media are not kept by uuid here, so send the data each time"
+    raise InputError(f"{where} must have exactly one of text, image, video, audio; found {present}")
+
+
+def _uuid(given: Any, where: str) -> str | None:
+    """Return the name that a client gives to an item. An empty name counts as none."""
+    if given is None or given == "":
+        return None
+    if not isinstance(given, str):
+        raise InputError(f"{where}.uuid is {type_of(given)}; it must be a string")
+    if len(given) > _MAX_UUID:
+        raise LimitExceeded(f"{where}.uuid has {len(given)} characters; the limit is {_MAX_UUID}")
+    if not given.isprintable():
+        raise InputError(f"{where}.uuid is {given!r}, which has characters that cannot be printed")
+    return given
 
 
 def _parse_text(part: Mapping[str, Any], key: str, where: str, *, strict: bool) -> Text:
     if part.get("type", key) != key:
-        raise InputError(f"{where}.type is {part['type']!r}, but the item has {key!r}")
+        raise InputError(f"{where}.type is {part['type']!r}, but the item has the key {key!r}")
     unknown = (name for name in part if name not in ("type", key))
     pass_over(unknown, where, "a text has no options", strict=strict, foreign=())
     if not isinstance(part[key], str):
@@ -133,28 +164,40 @@ def _parse_text(part: Mapping[str, Any], key: str, where: str, *, strict: bool) 
     return Text(require_unicode(part[key], f"{where}.{key}"))
 
 
-def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, dict[str, Any]]:
-    """Return the source under `key` and the options inside it, such as `detail` in OpenAI's `image_url`."""
+def _parse_source(value: Any, key: str, kind: Kind, where: str, *, may_lack_data: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the source under `key` and the options inside it, such as `detail` in OpenAI's `image_url`.
+
+    The source is None if it is left out.
+    """
     nested: dict[str, Any] = {}
-    if isinstance(value, Embeddings):
-        return value, nested
     if isinstance(value, Mapping):
-        inner = "data" if key == "input_audio" else "url"
-        if not isinstance(value.get(inner), (str, list, tuple) if kind == "video" else str):
-            taken = "a string, or a list of frames" if kind == "video" else "a string"
-            raise InputError(f"{where}.{inner} is {type_of(value.get(inner))}; it must be {taken}")
-        nested = {name: option for name, option in value.items() if name != inner and option is not None}
-        value = value[inner]
-        if key == "input_audio":
-            nested.pop("format", None)
-            value = _as_url(value)
+        value, nested = _unwrapped(value, key, kind, where, may_lack_data=may_lack_data)
+    if isinstance(value, Embeddings) or (value is None and may_lack_data):
+        return value, nested
     if kind == "video" and (frames := _frames(value)) is not None:
         if not frames:
-            raise InputError(f"{where} is an empty list; a video has at least one frame")
+            raise InputError(f"{where} is an empty list; a video must have at least one frame")
         if len(frames) > MAX_LISTED_FRAMES:
             raise LimitExceeded(f"{where} has more frames than the limit of {MAX_LISTED_FRAMES} for a list")
         return tuple(_parse_value(frame, key, f"{where}[{index}]") for index, frame in enumerate(frames)), nested
     return _parse_value(value, key, where), nested
+
+
+def _unwrapped(
+    wrapped: Mapping[str, Any], key: str, kind: Kind, where: str, *, may_lack_data: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return the source inside a dict, or None if it is left out, and the options beside it."""
+    inner = "data" if key == "input_audio" else "url"
+    value = wrapped.get(inner)
+    nested = {name: option for name, option in wrapped.items() if name != inner and option is not None}
+    if key == "input_audio":
+        nested.pop("format", None)
+    if value is None and may_lack_data:
+        return None, nested
+    if not isinstance(value, (str, list, tuple) if kind == "video" else str):
+        taken = "a string, or a list of frames" if kind == "video" else "a string"
+        raise InputError(f"{where}.{inner} is {type_of(value)}; it must be {taken}")
+    return _as_url(value) if key == "input_audio" and isinstance(value, str) else value, nested
 
 
 def _frames(value: Any) -> Sequence[Any] | None:

@@ -1,4 +1,4 @@
-"""Checks of the tools in a chat request."""
+"""Checks of the tools in a chat request, and of the functions in its deprecated form."""
 
 from __future__ import annotations
 
@@ -23,13 +23,24 @@ def _require_tool(tool: Any, where: str) -> None:
     require_dict(tool, where)
     if (kind := tool.get("type")) != "function":
         raise InputError(f"{where}.type is {kind!r}; it must be 'function'")
-    function = tool.get("function")
-    require_dict(function, f"{where}.function")
+    _require_function(tool.get("function"), f"{where}.function")
+
+
+def require_functions(functions: Sequence[Any] | None) -> None:
+    """Raise InputError unless each function has OpenAI's deprecated format `{"name": ..., ...}`."""
+    with blaming("functions"):
+        for index, function in enumerate(functions or ()):
+            _require_function(function, f"functions[{index}]")
+
+
+def _require_function(function: Any, where: str) -> None:
+    require_dict(function, where)
     for name, kind, wanted in (
         ("name", str, "a string"),
         ("description", str, "a string"),
         ("parameters", Mapping, "a dict"),
+        ("strict", bool, "true or false"),
     ):
         value = function.get(name)
         if not isinstance(value, kind) and (value is not None or name == "name"):
-            raise InputError(f"{where}.function.{name} is {type_of(value)}; it must be {wanted}")
+            raise InputError(f"{where}.{name} is {type_of(value)}; it must be {wanted}")

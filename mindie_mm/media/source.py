@@ -6,7 +6,7 @@ import asyncio
 import os
 import select
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
-from mindie_mm.inputs import Item, Media, Message
+from mindie_mm.inputs import Item, Media, Message, with_media
 from mindie_mm.media.audio.encoded_audio import Samples
 from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
@@ -104,14 +104,9 @@ def located_items(items: Iterable[Item], folder: Path) -> list[Item]:
     return [located(item, folder) if isinstance(item, Media) else item for item in items]
 
 
-def located_messages(messages: Iterable[Message], folder: Path) -> list[Message]:
+def located_messages(messages: Sequence[Message], folder: Path) -> list[Message]:
     """Return `messages` with relative paths of media resolved against `folder`, as in `located`."""
-    return [
-        replace(message, content=tuple(located_items(message.content, folder)))
-        if isinstance(message.content, tuple)
-        else message
-        for message in messages
-    ]
+    return with_media(messages, lambda media: located(media, folder))
 
 
 def _read_frames(sources: tuple[Any, ...]) -> Frames:

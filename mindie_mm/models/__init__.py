@@ -104,11 +104,11 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
             return family
     if broken is not None:
         raise broken
-    found = "no model_type" if model_type is None else f"model_type {model_type!r}"
+    stated_type = "no model_type" if model_type is None else f"model_type {model_type!r}"
     if isinstance(architectures := checkpoint.config.get("architectures"), list) and architectures:
-        found += f" ({', '.join(map(str, architectures))})"
+        stated_type += f" ({', '.join(map(str, architectures))})"
     raise UnsupportedCheckpoint(
-        f"{checkpoint.path} has {found} in its config.json, which no family "
+        f"{checkpoint.path} has {stated_type} in its config.json, which no family "
         f"supports{_nearest(str(model_type))}; the families are {', '.join(family_names())}, and "
         "docs/families.md lists a published checkpoint of each. If the checkpoint is of one of these "
         "families, select it with --family; docs/adding-a-model.md describes how to add another family"

@@ -27,7 +27,7 @@ def tokens_of_tower(config: Any, where: str) -> int:
     vision = config.vision_config
     if vision.model_type not in _TOWERS:
         raise UnsupportedCheckpoint(
-            f"{where}: the tower is {vision.model_type!r}; only {', '.join(_TOWERS)} are supported"
+            f"{where}: vision_config.model_type is {vision.model_type!r}; only {', '.join(_TOWERS)} are supported"
         )
     # "default" drops the first token of any tower, although only CLIP has a first token that is not a patch.
     dropped = config.vision_feature_select_strategy == "default"
@@ -36,12 +36,12 @@ def tokens_of_tower(config: Any, where: str) -> int:
 
 def check_stated(stated: Mapping[str, Any], config: Any, where: str) -> None:
     """Raise UnsupportedCheckpoint if `stated`, the processor_config.json, contradicts config.json about the tower."""
-    made = {
+    expected = {
         "patch_size": config.vision_config.patch_size,
         "vision_feature_select_strategy": config.vision_feature_select_strategy,
         "num_additional_image_tokens": _TOWERS[config.vision_config.model_type],
     }
-    check_settings(stated, made, f"{where} (processor_config.json)")
+    check_settings(stated, expected, f"{where} (processor_config.json)")
 
 
 class AnyresProcessor(Processor):
@@ -65,8 +65,9 @@ class AnyresProcessor(Processor):
         self.rows: int = vision.image_size // vision.patch_size
         if (tokens := tokens_of_tower(config, where)) != self.rows**2:
             raise UnsupportedCheckpoint(
-                f"{where}: vision_feature_select_strategy is {config.vision_feature_select_strategy!r}, which "
-                f"gives {tokens} tokens per tile; a tile has {self.rows}x{self.rows} patches"
+                f"{where}: vision_feature_select_strategy is {config.vision_feature_select_strategy!r}, which gives "
+                f"{tokens} tokens per tile; the number must equal that of the {self.rows}x{self.rows} patches of a "
+                "tile"
             )
         check_stated(checkpoint.json("processor_config.json"), config, where)
         settings = checkpoint.preprocessor("image", {self.image_type: self.defaults})
@@ -75,12 +76,12 @@ class AnyresProcessor(Processor):
             size = Size.read(settings[name], where) if name in settings else None
             if size is not None and size.of(self.side, self.side) != (self.side, self.side):
                 raise UnsupportedCheckpoint(
-                    f"{where}: {name} is {settings[name]}, but the tower takes squares of {self.side} pixels"
+                    f"{where}: {name} is {settings[name]}, but the tower takes images of {self.side}x{self.side} pixels"
                 )
         pinpoints = [tuple(pinpoint) for pinpoint in config.image_grid_pinpoints]
-        if (found := [tuple(pinpoint) for pinpoint in settings["image_grid_pinpoints"]]) != pinpoints:
+        if (stated := [tuple(pinpoint) for pinpoint in settings["image_grid_pinpoints"]]) != pinpoints:
             raise UnsupportedCheckpoint(
-                f"{where}: image_grid_pinpoints is {found} in preprocessor_config.json, but {pinpoints} in config.json"
+                f"{where}: image_grid_pinpoints is {stated} in preprocessor_config.json, but {pinpoints} in config.json"
             )
         if uneven := [pinpoint for pinpoint in pinpoints if any(length % self.side for length in pinpoint)]:
             raise UnsupportedCheckpoint(
@@ -96,8 +97,8 @@ class AnyresProcessor(Processor):
         return max(self.num_features(*canvas) for canvas in self.canvases)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        made = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
-        return Spelling() if made else None
+        is_possible = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
+        return Spelling() if is_possible else None
 
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((*max(self.canvases, key=lambda canvas: self.num_features(*canvas)), 3), np.uint8)

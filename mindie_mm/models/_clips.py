@@ -86,10 +86,10 @@ def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: 
 def spell_clip(processor: Processor, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
     """Return `Processor.spelling` for a clip. The grid may be empty if the number of frames is unknown."""
     if grid:
-        made = len(grid) == 1 and num_features_of(grid[0]) == num_features
+        is_possible = len(grid) == 1 and num_features_of(grid[0]) == num_features
     else:
-        made = num_features <= processor.max_tokens("audio")
-    return Spelling() if made else None
+        is_possible = num_features <= processor.max_tokens("audio")
+    return Spelling() if is_possible else None
 
 
 def encoder_length(num_frames: int) -> int:

@@ -89,8 +89,8 @@ class ChameleonProcessor(OneSizeProcessor):
         self._separator = checkpoint.token_id(checkpoint.require_special_token("sep_token"))
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        made = super().spelling(kind, num_features, grid) is not None
-        return Spelling(runs=[self._run]) if made else None
+        is_possible = super().spelling(kind, num_features, grid) is not None
+        return Spelling(runs=[self._run]) if is_possible else None
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """Append the separator that ends a turn, with or without an image."""

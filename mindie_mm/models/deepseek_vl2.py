@@ -206,8 +206,8 @@ class DeepseekVL2Processor(Processor):
         return side * (side + 1) + 1 + side * down * (side * across + 1)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        made = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
-        return Spelling() if made else None
+        is_possible = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
+        return Spelling() if is_possible else None
 
     def max_tokens(self, kind: Kind) -> int:
         return max(self.num_features(*self._tiles(canvas)) for canvas in self.canvases)
@@ -570,12 +570,13 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
         raise UnsupportedCheckpoint(
             f"{where}: language_config.kv_lora_rank is None; with use_mla, it must be an integer"
         )
-    for name, found, needed in (
+    for name, actual, needed in (
         ("projector_config.input_dim", projector["input_dim"], vision["width"]),
         ("projector_config.n_embed", projector["n_embed"], language["hidden_size"]),
     ):
-        if found != needed:
+        if actual != needed:
             raise UnsupportedCheckpoint(
-                f"{where}: {name} is {found!r}; it must be {needed!r}, the width of the part that it connects"
+                f"{where}: {name} is {actual!r}; it must be {needed!r}, the width of the part that the projector "
+                "connects"
             )
     return config

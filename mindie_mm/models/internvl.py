@@ -185,7 +185,8 @@ class InternVLProcessor(Processor):
         context, start, end = (checkpoint.token_id(spelled[name]) for name in _TOKENS[:3])
         if context != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{where}: image_token_id is {config.image_token_id}, but the tokenizer has {context}"
+                f"{where}: image_token_id is {config.image_token_id}, but the tokenizer's id of "
+                f"{spelled[_TOKENS[0]]!r} is {context}"
             )
         self.placeholders = {
             "image": Placeholder((), context, ()),
@@ -282,7 +283,10 @@ class InternVLProcessor(Processor):
         """
         indices = stepped(total, count, total / count / 2 if self._shift is True else self._shift)
         if not indices:
-            raise InputError(f"the video has {total} frames, and initial_shift, {self._shift}, skips all of them")
+            raise InputError(
+                f"initial_shift of the checkpoint is {self._shift}, which skips all {total} frames of the video; send "
+                "a longer video"
+            )
         return indices
 
 
@@ -428,9 +432,9 @@ def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: s
     if settings["dynamic_image_size"] and settings["max_dynamic_patch"] > 1:
         served["use_thumbnail"] = True
     for name, value in served.items():
-        if (found := settings[name]) is not None and found != value:
+        if (given := settings[name]) is not None and given != value:
             raise UnsupportedCheckpoint(
-                f"{where}: {name} is {found!r}; with model_type {ORIGINAL}, only {value!r} is supported; {_CONVERTED}"
+                f"{where}: {name} is {given!r}; with model_type {ORIGINAL}, only {value!r} is supported; {_CONVERTED}"
             )
     if (template := settings.get("template")) not in _CHATML:
         raise UnsupportedCheckpoint(
@@ -503,9 +507,9 @@ def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.has("tokenizer.json"):
         return checkpoint.json("tokenizer.json")
     name = checkpoint.json("tokenizer_config.json").get("tokenizer_class")
-    made = str(name).removesuffix("Fast") == "Qwen2Tokenizer"
-    if not (made and checkpoint.has("vocab.json") and checkpoint.has("merges.txt")):
-        if made:
+    is_qwen2 = str(name).removesuffix("Fast") == "Qwen2Tokenizer"
+    if not (is_qwen2 and checkpoint.has("vocab.json") and checkpoint.has("merges.txt")):
+        if is_qwen2:
             files = "tokenizer.json, nor vocab.json and merges.txt"
         elif name is None:
             files = "tokenizer.json, and no tokenizer_config.json with a tokenizer_class"

@@ -80,8 +80,8 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         self._max_tiles = int(named[1])
         stated = checkpoint.json("processor_config.json")
         dropped = config.vision_feature_select_strategy == "default"
-        made = {"vision_aspect_ratio": config.vision_aspect_ratio, "num_image_tokens": self.rows**2 + dropped}
-        check_settings(stated, made, f"{where} (processor_config.json)")
+        expected = {"vision_aspect_ratio": config.vision_aspect_ratio, "num_image_tokens": self.rows**2 + dropped}
+        check_settings(stated, expected, f"{where} (processor_config.json)")
         self._alone = Preprocess(
             Size(self.side, self.side), self.resample, background=background_of(self.background_mean)
         )
@@ -99,12 +99,12 @@ class LlavaOnevisionProcessor(AnyresProcessor):
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if kind == "video":
-            made = len(grid) == 1 and grid[0] * self._frame_features + 1 == num_features
+            is_possible = len(grid) == 1 and grid[0] * self._frame_features + 1 == num_features
         elif grid[2:] == (1,):
             return super().spelling(kind, num_features, grid[:2])
         else:  # one of several images, which has a single tile
-            made = grid[2:] == (0,) and min(grid[:2]) > 0 and num_features == self.rows**2 + 1
-        return Spelling() if made else None
+            is_possible = grid[2:] == (0,) and min(grid[:2]) > 0 and num_features == self.rows**2 + 1
+        return Spelling() if is_possible else None
 
     def worst_case(self, kind: Kind) -> Data:
         if kind == "image":
@@ -170,10 +170,10 @@ class LlavaOnevisionModel(LlavaModel):
             alone = sum(item.shape.grid[2] for item in images)
             sizes = torch.tensor([item.shape.grid[:2] for item in images])
             together = max(2, len(images) - alone)
-            made = self.module.model.get_image_features(
+            image_features = self.module.model.get_image_features(
                 self.pixels(images), sizes, batch_num_images=[*[1] * alone, together]
             ).pooler_output
-            features.update(zip(images, made, strict=True))
+            features.update(zip(images, image_features, strict=True))
         if videos:
             features.update(zip(videos, self._video_features(videos), strict=True))
         return [features[item] for item in items]

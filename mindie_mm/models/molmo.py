@@ -321,11 +321,11 @@ class _VisionTransformer(nn.Module):
         hidden = self.pre_ln(hidden + self.positional_embedding)
         blocks = [*self.transformer["resblocks"].children()]
         wanted = [range(len(blocks))[layer] for layer in layers]
-        found: dict[int, Tensor] = {}
+        features: dict[int, Tensor] = {}
         for index in range(max(wanted) + 1):  # checkpoints contain further blocks, whose output is unused
             hidden = blocks[index](hidden)
-            found[index] = hidden
-        return torch.cat([found[index][:, 1:] for index in wanted], dim=-1)
+            features[index] = hidden
+        return torch.cat([features[index][:, 1:] for index in wanted], dim=-1)
 
 
 class _Projector(nn.Module):

@@ -93,7 +93,8 @@ class Molmo2Processor(Processor):
         patch, column = checkpoint.token_id(_PATCH), checkpoint.token_id("<im_col>")
         if patch != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: image_patch_id is {config.image_token_id}, but the tokenizer has {patch}"
+                f"{checkpoint.path}: image_patch_id is {config.image_token_id}, but the tokenizer's id of {_PATCH!r} "
+                f"is {patch}"
             )
         columns: bool = stated.get("image_use_col_tokens", True)
         whole_columns = stated.get("use_single_crop_col_tokens")
@@ -139,8 +140,8 @@ class Molmo2Processor(Processor):
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if kind == "video":
-            made = min(grid, default=-1) >= 0 and len(grid) * self._frame_features == num_features
-            return self._spell_video(grid) if made else None
+            is_possible = min(grid, default=-1) >= 0 and len(grid) * self._frame_features == num_features
+            return self._spell_video(grid) if is_possible else None
         if len(grid) != 2 or min(grid) <= 0 or self._image_features(*grid) != num_features:
             return None
         geometry = self.geometries["image"]

@@ -214,13 +214,13 @@ class Qwen2VLProcessor(Processor):
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         patches = math.prod(grid[:3])
-        made = (
+        is_possible = (
             len(grid) == 3 + self.further_numbers(kind, grid)
             and min(grid) >= 0
             and patches == num_features * self.image.merge_size**2
             and not any(side % self.image.merge_size for side in grid[1:3])
         )
-        return Spelling() if made else None
+        return Spelling() if is_possible else None
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         """Return how many numbers follow (t, h, w) in a grid of `kind`."""
@@ -318,9 +318,9 @@ class Qwen2VLProcessor(Processor):
 
 def _check_tower(settings: PixelSettings, vision: Any, where: str) -> None:
     """Raise UnsupportedCheckpoint unless the settings produce the patches that the tower expects."""
-    made = {"patch_size": settings.patch_size, "temporal_patch_size": settings.temporal_patch_size}
-    made["merge_size"] = settings.merge_size
-    for name, value in made.items():
+    expected = {"patch_size": settings.patch_size, "temporal_patch_size": settings.temporal_patch_size}
+    expected["merge_size"] = settings.merge_size
+    for name, value in expected.items():
         if (taken := getattr(vision, "spatial_merge_size" if name == "merge_size" else name)) != value:
             raise UnsupportedCheckpoint(f"{where}: {name} is {value}, but the tower in config.json takes {taken}")
 
@@ -384,8 +384,8 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise LimitExceeded(
-            f"the size is {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} times the "
-            "shorter one"
+            f"the image or video has {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} "
+            "times the shorter one"
         )
     factor, min_pixels, max_pixels = settings.factor, settings.min_pixels, settings.max_pixels
     if settings.total_pixels is not None:

@@ -301,8 +301,8 @@ class PretrainedFamily(Family):
         """Return the transformers class named `module_name`."""
         import transformers  # imported late: takes seconds, and tokenizer processes do not need it
 
-        found: type[Any] = getattr(transformers, cls.module_name)
-        return found
+        module_class: type[Any] = getattr(transformers, cls.module_name)
+        return module_class
 
     @classmethod
     def config_class(cls) -> type[Any]:
@@ -312,13 +312,13 @@ class PretrainedFamily(Family):
         """
         from transformers import CONFIG_MAPPING  # imported late, as above
 
-        found: type[Any]
+        config_class: type[Any]
         for model_type in reversed(cls.model_types):  # the last model type belongs to `module_name`
             if model_type in CONFIG_MAPPING:
-                found = CONFIG_MAPPING[model_type]
-                return found
-        found = cls.module_class().config_class
-        return found
+                config_class = CONFIG_MAPPING[model_type]
+                return config_class
+        config_class = cls.module_class().config_class
+        return config_class
 
     @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
@@ -329,11 +329,11 @@ class PretrainedFamily(Family):
             settle(replace(translated, config=stated), config, cls.default_theta)
             return config
 
-        found = unused_keys(translated.config, resolve)
+        names = unused_keys(translated.config, resolve)
         if translated.renamings is not None:
-            found = [_published(name, checkpoint, translated) for name in found]
-            found = [*_untranslated(cls, checkpoint, translated), *found]
-        return [name for name in found if name not in cls.other_keys]
+            names = [_published(name, checkpoint, translated) for name in names]
+            names = [*_untranslated(cls, checkpoint, translated), *names]
+        return [name for name in names if name not in cls.other_keys]
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:

@@ -282,11 +282,11 @@ def packed_logits(model: Model, sequences: Sequence[Tensor]) -> list[Tensor]:
     offset = 0
     for sequence in sequences:
         ids = sequence.cpu().numpy()
-        found = model.read(ids)
-        plain.append(torch.from_numpy(plain_ids(ids, found)))
-        positions.append(model.positions(len(ids), found).prompt)
-        chunks.append(Chunk(0, len(ids), (), model.bidirectional_spans(len(ids), found)))
-        items += [(offset, item) for item in found]
+        media_items = model.read(ids)
+        plain.append(torch.from_numpy(plain_ids(ids, media_items)))
+        positions.append(model.positions(len(ids), media_items).prompt)
+        chunks.append(Chunk(0, len(ids), (), model.bidirectional_spans(len(ids), media_items)))
+        items += [(offset, item) for item in media_items]
         offset += len(ids)
     features = model.encode([item for _, item in items]) if items else []
     device = model.spec.device

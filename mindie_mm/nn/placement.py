@@ -95,9 +95,9 @@ def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) 
         )
     stored = part.state_dict().keys()
     # Computed buffers, such as rotary frequencies, keep their dtype. transformers always computes them in float32.
-    made = {name: buffer for name, buffer in part.named_buffers() if name not in stored}
+    buffers = {name: buffer for name, buffer in part.named_buffers() if name not in stored}
     part.to(device, dtype)
-    for name, buffer in made.items():
+    for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
         setattr(part.get_submodule(owner), leaf, buffer.to(device))
 

@@ -122,11 +122,11 @@ class Staging:
 
     def _registered_memory(self, view: ItemView, name: str, array: Tensor) -> Tensor | None:
         """Return `array`, named `name`, as a tensor in registered memory. None if its memory is not registered."""
-        found = view.file_offset(name) if isinstance(view, View) else None
-        pages = self._pages(found[0]) if found is not None else None
-        if found is None or pages is None or not array.numel():
+        file_offset = view.file_offset(name) if isinstance(view, View) else None
+        pages = self._pages(file_offset[0]) if file_offset is not None else None
+        if file_offset is None or pages is None or not array.numel():
             return None
-        flat = torch.frombuffer(pages, dtype=array.dtype, count=array.numel(), offset=found[1])
+        flat = torch.frombuffer(pages, dtype=array.dtype, count=array.numel(), offset=file_offset[1])
         return flat.view(array.shape)
 
     def _hears_of(self, arena: MappedArena) -> bool:

@@ -331,9 +331,9 @@ class Lifeline:
         A lock prevents the thread from exiting the process after `make`, but before `remove` is registered.
         """
         with self._lock:
-            made = make()
-            self._actions.append(lambda: remove(made))
-        return made
+            result = make()
+            self._actions.append(lambda: remove(result))
+        return result
 
     def before_end(self, action: Callable[[], object]) -> None:
         """Register an action that the thread calls before it exits the process."""

@@ -277,6 +277,9 @@ class ServiceConfig:
     max_spool_bytes: Count = 2 * GiB
     """Maximum total size of all media files in the spool, in bytes. Further requests are refused. The value must be at
     least max_media_bytes."""
+    media_uuid_bytes: CountOrNone = 64 * MiB
+    """Size in bytes of the store of media that chats name by `uuid`. A later request with the same API key,
+    `cache_salt` and `uuid` may leave out the data. 0 turns off the store."""
     max_media_items: CountOrNone = 32
     """Maximum number of media items in one request."""
     max_images: CountOrNone = 32

@@ -1,1 +1,1 @@
-"""Structured outputs. Descriptions of outputs are checked first, and then enforced token by token."""
+"""Structured outputs. A description of the output is first checked, and then enforced token by token."""

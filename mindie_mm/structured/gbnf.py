@@ -1,4 +1,4 @@
-r"""Translation of GBNF, the grammar syntax of llama.cpp and xgrammar, into llguidance's Lark syntax.
+r"""Translates GBNF, the grammar syntax of llama.cpp and xgrammar, into llguidance's Lark syntax.
 
 llguidance's converter parses the grammar. Its Lark output is not used, because its meaning sometimes differs from GBNF:
 a terminal matches as much text as possible, `.` does not match a newline, `[a&&b]` is an intersection, and `\u0041B` is
@@ -31,7 +31,7 @@ _PIECE = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTA
 """Pattern of a comment, a literal or a character class."""
 _CHARACTER = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
 _READ_CHARACTER = re.compile(r"\\U([0-9a-f]*)|-")
-"""Pattern of a character in the converter's result, without leading zeros, or of the hyphen of a range."""
+"""Pattern of a character in the converter's result, or of the hyphen of a range. The group has no leading zeros."""
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]"}
 
 
@@ -45,8 +45,8 @@ def lark_of_gbnf(grammar: str, start: str = "start", *, whole: bool = True) -> s
 
     Args:
         grammar: Grammar with a rule `root`.
-        start: Name of the first rule in Lark, in lower case. The names of other rules begin with this name.
-        whole: Whether the grammar describes a whole output. In this case a terminal may match as much text as possible.
+        start: Name of the first rule in Lark, in lower case. The names of all other rules begin with this name.
+        whole: Whether the grammar describes the whole output. If so, terminals may match as much text as possible.
 
     Raises:
         InputError: The grammar is not valid, or refers to tokens.
@@ -61,9 +61,9 @@ def lark_of_gbnf(grammar: str, start: str = "start", *, whole: bool = True) -> s
         raise InputError("the grammar nests too deeply") from error
 
 
-def _respelled(found: re.Match[str]) -> str:
-    r"""Rewrite each character of a literal or class as `\U` and eight digits, the only escape for all characters."""
-    piece = found[0]
+def _respelled(match: re.Match[str]) -> str:
+    r"""Rewrite each character of a literal or class as `\U` and eight digits, which can represent every character."""
+    piece = match[0]
     if piece.startswith("#"):
         return piece
     opening = "[^" if piece.startswith("[^") else piece[0]
@@ -71,18 +71,18 @@ def _respelled(found: re.Match[str]) -> str:
     return opening + "".join(characters) + piece[-1]
 
 
-def _respelled_character(found: re.Match[str], opening: str) -> str:
-    if found[5] == "-" and opening != '"':
+def _respelled_character(match: re.Match[str], opening: str) -> str:
+    if match[5] == "-" and opening != '"':
         return "-"
-    if found[4] is not None and found[4] not in _ESCAPES:
-        raise InputError(f"the grammar is not valid GBNF: there is no escape \\{found[4]}")
-    digits = found[1] or found[2] or found[3]
-    code = int(digits, 16) if digits else ord(_ESCAPES[found[4]] if found[4] else found[5])
+    if match[4] is not None and match[4] not in _ESCAPES:
+        raise InputError(f"the grammar is not valid GBNF: \\{match[4]} is not an escape sequence")
+    digits = match[1] or match[2] or match[3]
+    code = int(digits, 16) if digits else ord(_ESCAPES[match[4]] if match[4] else match[5])
     return f"\\U{code:08x}"
 
 
 class _Writer:
-    """A writer of a grammar's rules in Lark."""
+    """Writes the rules of a grammar in Lark."""
 
     def __init__(self, rules: Mapping[str, RuleNode], start: str, *, by_character: bool) -> None:
         if "root" not in rules:
@@ -102,7 +102,7 @@ class _Writer:
         return "\n".join(lines)
 
     def _visit(self, rule: str) -> None:
-        """Record a rule and the rules that it refers to."""
+        """Record a rule and all rules that it refers to."""
         if rule in self._open:
             self._by_character = True
         if rule in self._used:
@@ -159,13 +159,16 @@ def _regex(code: str) -> str:
 
 
 def _class(read: str) -> str:
-    """Convert a character class to the syntax of llguidance's regular expressions. A hyphen at an end is literal."""
+    """Convert a character class to the syntax of llguidance's regular expressions.
+
+    A hyphen at the beginning or at the end of the class is a literal hyphen.
+    """
     opening = "[^" if read.startswith("[^") else "["
     parts: list[str] = []
     signs: list[bool] = []
-    for found in _READ_CHARACTER.finditer(read):
-        signs.append(found[0] == "-")
-        parts.append(_regex(found[1] if found[1] is not None else "2d"))
+    for match in _READ_CHARACTER.finditer(read):
+        signs.append(match[0] == "-")
+        parts.append(_regex(match[1] if match[1] is not None else "2d"))
     written, at = "", 0
     while at < len(parts):
         if at + 2 < len(parts) and signs[at + 1]:

@@ -1,4 +1,4 @@
-"""Constraints that make an output conform to a description. llguidance enforces them."""
+"""Constraints on the tokens of an output, which llguidance computes from a description of the output."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mindie_mm.errors import InputError
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.structured.translate import grammar_of
 
-# The limits for fuel and items bound the time for computing a mask. It is typically 0.02 ms and at most 3 ms, or 45 ms
-# for a recursive grammar of single characters. The limits do not apply to compilation.
+# The limits for fuel and items bound the time for computing a mask. This time is typically 0.02 ms. It is at most 3 ms,
+# or 45 ms for a recursive grammar of single characters. The limits do not apply to compilation.
 _LIMITS = LLParserLimits(
     verbose_errors=False,
     max_lexer_states=50_000,
@@ -42,7 +42,7 @@ class Constraint:
         return self.matcher.get_error()[:_MAX_SAID] if self.matcher.is_error() else ""
 
     def accept(self, token: int) -> str:
-        """Append a drawn token, and return the new `error`."""
+        """Append a sampled token, and return the new `error`."""
         self.matcher.consume_token(token)
         return self.error
 
@@ -62,7 +62,7 @@ class Grammars:
         self._num_threads = num_threads
         self._unfit = ""
         self._compiled: dict[StructuredOutputs, LLMatcher] = {}
-        """Matchers of the `KEPT` most recently used descriptions. The most recent matcher is the last."""
+        """Matchers of the `KEPT` most recently used descriptions. The last entry is the most recent."""
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if i not in eos_token_ids}
         self._added = {token.content: i for i, token in added.items()}
         self._shown = {token.content: i for i, token in added.items() if not token.special}
@@ -92,10 +92,10 @@ class Grammars:
         return Constraint(matcher.deep_copy())
 
     def rehearse(self, wanted: StructuredOutputs) -> None:
-        """Compile `wanted` and draw some random tokens, like the beginning of an answer.
+        """Compile `wanted`, and try it with a few random tokens, as at the beginning of an answer.
 
         Raises:
-            InputError: `constraint` raises this error, or the output would soon exceed a limit.
+            InputError: `wanted` is not valid or cannot be enforced, or its output would soon exceed a limit.
 
         """
         constraint = self.constraint(wanted)
@@ -110,9 +110,9 @@ class Grammars:
             raise InputError(f"{wanted.noun} is not supported: {constraint.error}")
 
     def refused(self, constraints: abc.Sequence[Constraint], vocab_size: int) -> NDArray[np.bool_]:
-        """Return which tokens are not allowed next, bool [constraints, vocab_size].
+        """Return a bool array [constraints, vocab_size] that is True for tokens that are not allowed next.
 
-        The row of a constraint with an error does not refuse any token.
+        If a constraint has an error, its row is False for all tokens.
         """
         num_known = self._vocabulary.vocab_size
         allowed = allocate_token_bitmask(len(constraints), num_known)
@@ -127,8 +127,8 @@ class Grammars:
 
     @cached_property
     def _executor(self) -> LLExecutor:
-        # Create this on first use, because it starts threads. Most engines do not need these threads, and a fork loses
-        # them.
+        # The executor is created on first use, because it starts threads. Most engines do not need these threads, and a
+        # forked process would not have them.
         return LLExecutor(self._num_threads)
 
     def _matcher(self, wanted: StructuredOutputs) -> LLMatcher:

@@ -1,4 +1,4 @@
-"""Pieces of grammars in llguidance's Lark syntax."""
+"""Writes pieces of grammars in llguidance's Lark syntax."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from mindie_mm.errors import InputError
 from mindie_mm.structured.schema_numbers import with_exact_numbers
 
 TEXT = "/(?s:.*)/"
-"""Regular expression of any text. llguidance does not allow added tokens in the text."""
+"""Regular expression that matches any text. llguidance does not allow added tokens in this text."""
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The style of json.dumps. With flexible whitespace, a small model may write only whitespace."""
+"""The style of json.dumps. If whitespace were flexible, a small model might write only whitespace."""
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\b', re.DOTALL)
 """Pattern of a literal, a comment, a regular expression or the beginning of a JSON schema."""
 _decoder = json.JSONDecoder()
 
 
 def literal(text: str) -> str:
-    """Return a regular expression that matches `text`, or an empty literal."""
+    """Return a regular expression that matches exactly `text`.
+
+    If `text` is empty, return an empty string literal instead.
+    """
     characters = (c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
     return f"/{''.join(characters)}/" if text else '""'
 
@@ -38,7 +41,7 @@ def token(token_id: int) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Return a regular expression in slashes, as in Lark.
+    """Return a regular expression between slashes, as Lark requires.
 
     Raises:
         InputError: The expression ends with an incomplete escape, which llguidance would ignore.
@@ -50,7 +53,7 @@ def regex(pattern: str) -> str:
 
 
 def schema(text: str) -> dict[str, Any]:
-    """Parse the JSON schema in `text`. Make its numbers exact, and set the style of json.dumps.
+    """Parse the JSON schema in `text`, rewrite its numbers by `with_exact_numbers`, and set the style of json.dumps.
 
     Raises:
         InputError: The text is not a schema in JSON, or has a number that llguidance would misread.
@@ -58,18 +61,18 @@ def schema(text: str) -> dict[str, Any]:
     """
     read = json.loads(with_exact_numbers(text))
     if not isinstance(read, dict):
-        raise InputError("the JSON schema is not valid JSON: it is not an object")
+        raise InputError("the JSON schema is not a JSON object")
     style = read.get("x-guidance", {})
     return {**read, "x-guidance": {**_STYLE, **style} if isinstance(style, dict) else style}
 
 
 def with_exact_schemas(grammar: str) -> str:
-    """Rewrite each `%json` of a Lark grammar like `schema`, which describes the errors."""
+    """Rewrite each JSON schema (`%json`) in a Lark grammar as `schema` does. Raise the same errors."""
     written, at = "", 0
-    while found := _TOKEN.search(grammar, at):
-        written += grammar[at : found.end()]
-        at = found.end()
-        if found[0] != "%json":
+    while match := _TOKEN.search(grammar, at):
+        written += grammar[at : match.end()]
+        at = match.end()
+        if match[0] != "%json":
             continue
         begin = at + len(grammar[at:]) - len(grammar[at:].lstrip())
         try:
@@ -77,7 +80,7 @@ def with_exact_schemas(grammar: str) -> str:
         except RecursionError as error:
             raise InputError("the grammar nests too deeply") from error
         except ValueError as error:
-            raise InputError(f"the grammar has a %json that is not valid JSON: {error}") from error
+            raise InputError(f"the text after %json in the grammar is not valid JSON: {error}") from error
         written += " " + json.dumps(schema(grammar[begin:end]))
         at = end
     return written + grammar[at:]

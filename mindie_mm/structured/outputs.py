@@ -1,4 +1,4 @@
-"""The description of a structured output. Every interface translates its requests into this description."""
+"""The description of a structured output. All interfaces translate their requests into this description."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_STRUCTURE_BYTES = 32768
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """A constraint on an output. Exactly one of the fields before `after` is set. The fields have vLLM's names."""
+    """A description of an output. Exactly one of the fields before `after` is set. The fields have vLLM's names."""
 
     json: str | None = None
     """JSON schema, as JSON text."""
@@ -21,7 +21,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """Regular expression of the whole output, in the syntax of the Rust crate `regex`. `\\d` and `\\w` match only
     ASCII."""
     choice: tuple[str, ...] | None = None
-    """Texts. The output is one of them."""
+    """Texts that are allowed as output."""
     grammar: str | None = None
     """Grammar in llguidance's Lark syntax with a rule `start`, or in GBNF with a rule `root`."""
     json_object: bool = False
@@ -29,13 +29,14 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     structural_tag: str | None = None
     """Structural tag in the format of xgrammar or vLLM, as JSON text."""
     after: str | None = None
-    """End of the reasoning, such as `</think>`. The text before it is not constrained, and the output begins after
-    it."""
+    """Text that ends the reasoning, such as `</think>`. The text before this marker is not constrained. The output
+    begins after the marker."""
     opening: str | None = None
-    """Start of the reasoning, such as `<think>`, if the model decides whether it reasons. None: it reasons. Needs
-    `after`."""
+    """Text that starts the reasoning, such as `<think>`, if the model may leave out the reasoning. None if the text
+    always begins with reasoning. Requires `after`."""
     reasoning_tokens: int | None = None
-    """Maximum number of tokens of the reasoning, without its start and end. Needs `after` to be one token."""
+    """Maximum number of reasoning tokens, without the texts that start and end the reasoning. `after` must be a single
+    token."""
 
     nouns: ClassVar[Mapping[str, str]] = {
         "json": "the JSON schema",
@@ -53,21 +54,21 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def noun(self) -> str:
-        """Noun for the output in error messages."""
+        """Noun for the description in error messages."""
         return self.nouns[self.kind]
 
     def check(self) -> None:
-        """Raise InputError unless exactly one field is set, and its value is text, not empty and not too long."""
+        """Raise InputError unless exactly one description is set, and all values are valid and not too long."""
         given = [name for name in self.nouns if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise InputError(f"structured_outputs has {found}; give exactly one of {', '.join(self.nouns)}")
+            names = " and ".join(given) or "none"
+            raise InputError(f"structured_outputs has {names}; give exactly one of {', '.join(self.nouns)}")
         if self.choice is not None and not self.choice:
             raise InputError("choice is an empty list; give at least one string")
         if self.after == "":
             raise InputError("after is empty; give the text that ends the reasoning, or None")
         if self.after is None and (self.opening is not None or self.reasoning_tokens is not None):
-            raise InputError("opening and reasoning_tokens need after, the text that ends the reasoning")
+            raise InputError("opening and reasoning_tokens require after, the text that ends the reasoning")
         if self.opening == "" or (self.reasoning_tokens or 0) < 0:
             raise InputError("opening must be None or hold text, and reasoning_tokens must be None or at least 0")
         texts = (*(self.choice or ()), self.json, self.regex, self.grammar, self.structural_tag)

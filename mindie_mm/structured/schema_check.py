@@ -1,9 +1,9 @@
-"""A trial compilation of structured outputs before they are sent to the engine.
+"""Compiles structured outputs on trial before they are sent to the engine.
 
 The compile time of a description cannot be predicted. A JSON schema of 42 bytes may take half a minute, and llguidance
-cannot be interrupted. Each description is therefore compiled and tried on some tokens as in the engine, with the
-checkpoint's vocabulary, in a process that the kernel kills when it reaches a time limit. This process is a fork of a
-process that has read the vocabulary.
+cannot be interrupted. Each description is therefore compiled and tried on a few tokens in a separate process, which
+the kernel kills when it reaches a time limit. This process is a fork of a process that has read the checkpoint's
+vocabulary.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ COMPILE_S = 0.1
 ms."""
 
 _REST = 4
-"""Pause before the next description, as a multiple of the last compile time. The engine also compiles the description,
-and needs time for other work."""
+"""Pause before the next description, as a multiple of the last compile time. In this time, the engine compiles the
+description, too, and does other work."""
 _WALL_S = 10.0
-"""Maximum wall-clock time in seconds. If a check takes longer but uses less CPU time than `COMPILE_S`, it has no
-result."""
+"""Maximum wall-clock time of a check in seconds. If a check takes longer without exceeding `COMPILE_S` of CPU time, the
+machine is too busy, and the check ends without a result."""
 _REPLY_S = 60.0
 _WHAT = "the process that checks structured outputs"
 
 
 class _Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The first message of a process that has read the vocabulary. A process that fails to do this sends a Failure."""
+    """The first message of a process that has read the vocabulary. If reading fails, the process sends a Failure."""
 
 
 class SchemaCheck:
@@ -52,11 +52,11 @@ class SchemaCheck:
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[str] | None = None
         self._known: dict[StructuredOutputs, str] = {}
-        """Error of each of the `KEPT` most recently used descriptions, or "" if it is valid. The most recent is the
-        last.
+        """Error of each of the `KEPT` most recently used descriptions, or "" for a valid description. The last entry is
+        the most recent.
 
-        The engine keeps the same number of compiled descriptions, in the same order. A description that the engine has
-        to compile again is therefore also checked again, and followed by a pause.
+        The engine keeps the same number of compiled descriptions in the same order. A description that the engine has
+        to compile again is therefore also checked again, with a pause after the check.
         """
 
     async def check(self, wanted: StructuredOutputs) -> None:
@@ -74,7 +74,7 @@ class SchemaCheck:
                 message = self._known.get(wanted)  # another caller may have checked the description
                 if message is None:
                     if self._asking is not None:
-                        await asyncio.wait({self._asking})  # the reply to a caller who was canceled must be read
+                        await asyncio.wait({self._asking})  # the reply to a canceled caller must be read first
                     self._asking = asyncio.create_task(self._ask(wanted))
                     message = await asyncio.shield(self._asking)
         self._remember(wanted, message)
@@ -82,7 +82,7 @@ class SchemaCheck:
             raise InputError(message)
 
     async def close(self) -> None:
-        """End the process. A running check fails."""
+        """End the process. A check that is running fails."""
         self._closed = True
         if self._asking is not None:
             self._asking.cancel()
@@ -97,7 +97,12 @@ class SchemaCheck:
             del self._known[next(iter(self._known))]
 
     async def _ask(self, wanted: StructuredOutputs) -> str:
-        """Ask the process for the error of `wanted`. If the process dies, ask a second process. Raise ProcessDied."""
+        """Ask the process for the error of `wanted`. If it dies, ask a second process.
+
+        Raises:
+            ProcessDied: Both processes died, a process cannot start, or this object is closed.
+
+        """
         for _ in range(2):
             if self._closed:
                 break
@@ -111,7 +116,9 @@ class SchemaCheck:
                 if child is not None:
                     await child.end()
                 continue
-            self._remember(wanted, message)  # remember this here, because the caller of `check` may have been canceled
+            self._remember(
+                wanted, message
+            )  # the caller of `check`, which would store the result, may have been canceled
             return message
         raise ProcessDied(f"{_WHAT} {'is closed' if self._closed else 'died twice'}")
 
@@ -130,7 +137,7 @@ class SchemaCheck:
 
 
 def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
-    """Receive descriptions and answer each of them with its error, or with "", until the channel closes."""
+    """Receive descriptions, and reply to each with its error, or with "", until the channel closes."""
     try:
         tokenizer = load_tokenizer(Checkpoint.open(model), family or None)
     except MindieMMError as error:
@@ -150,7 +157,7 @@ def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
 
 
 def _tried(grammars: Grammars, wanted: StructuredOutputs) -> tuple[str, float]:
-    """Compile and try `wanted` in a fork of this process. Return the error, or "", and the CPU time in seconds.
+    """Compile and try `wanted` in a fork of this process. Return the error or "", and the CPU time in seconds.
 
     The fork protects this process from crashes of the compiler, such as a stack overflow or a lack of memory.
 

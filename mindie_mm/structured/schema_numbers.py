@@ -1,4 +1,4 @@
-"""Rewriting of large numbers in JSON schemas. llguidance reads them as float64, which may change their values."""
+"""Rewrites large numbers in JSON schemas. llguidance reads numbers as float64, which may change large values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import shown
 
 _EXACT = 2**53
-"""Float64 represents all integers up to this value."""
+"""Float64 represents all integers up to this value exactly."""
 _INT64_MAX = 2**63 - 1
 _LARGEST = 2**63 - 1024
 """Largest float64 that fits in an int64. llguidance computes ranges in int64, and negates their bounds."""
 _MOST = 2**31 - 1
-"""Replacement for any larger limit of a length. No answer is that long."""
+"""Replacement for larger maximum lengths, which no answer can reach."""
 _MAX_DIVISOR = 2**32 // 10
 """Largest supported value of multipleOf. llguidance divides digit by digit in 32 bits."""
 _NINETEEN_DIGITS = 10**18
@@ -34,7 +34,7 @@ _MOST_LENGTHS = ("maxLength", "maxItems", "maxProperties")
 def with_exact_numbers(schema: str) -> str:
     """Rewrite the numbers of a JSON schema so that llguidance reads them correctly.
 
-    A bound above 2**53 is moved inwards to the next float64, so that every answer satisfies the original bound. A
+    A bound above 2**53 is moved inward to the next float64, so that every answer satisfies the original bound. A
     maximum length that no answer can reach is reduced.
 
     Raises:
@@ -62,21 +62,21 @@ def _rewritten(schema: Any) -> Any:
         return [_rewritten(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {}
+    bounds = {}
     for key, value in schema.items():
         if key in ("const", "enum"):
             _require_exact(value, key)
         if key in ("const", "enum") or key in _ANNOTATIONS:
-            made[key] = value
+            bounds[key] = value
         elif key in _NAMED_SCHEMAS and isinstance(value, dict):
-            made[key] = {name: _rewritten(part) for name, part in value.items()}
+            bounds[key] = {name: _rewritten(part) for name, part in value.items()}
         else:
-            made[key] = _rewritten(value)
-    _rewrite_bounds(made)
-    _rewrite_lengths(made)
-    if _is_number(divisor := made.get("multipleOf")) and divisor > _MAX_DIVISOR:
+            bounds[key] = _rewritten(value)
+    _rewrite_bounds(bounds)
+    _rewrite_lengths(bounds)
+    if _is_number(divisor := bounds.get("multipleOf")) and divisor > _MAX_DIVISOR:
         raise InputError(f"the JSON schema has multipleOf {shown(divisor)}; the limit is {_MAX_DIVISOR}")
-    return made
+    return bounds
 
 
 def _require_exact(value: Any, keyword: str) -> None:
@@ -94,12 +94,12 @@ def _require_exact(value: Any, keyword: str) -> None:
 
 
 def _is_certain(value: float) -> bool:
-    """Return whether llguidance reads a number exactly. The parser may already have rounded a large float."""
+    """Return whether llguidance reads a number exactly. A large float may already have been rounded by the parser."""
     return isinstance(value, int) and abs(value) <= _LARGEST and _as_read(value, integers=True) == {value}
 
 
 def _rewrite_bounds(schema: dict[str, Any]) -> None:
-    """Move bounds inwards, in place, to numbers that llguidance reads without rounding."""
+    """Move the bounds of `schema` inward, in place, to numbers that llguidance reads without rounding."""
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     integers = "integer" in kinds and "number" not in kinds
@@ -107,8 +107,8 @@ def _rewrite_bounds(schema: dict[str, Any]) -> None:
     _rewrite_bound(schema, "minimum", "exclusiveMinimum", 1, integers)
     _rewrite_bound(schema, "maximum", "exclusiveMaximum", -1, integers)
     _require_range(schema, given)
-    # Add a second bound to a single large bound. Otherwise llguidance computes the largest number with as many digits,
-    # which does not fit in an int64.
+    # If there is only one bound and it is large, add the other. llguidance would otherwise compute the largest number
+    # with as many digits, which does not fit in an int64.
     if _is_number(low := schema.get("minimum")) and low >= _NINETEEN_DIGITS:
         schema.setdefault("maximum", _INT64_MAX if integers else _LARGEST)
     if _is_number(high := schema.get("maximum")) and high <= -_NINETEEN_DIGITS:
@@ -141,7 +141,10 @@ def _rewrite_bound(schema: dict[str, Any], name: str, exclusive: str, inwards: i
 
 
 def _innermost(bound: float, inwards: int, integers: bool, *, strict: bool) -> int | float:
-    """Return the nearest number inwards of `bound` that llguidance reads exactly. `strict` excludes `bound` itself."""
+    """Return the nearest number on the inner side of `bound` that llguidance reads exactly.
+
+    `strict` excludes `bound` itself.
+    """
     if abs(bound) < _EXACT:
         if not strict:
             return bound
@@ -153,10 +156,10 @@ def _innermost(bound: float, inwards: int, integers: bool, *, strict: bool) -> i
         return _INT64_MAX  # llguidance reads 2**63 and reduces it to the largest int64
     if inwards * least > _LARGEST:
         raise InputError(f"the JSON schema has the bound {shown(bound)}; the limits are -{_LARGEST} and {_LARGEST}")
-    found = float(max(-_LARGEST, min(_LARGEST, math.ceil(least) if inwards > 0 else math.floor(least))))
-    while not all(inwards * (read - least) >= strict for read in _as_read(found, integers=integers)):
-        found = math.nextafter(found, inwards * math.inf)
-    return int(found)
+    nearest = float(max(-_LARGEST, min(_LARGEST, math.ceil(least) if inwards > 0 else math.floor(least))))
+    while not all(inwards * (read - least) >= strict for read in _as_read(nearest, integers=integers)):
+        nearest = math.nextafter(nearest, inwards * math.inf)
+    return int(nearest)
 
 
 def _next_integer(bound: float, inwards: int) -> int:
@@ -168,12 +171,12 @@ def _as_read(value: float, *, integers: bool) -> set[Fraction]:
 
     These are the float64 of `value` and, unless `integers` is set, the shortest decimal representation of this float64.
     """
-    found = float(value)
-    return {Fraction(found)} if integers else {Fraction(found), Fraction(repr(found))}
+    number = float(value)
+    return {Fraction(number)} if integers else {Fraction(number), Fraction(repr(number))}
 
 
 def _rewrite_lengths(schema: dict[str, Any]) -> None:
-    """Rewrite limits of lengths, in place, as integers that llguidance accepts. For example, 5.0 becomes 5."""
+    """Rewrite the limits on lengths, in place, to integers that llguidance accepts. For example, 5.0 becomes 5."""
     for name in (*_LEAST_LENGTHS, *_MOST_LENGTHS):
         value = schema.get(name)
         if isinstance(value, float) and value.is_integer():

@@ -1,4 +1,4 @@
-"""Translation of structural tags, in the formats of xgrammar and of older vLLM, into llguidance's Lark syntax.
+"""Translates structural tags, in the formats of xgrammar and of older vLLM, into llguidance's Lark syntax.
 
 Adjacent parts that are regular expressions are merged into one terminal, because a terminal matches as much text as
 possible.
@@ -27,20 +27,20 @@ class _Part:
     regular: bool = False
     """Whether the part may be used in a terminal as well as in a rule."""
     open: bool = False
-    """Whether the part may end with text of any length, which could match text of the next part."""
+    """Whether the part may end with text of any length, which could also match the text of the next part."""
     letters: str = ""
-    """The same part with a terminal per character, for use in a rule. Empty unless the part is a fixed text."""
+    """The same part with one terminal per character, for use in a rule. Empty unless the part is a fixed text."""
 
 
 @dataclass(slots=True)
 class TagWriter:
-    """A writer of the Lark grammar of one structural tag."""
+    """Writes the Lark grammar of one structural tag."""
 
     tokens: Mapping[str, int]
-    """Ids of the added tokens that are shown in decoded text, by text."""
+    """Text and id of each added token that decoded text shows."""
     lines: list[str] = field(default_factory=list)
     grammars: list[dict[str, Any]] = field(default_factory=list)
-    """Other Lark grammars, which the rules refer to."""
+    """Further Lark grammars that the rules refer to."""
 
     def write(self, text: str) -> list[dict[str, Any]]:
         """Translate a structural tag in JSON to llguidance's list of grammars.
@@ -64,7 +64,7 @@ class TagWriter:
         return [{"name": "tags", "lark_grammar": "\n".join([start, *self.lines])}, *self.grammars]
 
     def _part(self, given: Mapping[str, Any], depth: int = 0, *, last: bool = False) -> _Part:
-        """Return the part for a format. `last` means that no other part follows."""
+        """Return the part for a format. `last` says that no other part follows."""
         if depth > _MAX_DEPTH:
             raise InputError(f"the structural tag nests formats deeper than the limit of {_MAX_DEPTH}")
         kind = _member(given, "type", str)
@@ -113,7 +113,7 @@ class TagWriter:
         return _Part(f"%json {json.dumps(lark.schema(json.dumps(_member(given, 'json_schema', (dict, bool)))))}")
 
     def _literal(self, text: str) -> _Part:
-        """Return a part that matches `text`. An added token in it may be written as a token or as single characters."""
+        """Return a part that matches `text`. The model may write an added token in `text` as one token or spell it."""
         letters = " ".join(map(lark.literal, text)) or '""'
         pieces = [_Part(lark.literal(text), regular=True, letters=letters)]
         for name, token_id in self.tokens.items():
@@ -138,7 +138,7 @@ class TagWriter:
     def _any_text(self, given: Mapping[str, Any]) -> str:
         for limit in ("max_tokens", "max_chars"):
             if given.get(limit) is not None:
-                raise InputError(f"the structural tag has {limit}, which is not supported")
+                raise InputError(f"the structural tag has the key {limit}, which is not supported; remove this key")
         if not (excluded := _texts(given, "excludes", empty=True)):
             return lark.TEXT
         return f"({lark.TEXT} & ~({lark.TEXT} ({lark.any_of(excluded)}) {lark.TEXT}))"
@@ -191,12 +191,12 @@ class TagWriter:
         return self._sequence([replace(inner, open=False), closing])  # the end text shows where the content ends
 
     def _up_to(self, text: str, ends: Sequence[str]) -> _Part:
-        """Return a part that matches `text` up to the first of `ends`, and that end."""
+        """Return a part that matches `text` up to and including the first of `ends`."""
         name = self._added(f"{text} ({lark.any_of(ends)})", "[lazy]")
-        found = [lark.token(self.tokens[end]) for end in ends if end in self.tokens]
-        if not found:
+        end_tokens = [lark.token(self.tokens[end]) for end in ends if end in self.tokens]
+        if not end_tokens:
             return _Part(name)
-        return _Part(f"({name} | {self._rule_text(_Part(text, regular=True))} ({' | '.join(found)}))")
+        return _Part(f"({name} | {self._rule_text(_Part(text, regular=True))} ({' | '.join(end_tokens)}))")
 
     def _triggered(self, given: Mapping[str, Any], depth: int, *, last: bool) -> _Part:
         """Return a part that matches free text in which each trigger begins a tag."""
@@ -230,7 +230,7 @@ class TagWriter:
         return _Part(f"({text})" if given.get("at_least_one") else f"({text}){{0,1}}")
 
     def _rule_text(self, part: _Part) -> str:
-        """Return the text of a part in a rule. A regular part of free length is written as a separate terminal."""
+        """Return the text that represents a part in a rule. A regular part without letters becomes a terminal."""
         if part.letters:
             return f"({part.letters})"
         return self._added(part.text, "", terminal=True) if part.regular else part.text
@@ -266,16 +266,16 @@ def _member(given: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) 
 
 
 def _formats(given: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    found = _member(given, name, list)
-    if not found or not all(isinstance(one, dict) for one in found):
+    values = _member(given, name, list)
+    if not values or not all(isinstance(one, dict) for one in values):
         raise InputError(f"{name} in the structural tag must be a list of at least one object")
-    return list(found)
+    return list(values)
 
 
 def _texts(given: Mapping[str, Any], name: str, *, empty: bool = False) -> list[str]:
-    found = given.get(name)
-    if empty and not found:
+    values = given.get(name)
+    if empty and not values:
         return []
-    if not isinstance(found, list) or not found or not all(isinstance(one, str) and one for one in found):
+    if not isinstance(values, list) or not values or not all(isinstance(one, str) and one for one in values):
         raise InputError(f"{name} in the structural tag must be a list of at least one non-empty string")
-    return list(found)
+    return list(values)

@@ -1,4 +1,4 @@
-"""Translation of structured outputs of all kinds into llguidance grammars."""
+"""Translates structured outputs of all kinds into llguidance grammars."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def grammar_of(wanted: StructuredOutputs, added: Mapping[str, int], shown: Mappi
 
     Args:
         wanted: Description that has been checked.
-        added: Ids of the added tokens except end-of-sequence tokens, by text.
-        shown: Ids of the added tokens that are shown in decoded text, by text.
+        added: Text and id of each added token, except end-of-sequence tokens.
+        shown: Text and id of each added token that decoded text shows.
 
     Raises:
         InputError: The description is not valid, or cannot be enforced exactly.
@@ -54,7 +54,7 @@ def _output(wanted: StructuredOutputs, shown: Mapping[str, int]) -> list[dict[st
 
 
 def _after_reasoning(wanted: StructuredOutputs, added: Mapping[str, int]) -> str:
-    """Return the Lark of the reasoning and the output after it."""
+    """Return the Lark rules of the reasoning and of the output after the reasoning."""
     assert wanted.after is not None
     if wanted.reasoning_tokens is None:
         lines = _free_up_to(wanted.after, added)
@@ -67,14 +67,14 @@ def _after_reasoning(wanted: StructuredOutputs, added: Mapping[str, int]) -> str
 
 
 def _sequence(text: str, added: Mapping[str, int]) -> str:
-    """Return the Lark of a text that may contain added tokens."""
+    """Return a Lark sequence that matches a text, which may contain added tokens."""
     tokens = sorted((token for token in added if token and token in text), key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
     return " ".join(lark.token(added[piece]) if piece in added else lark.literal(piece) for piece in pieces if piece)
 
 
 def _free_up_to(marker: str, added: Mapping[str, int]) -> list[str]:
-    """Return the rules of free text that may contain added tokens, up to the first `marker`."""
+    """Return rules that match any text, with any added tokens, up to the first `marker`."""
     others = [str(token_id) for text, token_id in added.items() if text != marker]
     ends = ["spelled", *([f"TEXT {lark.token(added[marker])}"] if marker in added else [])]
     lines = [
@@ -88,10 +88,10 @@ def _free_up_to(marker: str, added: Mapping[str, int]) -> list[str]:
 
 
 def _limited_up_to(marker: str, added: Mapping[str, int], num_tokens: int) -> list[str]:
-    """Return the rules of at most `num_tokens` tokens of text, and of the `marker` after it.
+    """Return rules that match at most `num_tokens` tokens of text and the `marker` after the text.
 
     Raises:
-        InputError: The marker is not one token, so that the model could spell it in several ways.
+        InputError: The marker is not a single token, so the model could write it in several ways.
 
     """
     if marker not in added:

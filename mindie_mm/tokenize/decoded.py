@@ -131,13 +131,13 @@ class _RequestMedia(RequestMedia):
 
     async def _plan_prompt(self, media: Sequence[Media]) -> list[PlannedItem]:
         counts = self._stage.planner.counts(media)
-        found = await gather_in_order([self._plan_item(item, index, counts) for index, item in enumerate(media)])
+        plans = await gather_in_order([self._plan_item(item, index, counts) for index, item in enumerate(media)])
         of_prompt = Work(self._stage.caps)
-        for item, pixels in found:
+        for item, pixels in plans:
             with naming(item.name):
                 of_prompt.add_picture(pixels.picture_pixels)
                 of_prompt.add_video(pixels.video_pixels)
-        return [item for item, _ in found]
+        return [item for item, _ in plans]
 
     async def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> tuple[PlannedItem, Work]:
         stage, planner = self._stage, self._stage.planner

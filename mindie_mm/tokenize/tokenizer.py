@@ -95,16 +95,18 @@ class Tokenizer:
         if not isinstance(wire, Wire) and wire not in get_args(WireName):
             raise InputError(f"wire is {wire!r}; it must be one of {', '.join(get_args(WireName))}")
         if arena is not None and wire != "native":
-            raise InputError(f"arena is given, but the wire {wire!r} does not use one: every array has its own segment")
+            raise InputError(
+                f"arena is given, but the wire {wire!r} stores every array in its own segment; leave arena out"
+            )
         if decoders and wire != "native":
             raise InputError(f"decoders is {decoders}; it must be 0 with the wire {wire!r}, which has no arena")
         checkpoint, caps = Checkpoint.open(path), caps or MediaCaps()
-        found = family_of(checkpoint, family)
+        model_family = family_of(checkpoint, family)
         if not decoders:
             if arena is not None:
                 wire = NativeWire(arena)
-            make = partial(_in_process, checkpoint, found, wire=wire, caps=caps)
-            return cls(Prompts(checkpoint, found, make, content_format))
+            make = partial(_in_process, checkpoint, model_family, wire=wire, caps=caps)
+            return cls(Prompts(checkpoint, model_family, make, content_format))
         with ExitStack() as undo:
             room = Room(arena or Arena.create(ARENA_BYTES), WorkerConfig().arena_wait_s, is_own=arena is None)
             undo.callback(room.close)

@@ -1,1 +1,1 @@
-"""Parsers and grammars for the tool calls and the reasoning in a model's text. Each format has a module."""
+"""Parsers and grammars for the tool calls and the reasoning in a model's text."""

@@ -1,7 +1,7 @@
-"""Tools as text, for a chat template without a place for them. The format is that of Hermes.
+"""Describes tools as text in the format of Hermes, for chat templates that do not support tools.
 
-The functions take messages as a client sent them. A message of a wrong form stays as it is, because `parse_messages`
-reports it afterwards.
+The functions accept messages as a client sent them. A message that is not valid is not changed, because
+`parse_messages` reports it later.
 """
 
 from __future__ import annotations
@@ -26,39 +26,42 @@ For each function call, return a json object with function name and arguments wi
 
 
 def with_described_tools(messages: Sequence[Any], tools: Sequence[Any], *, takes_system: bool) -> list[Any]:
-    """Return messages that describe the tools, and that hold earlier calls and their results as text.
+    """Return messages that describe the tools, and contain earlier calls and their results as text.
 
-    Without tools and earlier calls, the messages stay as they are.
+    If there are no tools and no earlier calls, the messages are not changed.
 
     Args:
         messages: Messages of the chat.
-        tools: Tools that the chat offers, perhaps none.
-        takes_system: Whether the chat template shows a system message. If not, the first user message has the
-            description.
+        tools: Tools that the request offers. May be empty.
+        takes_system: Whether the chat template supports a system message. If not, the description is put into the first
+            user message.
 
     """
     if not tools and not any(map(_has_calls, messages)):
         return list(messages)
-    made: list[Any] = []
+    rewritten: list[Any] = []
     answers_calls = False
     for message in messages:
         role = message.get("role") if isinstance(message, Mapping) else None
         if role in ("tool", "function"):
             response = _joined("<tool_response>\n", message.get("content"), "\n</tool_response>")
             if answers_calls:  # templates demand that the roles alternate
-                made[-1] = {**made[-1], "content": _joined(made[-1]["content"], "\n", response)}
+                rewritten[-1] = {**rewritten[-1], "content": _joined(rewritten[-1]["content"], "\n", response)}
             else:
-                made.append({"role": "user", "content": response})
+                rewritten.append({"role": "user", "content": response})
             answers_calls = True
             continue
         if role == "user" and answers_calls:
-            made[-1] = {**made[-1], "content": _joined(made[-1]["content"], "\n", message.get("content"))}
+            rewritten[-1] = {
+                **rewritten[-1],
+                "content": _joined(rewritten[-1]["content"], "\n", message.get("content")),
+            }
         elif _has_calls(message):
-            made.append(_with_written_calls(message))
+            rewritten.append(_with_written_calls(message))
         else:
-            made.append(message)
+            rewritten.append(message)
         answers_calls = False
-    return _with_description(made, tools, takes_system=takes_system) if tools else made
+    return _with_description(rewritten, tools, takes_system=takes_system) if tools else rewritten
 
 
 def _with_description(messages: list[Any], tools: Sequence[Any], *, takes_system: bool) -> list[Any]:
@@ -79,12 +82,12 @@ def _with_description(messages: list[Any], tools: Sequence[Any], *, takes_system
 def _has_calls(message: Any) -> bool:
     if not isinstance(message, Mapping) or message.get("role") != "assistant":
         return False
-    return bool(message.get("tool_calls") or message.get("function_call"))
+    return bool(message.get("tool_calls"))
 
 
 def _with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an assistant's message with its calls at the end of its content."""
-    calls = message.get("tool_calls") or [{"function": message["function_call"]}]
+    """Return an assistant message in which the calls are text at the end of the content."""
+    calls = message["tool_calls"]
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
     written = []
     for function in functions:
@@ -95,12 +98,12 @@ def _with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
         name_text = json.dumps(name, ensure_ascii=False)
         written.append(f'<tool_call>\n{{"name": {name_text}, "arguments": {text}}}\n</tool_call>')
     content = message.get("content")
-    rest = {key: value for key, value in message.items() if key not in ("tool_calls", "function_call")}
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": _joined(content, "\n" if content else "", "\n".join(written))}
 
 
 def _joined(*contents: Any) -> Any:
-    """Return the concatenation of contents, each a text, a list of parts or None."""
+    """Concatenate contents. Each content is a text, a list of parts or None."""
     if all(isinstance(content, str | None) for content in contents):
         return "".join(content or "" for content in contents)
     parts: list[Any] = []

@@ -25,7 +25,7 @@ class CallStart:
     """Event at the start of a call."""
 
     index: int
-    """Number of the call within the answer, counted from 0."""
+    """Index of the call within the answer."""
     id: str
     name: str
 
@@ -58,7 +58,7 @@ class Call:
     id: str
     name: str
     arguments: str = ""
-    """JSON object, as the model wrote the object."""
+    """The JSON object with the arguments, as the model wrote it."""
     complete: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Calls of earlier turns in the form in which a format's chat template expects them."""
+"""Rewrites the ids of tool calls in earlier messages to the form that the chat template expects."""
 
 from __future__ import annotations
 
@@ -9,18 +9,40 @@ from mindie_mm.tool_calls.parser import ToolCallParser
 
 
 def num_calls(messages: Sequence[Any]) -> int:
-    """Return the number of calls in the messages of a chat, which are not checked yet."""
+    """Return the number of calls in the messages of a chat. The messages may be invalid."""
     return sum(len(_calls(message)) for message in messages)
 
 
-def with_own_ids(messages: Sequence[Any], parser: type[ToolCallParser]) -> list[Any]:
-    """Return messages with the ids of calls, and of their results, in the form of a format.
+def with_tool_calls(messages: Sequence[Any]) -> list[Any]:
+    """Return messages with tool calls and results in place of `function_call` and the role `function`.
 
-    A message of a wrong form stays as it is, because `parse_messages` reports it afterwards.
+    These are OpenAI's deprecated form, which has no ids: a result belongs to the last call. A result without a call,
+    and a message of a wrong form, stay as they are.
+    """
+    made: list[Any] = []
+    call_id = None
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role == "assistant" and isinstance(message.get("function_call"), Mapping) and not _calls(message):
+            call_id = f"call_{number}"
+            call = {"id": call_id, "type": "function", "function": message["function_call"]}
+            rest = {key: value for key, value in message.items() if key != "function_call"}
+            made.append({**rest, "tool_calls": [call]})
+        elif role == "function" and call_id is not None:
+            made.append({**message, "role": "tool", "tool_call_id": call_id})
+        else:
+            made.append(message)
+    return made
+
+
+def with_own_ids(messages: Sequence[Any], parser: type[ToolCallParser]) -> list[Any]:
+    """Return messages in which the ids of calls and of their results have the form that `parser` defines.
+
+    A message that is not valid is not changed, because `parse_messages` reports it later.
     """
     own: dict[str, str] = {}
     number = 0
-    made: list[Any] = []
+    rewritten: list[Any] = []
     for message in messages:
         changed = message
         if calls := _calls(message):
@@ -31,8 +53,8 @@ def with_own_ids(messages: Sequence[Any], parser: type[ToolCallParser]) -> list[
             changed = {**message, "tool_calls": renamed}
         elif isinstance(message, Mapping) and isinstance(call_id := message.get("tool_call_id"), str):
             changed = {**message, "tool_call_id": own.get(call_id, call_id)}
-        made.append(changed)
-    return made
+        rewritten.append(changed)
+    return rewritten
 
 
 def _calls(message: Any) -> Sequence[Any]:
@@ -46,7 +68,7 @@ def _renamed(call: Any, parser: type[ToolCallParser], number: int, own: dict[str
     if not isinstance(name, str):
         return call
     call_id = call.get("id")
-    found = parser.history_id(call_id if isinstance(call_id, str) else "", name, number)
+    history_id = parser.history_id(call_id if isinstance(call_id, str) else "", name, number)
     if isinstance(call_id, str):
-        own[call_id] = found
-    return {**call, "id": found} if found else call
+        own[call_id] = history_id
+    return {**call, "id": history_id} if history_id else call

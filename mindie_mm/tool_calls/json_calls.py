@@ -1,4 +1,4 @@
-"""Calls that are written as JSON objects with a name and arguments."""
+"""Parses calls that are JSON objects with a name and arguments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class JsonCallParser(ToolCallParser, ABC):
         """Parse a call.
 
         Args:
-            known_keys: Whether an object with an unknown key, with an unknown tool or without arguments is not a call.
+            known_keys: Whether to raise NoMatch if the object has an unknown key, names an unknown tool or has no
+                arguments.
 
         """
         yield from self.expect("{")
@@ -90,7 +91,7 @@ class JsonCallParser(ToolCallParser, ABC):
             yield from self.expect(",")
 
     def _arguments(self, name: str) -> Step[str]:
-        """Read arguments. Send the arguments if the name of the call is known, otherwise return them."""
+        """Read arguments. If they are an object and the tool's name is known, send them. If not, return their JSON."""
         opening = yield from self.peek()
         if opening == "{" and name:
             self.start_call(name)

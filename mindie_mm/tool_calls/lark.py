@@ -1,4 +1,4 @@
-"""Grammars of calls in llguidance's Lark syntax."""
+"""Writes grammars of tool calls in llguidance's Lark syntax."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.schemas import keyword
 
 MAX_CALLS = 8
-"""Maximum number of calls that a grammar allows. Without a limit, a small model repeats its call until max_tokens."""
+"""Maximum number of calls that a grammar allows. Without a limit, small models may repeat a call until max_tokens."""
 
-# This is the style of json.dumps. With flexible whitespace, a small model may write only whitespace.
+# JSON must be written as json.dumps writes it. If whitespace were flexible, a small model might write only whitespace.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_TEXT = r"(.|\n)*"
 _FORMATS = {
@@ -28,10 +28,10 @@ _FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
 
 
 class Rules:
-    """The rules of a grammar that is being written."""
+    """The rules that a grammar contains so far."""
 
     def __init__(self, added_tokens: Mapping[str, int]) -> None:
-        """Create an empty grammar. `added_tokens` are the ids of added tokens, which literals do not match."""
+        """Create an empty grammar. `added_tokens` maps added tokens, which literals do not match, to their ids."""
         self._added = {token: number for token, number in added_tokens.items() if token}
         self._lines: dict[str, str] = {}
 
@@ -40,7 +40,10 @@ class Rules:
         return "".join(f"{name}: {body}\n" for name, body in self._lines.items())
 
     def add(self, name: str, body: str) -> str:
-        """Add a rule, or a terminal if the name is in capitals. Return its name, with a number if the name is taken."""
+        """Add a rule, or a terminal if the name is in capitals. Return its name.
+
+        If another rule already has this name, a number is appended.
+        """
         unique, number = name, 1
         while unique in self._lines and self._lines[unique] != body:
             number += 1
@@ -51,8 +54,8 @@ class Rules:
     def text(self, text: str) -> str:
         """Return a sequence that matches `text`. Added tokens in `text` are matched as tokens.
 
-        If two texts are allowed at the same place, neither may begin with the other, because the longer literal takes
-        precedence.
+        If two texts are allowed at the same position, neither may begin with the other, because the longer literal
+        takes precedence.
         """
         return " ".join(
             f"<[{self._added[piece]}]>" if piece in self._added else json.dumps(piece, ensure_ascii=False)
@@ -60,12 +63,12 @@ class Rules:
         )
 
     def raw(self, schema: Mapping[str, Any], closing: str, excluded: Sequence[str]) -> str:
-        """Return a sequence that matches strings of a schema, without quotes, followed by the closing text.
+        """Return a sequence that matches a string of a schema, without quotes, and the closing text after the string.
 
         Args:
             schema: Schema of the string.
             closing: Text after the string.
-            excluded: Texts that would end the string, and must not occur in it.
+            excluded: Texts that must not occur in the string, because they would end it.
 
         """
         first, *others = self._pieces(closing)
@@ -87,7 +90,10 @@ class Rules:
 
 
 def separated(items: Sequence[tuple[str, bool]], separator: str, rules: Rules) -> str:
-    """Return a sequence that matches required and optional rules in order, with a separator between them."""
+    """Return a sequence that matches rules in the given order, with a separator between them.
+
+    Each item is a rule, and whether the rule is required.
+    """
     first = rest = '""'
     for rule, is_required in reversed(items):
         option = "" if is_required else "?"
@@ -102,7 +108,7 @@ def json_value(schema: Mapping[str, Any]) -> str:
 
 
 def _string_terms(schema: Mapping[str, Any]) -> list[str]:
-    """Return regular expressions. A string of the schema must match all of them."""
+    """Return regular expressions, all of which a string of the schema must match."""
     low, high = (keyword(schema, name, int, "a string") for name in ("minLength", "maxLength"))
     terms = [f"(.|\\n){{{low or 0},{'' if high is None else high}}}" if low or high is not None else _ANY_TEXT]
     if (name := keyword(schema, "format", str, "a string")) is not None:
@@ -110,7 +116,7 @@ def _string_terms(schema: Mapping[str, Any]) -> list[str]:
             raise InputError(f"this tool-call format cannot enforce strings of format {name!r}")
         terms.append(_FORMATS[name])
     if (expression := keyword(schema, "pattern", str, "a string")) is not None:
-        for letter, meaning in _ASCII_CLASSES.items():  # Unicode in Rust, but ASCII in JSON Schema
+        for letter, meaning in _ASCII_CLASSES.items():  # these classes are Unicode in Rust, but ASCII in JSON Schema
             expression = re.sub(rf"(?<!\\)\\{letter}", meaning, expression)
         before = "" if expression.startswith("^") else _ANY_TEXT
         after = "" if expression.endswith("$") and not expression.endswith("\\$") else _ANY_TEXT
@@ -120,5 +126,5 @@ def _string_terms(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _regex(expression: str) -> str:
-    """Escape an expression for Lark's slashes."""
+    """Escape a regular expression, so that it can be put between slashes in Lark."""
     return re.sub(r"(?<!\\)/", r"\\/", expression).replace("\n", "\\n")

@@ -1,4 +1,4 @@
-"""Conversion of literals, such as Python's, to JSON while the text arrives."""
+"""Converts Python literals and similar literals to JSON while the text arrives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OCTAL = re.compile(r"[0-7]{1,3}")
 
 
 class LiteralScanner(Scanner, ABC):
-    """A scanner of literals such as Python's: `{'a': [True, None, 1_000]}`."""
+    """A scanner of Python literals and similar literals, such as `{'a': [True, None, 1_000]}`."""
 
     @abstractmethod
     def send_arguments(self, text: str) -> None:
@@ -41,7 +41,10 @@ class LiteralScanner(Scanner, ABC):
         self.taken()
 
     def members(self, closing: str, key: Callable[[], Step[None]], depth: int = 0) -> Step[None]:
-        """Read the members of an object, after its opening bracket, and send them as JSON. `key` reads a key."""
+        """Read the members of an object after its opening bracket, and send the members as JSON.
+
+        `key` reads a key and sends it.
+        """
         separator = "{"
         while not (yield from self._closes(closing)):
             self.send_arguments(separator)
@@ -62,7 +65,7 @@ class LiteralScanner(Scanner, ABC):
         yield from self.expect(":")
 
     def literal_string(self) -> Step[bool]:
-        """Read a string, if there is one, and send it as JSON. Return whether there was a string."""
+        """If a string follows, read it and send it as JSON. Return whether a string followed."""
         quote = yield from self.accept("'''", '"""', "'", '"')
         if not quote:
             return False
@@ -114,7 +117,7 @@ class LiteralScanner(Scanner, ABC):
                 raise NoMatch
             return chr(int(digits, 16))
         if letter in "01234567":
-            octal = _OCTAL.match((yield from self.peek(5)), 1)  # a quote and other text must follow the digits
+            octal = _OCTAL.match((yield from self.peek(5)), 1)  # a closing quote and more text follow the digits
             assert octal
             self._at += octal.end()
             return chr(int(octal[0], 8))
@@ -136,7 +139,7 @@ class LiteralScanner(Scanner, ABC):
 
 
 def scalar_of_python(word: str) -> str:
-    """Convert a number or a constant to JSON. Raise NoMatch for other text."""
+    """Convert a Python number or constant to JSON. Raise NoMatch for any other text."""
     if SCALAR.fullmatch(word):
         return word
     if word in _CONSTANTS:
@@ -155,7 +158,7 @@ def scalar_of_python(word: str) -> str:
 
 
 def json_of_python(text: str) -> str | None:
-    """Convert a Python literal to JSON. Return None for other text."""
+    """Convert a Python literal to JSON. Return None for any other text."""
     collector = _Collector(text)
     try:
         for _ in collector.literal():
@@ -177,7 +180,7 @@ class _Collector(LiteralScanner):
 
 
 def escaped(text: str) -> str:
-    """Escape a text for a JSON string. Unpaired surrogates are escaped, too, because they are not valid otherwise."""
+    """Escape a text for a JSON string. Unpaired surrogates are escaped too, because they cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:

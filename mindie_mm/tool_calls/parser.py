@@ -1,4 +1,4 @@
-"""The interface of the parsers, and code that all formats share."""
+"""The interface of tool-call parsers, and the code that all formats share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mindie_mm.tool_calls.tool import Tool
 class ToolCallParser(Scanner, ABC):
     """A parser that separates calls from content while text arrives.
 
-    Text that may be the beginning of a call is held back. It becomes content if it is not a call. The arguments of a
-    call are sent as JSON while they arrive. To send a text means to append an event to the result of `push`. The pieces
-    in which the text arrives do not affect the answer that the events describe.
+    Text that may be the beginning of a call is held back, and becomes content if it turns out not to be a call. The
+    arguments of a call are sent as JSON while they arrive. Methods "send" something by appending an event to the result
+    of `push`. The answer that the events describe does not depend on the pieces in which the text arrives.
 
     A subclass defines the `openings` of its calls. Its method `calls` parses the text after an opening.
     """
@@ -33,14 +33,14 @@ class ToolCallParser(Scanner, ABC):
     starts: ClassVar[tuple[str, ...]] = ()
     """Texts with which an answer may begin if it consists of calls without an opening."""
     closings: ClassVar[tuple[str, ...]] = ()
-    """Texts with which calls end. After an invalid call, the text up to the next of these texts is dropped."""
+    """Texts with which calls end. After an invalid call, all text up to the next closing text is dropped."""
 
     ends_reasoning: ClassVar[bool] = False
     """Whether the model may call a tool within its reasoning, without ending the reasoning first."""
     tool_names: ClassVar[re.Pattern[str]] = NAME
     """Pattern of the tool names that the format can represent."""
     around: ClassVar[tuple[str, str, str]] = ("", "", "")
-    """Texts that a model writes before the first call, between calls and after the last call."""
+    """Texts that a model writes before the first call, between two calls and after the last call."""
 
     def __init__(self, tools: Sequence[Tool] = (), num_earlier_calls: int = 0) -> None:
         """Create a parser for one answer.
@@ -58,13 +58,12 @@ class ToolCallParser(Scanner, ABC):
         self.num_earlier_calls = num_earlier_calls
         self.in_call = False
         self._encode: Callable[[str], str] | None = None
-        """Function that converts the text that was read to a piece of the arguments, or None if the text is not
-        sent."""
+        """Function that converts text to a piece of the arguments. None while the text is not part of arguments."""
         self._lead: int | None = None
-        """Number of whitespace characters that are held back before an opening, or None after the call's first
-        event."""
+        """Number of whitespace characters that are held back before an opening. None after the first event of a
+        call."""
         self._pending: str | None = ""
-        """Whitespace between content and a call. It is sent if more content follows. It is None within content."""
+        """Whitespace between content and a call, which is sent if more content follows. None within content."""
         self._events: list[Event] = []
         self._steps = self.answer()
         next(self._steps)
@@ -72,7 +71,7 @@ class ToolCallParser(Scanner, ABC):
     @classmethod
     @abstractmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether a checkpoint with this chat template and these added tokens uses the format."""
+        """Return whether a checkpoint with this chat template and these added tokens uses this format."""
 
     @classmethod
     def grammar(
@@ -84,15 +83,15 @@ class ToolCallParser(Scanner, ABC):
         added_tokens: Mapping[str, int],
         with_text: bool = False,
     ) -> str:
-        """Return a grammar, in llguidance's Lark syntax, of an answer that consists of calls.
+        """Return a grammar in llguidance's Lark syntax for answers that consist of calls.
 
         Args:
             tools: Tools that the request offers.
             parallel: Whether the answer may have several calls.
             one_of: Names of the tools that may be called.
-            added_tokens: Ids of the added tokens of the vocabulary. Literals in a grammar never match an added token.
-            with_text: Whether calls are optional and may have text around them. This requires an opening that is an
-                added token, because text cannot contain added tokens.
+            added_tokens: Ids of the tokenizer's added tokens. Literals in a grammar never match an added token.
+            with_text: Whether calls are optional, and text is allowed before and after them. This requires an opening
+                that is an added token, because the text cannot contain added tokens.
 
         Raises:
             InputError: The format cannot enforce the schema of a tool, or `one_of` does not name an offered tool.
@@ -106,7 +105,9 @@ class ToolCallParser(Scanner, ABC):
             )
         for tool in tools:
             if tool.name in one_of and not (cls.tool_names.fullmatch(tool.name) and len(tool.name) <= MAX_NAME):
-                raise InputError(f"the tool {tool.name[:MAX_NAME]!r} has a name that this format cannot write")
+                raise InputError(
+                    f"the tool {tool.name[:MAX_NAME]!r} has a name that this tool-call format cannot write"
+                )
         rules = Rules(added_tokens)
         before, between, after = map(rules.text, cls.around)
         repetition = f"({between} call){{0,{MAX_CALLS - 1}}}" if parallel else ""
@@ -127,18 +128,18 @@ class ToolCallParser(Scanner, ABC):
     @classmethod
     @abstractmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return the right side of a rule that matches calls of a tool. Add other rules to `rules`."""
+        """Return the right side of a rule that matches calls of a tool. Further rules are added to `rules`."""
 
     @abstractmethod
     def calls(self, opening: str) -> Step[None]:
         """Parse the calls after an opening. Raise NoMatch if the text is not a call."""
 
-    def call_id(self, name: str) -> str:  # the ids of some formats contain the name
+    def call_id(self, name: str) -> str:  # some formats put the name into the id
         """Return a new id for a call of the tool `name`."""
         return f"call_{secrets.token_hex(12)}"
 
     @classmethod
-    def history_id(cls, call_id: str, name: str, number: int) -> str:  # some templates demand a form of ids
+    def history_id(cls, call_id: str, name: str, number: int) -> str:  # some templates require ids of a certain form
         """Return the id of call `number` of the chat, in the form that the chat template expects."""
         return call_id
 
@@ -168,7 +169,7 @@ class ToolCallParser(Scanner, ABC):
             yield from self._attempt(opening)
 
     def content_until(self, *literals: str) -> Step[str]:
-        """Send the text up to one of the literals. Read and return the literal, or return "" at the end of the text."""
+        """Send the text up to the next of the literals. Read and return this literal, or "" at the end of the text."""
         literal, num_spaces = yield from self.sent_until(literals, self._send)
         if literal:
             self._lead = num_spaces
@@ -217,7 +218,10 @@ class ToolCallParser(Scanner, ABC):
         self.taken()
 
     def object_call(self, name: str, call_id: str | None = None, *, ends: Sequence[str] = ()) -> Step[None]:
-        """Read the arguments of a call, a JSON object that may be missing before one of `ends`. Send the call."""
+        """Read the arguments of a call, and send the call.
+
+        The arguments are a JSON object. If one of `ends` follows instead, the call has no arguments.
+        """
         yield from self.space()
         if ends and (yield from self.follows(*ends)):
             self.start_call(name, call_id)
@@ -230,9 +234,9 @@ class ToolCallParser(Scanner, ABC):
         self.end_call()
 
     def close(self, *literals: str) -> Step[str]:
-        """Read white space and one of the literals, or nothing, and return the literal or "".
+        """Read whitespace and one of the literals, and return the literal. If no literal follows, read nothing.
 
-        A literal that is cut at the end of the answer is lost.
+        If the answer ends within a literal, the beginning of the literal is dropped.
         """
         self.is_cut = False
         yield from self.space()
@@ -252,7 +256,7 @@ class ToolCallParser(Scanner, ABC):
             self._pending = None
 
     def _attempt(self, opening: str) -> Step[None]:
-        """Parse calls. Text that is not a call becomes content."""
+        """Parse the calls after an opening. Text that is not a call becomes content."""
         self.is_cut = False
         try:
             yield from self.calls(opening)
@@ -264,7 +268,7 @@ class ToolCallParser(Scanner, ABC):
             elif self._lead is not None:
                 self._send(self._kept + self._lead + len(opening))
         except Ended:
-            if opening or self.in_call:  # the user cannot use the beginning of a call
+            if opening or self.in_call:  # the beginning of a call is useless to the user
                 self._drop()
         self._encode = None
         self.in_call = False

@@ -22,7 +22,7 @@ class ReasoningFormat:
     end: str
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Return whether the prompt ends with the start text, so that the model does not write this text itself."""
+        """Return whether the prompt ends with the start text. If so, the model does not write the start text itself."""
         return prompt.rstrip(_SPACE).endswith(self.start.rstrip(_SPACE))
 
 
@@ -33,7 +33,7 @@ FORMATS: Mapping[str, ReasoningFormat] = {
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>"),
 }
-"""Formats by name, in the order in which a template is tested for them."""
+"""Reasoning formats by name, in the order in which they are looked for in a chat template."""
 
 
 class ReasoningParser(Scanner):
@@ -56,7 +56,7 @@ class ReasoningParser(Scanner):
         Args:
             known: Format of the reasoning.
             opened: Whether the prompt ends with the start text of the reasoning.
-            parser: Format of calls, if the model may end the reasoning with a call.
+            parser: Parser of tool calls. Its format may allow the model to end the reasoning with a call.
             verbatim: Whether the events together are the whole text. The start and end texts then belong to the
                 reasoning.
 
@@ -100,7 +100,7 @@ class ReasoningParser(Scanner):
         self._send(Content, len(self._text))
 
     def _reasoning(self) -> Step[None]:
-        """Send the reasoning. Drop whitespace before and after its end text."""
+        """Send the reasoning. Drop whitespace before and after the end text."""
         literals = (self._format.end, *self._openings)
         while True:
             literal, num_spaces = yield from self.sent_until(literals, partial(self._send, Reasoning))
@@ -142,17 +142,12 @@ class ReasoningParser(Scanner):
 
 
 def reasoning_named(name: str) -> ReasoningFormat:
-    """Return a format of reasoning.
-
-    Raises:
-        InputError: No format has this name.
-
-    """
+    """Return the reasoning format `name`. Raise InputError if there is no such format."""
     if name not in FORMATS:
         raise InputError(f"there is no reasoning format named {name!r}; the formats are {', '.join(sorted(FORMATS))}")
     return FORMATS[name]
 
 
 def reasoning_for(template: str) -> ReasoningFormat | None:
-    """Detect the format of reasoning in a chat template. Return None if the template contains no known format."""
+    """Return the format of reasoning that a chat template contains, or None if it contains no known format."""
     return next((known for known in FORMATS.values() if known.end in template), None)

@@ -1,6 +1,6 @@
-"""The formats by name, and the choice of a format for a checkpoint.
+"""Lists the tool-call formats, and chooses the format of a checkpoint.
 
-Other packages can add formats as subclasses of `ToolCallParser`, with entry points in the group
+Other packages can add formats: subclasses of `ToolCallParser` that are entry points in the group
 `mindie_mm.tool_call_parsers`.
 """
 
@@ -53,7 +53,7 @@ FORMATS: Mapping[str, type[ToolCallParser]] = {
     "pythonic": PythonicParser,  # Llama 4
     "llama3_json": Llama3JsonParser,  # Llama 3.1 to 3.3
 }
-"""The formats of this package, in the order in which a template is tested for them."""
+"""The formats of this package. The order is the order in which a chat template is tested for them."""
 
 
 def format_names() -> list[str]:
@@ -62,10 +62,10 @@ def format_names() -> list[str]:
 
 
 def parser_named(name: str) -> type[ToolCallParser]:
-    """Return the parser of a format.
+    """Return the parser of the format `name`.
 
     Raises:
-        InputError: No format has this name, or it cannot be loaded.
+        InputError: No format has this name, or the format's parser cannot be loaded.
 
     """
     if name in FORMATS:
@@ -80,8 +80,8 @@ def parser_for(
 ) -> type[ToolCallParser] | None:
     """Return the parser for a checkpoint, or None if its templates do not contain a known format.
 
-    A response template takes precedence, because it defines the checkpoint's format. Formats of other packages take
-    precedence over formats of this package.
+    A response template takes precedence, because it defines the checkpoint's format. Formats of other packages are
+    tested before formats of this package.
 
     Args:
         template: Chat template of the checkpoint.
@@ -105,14 +105,14 @@ def _others() -> Iterator[type[ToolCallParser]]:
     for entry in _entries().values():
         try:
             yield _loaded(entry)
-        except InputError as error:  # a broken package must not affect checkpoints that do not need it
+        except InputError as error:  # a broken package must not affect checkpoints that do not use it
             _log.warning("%s", error)
 
 
 def _loaded(entry: EntryPoint) -> type[ToolCallParser]:
     try:
         parser = entry.load()
-    except Exception as error:  # code of other packages may raise anything, and the error must name the format
+    except Exception as error:  # other packages may raise any error, and the message must name the format
         raise InputError(f"the tool-call format {entry.name!r} ({entry.value}) cannot be loaded: {error!r}") from error
     if not (isinstance(parser, type) and issubclass(parser, ToolCallParser)):
         raise InputError(f"the tool-call format {entry.name!r} ({entry.value}) is not a subclass of ToolCallParser")

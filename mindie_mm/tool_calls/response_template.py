@@ -1,4 +1,4 @@
-"""Formats that a checkpoint defines by the `response_template` of its tokenizer."""
+"""Formats that a checkpoint defines with the `response_template` of its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _CALLS = "tool_calls"
 
 
 class ResponseTemplateParser(ToolCallParser):
-    """A parser that uses transformers and a response template.
+    """A parser that applies a response template with the parser of transformers.
 
-    A call is sent when it is complete, because its text need not be JSON. Reasoning has already been removed.
+    A call is sent only when it is complete, because its arguments might not be written in JSON. The parser receives
+    text without reasoning.
     """
 
     template: ClassVar[Mapping[str, Any]]
     """Response template of the checkpoint."""
     known: ClassVar[type[ToolCallParser] | None] = None
-    """Known format in the chat template, if any. It supplies the markers and the grammar."""
+    """Format that was detected in the chat template, if any. Its markers, grammar and ids are used."""
 
     def __init__(self, tools: Sequence[Tool] = (), num_earlier_calls: int = 0) -> None:
         """Create a parser for one answer."""
-        # Import this late, because loading transformers takes seconds.
+        # Imported only here, because loading transformers takes seconds.
         from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -93,11 +94,11 @@ class ResponseTemplateParser(ToolCallParser):
         return cls.known
 
     def answer(self) -> Step[None]:
-        """Read nothing, because transformers does."""
+        """Read nothing, because transformers parses the text."""
         yield
 
     def calls(self, opening: str) -> Step[None]:
-        """Read nothing, because transformers does."""
+        """Read nothing, because transformers parses the text."""
         yield
 
     def call_id(self, name: str) -> str:
@@ -109,14 +110,14 @@ class ResponseTemplateParser(ToolCallParser):
 
     @classmethod
     def history_id(cls, call_id: str, name: str, number: int) -> str:
-        """Return an id in the form of the format that the chat template shows."""
+        """Return an id in the known format."""
         return call_id if cls.known is None else cls.known.history_id(call_id, name, number)
 
     def push(self, text: str) -> list[Event]:
         """Parse the next piece of the answer.
 
-        Each character is parsed separately, because transformers drops all events of a piece that contains an invalid
-        call.
+        Each character is parsed separately. If a piece of text contains an invalid call, transformers drops all events
+        of this piece.
         """
         events: list[Event] = []
         for character in text:
@@ -138,7 +139,7 @@ class ResponseTemplateParser(ToolCallParser):
         try:
             for event in parse():
                 self._translate(event, events)
-        except (ValueError, KeyError, TypeError):  # the text of a call does not conform to the template
+        except (ValueError, KeyError, TypeError):  # the text of a call does not match the template
             self._failed = True
             self._open = None
 

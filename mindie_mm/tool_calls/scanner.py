@@ -1,4 +1,4 @@
-"""A scanner of text that arrives in pieces. The parsers of the formats are based on it."""
+"""A scanner of text that arrives in pieces. All parsers are based on this scanner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Step = Generator[None, None, T]
 """A generator that yields when it needs more text, and returns a `T`."""
 
 MAX_NAME = 256
-"""Maximum number of characters of a name. The limit bounds the length of text that is held back."""
+"""Maximum number of characters of a name. This also limits how much text is held back."""
 
 NAME = re.compile(r"[\w.:/-]+")
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -30,11 +30,11 @@ class Ended(Exception):
 
 
 class Scanner:
-    """A text to which pieces are appended, and the position up to which it has been read.
+    """A text to which pieces are appended, and the position up to which the text has been read.
 
     Methods that return a `Step` wait until there is enough text for a decision. Their results therefore do not depend
-    on the pieces in which the text arrives. They raise NoMatch if the text does not match, and Ended if the text ends
-    too early.
+    on the pieces in which the text arrives. These methods raise NoMatch if the text does not match, and Ended if the
+    text ends too early.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Scanner:
         return self._ended and self._at == len(self._text)
 
     def taken(self) -> str:
-        """Return the text that was read since the last call, and stop keeping it."""
+        """Return the text that was read since the last call of this method. The text is then no longer kept."""
         text = self._text[self._kept : self._at]
         self._kept = self._at
         return text
@@ -81,7 +81,7 @@ class Scanner:
         return self._text[self._at : self._at + length]
 
     def follows(self, *literals: str) -> Step[str]:
-        """Return the first of the literals with which the unread text begins, or "". Do not read the literal."""
+        """Return the first of `literals` that the unread text starts with, or "" if there is none. Read nothing."""
         while True:
             undecided = False
             for literal in literals:
@@ -97,20 +97,20 @@ class Scanner:
             yield from self.more()
 
     def accept(self, *literals: str) -> Step[str]:
-        """Read and return the first of the literals with which the unread text begins, or return ""."""
+        """Read and return the first of `literals` that the unread text starts with. If there is none, return ""."""
         literal = yield from self.follows(*literals)
         self._at += len(literal)
         return literal
 
     def expect(self, *literals: str) -> Step[str]:
-        """Read one of the literals and return it."""
+        """Read and return one of the literals. Raise NoMatch if none follows."""
         literal = yield from self.accept(*literals)
         if not literal:
             raise Ended if self.is_cut else NoMatch
         return literal
 
     def _may_become(self, literal: str) -> bool:
-        """Return whether the unread text is an incomplete literal."""
+        """Return whether the unread text is the beginning of `literal`."""
         rest = len(self._text) - self._at
         return rest < len(literal) and literal.startswith(self._text[self._at :])
 
@@ -131,7 +131,7 @@ class Scanner:
         return self._at == len(self._text)
 
     def name(self) -> Step[str]:
-        """Read the name of a tool. It must not contain whitespace, quotes or brackets."""
+        """Read the name of a tool. A name does not contain whitespace, quotes or brackets."""
         length = 0
         while True:
             if match := NAME.match(self._text, self._at + length):
@@ -147,16 +147,16 @@ class Scanner:
         return self._text[self._at - length : self._at]
 
     def until(self, *literals: str, at_most: int = MAX_NAME) -> Step[str]:
-        """Read up to one of the literals and return the text before the literal. Do not read the literal."""
+        """Read the text before the next of the literals and return the text. Do not read the literal itself."""
         searched, longest = 0, max(map(len, literals))
         while True:
-            found = pattern(literals).search(self._text, self._at + searched)
-            length = found.start() - self._at if found else len(self._text) - self._at - longest
+            match = pattern(literals).search(self._text, self._at + searched)
+            length = match.start() - self._at if match else len(self._text) - self._at - longest
             if length > at_most:
                 raise NoMatch
-            if found:
-                text = self._text[self._at : found.start()]
-                self._at = found.start()
+            if match:
+                text = self._text[self._at : match.start()]
+                self._at = match.start()
                 return text
             searched = max(0, length)
             yield from self.more()
@@ -183,35 +183,35 @@ class Scanner:
                 self._at += 2
 
     def sent_until(self, literals: tuple[str, ...], send: Callable[[int], None]) -> Step[tuple[str, int]]:
-        """Send the text up to one of the literals and read the literal.
+        """Send the text before the next of the literals, and read this literal.
 
         Whitespace before the literal is kept and not sent.
 
         Args:
             literals: Texts to look for.
-            send: Function that sends the text before a position and stops keeping it.
+            send: Function that sends the text before a position. The text is then no longer kept.
 
         Returns:
-            The literal, or "" at the end of the text, and the number of kept whitespace characters.
+            The literal, or "" if the text ends without a literal; and the number of whitespace characters kept.
 
         """
         num_spaces = 0
         while True:
             self._at = self._kept + num_spaces
-            found = pattern(literals).search(self._text, self._at)
-            stop = found.start() if found else len(self._text) - partial(self._text, self._at, literals)
+            match = pattern(literals).search(self._text, self._at)
+            stop = match.start() if match else len(self._text) - partial(self._text, self._at, literals)
             if text := self._text[self._at : stop].rstrip(" \t\r\n"):
                 send(self._at + len(text))
             num_spaces = stop - self._kept
-            if found:
-                self._at = found.end()
-                return found[0], num_spaces
+            if match:
+                self._at = match.end()
+                return match[0], num_spaces
             if self._ended:
                 return "", num_spaces
             yield from self.more()
 
     def value(self) -> Step[None]:
-        """Read a JSON value, without recursion."""
+        """Read a JSON value. Nested values do not cause recursion."""
         closing: list[str] = []
         while True:
             if opening := (yield from self.accept("{", "[")):

@@ -1,4 +1,4 @@
-"""Analysis of the JSON schemas of arguments, for formats in which values are raw text."""
+"""Analyzes the JSON schemas of arguments, for formats in which the values of arguments are raw text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "i
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows. It is empty if all types are allowed or the schema is invalid."""
+    """Return the JSON types that a schema allows. The set is empty for an invalid schema, or if it allows all types."""
     types: set[str] = set()
     for part in _parts(schema, root):
         if isinstance(values := part.get("enum", [part["const"]] if "const" in part else None), list):
@@ -44,23 +44,23 @@ def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[st
         names: Pattern of the names that the format can represent.
 
     Raises:
-        InputError: The schema has restrictions other than those of the properties, or a name cannot be represented.
+        InputError: The schema restricts more than its properties, or the format cannot represent a name.
 
     """
     where = f"the parameters of the tool {reprlib.repr(tool.name)}"
     root = tool.schema
     parts = list(_parts(root, root))
     if len(parts) != 1:
-        raise InputError(f"{where} are a union of {len(parts)} schemas, which this format cannot enforce")
+        raise InputError(f"{where} are a union of {len(parts)} schemas, which this tool-call format cannot enforce")
     (schema,) = parts
     for key in schema:
         if key not in _OF_OBJECTS | _ANNOTATIONS | _DEFINITIONS and not key.startswith("x-"):
-            raise InputError(f"{where} have {reprlib.repr(key)}, which this format cannot enforce")
+            raise InputError(f"{where} use the keyword {reprlib.repr(key)}, which this tool-call format cannot enforce")
     properties = keyword(schema, "properties", Mapping, where) or {}
     required = keyword(schema, "required", list, where) or []
     for name in (*properties, *required):
         if not isinstance(name, str) or not names.fullmatch(name) or len(name) > MAX_NAME:
-            raise InputError(f"{where} have {reprlib.repr(name)}, a name that this format cannot write")
+            raise InputError(f"{where} contain the name {reprlib.repr(name)}, which this tool-call format cannot write")
     definitions = {key: root[key] for key in _DEFINITIONS if key in root}
     return {
         name: ({**(part if isinstance(part, Mapping) else {}), **definitions}, name in required)
@@ -69,7 +69,7 @@ def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[st
 
 
 def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Split a schema into schemas of which each allows a single type or a constant. Their union equals `schema`.
+    """Split a schema into schemas that each allow a single type or a constant. Their union is `schema`.
 
     Raises:
         InputError: The schema cannot be split in this way.
@@ -79,7 +79,10 @@ def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     branches: list[dict[str, Any]] = []
     for part in _parts(schema, schema):
         if unfit := part.keys() & {*_CONDITIONS, *_UNIONS, "$ref"}:
-            raise InputError(f"the schema of {where} has {reprlib.repr(min(unfit))}, which this format cannot enforce")
+            raise InputError(
+                f"the schema of {where} uses the keyword {reprlib.repr(min(unfit))}, which this tool-call format "
+                "cannot enforce"
+            )
         values = [part["const"]] if "const" in part else keyword(part, "enum", list, where)
         kind = part.get("type")
         if values is not None:
@@ -89,14 +92,14 @@ def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind or not part.keys() - _ANNOTATIONS - _DEFINITIONS:
             branches.append({"type": "string", **part, **definitions})
         else:
-            raise InputError(f"the schema of {where} has no type, which this format requires")
+            raise InputError(f"the schema of {where} has no type, which this tool-call format requires")
     if not branches:
         raise InputError(f"the schema of {where} allows no value")
     return branches
 
 
 def keyword(schema: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
-    """Return the value of a keyword, or None if it is missing. Raise InputError if its type is not `kind`."""
+    """Return the value of a keyword, or None if the keyword is missing. Raise InputError if its type is not `kind`."""
     value = schema.get(name)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise InputError(f"{where}: {name} is {reprlib.repr(value)}, which is not valid in a JSON schema")
@@ -104,10 +107,10 @@ def keyword(schema: Mapping[str, Any], name: str, kind: type, where: str) -> Any
 
 
 def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Iterate over the schemas whose union is `schema`, with references resolved.
+    """Yield schemas whose union is `schema`. References in `schema` are resolved.
 
-    A reference or combination that cannot be resolved is returned unchanged. Each reference is followed once, because
-    following it again would not change the union.
+    A schema whose reference or combination cannot be resolved is yielded unchanged. Each reference is followed only
+    once, because following it again would not change the union.
     """
     seen: set[str] = set()
     stack = [schema]
@@ -116,12 +119,12 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         part = part if isinstance(part, Mapping) else {}
         reference = part.get("$ref")
         if isinstance(reference, str):
-            found = _referenced(reference, root)
-            if not isinstance(found, Mapping):
+            target = _referenced(reference, root)
+            if not isinstance(target, Mapping):
                 yield part
             elif reference not in seen:
                 seen.add(reference)
-                stack.append({**found, **{key: value for key, value in part.items() if key != "$ref"}})
+                stack.append({**target, **{key: value for key, value in part.items() if key != "$ref"}})
             continue
         union = next((key for key in _UNIONS if isinstance(part.get(key), list)), None)
         if union is None and isinstance(parts := part.get("allOf"), list) and len(parts) == 1:
@@ -133,7 +136,7 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
-    found: Any = root
+    target: Any = root
     for key in reference.removeprefix("#/").split("/"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        target = target.get(key) if isinstance(target, Mapping) else None
+    return target

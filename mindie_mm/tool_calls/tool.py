@@ -13,7 +13,7 @@ class Tool:
 
     name: str
     parameters: Mapping[str, Any] | None = None
-    """JSON schema of the object with the arguments, or None for a function without arguments."""
+    """JSON schema of the object that contains the arguments, or None for a function without arguments."""
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Calls whose values are raw text. The types of the values are determined by the tool's schema."""
+"""Parses calls in which the values of arguments are raw text. The tool's schema determines the type of each value."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mindie_mm.tool_calls.schemas import branches_of, properties_of, type_of, ty
 from mindie_mm.tool_calls.tool import Tool
 
 _NAMES = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
-"""Pattern of the argument names that each of these formats can represent."""
+"""Pattern of the argument names that all of these formats can represent."""
 _CANDIDATE = re.compile(r"[\n<]")
 
 
 class TypedTextParser(ToolCallParser, ABC):
     """A parser of calls in which tags surround the value of each argument.
 
-    Strings are raw text, and are sent while they arrive. Other values are JSON or Python literals, and are sent when
-    they are complete.
+    Strings are raw text, and are sent while they arrive. All other values are JSON or Python literals, and are sent
+    when they are complete.
     """
 
     tags_of_argument: ClassVar[tuple[str, str]]
@@ -35,7 +35,7 @@ class TypedTextParser(ToolCallParser, ABC):
 
     @classmethod
     def arguments_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a sequence that matches the arguments of a tool, in the order of the tool's schema."""
+        """Return a sequence that matches the arguments of a tool in the order of the tool's schema."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, _NAMES).items():
             values = [cls._value(name, branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
@@ -53,7 +53,9 @@ class TypedTextParser(ToolCallParser, ABC):
         )
         if "const" in branch:
             if is_string and any(tag in value for tag in cls.excluded):
-                raise InputError(f"the parameter {name!r} has the value {value!r}, which this format cannot write")
+                raise InputError(
+                    f"the parameter {name!r} has the value {value!r}, which this tool-call format cannot write"
+                )
             return rules.text(before + (value if is_string else json.dumps(value, ensure_ascii=False)) + after)
         if is_string:
             return f"{rules.text(before)} {rules.raw(branch, after, cls.excluded)}"
@@ -71,8 +73,8 @@ class TypedTextParser(ToolCallParser, ABC):
 
         Args:
             name: Name of the argument.
-            ends: Function that is called where the text has `<` or a newline. It reads the end of the value and returns
-                whether there is one. It does not raise NoMatch or Ended.
+            ends: Function that is called at each `<` or newline. If the value ends there, the function reads the text
+                that ends it and returns True. The function does not raise NoMatch or Ended.
             is_string: Whether the value is a string. If it is None, the schema determines the type.
 
         """
@@ -101,20 +103,20 @@ class TypedTextParser(ToolCallParser, ABC):
         self.end_call()
 
     def _text_until(self, ends: Callable[[], Step[bool]]) -> Step[str]:
-        """Read a value and its end. Return the value, unless it has already been sent."""
+        """Read a value and the text that ends it. Return the value, unless it has already been sent."""
         encode = self._encode
         start = self._at - self._kept
         while True:
-            found = _CANDIDATE.search(self._text, self._at)
-            self._at = found.start() if found else len(self._text)
+            match = _CANDIDATE.search(self._text, self._at)
+            self._at = match.start() if match else len(self._text)
             if encode:
                 self.flush()
                 start = 0
-            if not found:
+            if not match:
                 yield from self.more()
                 continue
             stop = self._at - self._kept
-            self._encode = None  # do not send the end as part of the value
+            self._encode = None  # the text that ends the value is not part of the value
             if (yield from ends()):
                 return self._text[self._kept + start : self._kept + stop]
             self._encode = encode
@@ -122,10 +124,10 @@ class TypedTextParser(ToolCallParser, ABC):
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Convert a raw text to JSON for a schema that allows `types`. If `types` is empty, all types are allowed.
+    """Convert raw text to JSON for a schema that allows `types`. If `types` is empty, all types are allowed.
 
-    The text is first read as JSON of a type other than string, and then, if strings are not allowed, as a Python
-    literal. Otherwise it is a string.
+    If the text is JSON of an allowed type other than string, it is returned unchanged. If strings are not allowed, a
+    Python literal is converted. In all other cases, the text becomes a JSON string.
     """
     stripped = text.strip()
     if _fits(stripped, types):

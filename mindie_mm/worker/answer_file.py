@@ -59,9 +59,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     def require(self, output: Path) -> None:
         """Raise InputError, which lists the differences, unless the answers in `output` have this origin."""
-        found = differences(self._read(output).parts(), self.parts())
-        if found:
-            raise InputError(f"{output} has answers of another run: {'; '.join(found.values())}. {_GO_ON}")
+        changes = differences(self._read(output).parts(), self.parts())
+        if changes:
+            raise InputError(f"{output} has answers of another run: {'; '.join(changes.values())}. {_GO_ON}")
 
     def require_device(self, output: Path, device: str) -> None:
         """Record the device of the started engine.

@@ -1,1 +1,1 @@
-"""HTTP apart from the routes: connections, access control, errors, JSON responses and the web page."""
+"""The parts of HTTP that routes share: connections, access control, errors, JSON responses and the web page."""

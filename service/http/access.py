@@ -17,9 +17,9 @@ from service.http.errors import error_body
 from service.http.json_response import JSONResponse
 
 HEALTH_ELSEWHERE = ("/v2/health/ready", "/v2/health/live", "/ping")
-"""Paths of the health probes in MindIE and vLLM, which are aliases of ours."""
+"""Paths of the health probes in MindIE and vLLM. Here they are aliases of this service's own probes."""
 OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics", *HEALTH_ELSEWHERE}) | page.PATHS
-"""Paths that need no key: probes and metrics, as in vLLM, and the web page, whose own requests carry the key."""
+"""Paths that require no key: probes and metrics, as in vLLM, and the web page, which sends the key in its requests."""
 
 
 class Access:
@@ -39,19 +39,24 @@ class Access:
         await answer(scope, receive, send)
 
     def _may(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = sha256(key.strip().encode()).digest()
-        # Digests have the same length, and all are compared, so the response time reveals nothing about the keys.
+        scheme, given = headers.get("authorization", "").partition(" ")[0], key_digest(headers)
+        # All digests have the same length, and all are compared, so the response time reveals nothing about the keys.
         known = [compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == "bearer" and any(known)
+
+
+def key_digest(headers: Headers) -> bytes:
+    """Return the digest of a request's API key, or of no characters if it has none."""
+    _, _, key = headers.get("authorization", "").partition(" ")
+    return sha256(key.strip().encode()).digest()
 
 
 class OwnHost:
     """ASGI middleware that answers 403 if the Host header names another machine.
 
-    It protects a service on loopback without keys from DNS rebinding. An attacker can point a domain at 127.0.0.1. A
-    browser then treats a page from that domain as the same origin as the service, so CORS does not apply. The request's
-    Host header still names the attacker's domain.
+    This protects a service on loopback without keys from DNS rebinding: an attacker points a domain at 127.0.0.1, so a
+    browser regards pages from that domain and the service as one origin. CORS then does not apply, but the Host header
+    still contains the attacker's domain.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -72,19 +77,19 @@ class OwnHost:
         await JSONResponse(error_body(message, 403), status_code=403)(scope, receive, send)
 
     def _is_own(self, host: str | None) -> bool:
-        if host is None:  # browsers always send it
+        if host is None:  # browsers always send the header
             return True
         name = _host_name(host)
         return name in self._names or name.endswith(".localhost") or _is_address(name)
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a socket that listens on `host` can only be reached from this machine."""
+    """Return whether a socket that listens on `host` can be reached only from this machine."""
     return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
 
 
 def _host_name(host: str) -> str:
-    """Return the name in a Host header, in lower case and without the port, or "" if there is none."""
+    """Return the name in a Host header, in lower case and without the port. "" if the header contains no name."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -18,33 +18,37 @@ from service.http.errors import error_body
 from service.http.json_response import JSONResponse
 
 HEAD_TIMEOUT_S = 10.0
-"""Maximum time in seconds for a request's head, from the connection's start or the request's first byte."""
+"""Maximum time in seconds for a request's head, counted from the start of the connection or from the first byte."""
 MAX_HEAD_BYTES = 64 * 2**10
 """Maximum size of a request's head with its URL, and of the trailers of a chunked body."""
 MAX_HEADERS = 256
-"""Maximum number of header lines in a head, and of trailers."""
+"""Maximum number of headers in a head, and of trailers after a body."""
 MAX_PIPELINED = 64
 """Maximum number of pipelined requests that wait on one connection. Further requests get no answer."""
 MAX_SMALL_CHUNKS = 4096
-"""Maximum number of chunks in a body, in addition to one per SMALL_CHUNK_BYTES of it.
+"""Maximum number of chunks in a body, in addition to one chunk per `SMALL_CHUNK_BYTES` of the body.
 
-A chunk costs as much time as about a thousand bytes.
+Parsing a chunk takes as long as parsing about a thousand bytes.
 """
 SMALL_CHUNK_BYTES = 16
 LINGER_S = 2.0
-"""Time for which a connection goes on reading after a refusal, or after an answer that preceded the end of the body.
+"""Time in seconds for which a connection continues to read after a response if the request's body is incomplete.
 
-It lets the client read the answer before a reset. If the body ends in time, the connection can be reused.
+The client can thus read the response before the connection is reset. If the body ends in time, the connection can be
+reused.
 """
 MAX_DROPPED_BYTES = 2**26
-"""Maximum number of bytes to read and drop in that time. Many clients send a whole request before they read."""
+"""Maximum number of bytes to read and drop within `LINGER_S`. Many clients send a whole request before they read."""
 CHUNK_BYTES = 1024
-"""Number of bytes that each dropped chunk counts as, in addition to its data."""
+"""Number of bytes to add to the count of dropped bytes for each chunk."""
 
 MOST_RESERVED_DESCRIPTORS = 64
-"""Number of file descriptors that connections leave free for files and processes, or an eighth of all if fewer."""
+"""Number of file descriptors that connections leave free for files and processes.
+
+If the limit of open files is low, an eighth of the limit is left free instead.
+"""
 TELL_AGAIN_S = 60.0
-"""Least time in seconds between two log records about missing descriptors."""
+"""Minimum time in seconds between two log records that say that descriptors are scarce."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,27 +57,27 @@ _TOO_MANY_BYTES = (431, f"the request header section is longer than the limit of
 
 @dataclass(slots=True)
 class _Lines:
-    """Counts for a head, or for trailers, that is being received. Both counts of bytes are lower bounds."""
+    """Counts for the head or the trailers that are being received. Both counts of bytes are lower bounds."""
 
     num_headers: int = 0
     num_parsed_bytes: int = 0
-    """Size of the URL and of complete headers."""
+    """Size of the URL and of all complete headers."""
     num_read_bytes: int = 0
-    """Size of reads that contain only parts of these lines. It includes a header that is incomplete."""
+    """Size of all reads that lie completely within the head or the trailers. Incomplete headers are included."""
 
 
 class Connection(HttpToolsProtocol):
-    """A uvicorn connection with limits on the heads of requests, in time and in size.
+    """A uvicorn connection that limits the duration and the size of request heads.
 
-    - The connection is closed if a head does not arrive in time. uvicorn limits the pause between two requests.
-    - A head that is too long gets status 431, and bytes that are not HTTP get 400. Then the connection ends. If earlier
-      requests wait for answers, it ends after the last of these answers instead.
-    - An offer to upgrade is ignored (RFC 9110, 7.8).
-    - A response of unknown length to an HTTP/1.0 client is not chunked, and ends with the connection.
-    - If a request is answered before its body is complete, only a little more of the body is read. Then the connection
-      ends.
-    - Near the limit of open files, a new connection gets 503, and the log says which limit to raise.
-    - While a request waits for an earlier answer, uvicorn does not read. A disconnect is noticed only by
+    - The connection is closed if a head does not arrive in time. The pause between two requests is limited by uvicorn.
+    - A head that is too long gets status 431, bytes that are not HTTP get status 400, and then the connection is
+      closed. If earlier requests are still being answered, it is closed after the last answer instead.
+    - An Upgrade header is ignored (RFC 9110, 7.8).
+    - A response of unknown length to an HTTP/1.0 client is not chunked. The end of the connection marks its end.
+    - If a request is answered before its body is complete, only a little more of the body is read before the connection
+      is closed.
+    - Near the limit of open files, a new connection gets status 503, and the log says which limit to raise.
+    - While a pipelined request waits for an earlier answer, uvicorn does not read. A disconnect is noticed only by
       reading, so the earlier request is answered in full even if the client has disconnected.
     """
 
@@ -81,20 +85,20 @@ class Connection(HttpToolsProtocol):
     _lines: _Lines | None = None
     """None within a body and between requests."""
     _in_body: bool = False
-    """Whether the head of a request is complete and its body is not."""
+    """Whether a request's head is complete, but its body is not."""
     _num_body_bytes: int = 0
     _num_chunks: int = 0
     _too_long: tuple[int, str] | None = None
     """Status and message for refusing a head, or a body of small chunks."""
     _refused: bool = False
-    """Whether parsing has stopped."""
+    """Whether a refusal has stopped the parsing."""
     _num_dropped_bytes: int = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._await_head()
-        # A new descriptor gets the lowest free number, so all lower ones are in use. libuv resets new connections when
-        # no descriptor is left.
+        # A new descriptor has the lowest free number, so all lower numbers are in use. If no descriptor is left, libuv
+        # resets new connections.
         descriptor = transport.get_extra_info("socket").fileno()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if descriptor >= limit - min(MOST_RESERVED_DESCRIPTORS, limit // 8):
@@ -117,7 +121,8 @@ class Connection(HttpToolsProtocol):
             lines.num_read_bytes += len(data)
             if lines.num_read_bytes > MAX_HEAD_BYTES:
                 self._refuse(*_TOO_MANY_BYTES)
-        # uvicorn cancels its keep-alive timer on any data. Restart it if these data ended an already answered body.
+        # uvicorn cancels its keep-alive timer when data arrive. Restart the timer if `data` completed the body of a
+        # request that has already been answered.
         answered = self.cycle is not None and self.cycle.response_complete
         if answered and self._waiting is None and self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -140,14 +145,14 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value), num_headers=1)
-        if not self._in_body:  # trailers are not headers of the request (RFC 9110, 6.5.1), and no route uses them
+        if not self._in_body:  # trailers are not request headers (RFC 9110, 6.5.1), and no route uses them
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise ValueError("CONNECT is not supported")
-            return  # `_parse` parses the request again without the upgrade
+            return  # `_parse` parses the request again, without the Upgrade header
         self._head_is_here()
         self._lines = None
         self._in_body = True
@@ -157,7 +162,7 @@ class Connection(HttpToolsProtocol):
             _send_no_chunks(self.cycle)
 
     def on_chunk_header(self) -> None:
-        """Count a chunk. The parser also calls this before trailers, which have no callback of their own."""
+        """Count a chunk. The parser calls this method also before trailers, for which there is no other callback."""
         self._lines = _Lines()
         self._num_chunks += 1
         self._num_dropped_bytes += CHUNK_BYTES
@@ -177,7 +182,7 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         if self._in_answered_body:
-            self._head_is_here()  # stop lingering: the connection can take another request
+            self._head_is_here()  # stop lingering, because the connection can be reused
         self._lines = None
         self._in_body = False
         super().on_message_complete()
@@ -193,7 +198,7 @@ class Connection(HttpToolsProtocol):
             self._await_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse the request. uvicorn calls this when the parser fails, or when one of the callbacks above raises."""
+        """Refuse the request. uvicorn calls this method if the parser fails or if one of the callbacks above raises."""
         if self._too_long is not None:
             self._refuse(*self._too_long)
         else:
@@ -201,13 +206,13 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_here()
-        self._unset_keepalive_if_required()  # after a reset, uvicorn keeps the timer, which keeps this object alive
+        self._unset_keepalive_if_required()  # after a reset, uvicorn's timer would keep this object alive
         super().connection_lost(exc)
 
     def drain(self) -> None:
-        """Close the connection now if it is idle between requests, else after the pending answer.
+        """Close the connection: at once if it is idle between two requests, or else after the pending answer.
 
-        A connection that is new, or that is receiving a request's head, stays open until its answer is sent.
+        A connection that is new or is receiving a request's head stays open until that request has been answered.
         """
         if self.cycle is None or (self.cycle.response_complete and self._lines is not None):
             return
@@ -219,9 +224,10 @@ class Connection(HttpToolsProtocol):
         return self._in_body and self.cycle.response_complete
 
     def _parse(self, data: bytes) -> None:
-        """Parse `data` as uvicorn does, but parse a request again without its upgrade if it offers one.
+        """Parse `data` as uvicorn does, but remove the Upgrade header of a request and parse the request again.
 
-        httptools stops at the end of such a head and treats the body as another protocol (httptools issue 124).
+        httptools stops after a head with an Upgrade header, and treats the body as another protocol (httptools issue
+        124).
         """
         self._unset_keepalive_if_required()
         while True:
@@ -230,8 +236,8 @@ class Connection(HttpToolsProtocol):
                 return
             except HttpParserUpgrade as upgrade:
                 data = self._without_upgrade() + data[upgrade.args[0] :]
-                self.parser = HttpRequestParser(self)  # the old one may still expect the body that it has not read
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                self.parser = HttpRequestParser(self)  # the old parser may still expect a body
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
             except HttpParserError:
                 self.logger.warning("Invalid HTTP request received.")
                 self.send_400_response("")
@@ -245,7 +251,7 @@ class Connection(HttpToolsProtocol):
         return b"".join((first, *headers, b"\r\n"))
 
     def _count(self, num_bytes: int, num_headers: int = 0) -> None:
-        """Count parsed parts of a head or of trailers. Raise LimitExceeded above a limit."""
+        """Count parsed parts of a head or of trailers. Raise LimitExceeded if a limit is exceeded."""
         lines = self._lines
         assert lines is not None, "the parser reports a header only inside a header section"
         lines.num_parsed_bytes += num_bytes
@@ -261,9 +267,9 @@ class Connection(HttpToolsProtocol):
         raise LimitExceeded(message)
 
     def _refuse(self, status: int, message: str) -> None:
-        """End the connection, and send an error response first.
+        """Send an error response, and end the connection.
 
-        The response is left out if the client would take it for the response to another request, or for part of one.
+        No response is sent if the client would mistake it for the response to another request, or for part of one.
         """
         self._refused = True
         self._num_dropped_bytes = 0
@@ -271,11 +277,11 @@ class Connection(HttpToolsProtocol):
         cycle = self.cycle
         waiting = cycle is not None and not cycle.response_complete
         if waiting and not self._in_body:
-            cycle.keep_alive = False  # the connection closes after the answers that are still due
+            cycle.keep_alive = False  # the connection is closed after the remaining answers
             return
-        if self._in_body:  # the body of the request of `cycle`
+        if self._in_body:  # that is, in the body of the request that `cycle` answers
             if self.pipeline or cycle.response_started:
-                self.transport.close()  # the client would take the refusal for another answer, or a part of one
+                self.transport.close()  # the client would mistake the refusal for another answer, or a part of one
                 return
             cycle.disconnected = True
             cycle.message_event.set()
@@ -304,7 +310,7 @@ _warned_s = -math.inf
 
 
 def _warn_of_descriptors(descriptor: int, limit: int) -> None:
-    """Log that descriptors run out, at most once in TELL_AGAIN_S."""
+    """Log that descriptors are running out, at most once in `TELL_AGAIN_S`."""
     global _warned_s  # noqa: PLW0603 - the limit and the log belong to the process
     now = time.monotonic()
     if now - _warned_s < TELL_AGAIN_S:
@@ -330,7 +336,9 @@ def _send_no_chunks(cycle: RequestResponseCycle) -> None:
             if ended_by_close:
                 cycle.chunked_encoding = cycle.keep_alive = False
         elif ended_by_close:
-            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares it with this piece
+            cycle.expected_content_length = len(
+                message.get("body", b"")
+            )  # uvicorn compares this number with the size of the piece
         await send(message)
 
     cycle.send = sent  # type: ignore[method-assign]

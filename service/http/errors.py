@@ -1,4 +1,4 @@
-"""HTTP responses for exceptions: the table of statuses, and OpenAI's error object."""
+"""HTTP responses for exceptions: the table of HTTP statuses, and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TABLE: Mapping[type[BaseException], int] = {
     errors.ServiceStopping: 503,
     errors.QueueFull: 429,
     errors.RequestTimeout: 504,
-    errors.RequestAborted: 499,  # nginx's `client closed request`, for the log: the client is gone
+    errors.RequestAborted: 499,  # nginx's `client closed request`, only for the log
     Exception: 500,
 }
 """HTTP status by class of error. The first class in the error's method resolution order applies."""
@@ -52,18 +52,19 @@ KINDS: Mapping[int, str] = {
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }
-"""The error object's `type` by status. Other statuses are a BadRequestError, or from 500 an InternalServerError."""
+"""The error object's `type` for each status. For other statuses, it is InternalServerError from 500 on, and
+BadRequestError below."""
 
 
 class ErrorObject(BaseModel):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
     param: str | None
     """Field of the request that caused the error, or None."""
     code: int | Literal["context_length_exceeded"]
-    """The HTTP status, as in vLLM, or OpenAI's code that tells clients to shorten the prompt."""
+    """The HTTP status, as in vLLM. If the prompt is too long, OpenAI's code, which tells clients to shorten it."""
 
 
 class ErrorBody(BaseModel):
@@ -87,8 +88,8 @@ def status_of(error: BaseException) -> int:
 def error_object(error: BaseException) -> dict[str, Any]:
     """Return OpenAI's error object for `error`.
 
-    Only a `MindieMMError` shows its message to the client. An error of shared memory or the spool does not, because it
-    names files of this machine.
+    The client sees the message of a `MindieMMError`, but not the message of any other exception. Messages about shared
+    memory are also hidden, because they contain paths on this machine.
     """
     message = str(error) if isinstance(error, errors.MindieMMError) else "internal error"
     if isinstance(error, errors.SharedMemoryError):
@@ -109,7 +110,7 @@ def error_body(message: str, status: int, param: str | None = None) -> dict[str,
 
 
 def install(app: FastAPI) -> None:
-    """Install exception handlers, so that `app` answers every error with an error object."""
+    """Install exception handlers that answer every error with an error object."""
     app.add_exception_handler(errors.MindieMMError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -119,7 +120,7 @@ def error_response(error: Exception) -> Response:
     """Return the response for any `error`."""
     status = status_of(error)
     if status == 500 or isinstance(error, errors.SharedMemoryError):
-        # The message of a foreign error may quote the client's input.
+        # The message of an error from another library may quote the client's input.
         text = error if isinstance(error, errors.MindieMMError) else "internal error"
         _log.error("request failed: %s: %s", type(error).__name__, text)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
@@ -132,21 +133,21 @@ async def _on_error(_: Request, error: Exception) -> Response:
 
 async def _on_invalid_body(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = error.errors()
-    details = "; ".join(_detail(detail) for detail in found[:_MAX_DETAILS])
-    if len(found) > _MAX_DETAILS:
-        details += f"; and {len(found) - _MAX_DETAILS} more"
-    return JSONResponse(error_body(details, 400, _param(found[0]) if found else None), status_code=400)
+    mistakes = error.errors()
+    details = "; ".join(_detail(detail) for detail in mistakes[:_MAX_DETAILS])
+    if len(mistakes) > _MAX_DETAILS:
+        details += f"; and {len(mistakes) - _MAX_DETAILS} more"
+    return JSONResponse(error_body(details, 400, _param(mistakes[0]) if mistakes else None), status_code=400)
 
 
 def _param(detail: Mapping[str, Any]) -> str | None:
-    """Return the body's field that is invalid, or None if the body is invalid as a whole."""
+    """Return the name of the invalid field, or None if the body as a whole is invalid."""
     first = next(iter(detail["loc"][1:]), detail.get("ctx", {}).get("name"))
     return first if isinstance(first, str) else None
 
 
 def _detail(detail: Mapping[str, Any]) -> str:
-    """Describe one validation error. Quote the value only if it is short, because it may be an image."""
+    """Describe one validation error. The value is quoted only if it is short, because it may be an image."""
     if detail["type"] == "json_invalid":
         return "the body is not valid JSON"
     where = ".".join(str(part) for part in detail["loc"][1:]) or "body"

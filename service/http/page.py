@@ -15,9 +15,9 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 FOLDER = Path(__file__).parents[1] / "static"
 INDEX = "index.html"
 FILES = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _TYPES}
-"""Contents of the page's files by name, read when the service starts."""
+"""Name and contents of each file of the page. The files are read when the service starts."""
 PATHS = frozenset({"/", *(f"/static/{name}" for name in FILES if name != INDEX)})
-"""URL paths of the files. They contain nothing that needs a key."""
+"""URL paths of the files. The files contain nothing secret."""
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "

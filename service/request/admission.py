@@ -15,7 +15,7 @@ from mindie_mm.errors import MindieMMError, QueueFull, RequestAborted, RequestTi
 
 
 class Admission:
-    """The set of requests being answered: at most `limit` at a time, each for at most `timeout_s` seconds."""
+    """The requests in progress: at most `limit` requests at a time, each for at most `timeout_s` seconds."""
 
     def __init__(self, limit: int, timeout_s: float) -> None:
         self._limit = limit
@@ -41,18 +41,18 @@ class Admission:
     async def admit(self, receive: Receive, timeout_s: float | None = None) -> AsyncIterator[None]:
         """Admit a request for the duration of the `with` block.
 
-        The block is cancelled if the client disconnects, the deadline passes or the service stops. This context manager
-        then raises the cause when the block has been left.
+        The block is canceled if the client disconnects, the deadline passes or the service stops. The context manager
+        then raises the cause after the block.
 
         Args:
             receive: The request's ASGI callable. It must have returned the whole body already.
-            timeout_s: Deadline in seconds from now. The deadline of the service applies if it is shorter.
+            timeout_s: Maximum time in seconds for this request. The service's limit applies if it is shorter.
 
         Raises:
             QueueFull: Too many requests are being answered.
-            ServiceStopping: The service is stopping, or stopped before the block was left.
+            ServiceStopping: The service is stopping, or stopped while the block ran.
             RequestAborted: The client disconnected.
-            RequestTimeout: The deadline passed.
+            RequestTimeout: The request took too long.
 
         """
         self.require_room()
@@ -76,7 +76,7 @@ class Admission:
             client.cancel()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new requests and return when none is left. After `grace_s` seconds, end those that still run."""
+        """Refuse new requests, and wait until all requests have ended. After `grace_s` seconds, end the rest."""
         self.stopping = True
         ends = [asyncio.create_task(event.wait()) for event in (self._idle, self._grace_over)]
         await asyncio.wait(ends, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -87,12 +87,12 @@ class Admission:
         await self._idle.wait()
 
     def end_grace(self) -> None:
-        """Make a current or later call of `stop` end the running requests immediately."""
+        """End the grace period of `stop`, whether `stop` has been called already or is called later."""
         self._grace_over.set()
 
 
 class _Endable:
-    """A context that other tasks can end with an exception, like `asyncio.timeout` for any cause."""
+    """A context that other tasks can end with an exception. Its implementation follows `asyncio.timeout`."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[object] | None = None
@@ -105,7 +105,7 @@ class _Endable:
         return self._cause
 
     def end(self, cause: MindieMMError) -> None:
-        """Raise `cause` from the block. Only the first call counts, and only while the block runs."""
+        """Raise `cause` from the `with` block. Only the first call has an effect, and only while the block runs."""
         if self._task is not None and self._cause is None:
             self._cause = cause
             self._task.cancel()
@@ -123,7 +123,7 @@ class _Endable:
         assert task is not None
         if self._cause is None:
             return
-        # A cancellation from elsewhere, such as the server's, takes precedence.
+        # A cancellation by other code, such as the server, takes precedence.
         if task.uncancel() <= self._cancelling and (kind is None or issubclass(kind, asyncio.CancelledError)):
             raise self._cause from error
 
@@ -132,9 +132,9 @@ _current: ContextVar[_Endable | None] = ContextVar("request", default=None)
 
 
 def cause_of_end() -> MindieMMError | None:
-    """Return the reason for the cancellation of the current task's request, or None if nothing ends the request.
+    """Return the error that ended the current task's request, or None if nothing has ended it.
 
-    The task itself sees only a CancelledError. The reason is RequestAborted, RequestTimeout or ServiceStopping.
+    The error is RequestAborted, RequestTimeout or ServiceStopping. The task itself sees only a CancelledError.
     """
     request = _current.get()
     return None if request is None else request.cause

@@ -18,16 +18,17 @@ from service.telemetry import tracing
 _log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0
-"""Time in seconds for sending the error to a client whose answer broke off."""
+"""Maximum time in seconds for sending the error after an answer was aborted."""
 
 _PIECE_BYTES = 2**16
-"""Maximum number of bytes of a whole answer to send at a time. A connection buffers as much without a reader."""
+"""Maximum number of bytes to send at a time. A connection buffers this many bytes even if the client does not read."""
 
 
 class Admitted(Response):
-    """A response that is made and sent inside `admission`. Only its last bytes, which a connection buffers, are not.
+    """A response that is computed and sent while its request is admitted.
 
-    An error before the first byte is raised, so that it gets its own status. A later error breaks off the response.
+    Only the last bytes, which the connection can buffer, are sent after the admission has ended. An error before the
+    first byte is raised, so that the response gets the error's status. A later error aborts the response.
     """
 
     def __init__(self, admission: Admission, timeout_s: float | None, headers: dict[str, str] | None = None) -> None:
@@ -38,10 +39,10 @@ class Admitted(Response):
 
     @abstractmethod
     async def _answer(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
-        """Send the answer without its last bytes, and return these."""
+        """Send the answer except its last bytes, and return the last bytes."""
 
     def _last_words(self, _: Exception) -> bytes | None:
-        """Return the bytes that report an error in a started answer, or None if its format has no such report."""
+        """Return the bytes that report an error after the answer has begun. None if the format cannot report errors."""
         return None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,11 +60,13 @@ class Admitted(Response):
             async with self._admission.admit(receive, self._timeout_s):
                 last = await self._answer(sending)
                 if started:
-                    await sending(b"")  # waits until the client has taken nearly all
+                    await sending(b"")  # waits until the client has received nearly all bytes
         except Exception as error:
             if not started:
                 raise
-            scope.setdefault("state", {})["error"] = type(error).__name__  # for the log: the status was a success
+            scope.setdefault("state", {})["error"] = type(
+                error
+            ).__name__  # for the access log, because the status was 200
             if isinstance(error, RequestAborted):
                 return
             _note(error)

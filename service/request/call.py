@@ -1,4 +1,4 @@
-"""The call of the engine for a request of any route. It yields the request's choices, whole or as they grow."""
+"""Calls the engine for a request of any route. The choices are returned whole or streamed."""
 
 from __future__ import annotations
 
@@ -33,62 +33,69 @@ _NO_GRAMMAR = re.compile(r"the grammar is not supported: (?:at \d+\(\d+\): )?(.+
 """Error about a grammar. A request with tools has none, and does not know its lines."""
 
 MAX_ANSWER_LOGPROBS = 2**20
-"""Maximum number of log-probabilities in one answer, about 100 bytes each. One choice over the whole context may have
-more."""
+"""Maximum number of log-probabilities in one answer. Each of them takes about 100 bytes.
+
+If the context is long, one choice may exceed this number, so that every token can have `MAX_LOGPROBS`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request's use of the service."""
+    """One request's call of the engine."""
 
     service: Service
     params: SamplingParams
     n: int
     """Number of choices per prompt."""
     id: str
-    """Id of the answer. The ids of its choices append an index."""
+    """Id of the answer. The id of a choice is this id, a hyphen and the choice's index."""
     clock: Clock
     timed: bool
     """Whether the answer contains timings."""
     meter: Meter
+    owner: bytes
+    """Digest of the API key that the request carries."""
     structure_field: str | None = None
     """Field of the request that describes the structured output."""
     silent: Collection[int] | None = None
-    """Ids of the tokens that have no text. None: the special tokens."""
+    """Ids of the tokens that are left out of the text. If it is None, `params.skip_special_tokens` applies."""
 
     @asynccontextmanager
     async def prompts(
         self, requests: Sequence[TokenizeRequest], truncate_to: int | None = None
     ) -> AsyncIterator[list[PromptSource]]:
-        """Tokenize `requests` as in `prompts.prompts`, each limited by `Worker.limited`.
+        """Limit the length of each request with `Worker.limited`, and tokenize `requests` with `prompts.prompts`.
 
-        Raise InputError also for a structured output that cannot be served.
+        Raise InputError if a request is not valid, or if the structured output is not supported.
         """
         worker = self.service.worker
         with self.meter.counted(len(requests) * self.n):
             await self.check_structure()
             limited = [worker.limited(request, self.params, truncate_to) for request in requests]
-            async with prompts(self.service, limited, self.clock) as sources:
+            async with prompts(self.service, limited, self.clock, self.owner) as sources:
                 yield sources
 
     @asynccontextmanager
     async def prompts_of_ids(
         self, given: Sequence[Sequence[int]], cut: PromptOptions
     ) -> AsyncIterator[list[PromptSource]]:
-        """Yield the prompts of token ids that a client sent, cut as the options ask. Raise InputError as `prompts`."""
+        """Yield the prompts for token ids that a client sent, truncated as `cut` asks.
+
+        Raise InputError if an id is not in the vocabulary, or if the structured output is not supported.
+        """
         with self.meter.counted(len(given) * self.n):
             await self.check_structure()
             yield [PromptSource(prompt_of_ids(self.service, self._cut(ids, cut), "prompt")) for ids in given]
 
     def _cut(self, ids: Sequence[int], options: PromptOptions) -> Sequence[int]:
-        """Return `ids` without those that `options.cut_to` drops."""
+        """Return `ids`, truncated to `options.cut_to` tokens."""
         num_kept = self.service.worker.prompt_room(self.params) if options.cut_to == -1 else options.cut_to
         if not 0 < num_kept < len(ids):
             return ids
         return ids[-num_kept:] if options.cut_side == "left" else ids[:num_kept]
 
     async def check_structure(self) -> None:
-        """Raise InputError if the structured output cannot be served."""
+        """Raise InputError if the structured output is not supported."""
         with blaming(self.structure_field):
             try:
                 await self.service.worker.check_schema(self.params)
@@ -98,7 +105,7 @@ class Call:
                 raise
 
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
-        """Return all choices when they are finished."""
+        """Wait until all choices are finished, and return them."""
         choices = [Choice(index=index) for index in range(len(sources) * self.n)]
         async with aclosing(self.deltas(sources, whole=True)) as deltas:
             async for index, delta in deltas:
@@ -106,7 +113,7 @@ class Call:
         return choices
 
     def timings(self, choices: Sequence[Answer]) -> Timed:
-        """Return the answer's `timings`, or nothing if the request does not ask for them."""
+        """Return the answer's `timings`, or an empty dict if the request does not ask for them."""
         return {"timings": timings(self.clock, choices)} if self.timed else {}
 
     async def deltas(
@@ -114,7 +121,8 @@ class Call:
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield the outputs of `n` choices per prompt as they arrive, each with the index of its choice.
 
-        Choices are numbered prompt by prompt. `whole` is as in `Worker.generate`.
+        The first `n` indices belong to the first prompt, the next `n` to the second, and so on. `whole` is as in
+        `Worker.generate`.
         """
         n = self.n
         self._require_room(sources)
@@ -138,9 +146,9 @@ class Call:
         self.meter.finished(n)
 
     def _require_room(self, sources: Sequence[PromptSource]) -> None:
-        """Raise LimitExceeded if the answer may hold too many log-probabilities."""
+        """Raise LimitExceeded if the answer may contain too many log-probabilities."""
         params, info = self.params, self.service.worker.engine.info
-        context, found = info.max_model_len, 0
+        context, num_logprobs = info.max_model_len, 0
 
         def num_each(num_top: int) -> int:
             return 1 + (info.vocab_size if num_top == ALL_TOKENS else num_top)
@@ -148,15 +156,15 @@ class Call:
         for source in sources:
             num_prompt = len(source.prompt)
             if params.prompt_logprobs is not None:
-                found += self.n * num_prompt * num_each(params.prompt_logprobs)
+                num_logprobs += self.n * num_prompt * num_each(params.prompt_logprobs)
             if params.logprobs is not None:
                 most = params.most_tokens(max(context - num_prompt, 0))
                 named = params.logprob_token_ids
-                found += self.n * most * num_each(params.logprobs if named is None else len(named))
+                num_logprobs += self.n * most * num_each(params.logprobs if named is None else len(named))
         limit = max(MAX_ANSWER_LOGPROBS, context * (MAX_LOGPROBS + 1))
-        if found > limit:
+        if num_logprobs > limit:
             raise LimitExceeded(
-                f"the response may have {found} log probabilities (choices x tokens x log probabilities per "
+                f"the response may have {num_logprobs} log probabilities (choices x tokens x log probabilities per "
                 f"token); the limit is {limit}. Lower n, max_tokens or logprobs"
             )
 
@@ -165,7 +173,8 @@ class Call:
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output of one choice.
 
-        The prompt's first choice sets its `prompt_logprobs`. The others wait for them, because they have the same.
+        The first choice of a prompt sets the future `prompt_logprobs`. The prompt's other choices wait for it, because
+        their log-probabilities of the prompt are the same.
         """
         params, shared = self._seeded(index % self.n), None
         if index % self.n and params.prompt_logprobs is not None:
@@ -184,7 +193,7 @@ class Call:
                 begins = delta.restarted
 
     def _seeded(self, index: int) -> SamplingParams:
-        """Return the settings of a prompt's choice `index`. Seeds are consecutive and wrap around in int64."""
+        """Return the parameters of a prompt's choice `index`. Seeds are consecutive, and wrap around within int64."""
         if self.params.seed is None or not index:
             return self.params
         return msgspec.structs.replace(self.params, seed=(self.params.seed + index + 2**63) % 2**64 - 2**63)
@@ -203,11 +212,11 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waiting.__getitem__):
                 index = waiting.pop(task)
-                found = task.result()
-                if found is None:
+                output = task.result()
+                if output is None:
                     continue
                 waiting[asyncio.create_task(_next(streams[index]))] = index
-                yield index, found
+                yield index, output
     finally:
         for task in waiting:
             task.cancel()

@@ -1,4 +1,4 @@
-"""How one chat request is answered: what the engine must keep to, and how the text becomes a message."""
+"""Prepares the answer to a chat request: its structured output, and the form of its messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.structured.outputs import MAX_STRUCTURE_BYTES, StructuredOutputs
 from mindie_mm.tokenize.prompt import Prompt
-from mindie_mm.tool_calls.history import num_calls
+from mindie_mm.tool_calls.history import num_calls, with_tool_calls
 from mindie_mm.tool_calls.lark import json_value
 from mindie_mm.tool_calls.tool import Tool
 from service.request.call import Call
@@ -22,18 +22,18 @@ from service.request.message import MessageForm
 from service.schemas.tool_types import ToolUse
 
 _TAIL = 32
-"""Number of tokens at the end of a prompt that show whether it opens the reasoning."""
+"""Number of tokens at the end of a prompt that are searched for the marker that starts the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """A chat's call of the engine, and the form of its messages."""
+    """The call of the engine for a chat request, and the form of its messages."""
 
     call: Call
     message: MessageForm
     format: ChatFormat
     budget: int | None = None
-    """Maximum number of tokens of the reasoning."""
+    """Maximum number of reasoning tokens."""
 
     @classmethod
     def of(
@@ -47,10 +47,10 @@ class ChatForm:
         stream_reasoning: bool,
         budget: int | None,
     ) -> ChatForm:
-        """Read a request.
+        """Return the form for a request.
 
         Raises:
-            InputError: The calls cannot be enforced.
+            InputError: The tool calls cannot be enforced.
 
         """
         service, written = call.service, call.service.chat_format
@@ -64,25 +64,26 @@ class ChatForm:
             streams_reasoning=stream_reasoning,
             parser=parser,
             tools=tools,
-            num_earlier_calls=num_calls(messages) if parser else 0,
+            num_earlier_calls=num_calls(with_tool_calls(messages)) if parser else 0,
             parallel=use.parallel,
+            as_function=use.is_deprecated,
             hidden=tuple(shown),
         )
         if shown:
             without_text = written.special if call.params.skip_special_tokens else frozenset[int]()
             call = replace(call, silent=without_text.difference(written.added_tokens[token] for token in shown))
         if parser is not None:
-            with blaming("tools"):
+            with blaming(use.field):
                 wanted = _wanted(call.params.structured_outputs, use, tools, written)
             if wanted != call.params.structured_outputs:
-                call = _kept_to(call, wanted, "tools")
+                call = _kept_to(call, wanted, use.field)
         return cls(call, form, written, budget)
 
     async def after(self, prompt: Prompt) -> ChatForm:
-        """Return the form for a prompt, which may open the reasoning, or end it.
+        """Return the form adapted to the tokenized prompt, which may already start or end the reasoning.
 
         Raises:
-            InputError: The structured output cannot be served.
+            InputError: The structured output is not supported.
 
         """
         reasoning = self.message.reasoning
@@ -115,10 +116,11 @@ def _kept_to(call: Call, wanted: StructuredOutputs | None, field: str) -> Call:
 def _wanted(
     given: StructuredOutputs | None, use: ToolUse, tools: Sequence[Tool], written: ChatFormat
 ) -> StructuredOutputs | None:
-    """Return the structured output of an answer with tools. `given` is the one of other fields.
+    """Return the structured output for an answer that may contain tool calls.
 
-    A required call replaces other structured outputs, because the answer has no content. If the model decides, the
-    answer is either calls or a JSON value of the schema that is given.
+    `given` is the structured output that other fields of the request describe. A required call replaces `given`,
+    because the answer then has no content. If the model may decide and `given` is a schema, the answer is either tool
+    calls or a JSON value that fits the schema.
     """
     if use.mode == "required":
         return StructuredOutputs(grammar=_grammar(use, tools, written))
@@ -157,23 +159,23 @@ def _grammar(use: ToolUse, tools: Sequence[Tool], written: ChatFormat, *, with_t
 
 
 def _schema(given: StructuredOutputs | None) -> dict[str, Any] | None:
-    """Return the JSON schema of a structured output, or None for other kinds."""
+    """Return the JSON schema of a structured output, or None if no schema describes it."""
     if given is None:
         return None
     if given.json_object:
         return {"type": "object"}
     try:
         schema = json.loads(given.json) if given.json is not None else None
-    except (ValueError, RecursionError):  # reported with the structured output
+    except (ValueError, RecursionError):  # the check of the structured output reports it
         return None
     return schema if isinstance(schema, dict) else None
 
 
 def _anything(written: ChatFormat, opening: str | None) -> StructuredOutputs:
-    """Return the structured output of any text, with any added tokens but those that open a reasoning.
+    """Return a structured output that allows any text. Added tokens in `opening`, which starts reasoning, are excluded.
 
     Raises:
-        InputError: No token opens the reasoning, so that any text may do so.
+        InputError: `opening` contains no added token, so ordinary text could start the reasoning.
 
     """
     excluded = [token for token in written.added_tokens if opening and token and token in opening]

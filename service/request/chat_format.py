@@ -1,4 +1,4 @@
-"""The format in which the served checkpoint writes calls and reasoning, and prompts for it."""
+"""The format in which the served checkpoint writes tool calls and reasoning. Chat prompts are adapted to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tool_calls.described import with_described_tools
 from mindie_mm.tool_calls.formats.hermes import HermesParser
-from mindie_mm.tool_calls.history import with_own_ids
+from mindie_mm.tool_calls.history import with_own_ids, with_tool_calls
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.reasoning import ReasoningFormat, reasoning_for, reasoning_named
 from mindie_mm.tool_calls.registry import parser_for, parser_named
@@ -27,27 +27,27 @@ _NO_REASONING = "none"
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Calls and reasoning of the served checkpoint."""
+    """The format of tool calls and reasoning of the served checkpoint."""
 
     parser: type[ToolCallParser]
-    """Format of the calls."""
+    """Parser of the tool calls."""
     reasoning: ReasoningFormat | None
-    """Format of the reasoning, or None if the checkpoint does not reason."""
+    """Format of the reasoning, or None if the checkpoint does not write reasoning."""
     traits: ChatTraits
     """Traits of the chat template."""
     without_template: Literal["describe", "ignore", "refuse"]
-    """How tools are served if the template has no place for them."""
+    """How to handle tools if the template has no place for them."""
     added_tokens: Mapping[str, int]
-    """Ids of the tokenizer's added tokens."""
+    """Text and id of each added token of the tokenizer."""
     special: frozenset[int]
-    """Ids of those that answers do not show."""
+    """Ids of the special tokens, which answers do not show."""
 
     @classmethod
     def of(cls, worker: Worker, config: ServiceConfig) -> ChatFormat:
-        """Find the formats by the settings, or else by the chat template.
+        """Find the formats by the settings or, without settings, by the chat template.
 
         Raises:
-            InputError: No format has the name in a setting, or the checkpoint's `response_template` cannot be read.
+            InputError: A setting names an unknown format, or the checkpoint's `response_template` cannot be read.
 
         """
         traits = worker.tokenizer_stage.chat_traits
@@ -59,7 +59,7 @@ class ChatFormat:
             given = config.tool_call_parser
             parser = parser_named(given) if given else parser_for(traits.template, vocabulary, stated)
         reasoning = reasoning_of(config) if config.reasoning_parser else reasoning_for(traits.template)
-        found = cls(
+        chat_format = cls(
             parser or HermesParser,
             reasoning,
             traits,
@@ -67,8 +67,10 @@ class ChatFormat:
             vocabulary,
             frozenset(index for index, token in added.items() if token.special),
         )
-        _log.info("tool calls are read by %s, reasoning by %s", found.parser.__name__, reasoning and reasoning.end)
-        return found
+        _log.info(
+            "tool calls are read by %s, reasoning by %s", chat_format.parser.__name__, reasoning and reasoning.end
+        )
+        return chat_format
 
     def request(
         self,
@@ -80,13 +82,15 @@ class ChatFormat:
         """Return the messages and the variables for the chat template.
 
         Raises:
-            InputError: A variable is wrong, or a required call cannot be described.
+            InputError: A variable is not valid, or the request requires a tool call although tools are ignored.
 
         """
         given, tools = dict(variables or {}), use.offered
         if reasoning_effort and not self.traits.names("reasoning_effort") and self.traits.names("enable_thinking"):
             given.setdefault("enable_thinking", reasoning_effort != "none")
             reasoning_effort = None
+        if not self.traits.names("function_call"):
+            messages = with_tool_calls(messages)
         if not self.traits.template or self.without_template == "refuse" or self.traits.names("tools"):
             messages = with_own_ids(messages, self.parser)
         else:
@@ -101,11 +105,11 @@ class ChatFormat:
         return list(messages), template_variables(given, tools, None, reasoning_effort)
 
     def reads_calls(self, use: ToolUse) -> bool:
-        """Return whether the answer to a request may have calls."""
+        """Return whether the answer to a request may contain tool calls."""
         return bool(use.offered) and (self.without_template != "ignore" or self.traits.names("tools"))
 
     def shown_tokens(self, parser: type[ToolCallParser] | None, reasoning: ReasoningFormat | None) -> Collection[str]:
-        """Return the special tokens that parsers need in the text."""
+        """Return the special tokens that the parsers need to see in the text."""
         texts = [*(parser.markers if parser else ()), *([reasoning.start, reasoning.end] if reasoning else [])]
         if not texts:
             return ()
@@ -118,9 +122,9 @@ class ChatFormat:
     def _ignore(self, use: ToolUse) -> None:
         if use.mode == "required":
             raise InputError(
-                "tool_choice requires a call, and this service ignores tools: start it with "
+                f"{use.choice_field} requires a call, and this service ignores tools: start it with "
                 "--tools-without-template describe",
-                param="tool_choice",
+                param=use.choice_field,
             )
         if not _warned:
             _warned.append(True)
@@ -133,7 +137,7 @@ _warned: list[bool] = []
 
 
 def reasoning_of(config: ServiceConfig) -> ReasoningFormat | None:
-    """Return the format of reasoning in the settings. Raise InputError if no format has its name."""
+    """Return the format of reasoning that the settings name. Raise InputError if there is no such format."""
     name = config.reasoning_parser
     return None if name in (None, _NO_REASONING) else reasoning_named(name)
 

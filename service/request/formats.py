@@ -1,4 +1,4 @@
-"""Detection of media formats by content. File names and content types are not trusted."""
+"""Detects media formats by content. File names and content types are not trusted."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def extension(head: bytes) -> str | None:
 
 
 def is_base64_media(text: str) -> bool:
-    """Return whether `text` starts like base64 of a known format and does not end in a file suffix.
+    """Return whether `text` begins as base64 of a known format does, and does not end in a file suffix.
 
-    The decoder validates the rest. Invalid base64 must get an error about base64, not one about a missing file.
+    The rest of the text is not checked, so that invalid base64 gets an error about base64 and not about a missing file.
     """
     head_chars = HEAD_BYTES // 3 * 4
     begin = text[: 2 * head_chars].translate(dict.fromkeys(map(ord, WHITE_SPACE)))

@@ -1,4 +1,4 @@
-"""Requests that call the model, with the steps from the route to the response that all routes share."""
+"""The steps from the route to the response that all requests to the model share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
+from service.http.access import key_digest
 from service.request.admitted import WholeAnswer
 from service.request.call import Call
 from service.request.meter import Meter
@@ -25,17 +26,17 @@ from service.schemas.unknown_fields import pass_over_fields
 
 @dataclass(frozen=True, slots=True)
 class Form(ABC):
-    """One request and the format of its route's answers."""
+    """One request, and the format of the answer."""
 
     call: Call
 
     @abstractmethod
     async def answer(self) -> Mapping[str, object]:
-        """Return the whole answer."""
+        """Return the answer of a request that does not stream."""
 
     @abstractmethod
     def events(self) -> AsyncGenerator[Mapping[str, object], None]:
-        """Yield the answer's events."""
+        """Yield the events of a streamed answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,23 @@ class Incoming:
     service: Service
     id: str
     clock: Clock
+    owner: bytes
+    """Digest of the API key that the request carries."""
 
     def call(self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1) -> Call:
-        """Return the call for this request. `prefix` precedes the answer's id. Raise ModelNotFound or InputError."""
+        """Return the call of the engine for this request.
+
+        Args:
+            model: Model that the request asks for.
+            settings: The request's settings.
+            prefix: Text in front of the request's id in the answer's id.
+            n: Number of choices per prompt.
+
+        Raises:
+            ModelNotFound: The model is not the served model.
+            InputError: A setting is not valid.
+
+        """
         self.service.check_model(model)
         if isinstance(settings, Body):
             pass_over_fields(settings.unknown, strict=self.service.config.strict)
@@ -64,10 +79,11 @@ class Incoming:
             raise
         meter = Meter(self.service.metrics, self.clock.arrived)
         field = structure.field if structure is not None else None
-        return Call(self.service, params, n, prefix + self.id, self.clock, bool(settings.timings), meter, field)
+        timed = bool(settings.timings)
+        return Call(self.service, params, n, prefix + self.id, self.clock, timed, meter, self.owner, field)
 
     def _require_order(self, params: SamplingParams) -> None:
-        """Raise InputError if the request has a priority, and priorities are off."""
+        """Raise InputError if the request sets a priority although the scheduling policy ignores priorities."""
         if params.priority and self.service.config.scheduling_policy != "priority":
             message = f"priority is {params.priority}; it must be 0 unless --scheduling-policy priority is set"
             raise InputError(message, param="priority")
@@ -83,7 +99,7 @@ class Incoming:
 
 
 async def _incoming(request: Request, service: ServiceDep) -> Incoming:
-    return Incoming(service, request.state.request_id, Clock(request.state.arrived))
+    return Incoming(service, request.state.request_id, Clock(request.state.arrived), key_digest(request.headers))
 
 
 IncomingDep = Annotated[Incoming, Depends(_incoming)]

@@ -1,6 +1,6 @@
-"""Media of requests: fetch them from HTTP, data: URLs, base64 and files, and write them to the request's directory.
+"""Fetches the media of requests from HTTP, data: URLs, base64 and files, and writes them to the request's folder.
 
-Tokenizers read only these files. Sources that a client names are resolved, fetched and limited here.
+Tokenizer processes read only these files. Only this module resolves the sources that clients send.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class _Request:
     """The request whose media are spooled."""
 
     name: str
-    """Name of its directory, which is unique."""
+    """Name of the request's folder, which is unique."""
     spend: Callable[[int], None]
-    """Function that counts bytes before they are written, or while they are fetched. It raises LimitExceeded or
-    SpoolFull."""
+    """Function that counts bytes before they are written, or while they are fetched. The function raises LimitExceeded
+    or SpoolFull."""
     turns: asyncio.Semaphore
-    """Limit on the files that the request spools at a time. Other requests get their turn, even if this one has many
-    files or slow servers."""
+    """Limit on the number of files that the request spools at a time. Without it, a request with many files or slow
+    servers would hold up other requests."""
 
 
 class _Copy:
-    """A file that a thread copies into a request's directory. After the context is left, nothing more is written.
+    """A file that a thread copies into a request's folder. Nothing is written after the context has been left.
 
-    The thread may outlive the request, because a read from a file system that does not respond cannot be cancelled.
+    The thread may outlive the request, because a read cannot be canceled while the file system does not respond.
     """
 
     def __init__(self, stem: Path, spend: Callable[[int], None]) -> None:
@@ -70,9 +70,10 @@ class _Copy:
             self._is_over = True
 
     def write(self, piece: bytes, size: int) -> None:
-        """Append the next bytes of a source file of `size` bytes, which may have grown since.
+        """Append the next bytes of a source file that had `size` bytes when it was opened.
 
-        Their size is counted first. The copy is open only during a write, so that it takes no space once it is removed.
+        The bytes are counted before they are written. The copy is open only during a write, so that its space is free
+        as soon as it is removed.
 
         Raises:
             ValueError: The context has been left.
@@ -92,7 +93,7 @@ class _Copy:
 
 
 class MediaPolicy:
-    """The service's rules for media: permitted sources, and limits on count and size."""
+    """Spools media by the service's rules: permitted sources, and limits on count and size."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config
@@ -101,17 +102,17 @@ class MediaPolicy:
         self._quota = MediaQuota(config.max_media_bytes, config.max_spool_bytes)
 
     async def spool(self, items: Sequence[Media], directory: Path) -> list[Paths]:
-        """Write `items` to files under `directory`. They count towards the limits of the spool until `remove`.
+        """Write `items` to files under `directory`. The files count toward the limits of the spool until `remove`.
 
-        An item is named <kind>/<n>.<ext>, where n counts the items of its kind from 1. If a video is given as frames,
-        each frame is a file <kind>/<n>-<k>.<ext>. The size limit of an item applies to all of its frames together.
+        The file of an item is <kind>/<n>.<ext>, where n counts the items of its kind from 1. If a video is given as
+        frames, each frame is a file <kind>/<n>-<k>.<ext>. An item's size limit applies to all of its frames together.
 
         Returns:
             The files in the order of the items.
 
         Raises:
-            InputError: An item cannot be read, or a limit is exceeded. The message names the item.
-            SpoolFull: The spool has no room.
+            InputError: An item cannot be read, or the request exceeds a limit.
+            SpoolFull: The spool is full.
 
         """
         if len(items) > self.config.max_media_items:
@@ -135,13 +136,13 @@ class MediaPolicy:
         return await gather(writes)
 
     def remove(self, directory: Path) -> None:
-        """Delete a request's media files but not its path file. Call it when no file is being written."""
+        """Delete a request's media files but not its path file. Call this method only when no file is being written."""
         for kind in KINDS:
             shutil.rmtree(directory / kind, ignore_errors=True)
         self._quota.give_back(directory.name)
 
     async def _spool_item(self, what: str, source: Any, stem: Path, request: _Request) -> Paths:
-        """Spool one item. `what` is its name in errors."""
+        """Spool one item. Error messages call the item `what`."""
         request = replace(request, spend=ItemQuota(self.config.max_item_bytes, request.spend).spend)
         if not isinstance(source, tuple):
             return await self._spool_file(what, source, stem, request)
@@ -157,7 +158,9 @@ class MediaPolicy:
 
     async def _bring(self, what: str, source: Any, stem: Path, request: _Request) -> Path:
         with naming(what):
-            assert isinstance(source, str), "JSON has no bytes"
+            if isinstance(source, bytes):  # kept from an earlier request
+                request.spend(len(source))
+                return await in_thread(lambda: _write(source, stem))
             _require_unicode(source)
             scheme = scheme_of(source)
             if scheme in ("http", "https"):
@@ -192,10 +195,13 @@ class MediaPolicy:
             )
 
     def _read(self, path: str, copy: _Copy) -> None:
-        """Copy a file under the allowed folder. The opened file is checked, because a link may change before that."""
+        """Copy a file under the allowed folder.
+
+        The path of the opened file is checked too, because a symbolic link may change before the file is opened.
+        """
         folder = self.config.allowed_media_dir
         if folder is None:
-            raise MediaError("this service does not read files (--allowed-media-dir)")
+            raise MediaError("this service does not read files, because --allowed-media-dir is not set")
         if len(path) > _MAX_PATH or "\0" in path:
             raise MediaError(f"the path has a NUL character or more than {_MAX_PATH} characters")
         refused = MediaError("there is no such file in the allowed media folder")
@@ -215,23 +221,23 @@ class MediaPolicy:
             if not stat.S_ISREG(status.st_mode):
                 raise MediaError("the path is not a regular file")
             copy.write(_piece_of(file), status.st_size)
-            while piece := _piece_of(file):  # to the end of the file, which may have grown
+            while piece := _piece_of(file):  # up to the end, because the file may have grown
                 copy.write(piece, status.st_size)
 
 
 def _piece_of(file: FileIO) -> bytes:
-    """Read the next bytes of a client's file. Raise OperationalError if its file system fails."""
+    """Read the next bytes of a file. Raise OperationalError if the file system fails."""
     with os_errors_as(OperationalError, "the file cannot be read"):
         return file.read(_PIECE_BYTES)
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """Open without waiting for the other end of a named pipe."""
+    """Open a file. If it is a named pipe, do not wait for its other end."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _require_unicode(source: str) -> None:
-    """Raise MediaError for lone surrogates, which URL parsers ignore."""
+    """Raise MediaError if the source contains lone surrogates, which URL parsers ignore."""
     try:
         if not source.isascii():  # avoids a copy of long base64
             source.encode()

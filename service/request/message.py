@@ -1,4 +1,4 @@
-"""The text of one choice as the parts of a message: reasoning, content and calls."""
+"""Splits the text of a choice into the parts of a message: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -12,50 +12,51 @@ from mindie_mm.tool_calls.events import Answer, CallArguments, CallEnd, CallStar
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.reasoning import ReasoningFormat, ReasoningParser
 from mindie_mm.tool_calls.tool import Tool
-from service.schemas.openai_answers import ChatDelta, ChatFinishReason, ChatMessage, FunctionDelta
+from service.schemas.openai_answers import ChatDelta, ChatFinishReason, ChatMessage, FunctionDelta, ToolCallDelta
 
 Part = Reasoning | Event
 
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """How the text of a request's choices becomes a message."""
+    """Rules that turn the text of a request's choices into messages."""
 
     reasoning: ReasoningFormat | None = None
-    """Format of the reasoning. None: the text has none."""
+    """Format of the reasoning, or None if the model does not write reasoning."""
     opened: bool = False
-    """Whether the prompt ends with the start of the reasoning."""
+    """Whether the prompt already ends with the marker that starts the reasoning."""
     shows_reasoning: bool = True
-    """Whether the message has the reasoning."""
+    """Whether the message includes the reasoning."""
     separates_reasoning: bool = True
-    """Whether the reasoning stands beside the content. False: it is part of the content, as the model writes it."""
+    """Whether the reasoning has fields of its own. If not, the content begins with it, as the model writes it."""
     streams_reasoning: bool = True
-    """Whether the reasoning is read in pieces. False: it is read at once when it ends."""
+    """Whether a stream sends the reasoning in pieces. If not, it sends all of the reasoning when it ends."""
     parser: type[ToolCallParser] | None = None
-    """Format of the calls. None: calls are not read."""
+    """Parser of the tool calls. If it is None, tool calls remain in the content."""
     tools: Sequence[Tool] = ()
     num_earlier_calls: int = 0
-    """Number of calls in the history."""
+    """Number of tool calls in the request's messages."""
     parallel: bool = True
-    """Whether the message may have several calls."""
-
+    """Whether the message may have several tool calls. If not, only the first call is kept."""
+    as_function: bool = False
+    """Whether the call is written as OpenAI's deprecated `function_call`."""
     hidden: Sequence[str] = ()
-    """Special tokens that the text holds for the parsers. The content never has them."""
+    """Special tokens that the text contains for the parsers. They are removed from the content."""
 
     @property
     def is_plain(self) -> bool:
         """Whether the content is the whole text."""
         return self.reasoning is None and self.parser is None
 
-    def delta(self, made: ChatDelta) -> ChatDelta:
-        """Return a delta that has the keys of the reasoning, as clients of models that reason expect."""
+    def delta(self, content: ChatDelta) -> ChatDelta:
+        """Return `content` with the keys of the reasoning, which clients of models that reason expect in each delta."""
         if self.reasoning is None or not self.shows_reasoning:
-            return made
-        return {"reasoning_content": None, "reasoning": None, **made}
+            return content
+        return {"reasoning_content": None, "reasoning": None, **content}
 
 
 class MessageReader:
-    """A reader of one choice. The pieces in which the text arrives do not change the message."""
+    """Splits the text of one choice. The message does not depend on the pieces in which the text arrives."""
 
     def __init__(self, form: MessageForm) -> None:
         self._form = form
@@ -67,15 +68,15 @@ class MessageReader:
             else None
         )
         self._held = ""
-        """Reasoning that was read and not returned."""
+        """Reasoning that was read but not yet returned."""
         self._calls = form.parser(form.tools, form.num_earlier_calls) if form.parser else None
 
     def push(self, text: str) -> list[Part]:
-        """Return the parts that follow from the next piece of the text."""
+        """Read the next piece of the text, and return the new parts. The beginning of a marker may be held back."""
         return self._read(self._reasoning.push(text) if self._reasoning else [Content(text)] if text else [])
 
     def finish(self) -> list[Part]:
-        """Return the last parts. No text may follow."""
+        """Return the remaining parts after the last piece of the text."""
         parts = self._read(self._reasoning.finish() if self._reasoning else [])
         return parts + self._released() + self._kept(self._calls.finish() if self._calls else [])
 
@@ -96,12 +97,12 @@ class MessageReader:
         return read
 
     def _released(self) -> list[Part]:
-        """Return the reasoning that is held, and hold it no longer."""
+        """Return the reasoning that was held back, and forget it."""
         text, self._held = self._held, ""
         return [Reasoning(text)] if text else []
 
     def _kept(self, events: Sequence[Event]) -> list[Part]:
-        """Return the events without hidden tokens, and without further calls if there may be only one."""
+        """Return the events without hidden tokens, and without the calls that `parallel` forbids."""
         kept: list[Part] = []
         for event in events:
             if not isinstance(event, Content):
@@ -119,26 +120,26 @@ class MessageReader:
 
 @dataclass(slots=True)
 class MessageParts:
-    """The parts of one choice so far."""
+    """The parts of one choice that have arrived so far."""
 
     reasoning: str = ""
     answer: Answer = field(default_factory=Answer)
 
     def add(self, parts: Iterable[Part]) -> None:
-        """Append parts."""
         for part in parts:
             if isinstance(part, Reasoning):
                 self.reasoning += part.text
             else:
                 self.answer.add([part])
 
-    def finish_reason(self, reason: ChatFinishReason | None) -> ChatFinishReason | None:
-        """Return the reason for the end of the choice. A choice that the output limit cuts keeps its reason."""
-        has_call = any(call.complete for call in self.answer.calls)
-        return "tool_calls" if reason == "stop" and has_call else reason
+    def finish_reason(self, reason: ChatFinishReason | None, form: MessageForm) -> ChatFinishReason | None:
+        """Return `tool_calls` if the choice stopped after a complete tool call, or else `reason`."""
+        if reason != "stop" or not any(call.complete for call in self.answer.calls):
+            return reason
+        return "function_call" if form.as_function else "tool_calls"
 
-    def message(self) -> ChatMessage:
-        """Return the message of a whole answer."""
+    def message(self, form: MessageForm) -> ChatMessage:
+        """Return the message of an answer that is not streamed."""
         calls = self.answer.calls
         content = self.answer.content
         message: ChatMessage = {
@@ -148,7 +149,9 @@ class MessageParts:
             "reasoning_content": self.reasoning or None,
             "reasoning": self.reasoning or None,
         }
-        if calls:
+        if calls and form.as_function:
+            message["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
+        elif calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in calls
@@ -156,27 +159,29 @@ class MessageParts:
         return message
 
 
-def delta_of(part: Part) -> ChatDelta | None:
-    """Return the delta of a streamed answer for a part, or None for the end of a call."""
+def delta_of(part: Part, form: MessageForm) -> ChatDelta | None:
+    """Return the delta that streams `part`, or None for the end of a call, which has no delta."""
     match part:
         case Content(text):
             return {"content": text}
         case Reasoning(text):
             return {"reasoning_content": text, "reasoning": text}
         case CallStart(index, call_id, name):
-            function: FunctionDelta = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+            begun: FunctionDelta = {"name": name, "arguments": ""}
+            call: ToolCallDelta = {"index": index, "id": call_id, "type": "function", "function": begun}
+            return {"function_call": begun} if form.as_function else {"tool_calls": [call]}
         case CallArguments(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            more: FunctionDelta = {"arguments": text}
+            return {"function_call": more} if form.as_function else {"tool_calls": [{"index": index, "function": more}]}
         case CallEnd():
             return None
 
 
 class ReasoningCount:
-    """The number of tokens of one choice before the end of its reasoning."""
+    """Counts the tokens of one choice before its reasoning ends."""
 
     def __init__(self, tokenizer: Tokenizer, form: MessageForm, silent: Collection[int] | None) -> None:
-        """Start a choice. `silent` is as in `TextStream`."""
+        """Create a counter. `silent` is as in `TextStream`."""
         self._form = form.reasoning
         self._stream = TextStream(tokenizer, silent=silent)
         self._text = ""
@@ -195,7 +200,7 @@ class ReasoningCount:
                 self._begin(self._form.start.rstrip())
             if self._begun and self._form.end in self._text:
                 self._is_over = True
-                self.num_tokens -= 1  # the token of the end
+                self.num_tokens -= 1  # the token that ends the reasoning
             if self._begun:
                 self._text = self._text[-len(self._form.end) :]
 

@@ -23,13 +23,16 @@ class Meter:
         self._metrics = metrics
         self._arrived = arrived
         self._num_tokens: dict[int, int] = {}
-        """Length of each choice that has begun."""
+        """Number of tokens of each choice that has begun."""
         self._failed: str | None = None
-        """Reason of the first choice that failed."""
+        """Metrics' reason for the end of the first choice that failed."""
 
     @contextmanager
     def counted(self, num_choices: int) -> Iterator[None]:
-        """If the block raises, count the choices among `num_choices` that have not begun as ended by the error."""
+        """If the `with` block raises, count each choice that has not begun. The error determines the reason.
+
+        `num_choices` is the number of all choices that the request asks for.
+        """
         try:
             yield
         except BaseException as error:
@@ -38,16 +41,17 @@ class Meter:
             raise
 
     def asked(self, prompt_lengths: Sequence[int], params: SamplingParams, n: int) -> None:
-        """Count the prompts of a call of the engine for `n` choices per prompt."""
+        """Count the prompts of a request that asks for `n` choices per prompt."""
         for length in prompt_lengths:
             self._metrics.count_prompt(length, n, params.max_tokens)
         if (trace := tracing.current.get()) is not None:
             trace.asked(params, n, sum(prompt_lengths))
 
     async def measured(self, outputs: AsyncGenerator[Delta, None], index: int) -> AsyncGenerator[Delta, None]:
-        """Yield the `outputs` of choice `index`, and count, time and trace them.
+        """Yield the `outputs` of choice `index`, and record their metrics and their trace.
 
-        If a choice is ended because another one failed, it gets the same reason. Latencies count from the arrival.
+        If a choice ends because another choice failed, both are counted with the same reason. The time to the first
+        token is measured from the arrival of the request's head.
         """
         metrics, trace = self._metrics, tracing.current.get()
         asked = time.perf_counter()
@@ -86,7 +90,7 @@ class Meter:
                 trace.answered(index, asked, first, last, num_tokens, stages)
 
     def finished(self, n: int) -> None:
-        """Count the longest of each prompt's `n` choices, all of which are finished."""
+        """Count the tokens of the longest choice of each prompt. All choices must be finished."""
         lengths = [self._num_tokens[index] for index in range(len(self._num_tokens))]
         for start in range(0, len(lengths), n):
             self._metrics.count_longest(max(lengths[start : start + n]))
@@ -99,8 +103,8 @@ class Meter:
 def _reason(error: Exception | None) -> str:
     """Return the metrics' reason for a choice that `error` or a cancellation has ended.
 
-    It is `abort` if the client disconnected, `refused` if the request cannot be answered, else `error`, which includes
-    deadlines and stops.
+    The reason is `abort` if the client disconnected, and `refused` if the request itself is at fault. In all other
+    cases, such as a passed deadline, the reason is `error`.
     """
     cause = error or cause_of_end()
     if isinstance(cause, RequestAborted | None):

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt in vLLM's form."""
+"""Log-probabilities of a prompt in vLLM's format."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from service.schemas.openai_answers import PromptToken
 
 
 async def prompt_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob], num_top: int) -> Raw:
-    """Return a JSON list with null for the first token, and an object by token id for each further token.
+    """Return a JSON list with null for the prompt's first token, and an object for each further token.
 
-    The object has the prompt's token first, and then the `num_top` most likely tokens.
+    The keys of an object are token ids: first the prompt's token, and then the `num_top` most likely tokens.
     """
 
     def entry(token_id: int, logprob: float, rank: int | None) -> PromptToken:

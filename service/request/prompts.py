@@ -1,4 +1,4 @@
-"""Prompts of requests: spool the media, tokenize, and free everything at the end."""
+"""Creates the prompts of a request: spools the media, tokenizes, and frees everything at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from mindie_mm.inputs import (
     with_paths,
 )
 from mindie_mm.processes import faults
-from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import RequestDirectory, request_directory
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
@@ -40,37 +39,41 @@ from service.telemetry import tracing
 _log = logging.getLogger(__name__)
 
 _Parsed = tuple[list[Media], Callable[[Iterator[Paths]], TokenizeRequest]]
-"""The media of a request, and a function that returns the request with files in their place."""
+"""The media of a request, and a function that returns the request with file paths in place of the media."""
 
 
 @asynccontextmanager
 async def prompts(
-    service: Service, requests: Sequence[TokenizeRequest], clock: Clock
+    service: Service, requests: Sequence[TokenizeRequest], clock: Clock, owner: bytes
 ) -> AsyncIterator[list[PromptSource]]:
     """Tokenize the prompts of one HTTP request, and free their shared memory at exit.
 
-    The limits of a request apply to all of its prompts together. Media are as the client sent them. Their files remain
-    until the exit, because a preempted answer may need them to be tokenized again.
+    The limits for one request apply to all of its prompts together. `requests` contain the media as the client sent
+    them. The spooled files remain until the exit, because a preempted answer may need its prompt tokenized again.
+    `owner` is the digest of the request's API key.
     """
     started = time.perf_counter()
     field = _field(requests[0])
     with blaming(field):
-        parsed = [_checked(request, service.config) for request in requests]
-    media = [item for found, _ in parsed for item in found]
+        parsed = [_checked(request, service, owner) for request in requests]
+    media = [item for items, _ in parsed for item in items]
     with ExitStack() as stack:
         changes: dict[str, Any] = {}
-        paths: Iterator[Paths] = iter(())
+        spooled: list[Paths] = []
         if media:
             with room_to_spool(), blaming(field):
                 directory = stack.enter_context(_directory(service.spool))
                 stack.callback(service.media.remove, directory.path)
-                paths = iter(await service.media.spool(media, directory.path))
+                spooled = await service.media.spool(media, directory.path)
             changes["path_file"] = str(directory.path_file)
             clock.fetch_s = time.perf_counter() - started
             faults.point("spooled")
+        paths = iter(spooled)
         complete = [msgspec.structs.replace(with_files(paths), **changes) for _, with_files in parsed]
         with blaming(field):
             sources = await service.worker.tokenize(complete)
+        with room_to_spool():
+            await service.kept.keep(media, spooled, owner, requests[0].options.cache_salt)
         faults.point("tokenized")
         elapsed_s = time.perf_counter() - started
         clock.preprocess_s = elapsed_s - clock.fetch_s
@@ -82,7 +85,7 @@ async def prompts(
 
 @contextmanager
 def _directory(spool: Path) -> Iterator[RequestDirectory]:
-    """Open a `request_directory`. Log an error if it cannot be removed, because the request itself has succeeded."""
+    """Open a `request_directory`. If it cannot be removed, only log the error, which does not affect the answer."""
     with ExitStack() as stack:
         directory = stack.enter_context(request_directory(spool))
         try:
@@ -95,16 +98,16 @@ def _directory(spool: Path) -> Iterator[RequestDirectory]:
 
 
 def _field(request: TokenizeRequest) -> str | None:
-    """Return the body's field with the prompt, or None for a text, whose field has several names."""
+    """Return the name of the field that contains the prompt, or None for a text, whose field depends on the route."""
     if request.messages is not None:
         return "messages"
     return None if request.items is None else "inputs"
 
 
-def _checked(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
-    """Return `_parsed`. Raise InputError also for JSON that a message to a tokenizer process cannot hold."""
+def _checked(request: TokenizeRequest, service: Service, owner: bytes) -> _Parsed:
+    """Return the result of `_parsed`. Raise InputError also if the request cannot be encoded as MessagePack."""
     try:
-        media, with_files = _parsed(request, config)
+        media, with_files = _parsed(request, service, owner)
         msgspec.msgpack.encode(with_files(repeat(Path())))
     except (OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise InputError(
@@ -113,11 +116,13 @@ def _checked(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
     return media, with_files
 
 
-def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
-    """Parse the media of a request. Raise InputError or a subclass."""
-    replace = msgspec.structs.replace
+def _parsed(request: TokenizeRequest, service: Service, owner: bytes) -> _Parsed:
+    """Parse the media of a request. Raise InputError if they are not valid."""
+    replace, config = msgspec.structs.replace, service.config
     if request.messages is not None:
-        messages = with_defaults(parse_messages(request.messages, strict=config.strict), request.media_defaults)
+        parsed = parse_messages(request.messages, strict=config.strict, by_uuid=True)
+        filled = service.kept.filled(parsed, owner, request.options.cache_salt)
+        messages = with_defaults(filled, request.media_defaults)
         return media_of_messages(messages), lambda paths: replace(
             request, messages=messages_with_paths(messages, paths), media_defaults={}
         )
@@ -131,7 +136,7 @@ def _parsed(request: TokenizeRequest, config: ServiceConfig) -> _Parsed:
 
 
 def prompt_of_ids(service: Service, ids: Sequence[int], field: str) -> Prompt:
-    """Return a prompt of the token ids in a body's `field`.
+    """Return a prompt that consists of the token ids in the body's `field`.
 
     Raises:
         TokenOutOfRange: An id is not in [0, vocabulary size).

@@ -1,4 +1,4 @@
-"""Quotas for the spooled media of requests, and the errors when the spool has no room."""
+"""Limits on the spooled media of requests, and the errors that report a full spool."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mindie_mm.shm import make_spool
 _log = logging.getLogger(__name__)
 
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-"""Error numbers for a process or a system without a free file descriptor."""
+"""Error numbers that report a lack of file descriptors in the process or in the whole system."""
 PROBE_S = 5.0
-"""Maximum time in seconds for writing a file to the spool. A slower file system counts as out of order."""
+"""Maximum time in seconds for writing a file to the spool. A slower file system counts as failed."""
 _PROBE_BYTES = 4096
 
 
 class MediaQuota:
-    """The number of bytes in the spool, at most `request_limit` per request and `limit` in total."""
+    """Counts the bytes in the spool: at most `request_limit` per request, and at most `limit` in total."""
 
     def __init__(self, request_limit: int, limit: int) -> None:
         self._request_limit = request_limit
@@ -34,7 +34,7 @@ class MediaQuota:
         self._lock = threading.Lock()  # files are copied on threads
 
     def spend(self, request: str, num_bytes: int) -> None:
-        """Count `num_bytes` more for `request`. Above a limit, raise LimitExceeded or SpoolFull and count nothing."""
+        """Add `num_bytes` to the count of `request`. Raise LimitExceeded or SpoolFull if that would exceed a limit."""
         with self._lock:
             own = self._requests.get(request, 0) + num_bytes
             whole = sum(self._requests.values()) + num_bytes
@@ -45,13 +45,13 @@ class MediaQuota:
             self._requests[request] = own
 
     def give_back(self, request: str) -> None:
-        """Subtract all bytes of `request`, which may have none."""
+        """Reset the count of `request` to zero."""
         with self._lock:
             self._requests.pop(request, None)
 
 
 class ItemQuota:
-    """The number of bytes in all files of one media item, at most `limit`. A list of frames has many files."""
+    """Counts the bytes in all files of one media item, at most `limit`. A list of frames consists of many files."""
 
     def __init__(self, limit: int, spend: Callable[[int], None]) -> None:
         """Create a quota. `spend` counts the bytes for the request."""
@@ -61,7 +61,7 @@ class ItemQuota:
         self._lock = threading.Lock()
 
     def spend(self, num_bytes: int) -> None:
-        """Count `num_bytes` more. Raise LimitExceeded above the limit, or an error of the request's own `spend`."""
+        """Add `num_bytes` to the counts of the item and of the request. Raise LimitExceeded or SpoolFull at a limit."""
         with self._lock:
             self._spent += num_bytes
             if self._spent > self._limit:
@@ -73,21 +73,21 @@ class ItemQuota:
 
 @contextmanager
 def room_to_spool() -> Iterator[None]:
-    """Turn any error of writing to the spool into SpoolFull.
+    """Turn any error that occurs while writing to the spool into SpoolFull.
 
-    The log names the path. The message does not, because clients need not know it.
+    The path is logged, but is left out of the message, because clients should not see the server's paths.
     """
     try:
         yield
     except (OSError, SharedMemoryError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         reason = cause.strerror if isinstance(cause, OSError) else None
-        _log.warning("the spool cannot be written: %s", error)
-        raise SpoolFull(f"the spool cannot be written: {reason or 'its folder cannot be used'}") from error
+        _log.warning("the service cannot write to the spool: %s", error)
+        raise SpoolFull(f"the service cannot write to the spool: {reason or 'see the log of the service'}") from error
 
 
 class SpoolProbe:
-    """A check of the spool that writes a file."""
+    """Checks the spool by writing a file."""
 
     def __init__(self, spool: Path) -> None:
         self._spool = spool
@@ -95,16 +95,19 @@ class SpoolProbe:
         self._writing: asyncio.Future[None] | None = None
 
     async def check(self) -> None:
-        """Raise SpoolFull, with the reason, if no file can be written. Concurrent callers share one attempt."""
-        if self._writing is None or self._writing.done():
-            self._writing = asyncio.ensure_future(self._threads.run(self._write))
-        done, _ = await asyncio.wait([self._writing], timeout=PROBE_S)
+        """Raise SpoolFull if no file can be written. Concurrent callers share one attempt."""
+        writing = self._writing  # another caller may replace the attribute while this one waits
+        if writing is None or writing.done():
+            writing = self._writing = asyncio.ensure_future(self._threads.run(self._write))
+        done, _ = await asyncio.wait([writing], timeout=PROBE_S)
         if not done:
-            raise SpoolFull(f"the spool cannot be written: its file system has not responded for {PROBE_S:g} s")
+            raise SpoolFull(
+                f"the service cannot write to the spool: its file system has not responded for {PROBE_S:g} s"
+            )
         with room_to_spool():
-            self._writing.result()
+            writing.result()
 
     def _write(self) -> None:
-        make_spool(self._spool)  # requests do the same
+        make_spool(self._spool)  # as each request does
         with tempfile.TemporaryFile(dir=self._spool, buffering=0) as file:
             file.write(bytes(_PROBE_BYTES))

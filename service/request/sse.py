@@ -1,4 +1,4 @@
-"""Server-sent events: a response that owns and closes the generator of its events."""
+"""A response that streams server-sent events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DONE = "[DONE]"
 
 
 class EventStream(Admitted):
-    """A stream of JSON events followed by `last`. The generator of the events is closed in every case.
+    """A stream of JSON events followed by `last`. The generator of the events is always closed.
 
-    The generator does not wait for the client. Its resources are free when it has made the last event, even if the
-    client reads slowly. An error after the first event is sent as another event.
+    The generator does not wait for the client, so its resources are freed after the last event even if the client
+    reads slowly. An error after the first event is sent as a further event.
     """
 
     media_type = "text/event-stream"

@@ -14,16 +14,17 @@ from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.worker.worker import Worker
 from service.request.admission import Admission
 from service.request.chat_format import ChatFormat
+from service.request.kept_media import KeptMedia
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
 from service.request.token_text import TokenTexts
 from service.telemetry.metrics import Metrics
 
 PLACEHOLDERS = frozenset({"default", "dummy", "model", "tgi"})
-"""Names that clients send when their user names no model.
+"""Model names that clients send if the user has not chosen a model.
 
-SGLang's clients send "default", huggingface_hub "dummy", and the examples of text-generation-inference "tgi". The name
-of a real model, such as gpt-3.5-turbo, is no placeholder: its sender expects that model.
+SGLang's clients send "default", huggingface_hub sends "dummy", and the examples of text-generation-inference send
+"tgi". The name of a real model, such as gpt-3.5-turbo, is not a placeholder, because its sender expects that model.
 """
 
 
@@ -34,23 +35,25 @@ class Service:
     worker: Worker
     config: ServiceConfig
     model_names: tuple[str, ...]
-    """Names of the served model. Answers have the first."""
+    """Names of the served model. Answers contain the first name."""
     spool: Path
-    """Folder with a directory per request, which contains the request's path file and its media files."""
+    """Folder that contains one folder per request, with the request's path file and media files."""
     media: MediaPolicy
+    kept: KeptMedia
+    """Media by `uuid`."""
     admission: Admission
     metrics: Metrics
     tokens: TokenTexts
     chat_format: ChatFormat
-    """Format of calls and reasoning."""
+    """Format of tool calls and reasoning."""
     spool_probe: SpoolProbe
-    """Check whether files can be written to the spool."""
+    """Checks whether files can be written to the spool."""
     tokenizer_info: Mapping[str, Any]
-    """`tokenizer_info` of the checkpoint."""
+    """Result of `tokenizer_info` for the checkpoint."""
     fingerprint: str
-    """`fingerprint` of the worker."""
+    """Result of `fingerprint` for the worker."""
     created: int
-    """Unix time of the service's start."""
+    """Unix time at which the service started."""
 
     async def check_healthy(self) -> None:
         """Raise ServiceStopping, ProcessDied or SpoolFull if the service cannot answer requests."""
@@ -65,9 +68,9 @@ class Service:
         return self.model_names[0]
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound if `name` is given and asks for another model.
+        """Raise ModelNotFound if `name` is the name of another model.
 
-        Any name asks for the served model with `any_model_name`, and a placeholder does in any case.
+        None and placeholder names are always accepted. If the setting `any_model_name` is on, so is every other name.
         """
         if name is not None and name not in PLACEHOLDERS and not self.config.any_model_name:
             self.require_listed(name)

@@ -1,6 +1,7 @@
 """Log-probabilities of the tokens in an answer's text.
 
-A stop string is cut from the text, and so are its tokens. Tokens whose text may begin a stop string are held back.
+A stop string is removed from the text, and its tokens are removed from the log-probabilities. Tokens are held back
+while their text may be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class ReleasedLogprobs:
 
     logprobs: Sequence[TokenLogprob]
     cut: int | None = None
-    """Number of bytes of the last token in the text, if a stop string begins within that token. None: all of them."""
+    """Number of bytes of the last token that are in the text, if a stop string begins within that token. None: all."""
 
 
 class LogprobsBuffer:
-    """A buffer that releases each token with its text. Unreleased text may turn out to belong to a stop string."""
+    """A buffer that releases the log-probability of each token together with the token's text."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, silent: Collection[int] | None = None) -> None:
-        """Create a buffer. Without stop strings it holds nothing back. `silent` is as in `TextStream`."""
+        """Create a buffer. Without stop strings, nothing is held back. `silent` is as in `TextStream`."""
         self._tokenizer = tokenizer
         self._params = params
         self._silent = silent
@@ -39,11 +40,11 @@ class LogprobsBuffer:
         self._text = ""
         """Text of all tokens so far."""
         self._num_released = 0
-        """Number of characters of this text that were released."""
+        """Number of characters of `_text` that have been released."""
         self._waiting: list[TokenLogprob] = []
         self._stops: list[int] = []
-        """Offset in characters at which the text of each waiting token ends. The last tokens have no offset while
-        their character is incomplete."""
+        """Offset in `_text` at which the text of each waiting token ends. The last tokens have no offset while their
+        character is incomplete."""
 
     async def push(self, part: Delta | Answer) -> ReleasedLogprobs:
         """Return the log-probabilities to send with the next part of the answer, or with the whole answer."""
@@ -59,7 +60,7 @@ class LogprobsBuffer:
                 self._push(one)
         if part.finish_reason is None:
             return ReleasedLogprobs(self._take(sum(stop <= self._num_released for stop in self._stops)))
-        if self._num_released < len(self._text):  # tokens without decoded text lie behind the cut
+        if self._num_released < len(self._text):  # tokens without decoded text come after the stop
             del self._waiting[len(self._stops) :]
         else:
             self._text += self._stream.flush()
@@ -67,7 +68,7 @@ class LogprobsBuffer:
         return ReleasedLogprobs([*last.logprobs, *hidden], last.cut)
 
     def _hides_last(self, part: Delta | Answer) -> bool:
-        """Return whether the text lacks the special token that ends the output, although it shows special tokens."""
+        """Return whether the text shows special tokens, but not the special token that ends the output."""
         params, ends = self._params, part.finish_reason == "stop" and not isinstance(part.stop_reason, str)
         if params.skip_special_tokens or params.include_stop_str_in_output or not (ends and part.logprobs):
             return False
@@ -84,9 +85,9 @@ class LogprobsBuffer:
         return taken
 
     def _last(self) -> ReleasedLogprobs:
-        """Return the waiting tokens without the bytes that the text lacks.
+        """Return the waiting tokens without the bytes of the removed stop string.
 
-        Bytes are counted from the end, because the text may lack the blank at the beginning.
+        Bytes are counted from the end, because the leading space of the first token may be missing in the text.
         """
         excess, cut = len(self._text[self._num_released :].encode()), None
         if excess and not self._num_released:
@@ -102,7 +103,7 @@ class LogprobsBuffer:
         return ReleasedLogprobs(self._take(len(self._waiting)), cut)
 
     def _has_text(self, token_id: int) -> bool:
-        """Return whether a token is in the text."""
+        """Return whether a token is part of the text."""
         if self._silent is not None:
             return token_id not in self._silent
         return not self._params.skip_special_tokens or not is_skipped(self._tokenizer, token_id)

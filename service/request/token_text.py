@@ -22,15 +22,15 @@ from service.schemas.openai_answers import ChatLogprobs, ChatPosition, ChatToken
 T = TypeVar("T")
 
 _ENTRIES_A_TURN = 1000
-"""Number of tokens to encode before the event loop runs other tasks. They take some milliseconds."""
+"""Number of tokens to encode before the event loop runs other tasks. Encoding them takes some milliseconds."""
 
 _LEAST_LOGPROB = -9999.0
-"""Replacement for minus infinity, which JSON lacks."""
+"""Replacement for minus infinity, which JSON cannot express."""
 
 _BEFORE = "a"
-"""Token to decode before another one. SentencePiece drops the leading space of a text's first token.
+"""Token that is decoded before a single token, because SentencePiece drops the leading space of a text's first token.
 
-Every usual vocabulary has this token.
+Every usual vocabulary contains this token.
 """
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -39,7 +39,7 @@ _INLINE_MEDIA = re.compile(r"(data:[^,\s]{0,256};base64,)[A-Za-z0-9+/=_-]+")
 
 
 def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Return a readable form of a prompt. Media are replaced by their kind and length, inline base64 by an ellipsis."""
+    """Return a readable form of a prompt. Media appear as their kind and length, and inline base64 as an ellipsis."""
     parts, start = [], 0
     for span in prompt.spans:
         parts += [prompt.ids[start : span.start].tolist(), f"<{span.kind} of {span.stop - span.start} tokens>"]
@@ -52,7 +52,7 @@ def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of a token inside a longer text. Incomplete characters become U+FFFD."""
+    """Return the text that a token has inside a longer text. Incomplete characters become U+FFFD."""
     before = tokenizer.token_to_id(_BEFORE)
     if before is None:
         return tokenizer.decode([token_id], skip_special_tokens=False)
@@ -60,7 +60,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """Return the bytes of a token inside a longer text. They may be a part of a character."""
+    """Return the bytes that a token has inside a longer text. The bytes may be only a part of a character."""
     text, piece = token_text(tokenizer, token_id), tokenizer.id_to_token(token_id)
     if "\ufffd" not in text or piece is None:
         return text.encode()
@@ -73,9 +73,9 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte for each character of a byte-level vocabulary (GPT-2).
+    """Return the byte that each character of a byte-level vocabulary (GPT-2) represents.
 
-    Visible Latin-1 characters stand for themselves. The other bytes are numbered from U+0100.
+    A visible Latin-1 character represents its own byte. All other bytes are represented by characters from U+0100 on.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in visible]
@@ -86,19 +86,19 @@ _BYTES = _byte_characters()
 
 
 class TokenTexts:
-    """Texts of the vocabulary's tokens, cached because one answer may name a million tokens."""
+    """Texts of the vocabulary's tokens. They are cached, because one answer may list a million tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.text: Callable[[int], str] = cache(partial(token_text, tokenizer))
-        """Function from a token id to `token_text`."""
+        """Function that returns the `token_text` of a token id."""
         self.name: Callable[[int], str] = cache(partial(_name, tokenizer))
-        """Function from a token id to its text, or to its bytes in OpenAI's notation if a character is incomplete."""
+        """Function that returns the text of a token id, or the bytes in OpenAI's notation for incomplete characters."""
         self.entry: Callable[[int], tuple[Raw, Raw]] = cache(partial(_text_and_bytes, tokenizer))
-        """Function from a token id to the JSON of its text and the JSON of its list of bytes."""
+        """Function that returns the text and the list of bytes of a token id, both as JSON."""
 
     def cut_name(self, token_id: int, num_bytes: int) -> str:
-        """Return `name` of the first `num_bytes` bytes of a token."""
+        """Return what `name` would return for a token with only the first `num_bytes` bytes."""
         own = token_bytes(self._tokenizer, token_id)[:num_bytes]
         try:
             return own.decode()
@@ -106,17 +106,17 @@ class TokenTexts:
             return _spelled(own)
 
     def cut_entry(self, token_id: int, num_bytes: int | None) -> tuple[Raw, Raw]:
-        """Return `entry` of the first `num_bytes` bytes of a token."""
+        """Return what `entry` would return for a token with only the first `num_bytes` bytes."""
         own = token_bytes(self._tokenizer, token_id)[:num_bytes]
         return _encoded(own.decode(errors="replace"), own)
 
     def piece(self, token_id: int) -> str:
-        """Return the vocabulary's own string, such as `Ġred` or `<0xE6>`, or "" for an id that only pads it."""
+        """Return the string in the vocabulary, such as `Ġred` or `<0xE6>`, or "" for an id that no token uses."""
         return self._tokenizer.id_to_token(token_id) or ""
 
 
 class TokensAsIds(TokenTexts):
-    """Names of tokens such as `token_id:5`, which `return_tokens_as_token_ids` asks for. Bytes are as usual."""
+    """Texts of the form `token_id:5`, for `return_tokens_as_token_ids`. The lists of bytes do not change."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -155,7 +155,7 @@ class TextOffsets:
         self._length = 0  # length of the text before the answer's next token
 
     async def echoed(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the offsets of the echoed prompt, which includes the text of special tokens."""
+        """Return the offsets of the tokens of an echoed prompt, whose text includes special tokens."""
         self._length += len(self._tokenizer.decode(token_ids, skip_special_tokens=False))
         return (await _starts(TextStream(self._tokenizer, skip_special_tokens=False), token_ids, 0))[:-1]
 
@@ -166,7 +166,7 @@ class TextOffsets:
 
 
 async def _starts(stream: TextStream, token_ids: Sequence[int], start: int) -> list[int]:
-    """Return the offsets of the stream's next tokens, of which the first is `start`, and of the token after them."""
+    """Return the offset of each token and the offset at the end. The first token is at `start`."""
     starts = [start]
     async for part in in_turns(token_ids, 4):
         starts += [*accumulate((len(stream.push(token_id)) for token_id in part), initial=starts.pop())]
@@ -176,7 +176,7 @@ async def _starts(stream: TextStream, token_ids: Sequence[int], start: int) -> l
 async def in_turns(items: Sequence[T], weight: int) -> AsyncIterator[Sequence[T]]:
     """Yield slices of `items`, and let the event loop run other tasks in between.
 
-    An item costs as much time as `weight` tokens. A slice has about _ENTRIES_A_TURN tokens.
+    Encoding an item takes as long as encoding `weight` tokens. A slice takes as long as `_ENTRIES_A_TURN` tokens.
     """
     step = max(1, _ENTRIES_A_TURN // weight)
     for start in range(0, len(items), step):
@@ -193,8 +193,8 @@ async def chat_logprobs(
     Args:
         texts: Texts of the tokens.
         logprobs: Log-probabilities of the answer's tokens.
-        cut: Number of bytes to keep of the last token. None: all of them.
-        named: The request has named tokens. The drawn token then precedes them, as in vLLM.
+        cut: Number of bytes of the last token to keep. None: all bytes.
+        named: Whether the request lists the tokens to report. The sampled token is then listed first, as in vLLM.
 
     """
     last = logprobs[-1] if logprobs and cut is not None else None
@@ -208,10 +208,10 @@ async def chat_logprobs(
         return [*({one.token_id: one.logprob} | dict(one.top)).items()] if named else one.top
 
     def position(one: TokenLogprob, top: list[ChatToken] | Raw) -> ChatPosition:
-        found: ChatPosition = {**entry((one.token_id, one.logprob)), "top_logprobs": top}
+        position_entry: ChatPosition = {**entry((one.token_id, one.logprob)), "top_logprobs": top}
         if one is last:
-            found["token"], found["bytes"] = texts.cut_entry(one.token_id, cut)
-        return found
+            position_entry["token"], position_entry["bytes"] = texts.cut_entry(one.token_id, cut)
+        return position_entry
 
     if (weight := _weight(logprobs)) <= _ENTRIES_A_TURN:
         positions = await _json_list(logprobs, lambda one: position(one, [*map(entry, tops(one))]), weight)
@@ -231,30 +231,30 @@ async def completion_logprobs(
 
     The first token of an echoed prompt has no log-probability.
     """
-    found = [logprob for _, logprob in positions]
+    logprobs = [logprob for _, logprob in positions]
     last = len(positions) - 1
 
     def name(at: int) -> str:
         token, _ = positions[at]
         return texts.name(token) if cut is None or at < last else texts.cut_name(token, cut)
 
-    weight = _weight([logprob for logprob in found[-1:] if logprob])
+    weight = _weight([logprob for logprob in logprobs[-1:] if logprob])
 
     def tops(one: TokenLogprob | None) -> Sequence[tuple[int, float]]:
-        """Return the sampled token, which clients of vLLM take from the first place, and the most likely tokens."""
+        """Return the sampled token, which vLLM's clients expect first, and then the most likely tokens."""
         return [] if one is None else [(one.token_id, one.logprob), *one.top]
 
     def add(by_text: dict[str, float], top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Add the log-probabilities of tokens, of which the first with a text counts."""
+        """Add the log-probabilities of tokens. If several tokens have the same text, the first counts."""
         for token, logprob in top:
             by_text.setdefault(texts.name(token), finite(logprob))
         return by_text
 
     if weight <= _ENTRIES_A_TURN:
-        top_logprobs = await _json_list(found, lambda one: add({}, tops(one)) or None, weight)
+        top_logprobs = await _json_list(logprobs, lambda one: add({}, tops(one)) or None, weight)
     else:
         merged: list[dict[str, float] | None] = []
-        for one in found:
+        for one in logprobs:
             by_text: dict[str, float] = {}
             async for part in in_turns(tops(one), 1):
                 add(by_text, part)
@@ -262,20 +262,20 @@ async def completion_logprobs(
         top_logprobs = Raw(msgspec.json.encode(merged))
     return {
         "tokens": await _json_list(range(len(positions)), name, 1),
-        "token_logprobs": await _json_list(found, lambda one: one and finite(one.logprob), 1),
+        "token_logprobs": await _json_list(logprobs, lambda one: one and finite(one.logprob), 1),
         "top_logprobs": top_logprobs,
         "text_offset": text_offsets,
     }
 
 
 async def _json_list(items: Sequence[T], make: Callable[[T], Any], weight: int) -> Raw:
-    """Return a JSON list of `make(item)` for all items. A list of objects would take ten times the memory."""
+    """Return a JSON list of `make(item)` for all items. A list of Python objects would take ten times the memory."""
     parts = [msgspec.json.encode([make(item) for item in part])[1:-1] async for part in in_turns(items, weight)]
     return Raw(b"[" + b",".join(parts) + b"]")
 
 
 def _weight(logprobs: Sequence[TokenLogprob]) -> int:
-    """Return the number of entries per position, which is the same for all."""
+    """Return the number of entries per position, which is the same for all positions."""
     return 1 + len(logprobs[0].top) if logprobs else 1
 
 
@@ -300,5 +300,5 @@ def _encoded(text: str, own: bytes) -> tuple[Raw, Raw]:
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability as a number that JSON has."""
+    """Return a log-probability as a number that JSON can express."""
     return max(logprob, _LEAST_LOGPROB)

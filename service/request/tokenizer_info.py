@@ -11,25 +11,25 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 _FILE = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"})
-"""Keys that may name files of the machine that saved the checkpoint."""
+"""Keys whose values may be paths on the machine that saved the checkpoint."""
 
 
 def tokenizer_info(model: str | Path | None) -> dict[str, Any]:
-    """Return the contents of a checkpoint's tokenizer_config.json, with its class and its chat template.
+    """Return the contents of a checkpoint's tokenizer_config.json. Add the tokenizer class and the chat template.
 
     Raises:
         UnsupportedCheckpoint: A file cannot be read.
 
     """
     checkpoint = Checkpoint.open(model)
-    found = {name: value for name, value in checkpoint.json(_FILE).items() if name not in _PATHS}
-    template = found.pop("chat_template", None) or _template(checkpoint)
-    found.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    return found if template is None else {**found, "chat_template": template}
+    settings = {name: value for name, value in checkpoint.json(_FILE).items() if name not in _PATHS}
+    template = settings.pop("chat_template", None) or _template(checkpoint)
+    settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    return settings if template is None else {**settings, "chat_template": template}
 
 
 def _template(checkpoint: Checkpoint) -> Any:
-    """Return the chat template outside tokenizer_config.json, or None."""
+    """Return the chat template from a file other than tokenizer_config.json, or None."""
     file = checkpoint.path / _TEMPLATE
     with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
         if file.is_file():

@@ -46,7 +46,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions", responses=streamed(ChatCompletionChunk, whole=ChatCompletion, last=DONE))
 async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     """Answer a chat, which may contain pictures, videos and sound. Stream the answer on request."""
-    use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    use = body.tool_use(body.parallel_tool_calls)
     call = incoming.call(body.model, body, prefix="chatcmpl-", n=body.n or 1)
     budget = body.thinking_token_budget
     form = ChatForm.of(
@@ -71,7 +71,7 @@ class _Chat(Form):
     form: ChatForm
 
     def request(self) -> TokenizeRequest:
-        """Return the request for the tokenizers. Raise InputError for invalid template variables."""
+        """Return the request to the tokenizer process. Raise InputError if a template variable is not valid."""
         messages, variables = self.form.format.request(
             self.body.messages, self.use, self.body.chat_template_kwargs, self.body.reasoning_effort
         )
@@ -109,7 +109,11 @@ class _Chat(Form):
         }
 
     async def events(self) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """Yield the answer's chunks: a first one per choice, then its text, then the usage if requested."""
+        """Yield the chunks of the answer.
+
+        The first chunk of a choice has the role, and the following chunks have the text. The last chunk of the answer
+        has the usage and the timings, if the request asks for them.
+        """
         choices = [Choice(index=index) for index in range(self.call.n)]
         buffers = [self._logprobs_buffer() for _ in choices]
         async with self.call.prompts([self.request()]) as (source,):
@@ -126,7 +130,7 @@ class _Chat(Form):
                         so_far = self._so_far(source.prompt, choices, streams, len(delta.token_ids))
                         head = _part(index, form.message.delta({"role": self.body.role, "content": ""}))
                         yield {**self._chunk([head]), **spans, **prompted, **so_far}
-                        spans, prompted = {}, {}  # only the first chunk has them
+                        spans, prompted = {}, {}  # only the first chunk of the answer has these fields
                         if echoed := self.body.echoed:
                             yield {**self._chunk([_part(index, form.message.delta({"content": echoed}))]), **so_far}
                     logprobs = await self._logprobs(delta, buffers[index]) if self.body.logprobs else None
@@ -140,7 +144,7 @@ class _Chat(Form):
     def _so_far(
         self, prompt: Prompt, choices: Sequence[Choice], streams: Sequence[_Stream], num_untold: int = 0
     ) -> Used:
-        """Return the usage so far, if the request wants it in every chunk. `num_untold` is as in `usage`."""
+        """Return the usage so far if the request asks for it in every chunk. `num_untold` is as in `usage`."""
         return {"usage": self._usage(prompt, choices, streams, num_untold)} if self.body.continuous_usage else {}
 
     def _usage(
@@ -171,15 +175,15 @@ class _Chat(Form):
         parts.add(reader.finish())
         return {
             "index": choice.index,
-            "message": self._message(parts),
+            "message": self._message(parts, form),
             "logprobs": await self._logprobs(choice, self._logprobs_buffer()) if self.body.logprobs else None,
-            "finish_reason": parts.finish_reason(choice.finish_reason),
+            "finish_reason": parts.finish_reason(choice.finish_reason, form),
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self.body.return_token_ids else None,
         }
 
-    def _message(self, parts: MessageParts) -> ChatMessage:
-        message = parts.message()
+    def _message(self, parts: MessageParts, form: MessageForm) -> ChatMessage:
+        message = parts.message(form)
         message["role"] = self.body.role
         if echoed := self.body.echoed:
             message["content"] = echoed + (message["content"] or "")
@@ -201,7 +205,7 @@ class _Chat(Form):
         return LogprobsBuffer(self.call.service.worker.tokenizer, self.call.params, self.call.silent)
 
     async def _logprobs(self, part: Delta | Choice, buffer: LogprobsBuffer) -> ChatLogprobs | None:
-        """Return the log-probabilities to send with a choice, or with its next part. None if a part has none."""
+        """Return the log-probabilities to send with a choice or with a delta. None if a delta has none."""
         released = await buffer.push(part)
         if not released.logprobs and isinstance(part, Delta):
             return None
@@ -220,14 +224,14 @@ class _Stream:
     def __init__(self, form: MessageForm, count: ReasoningCount) -> None:
         self.form = form
         self.count = count
-        """Number of tokens of the reasoning so far."""
+        """Counter of the reasoning tokens so far."""
         self._reader = MessageReader(form)
         self._parts = MessageParts()
 
     def chunks(
         self, index: int, delta: Delta, logprobs: ChatLogprobs | None, tokened: Tokened
     ) -> list[ChatChunkChoice]:
-        """Return the chunks for the next delta of choice `index`. The first has the log-probabilities and tokens."""
+        """Return the chunks for the next delta of choice `index`. Only the first has log-probabilities and tokens."""
         self.count.push(delta.token_ids)
         deltas: list[ChatDelta]
         has_tokens = bool(logprobs or tokened.get("token_ids"))
@@ -238,25 +242,25 @@ class _Stream:
             if delta.finish_reason:
                 parts += self._reader.finish()
             self._parts.add(parts)
-            deltas = [made for part in parts if (made := delta_of(part)) is not None]
+            deltas = [content for part in parts if (content := delta_of(part, self.form)) is not None]
             if delta.finish_reason or (has_tokens and not deltas):
                 deltas.append({})
-        chunks: list[ChatChunkChoice] = [_part(index, self.form.delta(made)) for made in deltas]
+        chunks: list[ChatChunkChoice] = [_part(index, self.form.delta(content)) for content in deltas]
         if chunks:
             chunks[0] = {**chunks[0], "logprobs": logprobs, **tokened}
             if delta.finish_reason:
-                chunks[-1]["finish_reason"] = self._parts.finish_reason(delta.finish_reason)
+                chunks[-1]["finish_reason"] = self._parts.finish_reason(delta.finish_reason, self.form)
                 chunks[-1]["stop_reason"] = delta.stop_reason
         return chunks
 
 
 def _total(form: MessageForm, counts: Sequence[ReasoningCount]) -> int | None:
-    """Return the number of tokens of reasoning, or None if the checkpoint does not reason."""
+    """Return the number of reasoning tokens, or None if the checkpoint does not write reasoning."""
     return sum(count.num_tokens for count in counts) if form.reasoning else None
 
 
 def _part(index: int, delta: ChatDelta) -> ChatChunkChoice:
-    """Return what a chunk says of a choice that has not ended."""
+    """Return the part of a chunk about a choice that has not ended."""
     return {
         "index": index,
         "delta": delta,

@@ -49,7 +49,7 @@ class _Asked(Prompted, Scored, Tokened):
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """State of a streamed choice's log-probabilities."""
+    """The state of the log-probabilities of a choice."""
 
     offsets: TextOffsets
     buffer: LogprobsBuffer
@@ -63,9 +63,9 @@ class _Completion(Form):
     created: int
 
     def sources(self) -> AbstractAsyncContextManager[list[PromptSource]]:
-        """Return a context manager that yields the prompts. Its exit frees the shared memory of images in texts.
+        """Return a context manager that yields the prompts, and frees the shared memory of their images at exit.
 
-        Raise InputError for an empty prompt or an invalid JSON schema, and LimitExceeded for too many choices.
+        Raise InputError if a prompt is empty, and LimitExceeded if the request asks for too many choices.
         """
         given = self.body.prompts()
         if not given or not all(given):
@@ -95,7 +95,7 @@ class _Completion(Form):
         }
 
     async def events(self) -> AsyncGenerator[Completion, None]:
-        """Yield the answer's chunks, then the usage if requested."""
+        """Yield the chunks of the answer. The last chunk has the usage and the timings, if they are requested."""
         async with self.sources() as sources:
             prompts = [source.prompt for source in sources]
             choices = [Choice(index=index) for index in range(len(prompts) * self.call.n)]
@@ -108,8 +108,8 @@ class _Completion(Form):
                     chunk = await self._choice(part, prompts[index // self.call.n] if first else None, written[index])
                     choices[index].add(delta)
                     logprobs = chunk["logprobs"]
-                    told = chunk["text"] or (logprobs and logprobs["text_offset"]) or chunk.get("token_ids")
-                    if told or delta.finish_reason:
+                    has_news = chunk["text"] or (logprobs and logprobs["text_offset"]) or chunk.get("token_ids")
+                    if has_news or delta.finish_reason:
                         so_far: Used = {"usage": usage(prompts, choices)} if self.body.continuous_usage else {}
                         yield {**self._part([chunk]), **so_far}
         used: Used = {"usage": usage(prompts, choices)} if self.body.include_usage else {}
@@ -132,7 +132,7 @@ class _Completion(Form):
         return _Written(TextOffsets(tokenizer, self.call.params), LogprobsBuffer(tokenizer, self.call.params))
 
     async def _choice(self, choice: Choice, prompt: Prompt | None, written: _Written | None = None) -> CompletionChoice:
-        """Return a choice, or its next part. Put `prompt` before it if the request asks for echo."""
+        """Return a whole choice or its next part. If the request sets `echo`, the text of `prompt` precedes it."""
         tokenizer = self.call.service.worker.tokenizer
         echoed = prompt.plain_ids.tolist() if prompt is not None and self.body.echo else []
         logprobs: CompletionLogprobs | None = None
@@ -147,7 +147,7 @@ class _Completion(Form):
             texts = self.call.service.tokens
             texts = TokensAsIds(texts) if self.body.return_tokens_as_token_ids else texts
             logprobs = await completion_logprobs(texts, positions, starts, released.cut)
-        found: CompletionChoice = {
+        entry: CompletionChoice = {
             "index": choice.index,
             "text": tokenizer.decode(echoed, skip_special_tokens=False) + choice.text,
             "logprobs": logprobs,
@@ -155,15 +155,15 @@ class _Completion(Form):
             "stop_reason": choice.stop_reason,
         }
         if self.body.return_token_ids:
-            found["token_ids"] = choice.token_ids
+            entry["token_ids"] = choice.token_ids
             if prompt is not None:
-                found["prompt_token_ids"] = prompt.plain_ids.tolist()
+                entry["prompt_token_ids"] = prompt.plain_ids.tolist()
         if (num_top := self.body.prompt_logprobs) is not None:
             tokens = self.call.service.tokens
-            found["prompt_logprobs"] = await prompt_logprobs(tokens, choice.prompt_logprobs, num_top)
-        return found
+            entry["prompt_logprobs"] = await prompt_logprobs(tokens, choice.prompt_logprobs, num_top)
+        return entry
 
 
 def _topped(one: TokenLogprob, num_top: int) -> TokenLogprob:
-    """Return `one` with at most `num_top` likely tokens, because `prompt_logprobs` may ask for more of them."""
+    """Return `one` with at most `num_top` of the most likely tokens. It may have more because of `prompt_logprobs`."""
     return one if not 0 <= num_top < len(one.top) else msgspec.structs.replace(one, top=one.top[:num_top])

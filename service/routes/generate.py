@@ -1,4 +1,4 @@
-"""POST /generate and /generate_stream, MindIE's variant of text-generation-inference (docs/api.md)."""
+"""POST /generate and /generate_stream, MindIE's variant of the API of text-generation-inference (docs/api.md)."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _NO_ADAPTER = "None"
 
 
 class GenerateParameters(InferParameters):
-    """The `parameters` of text-generation-inference 0.9.4, as far as MindIE takes them."""
+    """The `parameters` of text-generation-inference 0.9.4 that MindIE supports."""
 
     decoder_input_details: bool | None = None
-    """List the prompt's tokens."""
+    """List the tokens of the prompt in the answer's `prefill`."""
     return_full_text: bool | None = None
     """Put the text of `inputs` before the answer."""
     truncate: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """Maximum number of prompt tokens. Above it, the oldest text and whole media items are dropped."""
+    """Maximum number of prompt tokens. If a prompt is longer, its oldest text and whole media items are dropped."""
     adapter_id: str | None = None
-    """Only "None" is accepted, because no adapters are served."""
+    """Only "None" is accepted, because adapters are not supported."""
 
 
 class GenerateBody(InputsBody):
@@ -44,18 +44,18 @@ class GenerateBody(InputsBody):
     of_parameters: ClassVar[Collection[str]] = GenerateParameters.model_fields
 
     stream: bool | None = None
-    """/generate refuses true. /generate_stream streams in any case."""
+    """/generate refuses true. /generate_stream ignores this field and always streams."""
     parameters: GenerateParameters | None = None
 
 
 class GenerateDetails(Details):
-    """How an answer came about."""
+    """Details of an answer, whether it is streamed or not."""
 
     prompt_tokens: int
 
 
 class GenerateToken(TypedDict):
-    """A token; `logprob` and `special` are null, as in MindIE."""
+    """A token. `logprob` and `special` are null, as in MindIE."""
 
     id: int
     logprob: None
@@ -67,19 +67,19 @@ class WholeDetails(GenerateDetails):
     """Details of an answer that is not streamed."""
 
     prefill: list[GenerateToken]
-    """Tokens of the prompt, empty unless `decoder_input_details` is set."""
+    """Tokens of the prompt. The list is empty unless `decoder_input_details` is set."""
     tokens: list[GenerateToken]
 
 
 class GenerateAnswer(TypedDict):
-    """The answer of /generate."""
+    """The response of /generate."""
 
     generated_text: str
     details: NotRequired[WholeDetails]
 
 
 class StepTokens(TypedDict):
-    """The tokens of a step."""
+    """The tokens that a step generated."""
 
     id: list[int]
     text: str
@@ -92,9 +92,9 @@ class GenerateEvent(TypedDict):
 
     token: StepTokens
     generated_text: str | None
-    """The whole text in the last event, otherwise None."""
+    """The whole text in the last event, or None in all other events."""
     details: GenerateDetails | None
-    """Details in the last event if requested, otherwise None."""
+    """Details, if the request asks for them. Only the last event has them; in all other events, they are None."""
 
 
 @router.post("/generate", responses=answered(GenerateAnswer))

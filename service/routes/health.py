@@ -23,28 +23,28 @@ router = APIRouter()
 
 
 class Populated(TypedDict):
-    """How far an arena is faulted in, in [0, 1]."""
+    """The faulted-in fraction of an arena, from 0 to 1."""
 
     name: str
     populated: float
 
 
 class PopulatedMemory(TypedDict):
-    """How far all of it is."""
+    """The faulted-in fraction of all arenas together, and of each arena."""
 
     populated: float
     arenas: list[Populated]
 
 
 class Health(TypedDict):
-    """The answer of /health."""
+    """The response of /health."""
 
     status: Literal["ok"]
     shared_memory: PopulatedMemory
 
 
 class Version(TypedDict):
-    """The answer of /version."""
+    """The response of /version."""
 
     version: str
 
@@ -57,7 +57,7 @@ class ArrayEntry(TypedDict):
 
 
 class BlockEntry(TypedDict):
-    """A block that nobody freed; times in seconds."""
+    """A block that has not been freed. Times are in seconds."""
 
     name: str
     state: str
@@ -66,12 +66,12 @@ class BlockEntry(TypedDict):
     lease_s: float | None
     bytes: int
     pieces: Sequence[tuple[int, int]]
-    """Offset and length of each piece, in bytes."""
+    """Offset and length in bytes of each contiguous part of the block."""
     arrays: dict[str, ArrayEntry]
 
 
 class ArenaEntry(TypedDict):
-    """An arena."""
+    """An arena of one of the tokenizer processes."""
 
     name: str
     pid: int | None
@@ -86,7 +86,7 @@ class ArenaEntry(TypedDict):
 
 
 class SharedMemory(TypedDict):
-    """The answer of /shm."""
+    """The response of /shm."""
 
     blocks: int
     bytes: int
@@ -95,28 +95,28 @@ class SharedMemory(TypedDict):
 
 
 @router.get("/health", responses=answered(Health))
-@router.get("/v2/health/ready", responses=answered(Health))  # MindIE's
-@router.get("/ping", responses=answered(Health))  # vLLM's
+@router.get("/v2/health/ready", responses=answered(Health))  # MindIE's path
+@router.get("/ping", responses=answered(Health))  # vLLM's path
 async def health(service: ServiceDep) -> Response:
     """Return 200 if the service can answer requests, else 503 with the reason.
 
-    The answer also says how far each arena is faulted in.
+    The response also has the faulted-in fraction of each arena.
     """
     await service.check_healthy()
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids)
     populated = sum(arena.populated_fraction * arena.file_bytes for arena in arenas)
-    found: Health = {
+    answer: Health = {
         "status": "ok",
         "shared_memory": {
             "populated": populated / max(1, sum(arena.file_bytes for arena in arenas)),
             "arenas": [{"name": arena.name, "populated": arena.populated_fraction} for arena in arenas],
         },
     }
-    return JSONResponse(found)
+    return JSONResponse(answer)
 
 
 @router.get("/health/live", response_class=Response)
-@router.get("/v2/health/live", response_class=Response)  # MindIE's
+@router.get("/v2/health/live", response_class=Response)  # MindIE's path
 async def live() -> Response:
     """Return 200 while the process can answer at all."""
     return Response(status_code=200)
@@ -125,8 +125,8 @@ async def live() -> Response:
 @router.get("/version", responses=answered(Version))
 async def own_version() -> Response:
     """Return the version of mindie_mm, at the route that clients of vLLM use."""
-    found: Version = {"version": version("mindie_mm")}
-    return JSONResponse(found)
+    answer: Version = {"version": version("mindie_mm")}
+    return JSONResponse(answer)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -142,16 +142,16 @@ async def shm(service: ServiceDep, blocks: bool = False) -> Response:
     With `blocks=true`, each arena lists these blocks and their positions in `map`.
     """
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids, described=blocks)
-    found: SharedMemory = {
+    answer: SharedMemory = {
         "blocks": sum(len(arena.blocks) for arena in arenas),
         "bytes": sum(arena.used_bytes for arena in arenas),
         "capacity_bytes": sum(arena.capacity_bytes for arena in arenas),
         "arenas": [_arena(arena) for arena in arenas],
     }
     if blocks:
-        for entry, arena in zip(found["arenas"], arenas, strict=True):
+        for entry, arena in zip(answer["arenas"], arenas, strict=True):
             entry["map"] = _map(arena)
-    return JSONResponse(found)
+    return JSONResponse(answer)
 
 
 def _arena(arena: ArenaInfo) -> ArenaEntry:

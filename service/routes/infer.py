@@ -1,4 +1,4 @@
-"""POST /infer, MindIE's own request and answer format. docs/api.md describes it and our differences."""
+"""POST /infer, with MindIE's request and response format. docs/api.md describes the format and our differences."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SEED_BITS = 63
 
 
 class InferParameters(Settings):
-    """MindIE's `parameters`. `typical_p`, `watermark` and `priority` are taken and do nothing, as in MindIE."""
+    """MindIE's `parameters`. `typical_p`, `watermark` and `priority` are accepted and ignored, as in MindIE."""
 
     field = "parameters"
     not_served: ClassVar[NotServed] = {
@@ -69,7 +69,7 @@ class InferParameters(Settings):
     top_p: TopP | None = None
     max_new_tokens: MaxTokens | None = None
     do_sample: bool | None = None
-    """Whether to sample. None samples if temperature, top_k or top_p is given."""
+    """Whether to sample. If it is None, tokens are sampled if `temperature`, `top_k` or `top_p` is given."""
     seed: Annotated[int, Field(ge=0, lt=2**63), WHOLE] | None = None
     repetition_penalty: RepetitionPenalty | None = None
     stop: Stop | None = None
@@ -77,22 +77,22 @@ class InferParameters(Settings):
     """As in `GenerationBody`."""
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600), WHOLE] | None = None
-    """Deadline for the answer, in seconds."""
+    """Maximum time for the answer, in seconds."""
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are sampled. Otherwise decoding is greedy."""
+        """Whether tokens are sampled. If not, decoding is greedy."""
         if self.do_sample is None:
             return any(value is not None for value in (self.temperature, self.top_k, self.top_p))
         return self.do_sample
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
-        """Return the settings for the engine, as `Settings.sampling_params` describes."""
+        """Return the sampling parameters as described in `Settings`."""
         return self.params(
             default,
             max_tokens=self.max_new_tokens or DEFAULT_NEW_TOKENS,
             temperature=self.temperature if self.draws else 0.0,
-            # Choose a seed here if there is none, because the answer states the seed.
+            # If the request has no seed, choose one here, because the answer must report the seed.
             seed=randbits(_SEED_BITS) if self.seed is None and self.draws else self.seed,
         )
 
@@ -100,7 +100,7 @@ class InferParameters(Settings):
 class InputsBody(Body):
     """Fields that the bodies of MindIE's endpoints share."""
 
-    # Here chat_template is a boolean field of its own.
+    # These bodies have a boolean field chat_template, so it is not refused.
     not_served: ClassVar[NotServed] = {
         name: off for name, off in InferParameters.not_served.items() if name != "chat_template"
     }
@@ -108,21 +108,21 @@ class InputsBody(Body):
     """Names of fields that are accepted only in `parameters`."""
 
     inputs: Annotated[str | Array[AnyItem], must_be("a string, or a list of dicts with one item each")]
-    """A text without a template, or a `List[Dict]` that makes one user turn of a chat."""
+    """A text that is used without a chat template, or a `List[Dict]` that becomes one user turn of a chat."""
     chat_template: Templated | None = None
-    """Whether a list becomes a chat turn. False joins its items without a template. Default: true."""
+    """Whether a list becomes a chat turn. If it is false, the items are joined without a template. Default: true."""
 
     @model_validator(mode="before")
     @classmethod
     def _require_parameters(cls, given: Any) -> Any:
-        """Refuse parameters at the top level, where they would be ignored without notice."""
+        """Refuse parameters at the top level. They would otherwise be ignored without notice."""
         for name in cls.of_parameters if isinstance(given, dict) else ():
             if given.get(name) is not None:
                 raise PydanticCustomError("misplaced", "{name} must be inside parameters", {"name": name})
         return given
 
     def request(self) -> TokenizeRequest:
-        """Return the request for the tokenizers. Raise InputError if `inputs` is an empty text."""
+        """Return the request to the tokenizer process. Raise InputError if `inputs` is an empty text."""
         if isinstance(self.inputs, str):
             if not self.inputs:
                 raise InputError("inputs is empty", param="inputs")
@@ -141,7 +141,7 @@ MindieFinishReason = Literal["length", "eos_token", "stop_sequence"]
 
 
 class Details(Timed):
-    """How an answer came about."""
+    """Details that all answers of MindIE's endpoints have."""
 
     finish_reason: MindieFinishReason
     generated_tokens: int
@@ -149,20 +149,20 @@ class Details(Timed):
 
 
 class InferDetails(Details):
-    """Of a whole answer."""
+    """Details of an answer of /infer that is not streamed."""
 
     generated_token_ids: list[int]
 
 
 class InferAnswer(TypedDict):
-    """The answer of /infer."""
+    """The response of /infer."""
 
     generated_text: str
     details: NotRequired[InferDetails]
 
 
 class InferToken(TypedDict):
-    """The tokens of a step."""
+    """The tokens that a step generated."""
 
     id: list[int]
     text: str | None
@@ -170,14 +170,18 @@ class InferToken(TypedDict):
 
 
 class InferEvent(TypedDict):
-    """An event of a streamed answer; times in milliseconds, of the prompt's step and of any other."""
+    """An event of a streamed answer.
+
+    The first event has the time until its arrival in `prefill_time`. Each later event has the time since the event
+    before it in `decode_time`. Both times are in milliseconds.
+    """
 
     prefill_time: float | None
     decode_time: float | None
     generated_text: NotRequired[str]
     """The whole text, only in the last event."""
     details: NotRequired[Details | None]
-    """Details, only in the last event. None unless requested."""
+    """Details, only in the last event. They are None unless the request asks for them."""
     token: InferToken
 
 

@@ -16,12 +16,12 @@ router = APIRouter()
 
 
 class ModelCard(TypedDict):
-    """What OpenAI's clients ask after, and vLLM's."""
+    """The description of the served model that clients of OpenAI and vLLM expect."""
 
     id: str
     object: Literal["model"]
     created: int
-    """Unix time of the service's start."""
+    """Unix time at which the service started."""
     owned_by: str
     root: str
     parent: None

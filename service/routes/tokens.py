@@ -22,37 +22,35 @@ from service.schemas.description import answered
 from service.schemas.message_types import AnyItem, AnyMessage
 from service.schemas.not_served import NOT_SERVED
 from service.schemas.openai_types import opens_turn
-from service.schemas.tool_types import ToolUse
+from service.schemas.tool_types import ToolFields
 
 router = APIRouter()
 
 
-class TokenizeBody(Body):
-    """POST /tokenize: exactly one of `prompt`, `messages` and `inputs`."""
+class TokenizeBody(ToolFields, Body):
+    """POST /tokenize. Exactly one of `prompt`, `messages` and `inputs` must be given."""
 
-    # chat_template is a boolean field that applies to `inputs`, as in /infer.
+    # chat_template is not refused, because it is a boolean field for `inputs`, as in /infer.
     not_served: ClassVar[NotServed] = {name: off for name, off in NOT_SERVED.items() if name != "chat_template"}
 
     prompt: str | None = None
     messages: Array[AnyMessage] | None = None
     inputs: Array[AnyItem] | None = None
     chat_template: Templated | None = None
-    """Whether `inputs` become a chat turn. Only for `inputs`. Default: true."""
+    """Whether `inputs` become a chat turn. Allowed only with `inputs`. Default: true."""
     add_generation_prompt: bool | None = None
     """Whether the chat template ends with the start of the assistant's turn. Default: true."""
     add_special_tokens: bool | None = None
-    """Add the tokenizer's special tokens, such as BOS. Default: true for a prompt and false for a chat, where true adds
-    them even if the template has written them. `inputs` accept only false."""
+    """Add the tokenizer's special tokens, such as BOS. The default is true for `prompt` and false for `messages`, whose
+    template usually writes these tokens. Not supported with `inputs`."""
     continue_final_message: bool | None = None
     """As in a chat completion."""
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: Any = None
-    """`mm_processor_kwargs` and `media_io_kwargs` are as in a chat completion, for `messages`."""
+    """`mm_processor_kwargs` and `media_io_kwargs` are as in a chat completion. Both require `messages`."""
     media_io_kwargs: Any = None
-    tools: Array[dict[str, Any]] | None = None
-    """`tools`, `tool_choice` and `reasoning_effort` are as in a chat completion."""
-    tool_choice: Any = None
     reasoning_effort: str | None = None
+    """`reasoning_effort`, `tools`, `tool_choice`, `functions` and `function_call` are as in a chat completion."""
     cache_salt: CacheSalt | None = None
     return_token_strs: bool | None = None
 
@@ -64,7 +62,7 @@ class DetokenizeBody(Body):
 
 
 class TokenizeAnswer(TypedDict):
-    """The answer of /tokenize."""
+    """The response of /tokenize."""
 
     count: int
     max_model_len: int
@@ -74,7 +72,7 @@ class TokenizeAnswer(TypedDict):
 
 
 class DetokenizeAnswer(TypedDict):
-    """The answer of /detokenize."""
+    """The response of /detokenize."""
 
     prompt: str
 
@@ -85,18 +83,20 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     service = incoming.service
     service.check_model(body.model)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
-        raise InputError("give exactly one of prompt, messages and inputs")
+        raise InputError("the request must have exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
         raise InputError(f"chat_template is {body.chat_template}, which requires inputs", param="chat_template")
     if body.add_special_tokens and body.inputs is not None:
         message = f"add_special_tokens is {body.add_special_tokens}, which is not supported with inputs"
         raise InputError(message, param="add_special_tokens")
     if body.continue_final_message and body.messages is None:
-        raise InputError("continue_final_message is true, which needs messages", param="continue_final_message")
+        raise InputError("continue_final_message is true, which requires messages", param="continue_final_message")
     defaults = media_defaults(body.mm_processor_kwargs, body.media_io_kwargs)
     if defaults and body.messages is None:
-        raise InputError("mm_processor_kwargs and media_io_kwargs need messages; give an item its own options")
-    use = ToolUse.of(body.tools, body.tool_choice, None)
+        raise InputError(
+            "mm_processor_kwargs and media_io_kwargs require messages; with inputs, give each item its own options"
+        )
+    use = body.tool_use()
     if body.messages is None:
         messages = None
         variables = template_variables(body.chat_template_kwargs, use.offered, None, body.reasoning_effort)
@@ -122,7 +122,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     )
 
     async def answer() -> TokenizeAnswer:
-        async with prompts(service, [wanted], incoming.clock) as (source,):
+        async with prompts(service, [wanted], incoming.clock, incoming.owner) as (source,):
             ids: list[int] = source.prompt.plain_ids.tolist()
         return {
             "count": len(ids),
@@ -135,7 +135,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
 
 
 class TokenizerInfo(TypedDict):
-    """The checkpoint's tokenizer_config.json with the chat template. It may have further keys."""
+    """The contents of the checkpoint's tokenizer_config.json, with the chat template. There may be further keys."""
 
     tokenizer_class: str
     chat_template: NotRequired[Any]
@@ -149,7 +149,7 @@ async def tokenizer_info(service: ServiceDep) -> Response:
 
 @router.post("/detokenize", responses=answered(DetokenizeAnswer))
 async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
-    """Return the text of token ids with special tokens spelled out."""
+    """Return the text of token ids, including the text of special tokens."""
     service.check_model(body.model)
 
     async def answer() -> DetokenizeAnswer:

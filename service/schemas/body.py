@@ -1,7 +1,7 @@
 """Base classes and field types of all request bodies.
 
-Types are strict. Unknown fields are ignored, as in other servers, except those in `not_served`, and unless the
-service is strict (`unknown_fields.py`).
+Values are not converted to other types. Fields in `not_served` are refused. All other unknown fields are ignored, as in
+other servers, unless the service is strict (`unknown_fields.py`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from service.schemas.unknown_fields import unknown_fields
 INT32_MAX = 2**31 - 1
 
 WHOLE = BeforeValidator(whole)
-"""Validator that accepts 16.0 as 16. Clients in languages without integers send numbers that way."""
+"""Validator that accepts 16.0 as 16. Clients in languages without integers send integers as floats."""
 
-# The ranges of SamplingParams.check, repeated here for the OpenAPI description and for errors that name the field.
-# tests/service/test_openapi.py checks that both are the same.
+# These ranges repeat those in SamplingParams.check, for the OpenAPI description and for errors that name the field.
+# tests/service/test_openapi.py checks that they agree.
 MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -51,14 +51,14 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 T = TypeVar("T")
 
 Array = Annotated[list[T], Field(fail_fast=True)]
-"""A list that reports only its first wrong entry. An error per entry would need a thousand times the request's size."""
+"""A list that reports only its first wrong entry. An error per entry could take a thousand times the request's size."""
 
 TokenIds = Array[Annotated[int, WHOLE]]
-"""A list of token ids. The vocabulary decides their range."""
+"""A list of token ids. Their range is checked later, against the vocabulary."""
 
 
 def must_be(expected: str) -> WrapValidator:
-    """Return a validator for a union that reports one error, "must be" `expected`, instead of one per member."""
+    """Return a validator for a union. It reports one error, "must be `expected`", instead of one error per member."""
 
     def checked(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -74,28 +74,28 @@ Stop = Annotated[
     must_be("a string or a list of strings"),
     AfterValidator(lambda given: (given,) if isinstance(given, str) else tuple(given)),
 ]
-"""One stop string or several, read as a tuple."""
+"""One stop string or a list of stop strings. The value is a tuple in both cases."""
 
 Templated = Annotated[bool, must_be("true or false; only the chat template of the checkpoint is supported")]
-"""Whether `inputs` become one user turn through the chat template, or are joined without one."""
+"""Whether the chat template turns `inputs` into a user turn. If not, `inputs` are joined without a template."""
 
 NotServed = Mapping[str, tuple[Any, ...]]
-"""Fields of other servers that would change the answer, and the harmless values of each, which are accepted."""
+"""Fields of other servers that would change the answer, each with the harmless values that are accepted."""
 
 
 class Fields(BaseModel):
-    """A request body that converts no types: no string or boolean is a number, and no number is infinite."""
+    """A request body whose values are not converted. A number must be finite, and cannot be a string or a boolean."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     not_served: ClassVar[NotServed] = {}
     instead: ClassVar[Mapping[str, str]] = {}
-    """Replacement for some of these fields, by name. Error messages suggest it."""
+    """Fields to use instead of some of the fields in `not_served`. Error messages suggest them."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, given: Any) -> Any:
-        if isinstance(given, bytes):  # FastAPI does not parse a body of another content type
+        if isinstance(given, bytes):  # FastAPI parses a body only if its content type is JSON
             raise PydanticCustomError("no_json", "the request must have the header Content-Type: application/json")
         for name in refused_fields(given, cls.not_served) if isinstance(given, dict) else ():
             if name in cls.model_fields:
@@ -109,7 +109,7 @@ class Fields(BaseModel):
 
 
 class Closed(Fields, extra="forbid"):
-    """An object without further fields. Only the first unknown field is reported. A null field counts as absent."""
+    """An object that must not have unknown fields. Only the first one is reported. A null field counts as absent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -123,37 +123,40 @@ class Closed(Fields, extra="forbid"):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What an answer must be, and the field of the request that says so."""
+    """The structured output that a request asks for, and the field that describes it."""
 
     wanted: StructuredOutputs
     field: str
 
 
 class Settings(Fields):
-    """Fields that control how a request is answered."""
+    """Fields that control how the answer is generated."""
 
     field: ClassVar[str | None] = None
     """Field of the body that contains these fields, or None if they are at the top level."""
     timings: bool | None = None
-    """Report how the request's time was spent, in `timings` of the answer or of MindIE's `details`. An extension."""
+    """Report how the request's time was spent, in `timings` of the answer or of MindIE's `details`.
+
+    This field is an extension of both APIs.
+    """
 
     @abstractmethod
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
-        """Return the settings for the engine. Fields that are absent or null keep their value in `default`.
+        """Return the sampling parameters for the engine. If a field is absent or null, the value of `default` applies.
 
         Raises:
-            InputError: Fields contradict each other, or a value is not served.
+            InputError: Fields contradict each other, or a value is not supported.
 
         """
 
     def structure(self, *, close: bool) -> Structure | None:
-        """Return what the answer must be, or None.
+        """Return the structured output that the request asks for, or None.
 
         Args:
-            close: Whether JSON schemas allow only the properties that they name, unless they state otherwise.
+            close: Whether a JSON schema without `additionalProperties` allows only the properties that it lists.
 
         Raises:
-            InputError: A form is not valid, or two forms contradict each other.
+            InputError: A description is not valid, or two fields describe different outputs.
 
         """
         return None
@@ -173,7 +176,7 @@ class Body(Fields):
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Names of the request's fields that the body does not know."""
+        """Names of the request's fields that this class does not define."""
         return self._unknown
 
     @model_validator(mode="wrap")

@@ -1,4 +1,4 @@
-"""Choices of a request, and the parts of an answer about them: usage, media spans and timings."""
+"""The choices of a request, and the parts of an answer that report usage, media spans and timings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
     fetch_s: float = 0.0
     """Seconds for fetching media, copying files and decoding base64."""
     preprocess_s: float = 0.0
-    """Seconds for tokenizing text, and for decoding and resizing media. Includes the wait for a tokenizer process."""
+    """Seconds for tokenizing text and for decoding and resizing media, with the wait for a tokenizer process."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,11 @@ class Choice(Answer):
 
 
 class PromptTokensDetails(TypedDict):
-    """Tokens of prompts that were in the prefix cache, and those that stand for media."""
+    """Details of the number of prompt tokens.
+
+    `cached_tokens` is the number of tokens that were found in the prefix cache. The other fields are the numbers of
+    tokens that are replaced by features of media.
+    """
 
     cached_tokens: int
     image_tokens: int
@@ -46,7 +50,7 @@ class PromptTokensDetails(TypedDict):
 
 
 class CompletionTokensDetails(TypedDict):
-    """Tokens of the answers that are reasoning."""
+    """Number of generated tokens that are reasoning."""
 
     reasoning_tokens: int
 
@@ -59,29 +63,32 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: NotRequired[CompletionTokensDetails]
-    """Present in a chat with a checkpoint that reasons."""
+    """Present in chats if the checkpoint writes reasoning."""
 
 
 class Used(TypedDict):
-    """Part of a streamed answer whose `stream_options` request usage."""
+    """The part of a streamed answer that is present if `stream_options` ask for usage."""
 
     usage: NotRequired[Usage]
 
 
 class SpanEntry(TypedDict):
-    """Where the tokens of a media item lie in the prompt."""
+    """The position of a media item's tokens in the prompt."""
 
     type: Kind
     start: int
     stop: int
     features: int
-    """Number of these tokens that are replaced by a feature."""
+    """Number of tokens from `start` to `stop` that are replaced by features."""
     block: str
     """Name of the item's shared-memory block, as in `mindie-mm shm list --blocks`."""
 
 
 class StageTimings(TypedDict):
-    """Where a request's time went, in seconds; of several choices, the longest of each of the engine's stages."""
+    """The durations of a request's stages in seconds.
+
+    If the request has several choices, the value for a stage of the engine is the maximum over the choices.
+    """
 
     fetch_s: float
     preprocess_s: float
@@ -93,7 +100,7 @@ class StageTimings(TypedDict):
 
 
 class Timed(TypedDict):
-    """Part of an answer whose request sets `timings`."""
+    """The part of an answer that is present if the request sets `timings`."""
 
     timings: NotRequired[StageTimings]
 
@@ -101,11 +108,16 @@ class Timed(TypedDict):
 def usage(
     prompts: Sequence[Prompt], choices: Sequence[Answer], num_untold: int = 0, num_reasoning: int | None = None
 ) -> Usage:
-    """Return the usage of the prompts and their choices. Each prompt counts once, as its first choice found it.
+    """Return the usage of the prompts and their choices.
 
-    Every prompt has the same number of choices. `num_untold` is the number of generated tokens to leave out, because
-    a later chunk sends them. `num_reasoning` is the number of those that are reasoning, or None if there is no
-    reasoning in the checkpoint's answers.
+    Each prompt is counted once, however many choices it has. A prompt's cached tokens are the minimum over its choices.
+
+    Args:
+        prompts: Prompts of the request.
+        choices: Choices in the order of the prompts, with the same number of choices for each prompt.
+        num_untold: Number of generated tokens that are not counted yet, because a later chunk sends them.
+        num_reasoning: Number of reasoning tokens, or None if the checkpoint does not write reasoning.
+
     """
     n = len(choices) // len(prompts)
     num_prompt = sum(len(prompt) for prompt in prompts)
@@ -114,7 +126,7 @@ def usage(
     def features(kind: Kind) -> int:
         return sum(_features(one, span) for one in prompts for span in one.spans if span.kind == kind)
 
-    found: Usage = {
+    usage: Usage = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
@@ -128,12 +140,12 @@ def usage(
         },
     }
     if num_reasoning is not None:
-        found["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-    return found
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return usage
 
 
 def _features(prompt: Prompt, span: MediaSpan) -> int:
-    """Return the number of tokens in an item's span that are replaced by a feature."""
+    """Return the number of tokens in an item's span that are replaced by features."""
     ids = prompt.ids[span.start : span.stop]
     return int(np.count_nonzero((ids < 0) | (ids == span.token)))
 
@@ -154,10 +166,10 @@ def media_spans(prompt: Prompt) -> list[SpanEntry]:
 
 def timings(clock: Clock, choices: Sequence[Answer]) -> StageTimings:
     """Return the timings of a finished request."""
-    found = [choice.timings for choice in choices if choice.timings is not None]
+    timings = [choice.timings for choice in choices if choice.timings is not None]
 
     def longest(stage: str) -> float:
-        return round(max(map(attrgetter(stage), found), default=0.0), 6)
+        return round(max(map(attrgetter(stage), timings), default=0.0), 6)
 
     return {
         "fetch_s": round(clock.fetch_s, 6),

@@ -1,4 +1,7 @@
-"""The OpenAPI description, /openapi.json. FastAPI cannot infer the answers, because routes return plain responses."""
+"""The OpenAPI description, /openapi.json.
+
+The types of the answers are added here. FastAPI cannot infer them, because routes return plain responses.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ def streamed(event: type, whole: type | None = None, last: str | None = None) ->
 
     Args:
         event: TypedDict of the events. An event may also be an ErrorBody.
-        whole: TypedDict of the answer without a stream. If None, the route always streams.
-        last: Data of the last event, if it is fixed.
+        whole: TypedDict of an answer that is not streamed, or None if the route always streams.
+        last: Data of a special event that ends the stream, or None if there is no such event.
 
     """
     written = {
@@ -33,7 +36,7 @@ def streamed(event: type, whole: type | None = None, last: str | None = None) ->
         "contentSchema": {"anyOf": [{"$ref": _SCHEMA.format(model=kind.__name__)} for kind in (event, ErrorBody)]},
     }
     data = {"type": "string", **({"anyOf": [{"const": last}, written]} if last else written)}
-    # The format of OpenAPI 3.2, which FastAPI also uses for its own streams.
+    # OpenAPI 3.2 describes streams in this way, and so does FastAPI for its own streams.
     item = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     in_events = {"content": {"text/event-stream": {"itemSchema": item}}}
     if whole is None:
@@ -42,10 +45,10 @@ def streamed(event: type, whole: type | None = None, last: str | None = None) ->
 
 
 def describe(app: FastAPI, events: Sequence[type], *, keys: bool) -> None:
-    """Create the description of `app`, and correct it in place. FastAPI caches it.
+    """Create the description of `app`, which FastAPI caches, and correct it in place.
 
-    It gets the schemas of `events`, which are the TypedDicts of streams. It loses FastAPI's status 422, because an
-    invalid body gets 400 here. With `keys`, it states which operations need an API key.
+    The schemas of `events`, the TypedDicts of streams, are added. FastAPI's status 422 is removed, because an invalid
+    body gets status 400 here. If `keys` is true, operations that need an API key are described as such.
     """
     described = app.openapi()
     for path, operations in described["paths"].items():

@@ -1,4 +1,4 @@
-"""Fields of vLLM's requests that OpenAI's lack."""
+"""Request fields that vLLM adds to OpenAI's fields."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ Ids = Annotated[TokenIds, AfterValidator(tuple)]
 
 
 class ExtraFields(Settings):
-    """Fields of vLLM that the bodies of chat and text completions share."""
+    """Fields of vLLM that chat completions and text completions share."""
 
     max_new_tokens: MaxTokens | None = None
     """Another name of `max_tokens`."""
     min_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
     """Another name of `min_tokens`."""
     include_stop_str_in_output: bool | None = None
-    """Include the stop string in the text and, without `skip_special_tokens`, the special token that ends it."""
+    """Include the stop string in the text. If `skip_special_tokens` is false, include the final special token too."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text. Default: true."""
     spaces_between_special_tokens: bool | None = None
-    """Keep the blanks that some tokenizers write between special tokens. Default: true."""
+    """Keep the spaces that some tokenizers write between special tokens. Default: true."""
     bad_words: Annotated[Array[str], AfterValidator(tuple)] | None = None
-    """Words that are not generated."""
+    """Words that must not be generated."""
     allowed_token_ids: Ids | None = None
     """The only tokens that may be generated."""
     logprob_token_ids: Ids | None = None
-    """Tokens whose log-probabilities are reported instead of those of the most likely tokens. Needs `logprobs`."""
+    """Tokens whose log-probabilities are reported instead of the most likely tokens. Requires `logprobs`."""
     prompt_logprobs: Logprobs | None = None
-    """Number of most likely tokens to report for each token of the prompt, in vLLM's form. Not for streams."""
+    """Number of most likely tokens to report for each token of the prompt. Not supported in a stream."""
     return_token_ids: bool | None = None
-    """Report the ids of the prompt's and the answer's tokens."""
+    """Report the token ids of the prompt and of the answer."""
     return_tokens_as_token_ids: bool | None = None
-    """Write tokens in log-probabilities as `token_id:5`."""
+    """Write the tokens of log-probabilities in the form `token_id:5`."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
-    """Number of tokens to keep of a longer prompt. -1: as many as fit in the context beside the answer."""
+    """Number of tokens to keep of a longer prompt. -1: as many tokens as fit into the context with the answer."""
     truncation_side: Literal["left", "right"] | None = None
     """Side from which the prompt is truncated. Default: left, which keeps the last tokens."""
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
-    """Rank in the queue; lower numbers come first. Only 0, unless `--scheduling-policy priority` is set."""
+    """Priority in the queue. Lower numbers come first. Must be 0 unless `--scheduling-policy priority` is set."""
 
     @property
     def prompt_options(self) -> PromptOptions:
-        """How the prompt is cut."""
+        """Rules for truncating the prompt."""
         return PromptOptions(cut_to=self.truncate_prompt_tokens or 0, cut_side=self.truncation_side or "left")
 
     def check_extra(self, *, stream: bool) -> None:
@@ -60,7 +60,7 @@ class ExtraFields(Settings):
             raise InputError(message, param="prompt_logprobs")
 
     def same(self, *names: str) -> Any:
-        """Return the value of fields with the same meaning, or None. Raise InputError if their values differ."""
+        """Return the value of fields that have the same meaning, or None. Raise InputError if their values differ."""
         given = [(name, value) for name in names if (value := getattr(self, name)) is not None]
         for name, value in given[1:]:
             if value != given[0][1]:

@@ -1,8 +1,8 @@
-"""Types of messages and items for the OpenAPI description. `mindie_mm.inputs` validates them."""
+"""Types of messages, items and tools for the OpenAPI description. `mindie_mm.inputs` and `ToolUse` validate them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Required
+from typing import Annotated, Any, Literal, Required
 
 from pydantic import Field, GetJsonSchemaHandler, TypeAdapter
 from pydantic.json_schema import JsonSchemaValue
@@ -10,10 +10,11 @@ from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
 from mindie_mm.inputs import CUSTOM_ROLE, Detail
+from mindie_mm.tool_calls.scanner import MAX_NAME
 
 
 class ItemOptions(TypedDict, total=False):
-    """How an image, a video or a sound is read; each kind takes some of them."""
+    """Options for reading an image, a video or a sound. Each kind of media accepts some of the options."""
 
     min_pixels: int | None
     max_pixels: int | None
@@ -27,29 +28,30 @@ class ItemOptions(TypedDict, total=False):
 
 
 class Address(ItemOptions, total=False):
-    """Where a medium is: http(s):, data: or file:, or a path; a list of them is a video's frames."""
+    """The URL of a media item (http:, https:, data: or file:) or its path. A list contains the frames of a video."""
 
-    url: Required[str | list[str]]
+    url: str | list[str] | None
+    """Left out only if the item has a `uuid`."""
 
 
 class InputAudio(TypedDict, total=False):
-    """A sound as OpenAI has it."""
+    """A sound in OpenAI's format."""
 
-    data: Required[str]
-    """Base64 or an address."""
+    data: str | None
+    """Base64 or an address. Left out only if the item has a `uuid`."""
     format: str | None
 
 
 class File(TypedDict, total=False):
-    """A text file or a PDF as OpenAI has it."""
+    """A text file or a PDF in OpenAI's format."""
 
     file_data: Required[str]
-    """Content as a data: URL or base64."""
+    """Content of the file, as a data: URL or as base64."""
     filename: str | None
 
 
 class Item(ItemOptions, total=False):
-    """One text, image, video or sound, in this service's form or in a chat's."""
+    """One text, image, video or sound, in this service's format or in the format of chats."""
 
     type: str | None
     text: str | None
@@ -65,21 +67,54 @@ class Item(ItemOptions, total=False):
     document: str | Address | None
     """A PDF, whose pages become images."""
     url: str | list[str] | None
-    """An address for an item whose `type` states the kind. `path` and `base64` need `type`, too."""
+    """Address of the item. `url`, `path` and `base64` require `type`, which says what kind of item it is."""
     path: str | list[str] | None
     base64: str | list[str] | None
+    uuid: str | None
+    """Client's name for an image, a video or a sound. Later requests may leave out the data."""
 
 
 class Message(TypedDict, total=False):
-    """One message of a chat; what else it holds is the chat template's."""
+    """One message of a chat. All further fields are passed to the chat template."""
 
     role: Required[Annotated[str, Field(pattern=f"^{CUSTOM_ROLE}$")]]
-    """system, developer, user, assistant, tool, function, or a role that the chat template takes."""
+    """system, developer, user, assistant, tool, function, or another role that the chat template supports."""
     content: str | list[Item] | None
 
 
+class Function(TypedDict, total=False):
+    """A function that the model may call."""
+
+    name: Required[Annotated[str, Field(min_length=1, max_length=MAX_NAME)]]
+    description: str | None
+    parameters: dict[str, Any] | None
+    """JSON schema of the arguments, an object."""
+    strict: bool | None
+    """Whether the arguments must be valid even if the model decides whether to call the function."""
+
+
+class Tool(TypedDict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(TypedDict):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(TypedDict, total=False):
+    """The tool that the model has to call. Some other forms are accepted, too."""
+
+    type: Literal["function", "tool"]
+    function: Required[FunctionName]
+
+
 class _DescribedAs:
-    """An annotation with the type that the OpenAPI description shows for a field. Validation ignores it."""
+    """An annotation that sets the type of a field in the OpenAPI description. Validation ignores this type."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
@@ -89,4 +124,8 @@ class _DescribedAs:
 
 
 AnyMessage = Annotated[dict[str, Any], _DescribedAs(Message)]
+AnyTool = Annotated[dict[str, Any], _DescribedAs(Tool)]
+AnyFunction = Annotated[dict[str, Any], _DescribedAs(Function)]
+AnyToolChoice = Annotated[Any, _DescribedAs(Literal["auto", "none", "required", "any"] | NamedTool | None)]
+AnyFunctionChoice = Annotated[Any, _DescribedAs(Literal["auto", "none"] | FunctionName | None)]
 AnyItem = Annotated[dict[str, Any], _DescribedAs(Item)]

@@ -1,6 +1,7 @@
-"""Request fields of other servers that would change the answer. They are refused, so that no answer is silently wrong.
+"""Request fields of other servers that would change the answer.
 
-Fields that only tune another field (`mirostat_tau`, `dry_base`) have no effect without that field and are ignored.
+These fields are refused, so that no answer is silently wrong. Fields that only tune another field (`mirostat_tau`,
+`dry_base`) are ignored, because they have no effect without that field.
 """
 
 from __future__ import annotations
@@ -14,32 +15,32 @@ _ZERO = (None, 0)
 
 NOT_SERVED: NotServed = {
     **PROMPT_FIELDS,
-    # vLLM's
+    # fields of vLLM
     **dict.fromkeys(("guided_whitespace_pattern", "logits_processors", "use_beam_search"), OFF),
     **dict.fromkeys(("thinking_token_budget", "repetition_detection"), OFF),
     **dict.fromkeys(("lora_request", "vllm_xargs", "extra_args"), OFF),
     **dict.fromkeys(("detokenize", "include_reasoning"), (None, True)),
     "length_penalty": (None, 1),
     "early_stopping": OFF,
-    # OpenAI's
+    # fields of OpenAI
     "audio": OFF,
     "modalities": (*OFF, ["text"]),
-    "web_search_options": (None,),  # OpenAI searches with empty ones, too
+    "web_search_options": (None,),  # empty options are refused too, because OpenAI searches even then
     "verbosity": (*OFF, "medium"),
-    # SGLang's
+    # fields of SGLang
     **dict.fromkeys(("stop_regex", "no_stop_trim", "custom_logit_processor"), OFF),
     **dict.fromkeys(("lora_path", "return_hidden_states", "session_params", "custom_params", "sampling_params"), OFF),
     **dict.fromkeys(("input_ids", "input_embeds", "image_data", "video_data", "audio_data", "return_logprob"), OFF),
-    # llama.cpp's
+    # fields of llama.cpp
     **dict.fromkeys(("lora", "input_prefix", "input_suffix", "return_tokens", "samplers"), OFF),
     "n_predict": (None,),
     **dict.fromkeys(("n_probs", "mirostat", "dynatemp_range", "t_max_predict_ms", "reasoning_budget"), (*OFF, 0)),
     **dict.fromkeys(("repeat_penalty", "tfs_z", "typ_p"), (None, 1)),
     "top_n_sigma": (None, -1, 0),
-    # Ollama's
+    # fields of Ollama
     **dict.fromkeys(("options", "format", "template", "system", "images", "context"), OFF),
     **dict.fromkeys(("num_predict", "num_ctx", "raw", "think"), (None,)),
-    # text-generation-inference's, and transformers'
+    # fields of text-generation-inference and of transformers
     **dict.fromkeys(("watermarking", "watermarking_config", "stop_sequences", "guideline", "tool_prompt"), OFF),
     **dict.fromkeys(("details", "decoder_input_details", "return_full_text"), OFF),
     **dict.fromkeys(("top_n_tokens", "min_length"), _ZERO),
@@ -47,18 +48,21 @@ NOT_SERVED: NotServed = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (None, 1)),
     **dict.fromkeys(("bad_words_ids", "force_words_ids", "suppress_tokens", "forced_eos_token_id"), OFF),
     "adapter_id": (*OFF, "None"),
-    # Reasoning models', DashScope's, Anthropic's and Mistral's
+    # fields of reasoning models, DashScope, Anthropic and Mistral
     **dict.fromkeys(("enable_thinking", "thinking", "thinking_budget", "reasoning", "safe_prompt"), (None,)),
     **dict.fromkeys(("enable_search", "vl_high_resolution_images", "max_output_tokens", "random_seed"), (None, False)),
-    # text-generation-webui's
+    # fields of text-generation-webui
     **dict.fromkeys(("preset", "grammar_string", "custom_token_bans", "ban_eos_token", "dynamic_temperature"), OFF),
     **dict.fromkeys(("mirostat_mode", "dry_multiplier", "xtc_probability", "smoothing_factor"), _ZERO),
     **dict.fromkeys(("penalty_alpha", "no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "top_a"), _ZERO),
     **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty", "tfs"), (None, 1)),
-    # The OpenAI client replaces these by their content. Only a raw HTTP request sends them.
+    # The OpenAI client replaces these fields by their content. Only a client that sends raw HTTP sends them.
     **dict.fromkeys(("extra_body", "extra_query"), OFF),
 }
-"""Fields that no request accepts, with the values that are harmless. A field that a body declares itself is exempt."""
+"""Fields that are refused, with the values that are accepted because they are harmless.
+
+A field that the class of a body declares is accepted in that body.
+"""
 
 STRUCTURES: NotServed = {
     **dict.fromkeys(("response_format", "structured_outputs", "structural_tag"), OFF),
@@ -81,7 +85,10 @@ MINDIES: NotServed = {
     "do_sample": (None, True),
     "typical_p": (None, 1),
 }
-"""MindIE's fields that OpenAI's endpoints refuse. MindIE ignores `typical_p` and `watermark`; other servers do not."""
+"""MindIE's fields that OpenAI's endpoints refuse.
+
+MindIE itself ignores `typical_p` and `watermark`. Other servers apply them.
+"""
 
 INSTEAD: Mapping[str, str] = {
     "format": "response_format",
@@ -90,8 +97,6 @@ INSTEAD: Mapping[str, str] = {
     "min_length": "min_tokens",
     **dict.fromkeys(("enable_thinking", "thinking", "think"), "chat_template_kwargs"),
     **dict.fromkeys(("thinking_budget", "reasoning_budget"), "thinking_token_budget"),
-    "functions": "tools",
-    "function_call": "tool_choice",
     "repeat_penalty": "repetition_penalty",
     "stop_sequences": "stop",
     "random_seed": "seed",
@@ -99,4 +104,4 @@ INSTEAD: Mapping[str, str] = {
     "extra_body": "its fields as top-level fields of the request",
     "num_return_sequences": "n",
 }
-"""Replacement for a refused field in requests to OpenAI's endpoints."""
+"""Fields to use instead of refused fields in requests to OpenAI's endpoints."""

@@ -1,7 +1,7 @@
-"""Types of the answers of the OpenAI-compatible endpoints, for mypy and for the OpenAPI description.
+"""Types of the responses of the OpenAI-compatible endpoints, for mypy and for the OpenAPI description.
 
-Answers are plain dicts. Keys that are not required are present if the request asks for them, and some of them are
-None in whole answers otherwise, as in vLLM's, because clients read them without asking whether they are there.
+Responses are plain dicts. Keys that are not required are present if the request asks for them. In answers that are not
+streamed, some keys are None otherwise, as in vLLM, because clients read them without checking whether they exist.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from service.schemas.choices import SpanEntry, Timed, Usage, Used
 
 
 def _json_of(kind: Any) -> GetPydanticSchema:
-    """Return an annotation for encoded JSON, which gives the type of its content."""
+    """Return an annotation that gives encoded JSON the type `kind` in the OpenAPI description."""
     return GetPydanticSchema(lambda _, handler: handler(kind))
 
 
 class Head(TypedDict):
-    """Fields at the start of every answer and chunk."""
+    """Fields at the start of every response and chunk."""
 
     id: str
     created: int
-    """Unix time of the request."""
+    """Unix time in seconds."""
     model: str
     system_fingerprint: str
-    """Hash of the checkpoint, the software and the settings that may change an answer."""
+    """Hash of the checkpoint's settings, of the software version and of the settings that may change an answer."""
 
 
 class Prompted(TypedDict):
@@ -45,11 +45,11 @@ class Tokened(TypedDict):
 
 
 class PromptToken(TypedDict):
-    """A token of a prompt, or a likely one in its place."""
+    """A token of a prompt, or a token that would have been likely at its position."""
 
     logprob: float
     rank: int | None
-    """Rank among all tokens, from 1 on."""
+    """Rank of the token by probability. The most likely token has rank 1."""
     decoded_token: str
 
 
@@ -57,25 +57,25 @@ class Scored(TypedDict):
     """Log-probabilities of the prompt, or None unless the request sets `prompt_logprobs`. Not in streams."""
 
     prompt_logprobs: NotRequired[Annotated[Raw, _json_of(list[dict[str, PromptToken] | None])] | None]
-    """One entry per token, by token id. The first token has none."""
+    """One object per token. The keys of the object are token ids. The first token has null instead of an object."""
 
 
 class Spanned(TypedDict):
-    """Part of a chat's answer, or of its first chunk, if the request sets `media_spans`."""
+    """The part of a chat's answer or first chunk that is present if the request sets `media_spans`."""
 
     media_spans: NotRequired[list[SpanEntry]]
 
 
 class End(TypedDict):
-    """Reasons for the end of a choice. Both are None until it ends."""
+    """The reasons why a choice ended. Both fields are None until the choice ends."""
 
     finish_reason: FinishReason | None
     stop_reason: str | int | None
-    """The stop string or the token id from `stop_token_ids` that ended the choice, otherwise None."""
+    """The stop string or the id from `stop_token_ids` that ended the choice. None if something else ended it."""
 
 
 class ChatToken(TypedDict):
-    """A token."""
+    """A token and its log-probability."""
 
     token: Annotated[Raw, _json_of(str)]
     logprob: float
@@ -83,13 +83,13 @@ class ChatToken(TypedDict):
 
 
 class ChatPosition(ChatToken):
-    """A token of the answer, and the likeliest in its place."""
+    """A token of the answer, and the most likely tokens at its position."""
 
     top_logprobs: Annotated[list[ChatToken] | Raw, _json_of(list[ChatToken])]
 
 
 class ChatLogprobs(TypedDict):
-    """Of a chat's choice, or of a part of one."""
+    """Log-probabilities of a chat's choice or chunk."""
 
     content: Annotated[Raw, _json_of(list[ChatPosition])]
 
@@ -99,7 +99,7 @@ class CalledFunction(TypedDict):
 
     name: str
     arguments: str
-    """JSON object, as the model wrote it."""
+    """A JSON object, as the model wrote it."""
 
 
 class ToolCall(TypedDict):
@@ -111,35 +111,38 @@ class ToolCall(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """The answer's text and calls."""
+    """The text and the tool calls of an answer."""
 
     role: str
     """`assistant`, or the role of the last message if `add_generation_prompt` is false."""
     content: str | None
-    """None if there are calls and no text beside them."""
+    """None if there are tool calls and no text."""
     refusal: None
     reasoning_content: str | None
-    """Reasoning before the answer."""
+    """Reasoning before the answer, or None if there is none."""
     reasoning: str | None
-    """The same."""
+    """The same as `reasoning_content`."""
     tool_calls: NotRequired[list[ToolCall]]
     """Present if the model calls a tool."""
+    function_call: NotRequired[CalledFunction]
+    """Present in its place if the request has `functions`."""
 
 
-ChatFinishReason = FinishReason | Literal["tool_calls"]
+ChatFinishReason = FinishReason | Literal["tool_calls", "function_call"]
 
 
 class ChatEnd(TypedDict):
-    """Reasons for the end of a chat's choice. Both are None until it ends."""
+    """The reasons why a chat's choice ended. Both fields are None until the choice ends."""
 
     finish_reason: ChatFinishReason | None
-    """tool_calls if the model has called a tool, unless the output limit ended the choice."""
+    """tool_calls if the model has called a tool, unless the output limit ended the choice. function_call if the request
+    has `functions`."""
     stop_reason: str | int | None
     """As in `End`."""
 
 
 class ChatChoice(ChatEnd, Tokened):
-    """One of `n`."""
+    """One of the `n` choices."""
 
     index: int
     message: ChatMessage
@@ -147,7 +150,7 @@ class ChatChoice(ChatEnd, Tokened):
 
 
 class ChatCompletion(Head, Timed, Spanned, Prompted, Scored):
-    """The answer of /v1/chat/completions."""
+    """The response of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -155,7 +158,7 @@ class ChatCompletion(Head, Timed, Spanned, Prompted, Scored):
 
 
 class FunctionDelta(TypedDict):
-    """The name of a function, or what its arguments grew by."""
+    """The name of a function, or the next piece of its arguments."""
 
     name: NotRequired[str]
     """Present in the first delta of a call."""
@@ -163,31 +166,32 @@ class FunctionDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """What a call grew by."""
+    """The next piece of a tool call."""
 
     index: int
-    """Number of the call, from 0."""
+    """Index of the call in its message."""
     id: NotRequired[str]
-    """Present in the first delta of a call, as is `type`."""
+    """Present in the first delta of a call, like `type`."""
     type: NotRequired[Literal["function"]]
     function: FunctionDelta
 
 
 class ChatDelta(TypedDict):
-    """What a choice grew by."""
+    """The next piece of a message."""
 
     role: NotRequired[str]
     """Present in a choice's first chunk."""
     content: NotRequired[str]
     reasoning_content: NotRequired[str | None]
-    """Present if the checkpoint reasons."""
+    """Present if the checkpoint writes reasoning."""
     reasoning: NotRequired[str | None]
     """The same as `reasoning_content`."""
     tool_calls: NotRequired[list[ToolCallDelta]]
+    function_call: NotRequired[FunctionDelta]
 
 
 class ChatChunkChoice(ChatEnd, Tokened):
-    """What one choice grew by."""
+    """The next piece of a choice."""
 
     index: int
     delta: ChatDelta
@@ -202,7 +206,10 @@ class ChatCompletionChunk(Head, Used, Timed, Spanned, Prompted):
 
 
 class CompletionLogprobs(TypedDict):
-    """Of a choice, or of a part of one: lists of one length. The first token of an echoed prompt has none."""
+    """Log-probabilities of a choice or of an event. All lists have one entry per token.
+
+    The first token of an echoed prompt has no log-probability, so its entries are null.
+    """
 
     tokens: Annotated[Raw, _json_of(list[str])]
     token_logprobs: Annotated[Raw, _json_of(list[float | None])]
@@ -211,7 +218,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class CompletionChoice(End, Tokened, Prompted, Scored):
-    """One of `n` for each prompt, or what one grew by."""
+    """One of the `n` choices of a prompt, or the next piece of a choice."""
 
     index: int
     text: str

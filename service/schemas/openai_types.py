@@ -33,20 +33,21 @@ from service.schemas.extra_fields import ExtraFields
 from service.schemas.message_types import AnyMessage
 from service.schemas.not_served import INSTEAD, MINDIES, NOT_SERVED
 from service.schemas.structured_outputs import StructureFields
+from service.schemas.tool_types import ToolFields
 
 MAX_CHOICES = 64
 
 _ID = re.compile(r"0|[1-9][0-9]{0,39}")
-"""Pattern of a token id in digits. `SamplingParams.check` compares it with the vocabulary."""
+"""Pattern of a token id in decimal digits. `SamplingParams.check` checks its range."""
 
 
 class StreamOptions(Fields):
-    """How an answer is streamed."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = None
-    """Send another chunk at the end, with the usage and without choices."""
+    """Send a last chunk that has the usage and no choices."""
     continuous_usage_stats: bool | None = None
-    """Add the usage so far to every other chunk. Needs `include_usage`."""
+    """Add the usage so far to all chunks before the last. Requires `include_usage`."""
 
 
 class GenerationBody(Body, StructureFields, ExtraFields):
@@ -56,7 +57,7 @@ class GenerationBody(Body, StructureFields, ExtraFields):
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
     best_of: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """1 or `n`, because no more choices are drawn than are returned."""
+    """Only 1 and the value of `n` are supported, because exactly `n` choices are generated."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     """Allowed only with `stream`."""
@@ -65,20 +66,20 @@ class GenerationBody(Body, StructureFields, ExtraFields):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
-    """Number of most likely tokens to sample from. 0 and, as in vLLM, -1 stand for all tokens."""
+    """Number of most likely tokens to sample from. 0 and, as in vLLM, -1 mean all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[dict[str, float], Field(fail_fast=True)] | None = None
-    """Bias by token id. The ids are decimal strings."""
-    # The OpenAPI description writes limits as floats, and 2**63 - 1 is not exact as a float.
+    """Biases to add to logits. The keys are token ids as decimal strings."""
+    # The limit is written as lt=2**63, because OpenAPI writes limits as floats, and no float equals 2**63 - 1.
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[TokenIds, AfterValidator(tuple)] | None = None
     ignore_eos: bool | None = None
     cache_salt: CacheSalt | None = None
-    """Salt of the prefix cache. Cached blocks are shared only between requests with the same salt, or with none."""
+    """Salt of the prefix cache. Requests share cached KV blocks only if they have the same salt, or none at all."""
     user: str | None = None
     """Ignored."""
     metadata: dict[str, Any] | None = None
@@ -94,16 +95,16 @@ class GenerationBody(Body, StructureFields, ExtraFields):
 
     @property
     def include_usage(self) -> bool:
-        """Return whether a stream ends with the usage."""
+        """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Return whether each chunk of a stream has the usage so far."""
+        """Whether each chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def params(self, default: SamplingParams, **overrides: Any) -> SamplingParams:
-        """Return the settings as in `Settings.params`. Raise InputError for a value that is not served."""
+        """Return the parameters as in `Settings.params`. Raise InputError if a value is not supported."""
         if self.best_of not in (None, 1, self.n):
             raise InputError(f"best_of is {self.best_of}; only 1 and the value of n are supported", param="best_of")
         self.check_extra(stream=bool(self.stream))
@@ -111,13 +112,13 @@ class GenerationBody(Body, StructureFields, ExtraFields):
             "min_tokens": self.same("min_tokens", "min_new_tokens"),
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "logit_bias": _by_id(self.logit_bias) if self.logit_bias else None,
-            "json_schema": None,  # the body's fields of these names become `structure`
+            "json_schema": None,  # the body's fields with these names become `structure`
             "structured_outputs": None,
         }
         return super().params(default, **(own | overrides))
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ToolFields, GenerationBody):
     """POST /v1/chat/completions."""
 
     not_served: ClassVar[NotServed] = {**NOT_SERVED, **MINDIES}
@@ -128,37 +129,33 @@ class ChatBody(GenerationBody):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    """Number of most likely tokens to report per position. Needs `logprobs`."""
+    """Number of most likely tokens to report per position. Requires `logprobs`."""
     add_generation_prompt: bool | None = None
     """Whether the chat template ends with the start of the assistant's turn. Default: true."""
     continue_final_message: bool | None = None
-    """Continue the last message instead of answering it. Excludes `add_generation_prompt`."""
+    """Continue the last message instead of answering it. Cannot be combined with `add_generation_prompt`."""
     add_special_tokens: bool | None = None
-    """Add the tokenizer's special tokens, such as BOS, even if the chat template has written them. Default: false."""
+    """Add the tokenizer's special tokens, such as BOS, although chat templates usually contain them. Default: false."""
     echo: bool | None = None
-    """Put the last message before the answer if both have the same role."""
+    """Put the text of the last message before the answer, if both have the same role."""
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: Any = None
-    """Options of all images and videos that state none: `min_pixels`, `max_pixels`, `fps`, `num_frames`, ..."""
+    """Default options of images and videos: `min_pixels`, `max_pixels`, `fps`, `num_frames`, ..."""
     media_io_kwargs: Any = None
-    """`{"video": {"fps": ..., "num_frames": ...}}`: options of all videos that state none."""
-    tools: Array[dict[str, Any]] | None = None
-    """Tools that the model may call. An empty list counts as null."""
-    tool_choice: Any = None
-    """"auto" (the default), "none", "required", or an object that names a tool."""
+    """Default options of videos: `{"video": {"fps": ..., "num_frames": ...}}`."""
     parallel_tool_calls: bool | None = None
-    """Whether the answer may have several calls. Default: true."""
+    """Whether the answer may have several tool calls. Default: true."""
     reasoning_effort: str | None = None
-    """Variable for a chat template that supports it. Otherwise it switches the thinking of a template that has
-    `enable_thinking`. "none" is accepted with any template."""
+    """Variable of the chat template. For a template that has only `enable_thinking`, "none" turns thinking off and any
+    other value turns it on. "none" is accepted with any template."""
     include_reasoning: bool | None = None
-    """Whether the answer has the reasoning. Default: true."""
+    """Whether the answer includes the reasoning. Default: true."""
     separate_reasoning: bool | None = None
-    """Whether the reasoning stands beside the content. Default: true. If false, the content begins with it."""
+    """Whether the reasoning has fields of its own. Default: true. If false, the content begins with the reasoning."""
     stream_reasoning: bool | None = None
-    """Whether a stream has the reasoning in pieces. Default: true. If false, one chunk has all of it."""
+    """Whether a stream sends the reasoning in pieces. Default: true. If false, one chunk contains all of it."""
     thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX), WHOLE] | None = None
-    """Maximum number of tokens of the reasoning. The reasoning is then ended. -1: no limit."""
+    """Maximum number of reasoning tokens, after which the reasoning is ended. -1: no limit."""
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
@@ -172,12 +169,12 @@ class ChatBody(GenerationBody):
 
     @property
     def opens_turn(self) -> bool:
-        """Whether the prompt ends with the start of the assistant's turn. Raise InputError for a contradiction."""
+        """Result of the function `opens_turn`, which may raise InputError."""
         return opens_turn(self.add_generation_prompt, self.continue_final_message)
 
     @property
     def role(self) -> str:
-        """Role of the answer: the assistant's, or else the last message's."""
+        """Role of the answer: `assistant`, or the role of the last message if the prompt does not open a turn."""
         return "assistant" if self.opens_turn or not self.messages else str(self.messages[-1].get("role"))
 
     @property
@@ -195,7 +192,7 @@ class ChatBody(GenerationBody):
 def opens_turn(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
     """Return whether a chat's prompt ends with the start of the assistant's turn.
 
-    Raise InputError if it should, and should continue the last message as well.
+    Raise InputError if both arguments are true.
     """
     if add_generation_prompt and continue_final_message:
         message = "continue_final_message and add_generation_prompt are true; set add_generation_prompt to false"
@@ -216,16 +213,16 @@ class CompletionBody(GenerationBody):
         str | Array[str] | TokenIds | Array[TokenIds],
         must_be("a string, a list of strings, a list of token ids or a list of lists of token ids"),
     ]
-    """Texts or token ids, one prompt or several."""
+    """One prompt or a list of prompts, each as text or as a list of token ids."""
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
-    """0 returns only the prompt, and requires `echo`."""
+    """If the value is 0, only the prompt is returned. This requires `echo`."""
     echo: bool | None = None
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS, to texts. Default: true."""
     logprobs: Logprobs | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each as a text or as token ids."""
+        """Return the prompts, each as text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         ids = [item for item in self.prompt if isinstance(item, int)]

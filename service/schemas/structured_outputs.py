@@ -1,4 +1,4 @@
-"""The forms in which clients ask for structured outputs, and their translation into one description."""
+"""The request fields that describe structured outputs. All of them are translated into `StructuredOutputs`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from service.schemas.body import Array, Closed, Settings, Structure, must_be
 from service.schemas.closed_objects import closed
 
 _ABSENT = BeforeValidator(lambda given: None if given in (False, "", []) else given)
-"""Validator that reads a value that clients send for an unused field as None."""
+"""Validator that reads false, "" and [] as None. Some clients send these values for unused fields."""
 
 Text = Annotated[str | None, _ABSENT]
 Choice = Annotated[Array[str] | None, _ABSENT]
-Schema = Annotated[dict[str, Any] | str | None, must_be("a JSON schema, as an object or as a text"), _ABSENT]
-Tag = Annotated[dict[str, Any] | str | None, must_be("a structural tag, as an object or as a text"), _ABSENT]
+Schema = Annotated[dict[str, Any] | str | None, must_be("a JSON schema, as an object or a string"), _ABSENT]
+Tag = Annotated[dict[str, Any] | str | None, must_be("a structural tag, as an object or a string"), _ABSENT]
 
 
 _OPTIONS = frozenset({"type", "name", "description", "strict"})
@@ -27,20 +27,20 @@ _ANY_OBJECT = StructuredOutputs(json_object=True)
 
 
 class NamedSchema(Closed):
-    """`response_format.json_schema`; the answer fits the schema in any case."""
+    """The field `json_schema` of `response_format`. The answer fits the schema even if `strict` is false."""
 
     name: str | None = None
     """Ignored."""
     description: str | None = None
     """Ignored."""
     strict: bool | None = None
-    """True allows only properties that the schema names, whatever --json-additional-properties says."""
+    """Allow only properties that the schema lists, even if `--json-additional-properties` allows others."""
     content: dict[str, Any] | None = Field(None, alias="schema")
-    """The JSON schema. None accepts any JSON object, as in OpenAI and vLLM."""
+    """The JSON schema. None allows any JSON object, as in OpenAI and vLLM."""
 
 
 class ResponseFormat(Closed):
-    """The form of the answer, with one of the places in which clients put it."""
+    """The field `response_format`. Clients of different servers put the description into different subfields."""
 
     places: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "text": (),
@@ -55,38 +55,46 @@ class ResponseFormat(Closed):
     type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar", "structural_tag"]
     json_schema: NamedSchema | None = None
     content: dict[str, Any] | None = Field(None, alias="schema")
-    """The JSON schema in llama.cpp's, Together's and Fireworks' place, and in that of OpenAI's responses."""
+    """The JSON schema as clients of llama.cpp, Together, Fireworks and OpenAI's responses API send it."""
     name: str | None = None
     """Ignored."""
     description: str | None = None
     """Ignored."""
     strict: bool | None = None
-    """As in `json_schema`, for a schema in another place."""
+    """As in `json_schema`, for a schema in another subfield."""
     value: dict[str, Any] | str | None = None
-    """The JSON schema or the regular expression in text-generation-inference's place."""
+    """The JSON schema or the regular expression as clients of text-generation-inference send it."""
     pattern: str | None = None
     regex: str | None = None
     grammar: str | None = None
     format: dict[str, Any] | None = None
     """Format of a structural tag."""
     structures: Array[dict[str, Any]] | None = None
-    """Tags of a structural tag in vLLM's older form."""
+    """Tags of a structural tag in vLLM's older format."""
     triggers: Array[str] | None = None
     """Triggers of `structures`."""
 
     def wanted(self, *, close: bool) -> StructuredOutputs | None:
-        """Return the description, or None for a text. Raise InputError if it is missing, or of another `type`."""
-        found = {"schema" if name == "content" else name: getattr(self, name) for name in type(self).model_fields}
-        found = {name: value for name, value in found.items() if value is not None and name not in _OPTIONS}
+        """Return the structured output, or None if any text is allowed.
+
+        Raises:
+            InputError: The description is missing, or belongs to another `type`.
+
+        """
+        fields = {"schema" if name == "content" else name: getattr(self, name) for name in type(self).model_fields}
+        fields = {name: value for name, value in fields.items() if value is not None and name not in _OPTIONS}
         if self.type == "structural_tag":
-            return StructuredOutputs(structural_tag=_tag_text({**found, "type": self.type}, close=close))
+            return StructuredOutputs(structural_tag=_tag_text({**fields, "type": self.type}, close=close))
         own = self.places[self.type]
-        for name in found:
-            if name not in own or len(found) > 1:
-                raise InputError(f"response_format is {self.type!r} and has a {' and a '.join(found)}")
-        ((_, value),) = found.items() or (("", None),)
+        for name in fields:
+            if name not in own or len(fields) > 1:
+                raise InputError(
+                    f"response_format.type is {self.type!r}, and response_format has {' and '.join(fields)}; with "
+                    f"this type, give only {' or '.join(own) or 'type'}"
+                )
+        ((_, value),) = fields.items() or (("", None),)
         if value is None and self.type not in ("text", "json_object"):
-            raise InputError(f"response_format is {self.type!r} and has no {' or '.join(own)}")
+            raise InputError(f"response_format.type is {self.type!r}, which requires the field {' or '.join(own)}")
         return self._of(value, close=close or bool(self.strict))
 
     def _of(self, value: Any, *, close: bool) -> StructuredOutputs | None:
@@ -94,7 +102,7 @@ class ResponseFormat(Closed):
             return None if self.type == "text" else _ANY_OBJECT
         if self.type in ("regex", "grammar"):
             if not isinstance(value, str):
-                raise InputError(f"response_format is {self.type!r}, so its value must be a text")
+                raise InputError(f"response_format.type is {self.type!r}, so its value must be a string")
             return StructuredOutputs(regex=value) if self.type == "regex" else StructuredOutputs(grammar=value)
         if isinstance(value, dict) and isinstance(value.get("schema"), dict):
             value = NamedSchema(schema=value["schema"], strict=value.get("strict") is True)
@@ -105,7 +113,7 @@ class ResponseFormat(Closed):
 
 
 class StructuredOutputsBody(Closed):
-    """vLLM's `structured_outputs`, with exactly one of the fields before the options."""
+    """The field `structured_outputs` of vLLM. Exactly one of the fields before the two options must be set."""
 
     json_: Schema = Field(None, alias="json")
     regex: Text = None
@@ -114,12 +122,12 @@ class StructuredOutputsBody(Closed):
     json_object: Annotated[bool | None, _ABSENT] = None
     structural_tag: Tag = None
     disable_any_whitespace: bool | None = None
-    """Ignored: white space between JSON tokens is fixed."""
+    """Ignored, because the whitespace between JSON tokens is fixed."""
     disable_additional_properties: bool | None = None
-    """True allows only properties that the schema names."""
+    """Allow only properties that the schema lists."""
 
     def wanted(self, *, close: bool) -> StructuredOutputs:
-        """Return the description, which is not checked yet. Raise InputError for a text that is not JSON."""
+        """Return the structured output without checking it. Raise InputError if a schema or tag is not valid JSON."""
         close = close or bool(self.disable_additional_properties)
         return StructuredOutputs(
             json=None if self.json_ is None else _schema_text(self.json_, close=close),
@@ -132,44 +140,47 @@ class StructuredOutputsBody(Closed):
 
 
 class StructureFields(Settings):
-    """Fields of all servers for structured outputs."""
+    """Request fields for structured outputs.
+
+    The fields include those that clients of vLLM, SGLang, llama.cpp and text-generation-inference send.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
-    """vLLM's form."""
+    """vLLM's field."""
     guided_json: Schema = None
-    """vLLM's older form of `structured_outputs.json`."""
+    """vLLM's older name of `structured_outputs.json`."""
     guided_regex: Text = None
     guided_choice: Choice = None
     guided_grammar: Text = None
     json_schema: Schema = None
-    """The JSON schema in llama.cpp's and SGLang's place."""
+    """JSON schema. A field of llama.cpp and SGLang."""
     regex: Text = None
-    """SGLang's form."""
+    """SGLang's field."""
     ebnf: Text = None
-    """SGLang's form. GBNF, or Lark."""
+    """SGLang's field. The grammar may be written in GBNF or in Lark."""
     grammar: Annotated[dict[str, Any] | str | None, must_be("a grammar or an object with type and value"), _ABSENT] = (
         None
     )
     """llama.cpp's GBNF, or text-generation-inference's `{"type": "json" or "regex", "value": ...}`."""
     structural_tag: Tag = None
-    """SGLang's form."""
+    """SGLang's field."""
 
     def structure(self, *, close: bool) -> Structure | None:
-        found: list[Structure] = []
+        structures: list[Structure] = []
         for name, wanted in self._forms(close=close):
             with blaming(name):
-                if (made := wanted()) is not None:
-                    made.check()
-                    found.append(Structure(made, name))
-        for other in found[1:]:
-            if other.wanted != found[0].wanted:
-                message = f"{found[0].field} and {other.field} describe different outputs; give one of them"
+                if (outputs := wanted()) is not None:
+                    outputs.check()
+                    structures.append(Structure(outputs, name))
+        for other in structures[1:]:
+            if other.wanted != structures[0].wanted:
+                message = f"{structures[0].field} and {other.field} describe different outputs; give one of them"
                 raise InputError(message, param=other.field)
-        return found[0] if found else None
+        return structures[0] if structures else None
 
     def _forms(self, *, close: bool) -> Iterator[tuple[str, Callable[[], StructuredOutputs | None]]]:
-        """Yield each form that is given, by the name of its field."""
+        """Yield the name of each field that is set, and a function that returns its structured output."""
         kinds: dict[str, Callable[[Any], StructuredOutputs | None]] = {
             "response_format": lambda given: given.wanted(close=close),
             "structured_outputs": lambda given: given.wanted(close=close),
@@ -189,19 +200,19 @@ class StructureFields(Settings):
 
 
 def _of_grammar(given: str | dict[str, Any], *, close: bool) -> StructuredOutputs | None:
-    """Return the description of a grammar, or of text-generation-inference's object in its place."""
+    """Return the structured output for a grammar, or for the object that text-generation-inference calls `grammar`."""
     if isinstance(given, str):
         return StructuredOutputs(grammar=given)
     if not given:
         return None
     kind, value = given.get("type"), given.get("value")
     if kind not in ("json", "json_object", "json_schema", "regex") or not isinstance(value, dict | str):
-        raise InputError('grammar must be a text, or an object with "type" "json" or "regex" and a "value"')
+        raise InputError('grammar must be a string, or an object with "type" "json" or "regex" and a "value"')
     return ResponseFormat.model_validate({"type": kind, "value": value}).wanted(close=close)
 
 
 def _schema_text(given: dict[str, Any] | str, *, close: bool) -> str:
-    """Return a JSON schema as text. Raise InputError if it is not JSON, is too large or nests too deeply."""
+    """Return a JSON schema as text. Raise InputError if it is not JSON, is too large or is nested too deeply."""
     return _text(given, lambda text: StructuredOutputs(json=text), closed if close else None)
 
 
@@ -216,7 +227,7 @@ def _text(
     noun = described("").noun
     try:
         text = given if isinstance(given, str) else json.dumps(given)
-        described(text).check()  # first, because changing a large text takes long
+        described(text).check()  # the size is checked first, because changing a large text takes long
         return text if change is None else json.dumps(change(json.loads(text)))
     except RecursionError as error:
         raise InputError(f"{noun} nests too deeply") from error
@@ -225,7 +236,7 @@ def _text(
 
 
 def _closed_tag(tag: Any) -> Any:
-    """Return a structural tag with closed objects in its JSON schemas."""
+    """Return a structural tag whose JSON schemas have been changed by `closed`."""
     if isinstance(tag, list):
         return [_closed_tag(part) for part in tag]
     if not isinstance(tag, dict):

@@ -1,6 +1,6 @@
-"""Fields of a request that this service does not know.
+"""Handles request fields that this service does not know.
 
-They are ignored, with one warning per name, or refused with `--strict`.
+Unknown fields are ignored, with one warning per name. With `--strict`, they are refused.
 """
 
 from __future__ import annotations
@@ -14,22 +14,25 @@ from mindie_mm.inputs.unknown_keys import warn_once
 
 IGNORED_FIELDS = frozenset(
     {
-        # OpenAI's: who asks, how it is billed, and where it is kept
+        # OpenAI's fields about users, billing and storage
         *("store", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "prediction", "moderation"),
         *("parallel_tool_calls", "stream_options"),
-        # vLLM's and SGLang's: scheduling and records
+        # fields of vLLM and SGLang about scheduling and logs
         *("request_id", "rid", "kv_transfer_params"),
     }
 )
-"""Fields that clients send and that change no answer. Requests may have them in any case."""
+"""Fields that clients send, but that do not change answers. They are accepted even with `--strict`."""
 _MAX_UNKNOWN = 16
-"""Maximum number of unknown fields that a request remembers, because clients may send any number of them."""
+"""Maximum number of unknown fields to remember per request. Clients may send any number of them."""
 _MAX_SHOWN = 40
 
 
 def unknown_fields(given: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
-    """Return the first names in `given` that are neither `known` nor in `IGNORED_FIELDS`. Nulls count as absent."""
+    """Return the first `_MAX_UNKNOWN` names in `given` that are neither in `known` nor in `IGNORED_FIELDS`.
+
+    Fields that are null count as absent.
+    """
     unknown = (
         name for name, value in given.items() if value is not None and name not in known and name not in IGNORED_FIELDS
     )
@@ -37,9 +40,12 @@ def unknown_fields(given: Mapping[str, Any], known: Collection[str]) -> tuple[st
 
 
 def pass_over_fields(names: Collection[str], *, strict: bool) -> None:
-    """Warn about unknown fields the first time that each occurs. Raise InputError for the first one if `strict`."""
+    """Warn about each unknown field when it occurs for the first time. If `strict`, raise InputError instead."""
     for name in names:
         if strict:
             shown = name[:_MAX_SHOWN]
-            raise InputError(f"the request has the unknown field {shown!r}, and this service is strict", param=shown)
+            raise InputError(
+                f"the request has the unknown field {shown!r}; this service refuses unknown fields (--strict)",
+                param=shown,
+            )
         warn_once(name, "a request")

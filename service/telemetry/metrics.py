@@ -1,4 +1,4 @@
-"""Prometheus metrics. They have vLLM's names if the meaning is the same."""
+"""Prometheus metrics. A metric that vLLM also has uses vLLM's name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BAD_REFERENCES: Mapping[type[BadReference], str] = {
 
 
 class Metrics:
-    """The metrics of one service, in their own registry."""
+    """The metrics of one service, in a registry of their own."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -97,7 +97,7 @@ class Metrics:
         self._params_max_tokens = histogram("request_params_max_tokens", "max_tokens of requests that set it.", _TOKENS)
 
     def count_http(self, route: str, method: str, status: int) -> None:
-        """Count an answered request. `route` is the path template of its route, or `none`."""
+        """Count an answered request. `route` is the route's path template, or `none` if no route matched."""
         self._http_requests.labels(route, method, status).inc()
         if status == 429:
             self._rejections.inc()
@@ -108,7 +108,7 @@ class Metrics:
         Args:
             num_tokens: Length of the prompt.
             n: Number of choices requested.
-            max_tokens: Maximum length of a choice, if it was given.
+            max_tokens: Maximum length of a choice, or None if the request does not set it.
 
         """
         self._prompt_tokens.inc(num_tokens)
@@ -126,9 +126,9 @@ class Metrics:
 
         Args:
             reason: `stop` or `length` if the choice is finished, `abort` if the client disconnected, `refused` if the
-                request cannot be answered, and `error` otherwise.
-            num_tokens: Length of the choice. `count_tokens` has counted these tokens.
-            timings: Times of the engine's stages, if the choice is finished.
+                request itself is at fault, and `error` in all other cases.
+            num_tokens: Length of the choice. These tokens have already been counted by `count_tokens`.
+            timings: Times of the engine's stages, or None if the choice is not finished.
 
         """
         self._finished[reason].inc()
@@ -143,17 +143,17 @@ class Metrics:
                 self._per_token_s.observe(timings.decode_s / (num_tokens - 1))
 
     def count_longest(self, num_tokens: int) -> None:
-        """Count a prompt whose choices are finished. `num_tokens` is the length of the longest choice."""
+        """Record the length of the longest choice of a prompt whose choices are finished."""
         self._longest_choice.observe(num_tokens)
 
     def count_error(self, error: Exception) -> None:
-        """Count the `error` of a failed choice by kind, if it is a BadReference."""
+        """Count the error of a failed choice if it is a BadReference."""
         for kind, counter in self._bad_references.items():
             if isinstance(error, kind):
                 counter.inc()
 
     def watch_arenas(self, arenas: Callable[[], Sequence[ArenaInfo]]) -> None:
-        """Add metrics of shared memory. Each scrape calls `arenas` and reads what this process has reclaimed."""
+        """Add metrics of shared memory. Each scrape calls `arenas`, and reads the totals of reclaimed objects."""
         self.registry.register(_SharedMemory(arenas, self.model_name))
 
     def watch(self, stats: Callable[[], Stats]) -> None:
@@ -161,7 +161,7 @@ class Metrics:
         self.registry.register(_EngineGauges(stats, self.model_name))
 
     def watch_processes(self, worker: Worker) -> None:
-        """Add metrics of the worker's processes, their restarts, and the versions and configuration."""
+        """Add metrics of the worker's processes and their restarts, of the versions and of the configuration."""
         self.registry.register(_Processes(worker, self.model_name))
 
     def text(self) -> bytes:
@@ -312,7 +312,7 @@ def _oldest(arena: ArenaInfo) -> float:
 
 
 _ArenaValues = Sequence[tuple[str, str, Callable[[ArenaInfo, ArenaStats], float]]]
-"""Metrics with a series per arena: name, description, and function for the value."""
+"""Name, description and function for the value of metrics that have one series per arena."""
 
 _ARENA_GAUGES: _ArenaValues = (
     ("capacity_bytes", "Capacity for blocks in bytes.", lambda arena, _: arena.capacity_bytes),

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans: one per request, with a child span for each of its stages.
+"""OpenTelemetry spans: one span per request, with a child span for each stage of the request.
 
-The spans are created after the request has been answered, from times that are measured anyway. They contain numbers and
-names, but no text of prompts or answers. They have vLLM's names and attributes if the meaning is the same.
+The spans are created after the request has been answered, from times that are measured anyway. Spans contain numbers
+and names, but no text of prompts or answers. Spans and attributes that vLLM also has use vLLM's names.
 """
 
 from __future__ import annotations
@@ -48,13 +48,16 @@ class Trace:
     """Name of the error's class if the request failed."""
 
     def tokenized(self, started: float, fetch_s: float, preprocess_s: float) -> None:
-        """Add the stages before the engine. `started` is from `time.perf_counter`, the durations are in seconds."""
+        """Add the stages before the engine.
+
+        `started` is a time from `time.perf_counter`. `fetch_s` and `preprocess_s` are durations in seconds.
+        """
         if fetch_s:
             self.stages.append(Stage("fetch", started, started + fetch_s))
         self.stages.append(Stage("preprocess", started + fetch_s, started + fetch_s + preprocess_s))
 
     def asked(self, params: SamplingParams, n: int, num_prompt_tokens: int) -> None:
-        """Add the attributes of a call of the engine for `n` choices."""
+        """Add the attributes of a request that asks for `n` choices."""
         self.attributes |= {
             "gen_ai.request.n": n,
             "gen_ai.request.temperature": params.temperature,
@@ -68,8 +71,8 @@ class Trace:
     def answered(self, choice: int, asked: float, first: float, last: float, num_tokens: int, at: Timings) -> None:
         """Add the stages of a finished choice. The tower runs at the start of the prefill.
 
-        `asked`, `first` and `last` are the times of the call, of the first output and of the last output, from
-        `time.perf_counter`.
+        `asked`, `first` and `last` are times from `time.perf_counter`: when the engine was called, and when the first
+        and the last output arrived.
         """
         begun = asked + at.queue_s
         self.stages += [
@@ -101,16 +104,16 @@ current: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 
 class Tracer:
-    """An exporter that sends the spans of requests to a collector, in batches from its own thread."""
+    """Sends the spans of requests to a collector. A separate thread sends them in batches."""
 
     def __init__(self, endpoint: str, version: str) -> None:
-        """Create a tracer. The SDK's OTEL_ environment variables apply unless a setting overrides them.
+        """Create a tracer. The SDK's OTEL_ environment variables apply to all options that the arguments do not set.
 
         Raises:
             InputError: The `otel` extra is not installed.
 
         """
-        try:  # imported here, so that a service without tracing does not pay for it
+        try:  # imported here, so that a service without tracing does not spend time on the import
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import OTELResourceDetector, Resource
             from opentelemetry.sdk.trace import TracerProvider
@@ -163,8 +166,8 @@ class Tracer:
         root.end(at(now))
 
     def close(self) -> None:
-        """Send the remaining spans, for at most _CLOSE_TIMEOUT_S seconds."""
-        # The SDK's own limit is 30 s. Many supervisors kill a process before that.
+        """Send the remaining spans. Give up after `_CLOSE_TIMEOUT_S` seconds."""
+        # The SDK itself waits for up to 30 s. Many supervisors kill a process earlier.
         closing = Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Fixtures of the simulator's own tests. They need torch_npu, which the main environment must not have."""
+"""Fixtures for the simulator's own tests. These tests need torch_npu, which the main environment must not contain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def npu() -> torch.device:
-    """Return this process's first simulated device, or skip the test if the process has none."""
+    """Return the first simulated device of this process. Skip the test if the process has no device."""
     if "ASCEND_HOME_PATH" not in os.environ:
         pytest.skip("this process sees no CANN: python -m tests.ascend pytest")
     importlib.import_module("torch_npu")

@@ -1,4 +1,4 @@
-"""Environment of a process with simulated Ascend devices."""
+"""Environment variables of a process with simulated Ascend devices."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ _HERE = Path(__file__).parent
 def environment(**settings: str | int) -> dict[str, str]:
     """Return this process's environment with the simulated CANN.
 
-    Lower-case `settings` configure the simulator and become variables such as ASCEND_SIM_DEVICES:
-    devices          number of devices, 0 to 8 (default 1), limited by ASCEND_RT_VISIBLE_DEVICES
-    memory_bytes     memory of each device (8 GiB), counted separately in each process
-    others_bytes     part of the memory that other processes appear to use (0)
-    poison_bytes     number of bytes of fresh device memory to fill with 0xFF (32 MiB)
-    soc, cann        name of the device and release of CANN (Ascend910B1, 9.1.0)
-    trace            file to append each call of CANN and of torch_npu's fused operators to: seconds, process, thread,
-                     name, arguments
-    fail             comma-separated rules: "name=code" (every call), "name=code@N" (only call N), "name=code@N+" (from
-                     call N on)
-    races            0 allows the use of memory that another stream may still write (default 1: an error)
-    patience_ms      time that a collective waits for a synchronisation before the device runs it by itself (20)
-    missing          comma-separated operators that this CANN lacks: torch_npu's by name, or as npu_rms_norm@48 for a
-                     width of the first tensor, or torch's such as aten::matmul
-    idle             comma-separated operators of torch that leave their results' memory unwritten
+    Upper-case `settings` are environment variables. Lower-case `settings` configure the simulator, and become variables
+    such as ASCEND_SIM_DEVICES:
 
-    Upper-case `settings` are environment variables.
+    - `devices`: number of devices, 0 to 8, limited by ASCEND_RT_VISIBLE_DEVICES. The default is 1.
+    - `memory_bytes`: memory of each device, counted separately in each process. The default is 8 GiB.
+    - `others_bytes`: part of the memory that other processes appear to use. The default is 0.
+    - `poison_bytes`: number of bytes of newly allocated device memory that are filled with 0xFF. The default is 32 MiB.
+    - `soc`: name of the device. The default is Ascend910B1.
+    - `cann`: release of CANN. The default is 9.1.0.
+    - `trace`: file to which a line is appended for each call of CANN and of torch_npu's fused operators. A line
+      contains the time in seconds, the process, the thread, the name and the arguments.
+    - `fail`: comma-separated rules that make calls fail. "name=code" applies to every call, "name=code@N" only to call
+      N, and "name=code@N+" to call N and all later calls.
+    - `races`: whether calls fail that use memory which another stream may still write. The default is 1, which means
+      yes.
+    - `patience_ms`: time that a collective waits for a synchronization before the device runs it without one. The
+      default is 20.
+    - `missing`: comma-separated operators that this CANN lacks: names of torch_npu's operators, names with a width of
+      the first tensor, such as npu_rms_norm@48, or names of torch's operators, such as aten::matmul.
+    - `idle`: comma-separated operators of torch that do not write their results, so the results contain old memory.
     """
     folder = build()
     variables = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND_SIM_")}
@@ -39,8 +42,8 @@ def environment(**settings: str | int) -> dict[str, str]:
         "ASCEND_OPP_PATH": str(folder / "opp"),
         "LD_LIBRARY_PATH": str(folder),
         "PYTHONPATH": os.pathsep.join(paths),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # code that needs torch_npu imports it, not torch
-        "TASK_QUEUE_ENABLE": "0",  # calls reach CANN in the thread that makes them
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch does not import torch_npu; code that needs torch_npu does
+        "TASK_QUEUE_ENABLE": "0",  # calls reach CANN in the calling thread
         "HCCL_CONNECT_TIMEOUT": "60",
         "HCCL_EXEC_TIMEOUT": "60",
     }

@@ -1,7 +1,7 @@
-"""Calls of functions in separate processes with the simulated NPU.
+"""Functions that run in separate processes with the simulated NPU.
 
-The processes are forked from a server that has imported torch_npu, because the import takes seconds. The server has not
-opened a device.
+The processes are forked from a server that has imported torch_npu, because the import takes seconds. The server itself
+opens no device.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _LIMIT_S = 300.0
 
 
 def call(function: Callable[..., Any], *arguments: Any, **settings: str | int) -> Any:
-    """Return the result of `function(*arguments)` in another process. Raise AssertionError if it fails."""
+    """Return the result of `function(*arguments)` in a separate process. Raise AssertionError if the function fails."""
     with start(function, *arguments, **settings) as processes:
         return processes[0].result()
 
 
 def call_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, **settings: str | int) -> list[Any]:
-    """Return the result of each of `ranks` processes, which have the variables that torchrun sets."""
+    """Call `function` in `ranks` processes with the variables that torchrun sets, and return all results."""
     with start(function, *arguments, ranks=ranks, **settings) as processes:
         return [process.result() for process in processes]
 
 
 class Process:
-    """One call in a separate process."""
+    """A separate process that runs one function."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], variables: dict[str, str]) -> None:
-        self._output = tempfile.NamedTemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed with the process
+        self._output = tempfile.NamedTemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - `close` closes the file
         self._connection, theirs = _server().Pipe()
         given = (theirs, self._output.name, variables, function, arguments)
         self._process = _server().Process(target=_answer, args=given, daemon=True)
@@ -58,7 +58,7 @@ class Process:
         return answer
 
     def kill(self) -> None:
-        """Kill the process with SIGKILL and wait for its end."""
+        """Kill the process with SIGKILL, and wait until it has ended."""
         self._process.kill()
         self._process.join()
 
@@ -73,7 +73,7 @@ class Process:
 def start(
     function: Callable[..., Any], *arguments: Any, ranks: int | None = None, **settings: str | int
 ) -> Iterator[list[Process]]:
-    """Start one process, or `ranks` processes, that call the function. End them when the block exits."""
+    """Start one process, or `ranks` processes, that run the function. Kill them at the end of the block."""
     if ranks is None:
         variables = [environment(**settings)]
     else:
@@ -91,7 +91,7 @@ def start(
 
 
 def traced(path: Path) -> list[str]:
-    """Return the calls in a trace without their times, each as "name arguments"."""
+    """Return the calls in a trace, each as "name arguments"."""
     return [line.split(" ", 3)[3] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -122,10 +122,10 @@ def _answer(
     os.dup2(file, 2)
     try:
         connection.send((function(*arguments), None))
-    except BaseException:  # noqa: BLE001 - the caller raises every error
+    except BaseException:  # noqa: BLE001 - every error is raised in the calling process
         connection.send((None, traceback.format_exc()))
     with contextlib.suppress(EOFError):
-        connection.recv()  # wait for all ranks, because the first rank holds their store
+        connection.recv()  # wait until all ranks have answered, because the first rank runs the store that they share
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Tests of the number of waits: one per decode step, and one for the copies of media that are encoded."""
+"""Tests of how often the host waits for the device: once per decode step, and once for the copies of encoded media."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FAMILIES = {
     "crops": test_molmo.TestMolmo,
     "windows": test_molmo2.TestMolmo2,
 }
-"""Families whose media need several copies, or whose towers have custom layers."""
+"""Families whose media need several copies, or whose towers have layers of their own."""
 
 
 def decode(dtype: str) -> list[int]:
-    """Return the number of waits for the device in each step of a mixed batch, without the first step."""
+    """Return how often each step of a mixed batch waits for the device. The first step is not counted."""
     from mindie_mm.engine.core import Engine
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.models import load_model
@@ -32,13 +32,13 @@ def decode(dtype: str) -> list[int]:
         {"temperature": 0.0, "logprobs": 3},
         {"temperature": 0.0, "logit_bias": {5: 2.0}, "min_tokens": 4},
     ]
-    # The requests end one after another, down to a single row.
+    # The requests end one after another, so the last steps have a single row.
     params = [SamplingParams(max_tokens=4 + n, ignore_eos=True, **request) for n, request in enumerate(requests)]
     return waits_of_steps(Engine(load_model(None, "npu", dtype), EngineConfig(), 2**26), params)
 
 
 def answer(checkpoint: str, dtype: str) -> list[int]:
-    """Return the number of waits in each step of an encoder-decoder, whose last tokens are forced."""
+    """Return how often each step of an encoder-decoder waits for the device. The last tokens are forced."""
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.engine.seq2seq import Seq2SeqEngine
     from mindie_mm.models import load_model
@@ -51,7 +51,7 @@ def answer(checkpoint: str, dtype: str) -> list[int]:
 
 
 def waits_of_steps(engine, params) -> list[int]:
-    """Return the number of waits in each step but the first, for one request per entry of `params`."""
+    """Run one request for each entry of `params`. Return how often each step except the first waits for the device."""
     import numpy as np
 
     from mindie_mm.engine.requests.engine_messages import Add
@@ -70,7 +70,10 @@ def waits_of_steps(engine, params) -> list[int]:
 
 
 def encode(checkpoint: str | None, kind: str) -> list[int]:
-    """Return the number of waits while 1, 2 and 4 items are encoded, each after a warm-up."""
+    """Return how often encoding 1, 2 and 4 items waits for the device. Each number of items is encoded twice.
+
+    The first time is a warm-up, which is not counted.
+    """
     import tempfile
 
     import numpy as np
@@ -99,7 +102,7 @@ def encode(checkpoint: str | None, kind: str) -> list[int]:
 
 
 def pass_experts() -> list[int]:
-    """Return the number of waits for different numbers of rows in a mixture of experts."""
+    """Return how often a mixture of experts waits for the device, for several numbers of rows."""
     import torch
     import torch_npu  # noqa: F401
 
@@ -126,7 +129,7 @@ def test_experts_wait_once_to_sort_many_rows_and_never_for_few():
 
 @pytest.fixture
 def checkpoint(request, tmp_path: Path) -> str | None:
-    """Write a checkpoint of a family and return its path, or None for the embedded one."""
+    """Return the path of a new checkpoint of a family, or None for the embedded checkpoint."""
     if request.param is None:
         return None
     FAMILIES[request.param].write_checkpoint(tmp_path)
@@ -145,12 +148,12 @@ def test_any_number_of_media_is_encoded_with_one_wait_for_their_copies(checkpoin
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_step_waits_for_the_device_once(dtype):
-    """Wait once whatever options the requests have. The contract of families tests each family's own step."""
+    """The requests have all kinds of options. Each family's own step is tested in the contract of families."""
     assert call(decode, dtype) == [1] * 7
 
 
 @pytest.mark.slow
 def test_a_step_of_an_encoder_decoder_waits_for_the_device_once(tmp_path):
-    """Include the forced tokens and the token that ends an answer."""
+    """The steps include the forced tokens and the token that ends an answer."""
     test_florence2.TestFlorence2.write_checkpoint(tmp_path)
     assert call(answer, str(tmp_path), "bfloat16") == [1] * 5

@@ -1,4 +1,4 @@
-"""Tests of doctor with NPUs that start or fail. A fixture provides system files, and the simulated CANN the runtime."""
+"""Tests of doctor with NPUs that start or fail. System files come from a fixture, and the simulated CANN is used."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.cli.shell import run
 
 @pytest.fixture
 def tree(tmp_path):
-    """Return the files of a healthy machine with the simulated CANN in its real place."""
+    """Return the system files of a healthy machine. The simulated CANN is at its real path."""
     tree = AscendTree(tmp_path)
     folder = environment()["ASCEND_HOME_PATH"]
     tree.at(folder).parent.mkdir(parents=True)
@@ -23,7 +23,7 @@ def tree(tmp_path):
 
 @pytest.fixture
 def diagnose(tree, monkeypatch):
-    """Return a function that reports the findings about NPUs by subject, for given settings of the simulator."""
+    """Return a function that returns doctor's findings about NPUs by subject. Its arguments configure the simulator."""
 
     def diagnose(**settings):
         for name, value in environment(PATH=f"{tree.at('/bin')}:{os.environ['PATH']}", **settings).items():
@@ -60,7 +60,7 @@ def test_problems_are_warnings_if_the_npus_start(diagnose, tree):
 
 @pytest.mark.slow
 def test_the_answer_is_found_among_canns_log_lines(diagnose):
-    """Find the answer between CANN's log lines. ASCEND_SLOG_PRINT_TO_STDOUT=1 prints them; here the trace does."""
+    """CANN's log lines surround the answer, as with ASCEND_SLOG_PRINT_TO_STDOUT=1. Here, a trace prints the lines."""
     one = diagnose(memory_bytes=2**30, trace="/dev/stdout")["npu runtime"]
     assert (one.status, one.found) == ("ok", "1 x Ascend910B1, 1.0 of 1.0 GiB free on the first")
 
@@ -74,7 +74,7 @@ def test_an_internal_error_of_the_driver_is_named(diagnose):
 
 
 def test_missing_operators_of_cann_are_named(diagnose):
-    """Report a toolkit without operators, which allocates memory but cannot compute."""
+    """The simulated CANN has no operators: it allocates memory, but cannot compute."""
     one = diagnose(missing="aten::matmul")["npu runtime"]
     assert one.status == "error"
     assert one.found.startswith(
@@ -110,7 +110,7 @@ def test_a_machine_without_visible_npus_is_an_error(diagnose):
 
 @pytest.mark.slow
 def test_a_missing_environment_of_cann_is_named(tree, monkeypatch):
-    """Pass on the message of the real torch_npu."""
+    """The finding contains torch_npu's own error message."""
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     monkeypatch.setenv("PATH", f"{tree.at('/bin')}:{os.environ['PATH']}")
@@ -122,7 +122,7 @@ def test_a_missing_environment_of_cann_is_named(tree, monkeypatch):
 
 
 def doctor(tree, *arguments, status=0, **settings):
-    """Run doctor as an operator does and return its findings by subject."""
+    """Run doctor as a user does, and return its findings by subject."""
     variables = environment(PATH=f"{tree.at('/bin')}:{os.environ['PATH']}", **settings)
     output = run("doctor", "--json", "--root", tree.root, *arguments, status=status, **variables)
     return {one["subject"]: one for one in json.loads(output)}

@@ -1,4 +1,4 @@
-"""Tests of the engine with fused operators in bfloat16, against plain torch on the same device."""
+"""Tests of the engine with fused operators in bfloat16, against plain torch operators on the same device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mindie_mm.engine.requests.engine_messages import Progress
 from tests.ascend.processes import call
 
 TOLERANCE = 0.25
-"""Largest allowed difference of a log-probability. bfloat16 rounds the sums of each layer differently."""
+"""Largest allowed difference of a log-probability, because bfloat16 rounds the sums in each layer differently."""
 
 
 def answers(size: str | None, settings: dict) -> dict:
-    """Return the log-probabilities of all prompt and answer tokens, the tokens, and the layouts of fused attention."""
+    """Return the log-probabilities of all tokens, the answers' tokens, and the layouts of fused attention."""
     import tempfile
     from pathlib import Path
 
@@ -38,7 +38,7 @@ def answers(size: str | None, settings: dict) -> dict:
     text = "The quick brown fox jumps over the lazy dog. " * 5
     prompts = [
         [{"text": text * 2 + "One"}],
-        [{"text": text * 2 + "Two"}],  # shares a prefix with the first prompt
+        [{"text": text * 2 + "Two"}],  # this prompt shares a prefix with the first prompt
         [{"image": first}, {"text": "describe"}],
         [{"text": "x"}],
         [{"image": second}, {"image": first}, {"text": text}],
@@ -78,21 +78,22 @@ def test_answers_equal_those_of_plain_torch(size, layouts):
     assert plain["fused"] == []
     for name, settings in SETTINGS.items():
         fused = call(answers, size, settings)
-        # Trials of operators use the requested layout only.
+        # When operators are tried, only the requested layout is tried.
         assert fused["fused"] == layouts, name
         for number, (prompt, tokens) in plain["found"].items():
             own_prompt, own_tokens = fused["found"][number]
             assert own_prompt == pytest.approx(prompt, abs=TOLERANCE), (name, number)
             assert len(own_tokens) == len(tokens) == 8
             for (token, top), (own_token, own_top) in zip(tokens, own_tokens, strict=True):
-                if token != own_token:  # the two tokens were nearly as likely, and the answers differ from here
+                # Both tokens had nearly the same probability, and the answers differ from this token on.
+                if token != own_token:
                     assert top[0] - top[1] < TOLERANCE, (name, number)
                     break
                 assert own_top[0] == pytest.approx(top[0], abs=TOLERANCE), (name, number)
 
 
 GONE = b"aclrtSynchronizeStream=507033,aclrtSynchronizeStreamWithTimeout=507033,aclrtMemcpyAsync=507033"
-"""Calls that fail on a lost device."""
+"""Failure rules for the simulator, as if the device were lost."""
 
 
 def words(progress: Progress) -> str | None:
@@ -100,7 +101,10 @@ def words(progress: Progress) -> str | None:
 
 
 def failing() -> list[str | None]:
-    """Return the outcomes of a step that fails on a working device, then let the device fail."""
+    """Return the outcomes of two requests, of which the first fails in a step on a working device.
+
+    Then lose the device, and check that the engine raises an error.
+    """
     import numpy as np
     import pytest
 
@@ -137,13 +141,13 @@ def failing() -> list[str | None]:
 
 
 def test_a_lost_device_ends_the_engine():
-    """Raise out of the engine, so that its process restarts. On a working device, only the step's requests fail."""
+    """The engine raises an error, so that its process restarts. On a working device, only the step's requests fail."""
     failed = "the step failed: RuntimeError"
     assert call(failing) == [failed, None, None, None, "length"]
 
 
 def failing_with_media(kind: str) -> list[str | None]:
-    """Return the outcomes of two requests with a picture. The first one fails in the tower; then the device is lost.
+    """Return the outcomes of two requests with a picture, the first of which fails in the tower. Then lose the device.
 
     Args:
         kind: What runs on the device: the whole model, only the tower, or an encoder-decoder.
@@ -204,6 +208,6 @@ def failing_with_media(kind: str) -> list[str | None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decoder", "tower alone", "encoder-decoder"])
 def test_a_lost_device_ends_the_engine_if_the_tower_fails_first(kind):
-    """Raise although a tower's failure otherwise fails its own request only. Every later request would fail too."""
+    """A failure of the tower usually fails one request. If the device is lost, every later request would fail, too."""
     failed = "the tower failed: RuntimeError"
     assert call(failing_with_media, kind) == [failed, "length"]

@@ -1,4 +1,4 @@
-"""Tests of reading the media of waiting requests while the device computes for others."""
+"""Tests that the media of waiting requests are read while the device computes other requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.ascend.processes import call
 
 SIZES = ((84, 112), (84, 84), (112, 112))
-"""Sizes of pictures with different numbers of bytes, so that a trace distinguishes the pictures."""
+"""Sizes of pictures that differ in their number of bytes, so that a trace shows which picture was copied."""
 
 
 def undisturbed(engine: Any, refs: list) -> None:
@@ -35,10 +35,10 @@ def free_second(engine: Any, refs: list) -> None:
 def answers(
     beside: bool, disturb: Callable[[Any, list], None] = undisturbed, encoder_decoder: str | None = None
 ) -> dict:
-    """Return each picture's results and the calls of each step.
+    """Return the results for each picture, and the calls of CANN in each step.
 
-    If `beside`, all requests wait for the first one's end. `disturb` runs after the first step. The checkpoint is the
-    embedded one, or the path `encoder_decoder`.
+    If `beside`, all requests are added at once, and later requests wait until the first has ended. `disturb` runs after
+    the first step. The checkpoint is at the path `encoder_decoder`, or the embedded checkpoint.
     """
     import tempfile
 
@@ -97,7 +97,7 @@ def answers(
 
 
 def answers_without_room() -> dict:
-    """Return the same if the device has no memory to read media early."""
+    """Return the results of `answers(True)` if the device has no memory in which media can be read early."""
     from mindie_mm.nn import staging
 
     def refuse(*_: object) -> None:
@@ -108,7 +108,7 @@ def answers_without_room() -> dict:
 
 
 def read(calls: list[str]) -> list[int]:
-    """Return the bytes of each copy from the host, in order, with 0 for each wait for a stream."""
+    """Return the number of bytes of each copy from the host, in order. A 0 stands for each wait for a stream."""
     found = []
     for line in calls:
         if copied := re.match(r"aclrtMemcpyAsync .* n=(\d+) kind=1", line):
@@ -120,7 +120,7 @@ def read(calls: list[str]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Return the results if no request waits for another."""
+    """Return the results if no request waits for another request."""
     return call(answers, False, trace=str(tmp_path_factory.mktemp("apart") / "trace"))
 
 
@@ -130,7 +130,7 @@ def test_waiting_pictures_are_read_during_a_step_of_others(apart: dict, tmp_path
     first, *rest = (read(calls) for calls in found["calls"])
     own, *others = found["nbytes"]
     assert len({own, *others}) == len(SIZES)
-    encoded = first.index(0, first.index(own))  # the wait that ends the first picture's encoding
+    encoded = first.index(0, first.index(own))  # after this wait, the first picture has been encoded
     assert first[-1] == 0, "the step's last wait is for its token"
     assert [size for size in first[encoded:] if size in others] == others
     assert not [size for step in rest for size in step if size in found["nbytes"]], "none is read twice"
@@ -139,8 +139,9 @@ def test_waiting_pictures_are_read_during_a_step_of_others(apart: dict, tmp_path
 
 @pytest.mark.slow
 def test_an_encoder_decoder_reads_waiting_pictures_early_too(tmp_path: Path) -> None:
-    """Use pictures of one size, as the model requires."""
-    from tests.models.test_florence2 import TestFlorence2  # as a module's import, it would open the device too early
+    """All pictures have the same size, as the model requires."""
+    # An import at the top of this module would open the device too early.
+    from tests.models.test_florence2 import TestFlorence2
 
     (tmp_path / "model").mkdir()
     TestFlorence2.write_checkpoint(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Tests of torch_npu's own operators under their registered schemas, against plain attention and layers."""
+"""Tests of torch_npu's own operators, called with their registered schemas, against plain attention and layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BF16 = torch.bfloat16
 HEADS, KV_HEADS, WIDTH = 4, 2, 128
 SCALE = 1 / math.sqrt(WIDTH)
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-"""Mask that sparse modes 2 to 4 require."""
+"""The mask that sparse modes 2 to 4 require."""
 
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -22,14 +22,14 @@ def values(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tenso
 
 
 def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-    """Attend with query [S, heads, dim], key and value [S, kv_heads, dim] and `seen` [Sq, Skv], in float32."""
+    """Compute attention in float32: query [S, heads, dim], key and value [S, kv_heads, dim], `seen` [Sq, Skv]."""
     rows = (part.transpose(0, 1).unsqueeze(0).float() for part in (query, key, value))
     out = functional.scaled_dot_product_attention(*rows, attn_mask=seen, scale=SCALE, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 def corner(queries: int, keys: int, before: int | None = None, after: int = 0) -> torch.Tensor:
-    """Return the visible keys, bool [queries, keys], if the last query aligns with the last key."""
+    """Return which keys each query sees, bool [queries, keys]. The last query is aligned with the last key."""
     apart = torch.arange(keys) - (torch.arange(queries).unsqueeze(1) + keys - queries)
     return (apart <= after) & (apart >= -before if before is not None else True)
 
@@ -39,7 +39,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found.cpu().float() - expected).abs().max() < 0.02
 
 
-# Query and key lengths per sequence. The first prefill sequence has 5 tokens in the cache already.
+# Lengths of the queries and keys of each sequence. The first sequence of "prefill" has 5 tokens in the cache.
 BATCHES = {
     "prefill": ([7, 3, 20], [12, 3, 20]),
     "decode": ([1, 1, 1, 1], [130, 1, 128, 64]),
@@ -48,7 +48,7 @@ BATCHES = {
 
 
 class Batch:
-    """Rows of sequences, with pages for their keys and values in shuffled blocks of 128 tokens."""
+    """Sequences of queries, and pages with their keys and values in shuffled blocks of 128 tokens."""
 
     def __init__(self, queries: list[int], keys: list[int]) -> None:
         self.queries, self.lengths = queries, keys
@@ -65,7 +65,10 @@ class Batch:
         return torch.tensor(self.lengths).cumsum(0).tolist()
 
     def pages(self, npu: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return pages of keys and values (blocks, block_size, heads * dim), NaN elsewhere, and the block table."""
+        """Return the pages of keys and of values [blocks, block_size, heads * dim], and the block table.
+
+        Parts of the pages that belong to no token contain NaN.
+        """
         count = sum(-(-n // 128) for n in self.lengths)
         free = list(range(count))[::-1]
         cache = [torch.full((count + 1, 128, KV_HEADS * WIDTH), torch.nan, dtype=BF16) for _ in range(2)]
@@ -169,7 +172,7 @@ def test_layouts_with_a_batch_axis_equal_plain_attention(npu, layout, mode):
 
 
 def test_a_single_query_per_sequence_sees_all_keys_in_every_mode(npu):
-    """Ignore the window in layouts with a batch axis."""
+    """In layouts with a batch axis, the window is ignored."""
     batch = Batch(*BATCHES["decode"])
     keys, vals, table = batch.pages(npu)
     for settings in ({}, {"sparse_mode": 4, "pre_tokens": 2, "next_tokens": 0, "atten_mask": TRIANGLE.to(npu)}):
@@ -192,9 +195,9 @@ def test_a_single_query_per_sequence_sees_all_keys_in_every_mode(npu):
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("causal", [False, True])
 def test_training_attention_over_packed_rows_equals_plain_attention(npu, dtype, causal):
-    """Attend as towers do, with heads of any width and in float32 too."""
+    """As in towers, heads may have any width, and float32 is allowed."""
     rows = [values(14, HEADS, 20, seed=seed, dtype=dtype) for seed in range(3)]
-    stops = [5, 5, 14]  # one sequence is empty
+    stops = [5, 5, 14]  # the second sequence is empty
     settings = {"sparse_mode": 3, "atten_mask": TRIANGLE.to(npu)} if causal else {}
     out, largest, total, *rest = torch.ops.npu.npu_fusion_attention(
         *(part.to(npu) for part in rows),
@@ -250,7 +253,6 @@ def test_norms_equal_torchs(npu):
 
 @pytest.mark.parametrize("mode", ["half", "interleave"])
 def test_rotations_equal_complex_products(npu, mode):
-    """Compare with complex products."""
     rows, angles = values(1, 7, 3, 16, dtype=torch.float32), values(7, 8, dtype=torch.float32)
     first, second = rows.chunk(2, -1) if mode == "half" else (rows[..., ::2], rows[..., 1::2])
     turned = torch.complex(first, second) * torch.polar(torch.ones(7, 1, 8), angles.unsqueeze(1))
@@ -281,7 +283,7 @@ def test_activations_equal_their_formulas(npu):
 
 
 def test_all_writes_to_the_cache_are_equal(npu):
-    """Compare four ways to write the same pages."""
+    """Four operators write the same pages."""
     import torch_npu
 
     key, value = values(5, KV_HEADS, 16), values(5, KV_HEADS, 16, seed=1)
@@ -304,7 +306,7 @@ def test_all_writes_to_the_cache_are_equal(npu):
 
 
 def test_a_cache_in_the_nz_format_is_written_in_its_order(npu):
-    """Write pages in the NZ format that fused attention reads."""
+    """Pages are written in the NZ format, which fused attention can read."""
     key, value, query = (values(4, 1, 32, seed=seed) for seed in range(3))
     pages = [torch.zeros(2, 2, 16, 16, dtype=BF16, device=npu) for _ in range(2)]
     slots = torch.tensor([16, 17, 18, 19], dtype=torch.int32, device=npu)
@@ -357,7 +359,7 @@ def missing() -> dict[str, str]:
 
 
 def test_an_operator_that_cann_lacks_raises(npu):
-    """Raise torch_npu's own error, as with an older CANN."""
+    """The error is torch_npu's own, as with an older CANN."""
     found = call(missing, missing="npu_fused_infer_attention_score,npu_rms_norm")
     assert found["npu_swiglu"] == ""
     assert found["npu_fused_infer_attention_score"].startswith("aclnnFusedInferAttentionScore")

@@ -13,7 +13,7 @@ from tests.ascend.processes import call_ranks, start, traced
 
 
 def join() -> tuple[Any, Any, int, int]:
-    """Return torch, torch.distributed with a group of all ranks, this rank, and the number of ranks."""
+    """Return torch, torch.distributed with a group of all ranks, the number of this rank, and the number of ranks."""
     import torch
     import torch.distributed as dist
     import torch_npu  # noqa: F401
@@ -41,7 +41,8 @@ def reductions() -> list[str]:
             for part in parts[1:]:
                 expected = combine(expected, part)
             mine = parts[rank].to(f"npu:{rank}")
-            if (dtype, op) == (torch.bfloat16, dist.ReduceOp.PRODUCT):  # Atlas A2 does not multiply bfloat16
+            # An Atlas A2 does not support products of bfloat16.
+            if (dtype, op) == (torch.bfloat16, dist.ReduceOp.PRODUCT):
                 try:
                     dist.all_reduce(mine, op=op)
                     wrong.append("a product of bfloat16 was taken")
@@ -64,7 +65,7 @@ def collectives() -> dict:
     here = f"npu:{rank}"
     found = {"rank": dist.get_rank(), "size": dist.get_world_size()}
 
-    long = torch.arange(700_000.0) * (rank + 1)  # longer than the slot that ranks share at a time
+    long = torch.arange(700_000.0) * (rank + 1)  # longer than the buffer through which ranks exchange data
     on_device = long.to(here)
     dist.all_reduce(on_device)
     found["long"] = torch.equal(on_device.cpu(), torch.arange(700_000.0) * sum(range(1, ranks + 1)))
@@ -161,7 +162,7 @@ def left_alone(where: str) -> dict:
     torch.npu.synchronize()
     Path(where, str(rank)).touch()
     if rank == 1:
-        time.sleep(1000)  # the test kills this process
+        time.sleep(1000)  # the test kills this process during the sleep
     while Path(where, "0").exists():
         time.sleep(0.01)
     started = time.monotonic()
@@ -198,7 +199,7 @@ def unheard() -> str:
     torch.npu.set_device(rank)
     dist.init_process_group("hccl")
     if rank == 1:
-        return "silent"  # the store knows this rank, but it never joins the communicator
+        return "silent"  # this rank has registered in the store, but never joins the communicator
     try:
         dist.all_reduce(torch.ones(1).to("npu:0"))
         torch.npu.synchronize()
@@ -219,7 +220,7 @@ def late_wait() -> list:
     landing = torch.zeros(4).pin_memory()
     work = dist.all_reduce(tensor, async_op=True)
     early = work.is_completed()
-    work.wait()  # the current stream waits, not the host
+    work.wait()  # only the current stream waits, not the host
     landing.copy_(tensor, non_blocking=True)
     before = landing.tolist()
     torch.npu.current_stream().synchronize()
@@ -231,7 +232,10 @@ def test_a_collective_is_queued_on_its_stream_like_a_copy():
 
 
 def one_waits() -> bool:
-    """Return whether the sum arrives although rank 1 never synchronises. Its device must take part by itself."""
+    """Return whether the sum arrives although rank 1 never synchronizes.
+
+    Its device must run the collective by itself.
+    """
     torch, dist, rank, _ = join()
     tensor = torch.full((4,), float(rank + 1)).to(f"npu:{rank}")
     dist.all_reduce(tensor)

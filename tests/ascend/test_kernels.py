@@ -1,4 +1,4 @@
-"""Tests of the fused operators against plain torch, and of the fallback for missing ones."""
+"""Tests of the fused operators against plain torch, and of plain torch as a fallback for missing operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HALF_TOLERANCE = 0.03
 
 
 class Recorder:
-    """Context that records the names of the npu:: operators called in it."""
+    """A context that records the names of all npu:: operators that are called in it."""
 
     def __new__(cls):
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +31,7 @@ class Recorder:
 
 
 def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str) -> dict:
-    """Run three steps of a mixed batch on CPU and NPU: whole prompts, a chunk after a context, and single tokens."""
+    """Run three steps on CPU and NPU: whole prompts, a chunk of a prompt and single tokens, and only single tokens."""
     import torch
 
     from mindie_mm.device import open_device
@@ -88,14 +88,14 @@ FUSED = "npu_fused_infer_attention_score"
 @pytest.mark.parametrize(
     ("shape", "calls"),
     [
-        # With heads of 128, all rows are in one call.
+        # If the head size is 128, one call computes all rows.
         ((4, 2, 128, 128, "bfloat16"), [[FUSED], [FUSED], [FUSED]]),
         ((8, 1, 128, 128, "float16"), [[FUSED], [FUSED], [FUSED]]),
-        # With other heads, single rows share a call and each longer chunk has its own.
+        # For other head sizes, one call computes all single rows, and each longer chunk needs its own call.
         ((4, 2, 64, 128, "bfloat16"), [[FUSED] * 3, [FUSED] * 2, [FUSED]]),
         ((3, 3, 32, 256, "float16"), [[FUSED] * 3, [FUSED] * 2, [FUSED]]),
         ((8, 1, 128, 256, "float16"), [[FUSED] * 3, [FUSED] * 2, [FUSED]]),
-        # Plain torch computes shapes that the operator refuses: float32, other block sizes, other widths.
+        # Plain torch computes calls that the operator refuses: float32, other block sizes and other head sizes.
         ((4, 2, 64, 128, "float32"), [[], [], []]),
         ((4, 2, 128, 16, "bfloat16"), [[], [], []]),
         ((4, 2, 72, 128, "bfloat16"), [[], [], []]),
@@ -147,7 +147,7 @@ def layers_in_inference() -> dict:
     q, k, cos, sin = (torch.randn(1, *rest) for rest in ((2, 7, 32), (1, 7, 32), (7, 32), (7, 32)))
     expected = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
     npu_layers.fuse(layer)
-    npu_layers.fuse(layer)  # a second call must not wrap anything twice
+    npu_layers.fuse(layer)  # the second call must not wrap anything again
     with Recorder() as recorder:
         rotated = modeling_llama.apply_rotary_pos_emb(*(part.to(device) for part in (q, k, cos, sin)))
         own = modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
@@ -167,15 +167,15 @@ def test_norms_and_rotations_with_equal_results_are_replaced():
     names, off, own, calls = found.pop("rotation")
     assert names == ["npu_rotary_mul"] * 2
     assert off < 1e-6
-    assert own  # the result on the host is unchanged
-    assert calls == 3  # the trial, queries and keys; narrower heads are rotated without the operator
+    assert own  # on the host, the result is unchanged
+    assert calls == 3  # the trial, the queries and the keys; narrower heads are rotated without the operator
     for name, (called, off) in found.items():
         assert called == ([] if name.startswith("Gemma3") else ["npu_rms_norm"]), name
         assert off < (1e-5 if name.endswith("float32") else HALF_TOLERANCE), name
 
 
 def windows(count: int) -> dict:
-    """Run a tower's layer over `count` windows of one to three patches, on the CPU and on the NPU."""
+    """Run a layer of a tower with `count` windows of one to three patches, on the CPU and on the NPU."""
     import torch
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
@@ -203,7 +203,7 @@ def windows(count: int) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "calls"), [(1, 1), (1024, 1), (2500, 3)])
 def test_a_tower_may_have_more_windows_than_one_call_accepts(count, calls):
-    """Qwen2.5-VL makes 1036 windows from 3136x4088 pixels, and 2304 from 768 frames of 336x140 pixels."""
+    """Qwen2.5-VL has 1036 windows for 3136x4088 pixels, and 2304 windows for 768 frames of 336x140 pixels."""
     found = call(windows, count)
     assert found["names"] == ["npu_fusion_attention"] * calls
     assert found["off"] < HALF_TOLERANCE
@@ -228,7 +228,7 @@ def left_alone() -> dict[str, bool]:
         eps = 1e-6
 
     class Turned(nn.Module):
-        """Layer of a module whose rotation has other arguments than transformers'."""
+        """A layer in a module whose rotary function has other arguments than in transformers."""
 
         __module__ = "turned"
 
@@ -279,7 +279,7 @@ def test_a_trial_without_memory_does_not_rule_out_the_operator():
 
 
 def with_log_lines(function, *arguments) -> tuple[Any, list[str]]:
-    """Return the function's result and the log lines about operators."""
+    """Return the result of the function, and the log lines about operators."""
     import logging
 
     lines: list[str] = []
@@ -308,7 +308,7 @@ def test_a_missing_operator_is_logged_once_and_replaced_by_plain_torch(names):
     names = [name.partition("@")[0] for name in names]
     assert max(one["worst"] for one in found) < HALF_TOLERANCE
     assert not {*names} & {name for one in found for step in one["names"] for name in step}
-    # Each layout of attention has its own trial.
+    # Each layout of attention is tried separately.
     packed = [line for line in lines if line.startswith(f"{FUSED} (TND)")]
     assert len(packed) == (FUSED in names)
     reasons = [line.partition(SAYS.format("bfloat16")) for line in lines if line not in packed]
@@ -316,7 +316,7 @@ def test_a_missing_operator_is_logged_once_and_replaced_by_plain_torch(names):
 
 
 def test_attention_without_packed_rows_uses_the_other_layout():
-    """Use BSH if packed rows have no pages, as in a CANN that follows _op_plugin_docs."""
+    """If packed rows cannot have pages, as in a CANN that follows _op_plugin_docs, the layout is BSH."""
     found, lines = call(with_log_lines, twice, missing=f"{FUSED}@128")
     assert [one["names"] for one in found] == [[STORE + [FUSED] * calls for calls in (3, 2, 1)]] * 2
     assert max(one["worst"] for one in found) < HALF_TOLERANCE
@@ -325,7 +325,7 @@ def test_attention_without_packed_rows_uses_the_other_layout():
 
 
 def sizes() -> list[bool]:
-    """Return which batch sizes are accepted, for packed heads and for others."""
+    """Return which batch sizes are accepted, for heads that can be packed and for other heads."""
     import torch
 
     from mindie_mm.device import kernels_of, open_device
@@ -341,12 +341,12 @@ def sizes() -> list[bool]:
 
 
 def test_plain_torch_computes_batches_that_the_operator_refuses():
-    """At most 4096 sequences are packed, and a row that is not packed has at most 262144 keys."""
+    """At most 4096 sequences can be packed. A row that is not packed can have at most 262144 keys."""
     assert call(sizes) == [True, True, True, False, True, False]
 
 
 def scaled() -> list[str]:
-    """Return the operators that run in a model whose cosines are scaled, as YaRN's are."""
+    """Return the operators that run in a model whose cosines are scaled, as with YaRN."""
     import torch
     from transformers.models.llama import modeling_llama
 
@@ -364,7 +364,7 @@ def scaled() -> list[str]:
 
 
 def test_plain_torch_rotates_by_cosines_above_one():
-    """The operator's documents allow cosines in [-1, 1] only."""
+    """The operator's documentation allows only cosines in [-1, 1]."""
     names = call(scaled)
     assert "npu_rms_norm" in names
     assert "npu_rotary_mul" not in names
@@ -372,7 +372,7 @@ def test_plain_torch_rotates_by_cosines_above_one():
 
 @pytest.mark.parametrize("missing", ["npu_rms_norm", "npu_rms_norm@48"])
 def test_a_norm_without_its_operator_is_kept(missing):
-    """Keep the norm at every width or at the missing one, and log each dtype once."""
+    """The norm stays as it was, at every width or only at the missing width. The reason is logged once per dtype."""
     found, lines = call(with_log_lines, layers, missing=missing)
     del found["rotation"]
     for name, (called, off) in found.items():

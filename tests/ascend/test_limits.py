@@ -1,4 +1,4 @@
-"""Tests of the limits of an Ascend 910B: each row of the table refuses a call, and a call just inside passes."""
+"""Tests of the limits of an Ascend 910B. For each limit, one call exceeds it and another call just meets it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
 def moved(value: Any, npu: torch.device) -> Any:
-    """Move a tensor to the device, including its gaps, and return any other value."""
+    """Move a tensor to the device, including the gaps in its memory. Return any other value unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     whole = value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
@@ -44,7 +44,7 @@ def fused(npu: torch.device, **changes: Any) -> Any:
 
 
 def prefill(npu: torch.device, **changes: Any) -> Any:
-    """Prefill one sequence of 6 rows over 9 keys, in a layout with a batch axis."""
+    """Prefill one sequence with 6 queries and 9 keys, in a layout with a batch axis."""
     rows = {"query": torch.zeros(1, 6, 64, dtype=HALF)} | {
         name: torch.zeros(1, 9, 32, dtype=HALF) for name in ("key", "value")
     }
@@ -53,7 +53,7 @@ def prefill(npu: torch.device, **changes: Any) -> Any:
 
 
 def unpaged(npu: torch.device, **changes: Any) -> Any:
-    """Attend with packed rows over packed keys."""
+    """Compute attention of packed queries over packed keys, without pages."""
     rows = {name: torch.zeros(2, 4, 128, dtype=HALF) for name in ("query", "key", "value")}
     settings = {"num_key_value_heads": 4, "block_table": None, "block_size": 0, "actual_seq_lengths_kv": [1, 2]}
     return fused(npu, **{**rows, **settings} | changes)

@@ -1,4 +1,4 @@
-"""Tests of device memory and its limit, pinned memory, and host memory registered for copies."""
+"""Tests of device memory and its limit, of pinned memory, and of host memory that is registered for copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ascend.processes import call, traced
 from tests.ascend.test_runtime import simulator
 
 _MIB = 2**20
-_SPARE = 4096  # torch_npu adds 32 bytes to each allocation and rounds up, large allocations to 2 MiB
+_SPARE = 4096  # torch_npu adds 32 bytes to each allocation and rounds it up, to multiples of 2 MiB if it is large
 _MAPPED = 2  # ACL_HOST_REG_MAPPED
 
 
@@ -19,7 +19,7 @@ def limits() -> dict:
     import torch
     import torch_npu  # noqa: F401
 
-    torch.empty(1, device="npu:0")  # a device reports its memory only after it was started
+    torch.empty(1, device="npu:0")  # a device does not report its memory before it is opened
     torch.npu.empty_cache()
     torch.npu.reset_peak_memory_stats()
     found = {"empty": torch.npu.mem_get_info()}

@@ -1,4 +1,4 @@
-"""Tests of `--device npu`: when the device can be used, and its properties."""
+"""Tests of `--device npu`: conditions under which the device can be used, and its properties."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def without_torch_npu() -> str:
 
     from mindie_mm.device.npu import NPU
 
-    sys.modules["torch_npu"] = None  # the import fails as if torch_npu were not installed
+    sys.modules["torch_npu"] = None  # importing torch_npu fails, as if it were not installed
     return NPU.missing()
 
 
@@ -137,7 +137,7 @@ def test_memory_is_not_registered_on_an_unsupported_kernel():
 
 
 def test_an_older_cann_does_not_register_memory(tmp_path):
-    """Copy through the host with a CANN from before aclrtHostRegisterV2 under a later torch_npu."""
+    """If a later torch_npu runs on a CANN from before aclrtHostRegisterV2, copies use other host memory."""
     variables = environment()
     older = Path(shutil.copytree(variables["LD_LIBRARY_PATH"], tmp_path / "cann", symlinks=True))
     library = older / "libhccl.so"
@@ -168,7 +168,7 @@ def pinned() -> bool:
 
 
 def reading() -> str:
-    """Return the outcome of a copy from registered memory."""
+    """Return "copied" or the error of a copy from registered memory."""
     import mmap
 
     import torch
@@ -194,4 +194,4 @@ def reading() -> str:
 def test_a_failed_copy_raises_a_device_error():
     assert call(reading) == "copied"
     message = call(reading, fail="aclrtMemcpyAsync=507899")
-    assert message == "aclrtMemcpyAsync of 1048576 bytes to npu:0 failed with 507899"
+    assert message == "aclrtMemcpyAsync of 1048576 bytes to npu:0 failed with CANN's error 507899"

@@ -1,4 +1,4 @@
-"""Tests of torch's operators on the simulated NPU: the host's results, the order of streams, and a device's waits."""
+"""Tests of torch's operators on the simulated NPU: the same results as on the host, stream order and waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IDS = torch.tensor([3, 0, 2])
 
 
 def written(values: torch.Tensor) -> torch.Tensor:
-    """Write in place through views of every kind."""
+    """Return a copy of the tensor, after writes in place through views of every kind."""
     values = values.clone()
     values[1:3, ::2] = 7
     values.view(-1)[5:9].add_(1)
@@ -68,7 +68,7 @@ def test_an_operator_gives_the_hosts_numbers(npu, name, dtype):
 
 
 def test_operators_outside_inference_mode_give_the_hosts_numbers(npu):
-    """Cover the operators that torch_npu registers for autograd only."""
+    """torch_npu registers some operators only for autograd."""
     values = VALUES.to(npu).requires_grad_()
     for operator in (OPERATORS["products"], OPERATORS["softmax"], OPERATORS["gathered"]):
         assert torch.equal(operator(values).detach().cpu(), operator(VALUES))
@@ -77,13 +77,13 @@ def test_operators_outside_inference_mode_give_the_hosts_numbers(npu):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.bool, torch.float64])
 def test_copies_between_host_and_device_allow_any_strides_and_dtype(npu, dtype):
     on_device = torch.zeros(6, 8, dtype=dtype, device=npu)
-    on_device[1:5, :6] = VALUES  # a copy from the host into a view of another dtype
+    on_device[1:5, :6] = VALUES  # copies from the host into a view of another dtype
     expected = torch.zeros(6, 8, dtype=dtype)
     expected[1:5, :6] = VALUES
     assert torch.equal(on_device.cpu(), expected)
     assert torch.equal(on_device.t()[2:].to("cpu", torch.float32), expected.t()[2:].float())
     target = torch.zeros(8, 6)
-    target[::2] = on_device.t()[::2]  # a copy to the host, into a view
+    target[::2] = on_device.t()[::2]  # copies from the device into a view on the host
     assert torch.equal(target[::2], expected.t()[::2].float())
     assert not target[1::2].any()
 
@@ -151,7 +151,7 @@ def test_random_numbers_follow_from_the_seed(npu):
 def test_another_stream_must_wait_before_it_reads_a_result(npu):
     values, side = VALUES.to(npu), torch.npu.Stream(npu)
     torch.npu.synchronize()
-    computed = values * 2  # runs on the default stream
+    computed = values * 2  # this runs on the default stream
     with torch.npu.stream(side), pytest.raises(RuntimeError, match=r"race: stream \d+ reads .* which wrote it"):
         computed + 0
     computed = values * 2

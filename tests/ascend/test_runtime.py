@@ -1,4 +1,4 @@
-"""Tests of devices and calls: devices that torch_npu finds, counters, traces, and injected failures."""
+"""Tests of devices and calls: devices that torch_npu finds, counters, traces and injected failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ascend.processes import call, traced
 
 
 def simulator() -> ctypes.CDLL:
-    """Load the library of this process and declare the simulator's functions."""
+    """Load the simulator's library of this process, and declare its functions."""
     library = ctypes.CDLL("libhccl.so")
     library.sim_syncs.restype = library.sim_calls.restype = ctypes.c_long
     library.sim_calls.argtypes = library.sim_fail.argtypes = [ctypes.c_char_p]
@@ -182,7 +182,7 @@ def test_calls_fail_on_demand():
 @pytest.mark.slow
 def test_the_version_of_cann_is_the_configured_one():
     script = "import torch, torch_npu; print(torch.npu.utils.get_cann_version(), torch.npu.utilization())"
-    command = [sys.executable, "-c", script]  # a new process, because torch_npu reads the version at import
+    command = [sys.executable, "-c", script]  # a new process, because torch_npu reads the version when it is imported
     done = subprocess.run(
         command, env=environment(cann="8.5.0"), capture_output=True, text=True, timeout=300, check=True
     )

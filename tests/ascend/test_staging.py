@@ -1,4 +1,8 @@
-"""Tests of media transfer: pages of the arena are registered once, read by the device, settled and then verified."""
+"""Tests of transferring media to the device.
+
+The pages of an arena are registered once, and the device reads them. Then the transfers are settled, and the blocks are
+verified.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,10 @@ from tests.ascend.processes import call, traced
 
 
 def staged(releases: bool = False) -> dict:
-    """Transfer two blocks of another process's arena to the device, with the calls in the trace."""
+    """Transfer two blocks of another process's arena to the device.
+
+    Return what was read and which calls were traced.
+    """
     import logging
     import subprocess
     import sys
@@ -60,7 +67,7 @@ def staged(releases: bool = False) -> dict:
     kept = simulator().sim_calls(b"aclrtHostUnregister")
     fetched = [len(staging._staging(device)._fetched)]
     with suppress(SegmentMissing):
-        attach(refs[0])  # drops the removed arena
+        attach(refs[0])  # this unmaps the removed arena
     fetched.append(len(staging._staging(device)._fetched))
     after = sorted(set(staging.to_device(views[1], "a", device).cpu().flatten().tolist()))
     found = {
@@ -104,7 +111,7 @@ def test_the_arena_is_registered_once_and_read_by_the_device(tmp_path):
     assert not found["kept"]
     assert found["fetched"] == [1, 0], "what was fetched goes with its arena, whose words may come again"
     assert found["after"] == [2], "what was attached before is read on, by one copy more"
-    # The device reads the bytes of another content, and the check after settling reports an error.
+    # The device has read bytes of the next item, and verifying the block after settling reports an error.
     assert found["read"] == [9]
     assert "freed" in found["error"] or "generation" in found["error"]
     calls = traced(trace)
@@ -119,13 +126,13 @@ def test_media_of_an_unregistered_arena_go_through_pinned_memory(tmp_path):
     found = call(staged, trace=str(trace), fail="aclrtHostRegisterV2=507899,aclrtHostRegister=507899")
     assert found["values"] == [[1], [2]]
     assert len(found["lines"]) == 1
-    assert found["read"] == [1]  # the bytes were copied before the overwrite
+    assert found["read"] == [1]  # the bytes were copied before they were overwritten
     assert found["error"]
     assert any(line.startswith("aclrtMallocHost") for line in traced(trace))
 
 
 def mounted() -> list[int]:
-    """Return the descriptors and mappings that remain after each of three arena files was read and unmounted."""
+    """Read and unmount three arena files. Return the number of descriptors and mappings that remain after each file."""
     import gc
     import tempfile
     from pathlib import Path
@@ -151,7 +158,7 @@ def mounted() -> list[int]:
         with mount(path):
             view = attach(ref)
             staging.to_device(view, "a", device)
-            staging.fetch([view], device)  # does nothing, because another file may have the same words later
+            staging.fetch([view], device)  # this does nothing, because a later file may have the same handle words
             assert not staging._staging(device)._fetched
             brought = staging.to_device(view, "a", device)
             del view

@@ -1,4 +1,4 @@
-"""Tests of the order of streams and events: queued work runs when something waits for it, and not before."""
+"""Tests of the order of streams and events. Queued work runs when something waits for it, and not earlier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def queued_copies() -> dict:
 
     with torch.npu.stream(stream):
         on_device.copy_(source, non_blocking=True)
-    source.fill_(9.0)  # the write is too early, because the copy reads its source when it runs
+    source.fill_(9.0)  # this write comes too early, because the queued copy reads its source only when it runs
     stream.synchronize()
     found["rewritten source"] = on_device.cpu().tolist()
     return found
@@ -89,7 +89,7 @@ def events() -> dict:
     polls = 0
     while not stop.query():
         polls += 1
-    found["polls"] = polls  # each query runs one task: the first record and two copies
+    found["polls"] = polls  # each query runs one queued task: the first record and two copies
     found["elapsed"] = 0 <= start.elapsed_time(stop) < 60000
     stop.record(stream)
     found["recorded anew"] = stop.query()

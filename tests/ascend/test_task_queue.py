@@ -1,4 +1,7 @@
-"""Tests with torch_npu's default queue (TASK_QUEUE_ENABLE=1). After a failure in it, calls succeed and do nothing."""
+"""Tests with torch_npu's default task queue (TASK_QUEUE_ENABLE=1).
+
+After a failure in the queue, calls report success but do nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ def fail_next_copy() -> None:
 
 
 def fail_in_queue(*_: object) -> None:
-    """Fail like an operator that fails after its call.
+    """Fail like an operator that fails after its call has returned.
 
-    torch_npu aborts if it hears of the failure in a destructor. So both tensors exist before the call that may raise.
+    torch_npu aborts the process if a destructor learns of the failure. Therefore, both tensors are created before the
+    call that may raise an error.
     """
     import torch
 
@@ -34,11 +38,11 @@ def fail_in_queue(*_: object) -> None:
     fail_next_copy()
     there.copy_(here, non_blocking=True)
     torch.accelerator.synchronize()
-    del here, there  # keeps both tensors until the failure has been raised
+    del here, there  # both tensors must exist until the failure has been raised
 
 
 def after_a_failure() -> tuple[list[int], str]:
-    """Return the copy of [5] that follows a failed copy, and the error of the device."""
+    """Return the result of uploading and downloading [5] after a failed copy, and the device's error."""
     from mindie_mm.device import download, open_device, require_alive, upload
     from mindie_mm.errors import DeviceError
 
@@ -59,7 +63,7 @@ def test_a_device_that_answers_without_computing_is_detected():
 
 
 def trials() -> list[bool]:
-    """Return whether two layouts run. The trial of the first layout fails."""
+    """Return whether each of two layouts works. The trial of the first layout fails."""
     import torch
 
     from mindie_mm.device import open_device, require_alive
@@ -78,7 +82,7 @@ def test_a_failed_trial_does_not_affect_the_device():
 
 
 def served(place: str) -> list[str]:
-    """Return the outcomes of two requests, then of two more in whose step the queue fails at `place`."""
+    """Return the outcomes of two requests, and of two more requests, in whose step the queue fails at `place`."""
     import tempfile
     from pathlib import Path
 
@@ -104,7 +108,8 @@ def served(place: str) -> list[str]:
         path_file = Path(folder) / "shm_name.txt"
 
         def ask() -> None:
-            for number in range(2):  # both in one step: after a joint failure, the tower runs for each request
+            # Both requests are in one step; after a joint failure, the tower runs once for each request.
+            for number in range(2):
                 picture = rng.integers(0, 255, (84, 84, 3), dtype=np.uint8)
                 ids = tokenizer.tokenize([{"image": picture}, {"text": "what is it?"}], path_file).numpy()
                 assert engine.add(Add(str(number), ids.tobytes(), params)) is None

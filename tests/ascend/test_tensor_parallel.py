@@ -18,7 +18,7 @@ from tools import random_checkpoint as sizes
 
 NUM_TOKENS = 8
 TokenLogprobs = list[tuple[int, list[float]]]
-"""Each token, with the log-probabilities of the two likeliest tokens in its place."""
+"""Tokens, each with the log-probabilities of the two likeliest tokens at its position."""
 PROMPTS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": "Describe this picture."}],
     "two": [{"image": picture(60, 90)}, {"image": picture(150, 60)}, {"text": "a circle"}],
@@ -26,7 +26,10 @@ PROMPTS: dict[str, list[dict[str, Any]]] = {
 
 
 def serve(checkpoint: str, tower_parallel: str, folder: str) -> dict[str, Any]:
-    """Return all prompts' tokens before and after a rank is killed, the device, and the processes left alive."""
+    """Generate tokens for all prompts, kill a rank, and generate the tokens again.
+
+    Return both results, the device, and the processes that are still alive at the end.
+    """
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.errors import ProcessDied
     from mindie_mm.settings.config import EngineConfig
@@ -72,7 +75,7 @@ def serve(checkpoint: str, tower_parallel: str, folder: str) -> dict[str, Any]:
 
 
 def generate_with_logprobs(checkpoint: str, folder: str) -> list[TokenLogprobs]:
-    """Return the tokens of all prompts from two ranks in bfloat16, with log-probabilities."""
+    """Generate with two ranks in bfloat16. Return the tokens of all prompts, with log-probabilities."""
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.settings.config import EngineConfig
     from mindie_mm.shm import release
@@ -100,7 +103,7 @@ def generate_with_logprobs(checkpoint: str, folder: str) -> list[TokenLogprobs]:
 
 
 def refuse(checkpoint: str) -> str:
-    """Return the error of a start with more ranks than devices."""
+    """Return the error of starting more ranks than there are devices."""
     from mindie_mm.errors import DeviceError
     from mindie_mm.settings.config import EngineConfig
     from mindie_mm.worker.async_engine import AsyncEngine
@@ -143,7 +146,7 @@ def test_two_ranks_generate_the_tokens_of_one_process(random_checkpoint, tower_p
 
 
 def generate_in_one_process(checkpoint: Path, path_file: Path) -> list[TokenLogprobs]:
-    """Return the tokens and log-probabilities of one process on the host."""
+    """Generate in one process on the host. Return the tokens of all prompts, with log-probabilities."""
     from mindie_mm.engine.core import Engine
     from mindie_mm.engine.requests.engine_messages import Add
     from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -170,7 +173,7 @@ def generate_in_one_process(checkpoint: Path, path_file: Path) -> list[TokenLogp
 
 @pytest.mark.parametrize(("width", "layout"), [(128, "TND"), (16, "BSH")])
 def test_two_ranks_use_the_fused_attention(width, layout, tmp_path, monkeypatch):
-    """Compare bfloat16 answers within rounding. Each rank has half of the heads."""
+    """Each rank has half of the heads. The answers in bfloat16 differ only by rounding."""
     monkeypatch.setitem(sizes.SIZES, "shared", sizes.Size(4 * width, 2, 4, 2, 128, 64, 2, 4))
     checkpoint = sizes.write_checkpoint(tmp_path / "model", "shared")
     (folder := tmp_path / "npu").mkdir()
@@ -180,7 +183,8 @@ def test_two_ranks_use_the_fused_attention(width, layout, tmp_path, monkeypatch)
     for own, expected in zip(found, generate_in_one_process(checkpoint, tmp_path / "shm_name.txt"), strict=True):
         assert len(own) == len(expected) == NUM_TOKENS
         for (own_token, own_top), (token, top) in zip(own, expected, strict=True):
-            if own_token != token:  # the two tokens were nearly as likely, and the answers differ from here
+            # Both tokens had nearly the same probability, and the answers differ from this token on.
+            if own_token != token:
                 assert top[0] - top[1] < TOLERANCE
                 break
             assert own_top[0] == pytest.approx(top[0], abs=TOLERANCE)

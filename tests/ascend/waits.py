@@ -1,4 +1,4 @@
-"""Fixture that counts the host's waits for the simulated NPU. Tests of other folders use it too."""
+"""A fixture that counts how often the host waits for the simulated NPU. Tests in other folders also use it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 
 @pytest.fixture
 def waits(device: str) -> Callable[[], int]:
-    """Return a function that counts the host's waits since its last call. Skip the test without a counter."""
+    """Return a function that returns how often the host has waited since its last call.
+
+    Skip the test if nothing counts the waits for this device.
+    """
     try:
-        library = ctypes.CDLL("libhccl.so")  # the process has already loaded the library
+        library = ctypes.CDLL("libhccl.so")  # the process has already loaded this library
         count, reset = library.sim_syncs, library.sim_syncs_reset
     except (OSError, AttributeError):
         pytest.skip(f"nothing counts how often {device} is waited for")

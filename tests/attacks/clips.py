@@ -1,4 +1,4 @@
-"""Malicious videos, sounds and playlists as functions that return bytes, by name."""
+"""Malicious videos, sounds and playlists, each as a function that returns the file's bytes."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def video_of_program() -> bytes:
 
 
 def caf(chunk: bytes = b"") -> bytes:
-    """Return ALAC in a CAF container, with `chunk` in place of the packet table."""
+    """Return ALAC sound in a CAF file. If given, `chunk` replaces the packet table."""
     data = encode_sound(tone(0.1, RATE), RATE, "CAF", "ALAC_16")
     at = data.index(b"pakt")
     return data[:at] + (chunk or data[at:])
 
 
 def patched(data: bytes, kind: bytes, offset: int, value: bytes) -> bytes:
-    """Return `data` with `value` written at `offset` of the content of the first box `kind`."""
+    """Return `data` with `value` written into the first box `kind`, `offset` bytes after the start of its content."""
     at = data.index(kind) + 4 + offset
     return data[:at] + value + data[at + len(value) :]
 
 
 def mp4_of_samples(size: int, count: int) -> bytes:
-    """Return an MP4 whose sample table states `count` samples of `size` bytes each."""
+    """Return an MP4 whose sample table declares `count` samples of `size` bytes each."""
     return patched(video(), b"stsz", 4, struct.pack(">II", size, count))
 
 
 def compressed_index() -> bytes:
-    """Return an MP4 whose index states 2 * 10**7 samples and is compressed in the form of QuickTime 3."""
+    """Return an MP4 whose index declares 2 * 10**7 samples and is compressed as in QuickTime 3."""
     data = mp4_of_samples(1, 2 * 10**7)
     at = data.index(b"moov") - 4
     packed = struct.pack(">I", len(data) - at) + zlib.compress(data[at:])
@@ -60,7 +60,7 @@ def compressed_index() -> bytes:
 
 
 def pcm_of_chunks(count: int) -> bytes:
-    """Return a MOV of PCM sound whose single chunk states `count` samples, which FFmpeg splits into pieces."""
+    """Return a MOV of PCM sound whose only chunk declares `count` samples. FFmpeg splits such a chunk into pieces."""
     sound = encode_with_ffmpeg(tone(0.1, 8000), 8000, "mov", "pcm_s16le")
     return patched(sound, b"stsc", 12, struct.pack(">I", count))
 
@@ -88,7 +88,7 @@ def edited(count: int) -> bytes:
 def fragment_in_data(count: int, aligned: bool = False) -> bytes:
     """Return a fragmented MP4 whose media data contain a hidden fragment of `count` samples.
 
-    The segment index points to the hidden fragment, or only to the real one if `aligned`.
+    The segment index points to the hidden fragment. If `aligned`, it points only to the real fragment.
     """
     data = muxed("mp4", {"movflags": "frag_keyframe+empty_moov"})
     begin, stop = data.index(b"moof") - 4, data.index(b"mfra") - 4
@@ -105,18 +105,18 @@ def fragment_in_data(count: int, aligned: bool = False) -> bytes:
 
 
 def past_the_end(count: int) -> bytes:
-    """Return an MP4 whose sample entry exceeds its index, so that FFmpeg reads on to a table of `count` samples."""
+    """Return an MP4 whose sample entry ends after the index, so that FFmpeg also reads a table of `count` samples."""
     data = muxed("mp4", {"movflags": "faststart"}).replace(b"stsz", b"zzzz")
     data = patched(data, b"stsd", 8, struct.pack(">I", 2**30))
     at = data.index(b"moov")
     stop = at - 4 + int.from_bytes(data[at - 4 : at])
-    over = struct.pack(">I4s", 16, b"zzzz")  # ends beyond the index, but within the sample entry
+    over = struct.pack(">I4s", 16, b"zzzz")  # ends after the index, but within the sample entry
     table = box(b"mdat", box(b"stsz", struct.pack(">III", 0, 1, count)))
     return data[: at - 4] + struct.pack(">I", stop - at + 12) + data[at:stop] + over + table + data[stop:]
 
 
 def grouped(count: int) -> bytes:
-    """Return an MP4 with a sample group that states `count` frames."""
+    """Return an MP4 with a sample group that declares `count` frames."""
     data = video(codec="libx265")
     group = box(b"sgpd", struct.pack(">I4sIIB", 2**24, b"sync", 1, 1, 21))
     group += box(b"sbgp", struct.pack(">I4sIII", 0, b"sync", 1, count, 1))
@@ -130,7 +130,7 @@ def grouped(count: int) -> bytes:
 
 
 def fragmented(count: int) -> bytes:
-    """Return a fragmented MP4 whose first fragment states `count` samples of the default size."""
+    """Return a fragmented MP4 whose first fragment declares `count` samples of the default size."""
     data = muxed("mp4", {"movflags": "frag_keyframe+empty_moov"})
     run = box(b"trun", struct.pack(">II", 0, count))
     header = box(b"tfhd", struct.pack(">III", 0x020000, 1, 0))
@@ -139,7 +139,10 @@ def fragmented(count: int) -> bytes:
 
 
 def muxed(container: str, options: dict[str, str]) -> bytes:
-    """Return four frames muxed by FFmpeg into `container`. Some `options` of the muxer require a real file."""
+    """Return four frames that FFmpeg has muxed into `container`.
+
+    The muxer writes to a temporary file, because some `options` require a real file.
+    """
     with tempfile.NamedTemporaryFile() as file:
         with av.open(file.name, "w", format=container, options=options) as output:
             stream = output.add_stream("libx264", rate=10)
@@ -151,7 +154,7 @@ def muxed(container: str, options: dict[str, str]) -> bytes:
 
 
 def samples_of_the_same_bytes(count: int) -> bytes:
-    """Return an MP4 with `count` samples that all share the same megabyte of data."""
+    """Return an MP4 with `count` samples that all refer to the same megabyte of data."""
     data = video()
     size, times = 2**20, struct.pack(">IIII", 0, 1, count, 1)
     boxes = {
@@ -175,28 +178,29 @@ def samples_of_the_same_bytes(count: int) -> bytes:
 
 
 def element(name: str, *content: bytes, size: int | None = None) -> bytes:
-    """Return a Matroska element with a hexadecimal name. `size` replaces the stated size."""
+    """Return a Matroska element with a hexadecimal id. `size` replaces the size that the element declares."""
     data = b"".join(content)
     return bytes.fromhex(name) + (len(data) if size is None else size).to_bytes(8).replace(b"\0", b"\1", 1) + data
 
 
 def compressed(algorithm: int = 0, prefix: bytes | None = None) -> bytes:
-    """Return the element that marks the blocks of a Matroska track as compressed."""
+    """Return the element that declares the blocks of a Matroska track as compressed."""
     settings = [] if prefix is None else [element("4255", prefix)]
     return element("6d80", element("6240", element("5034", element("4254", bytes([algorithm])), *settings)))
 
 
 def matroska_track(number: int, codec: bytes, *more: bytes, kind: int = 1) -> bytes:
-    """Return the description of a 64 x 64 video track, or of a track of another kind."""
+    """Return the entry of a track in a Matroska file. Video tracks (`kind` 1) have 64 x 64 pixels."""
     size = element("e0", element("b0", b"\x40"), element("ba", b"\x40")) if kind == 1 else b""
     named = element("d7", bytes([number])) + element("73c5", bytes([number])) + element("83", bytes([kind]))
     return element("ae", named, element("86", codec), size, *more)
 
 
 def matroska(tracks: bytes, blocks: Sequence[tuple[int, bytes]], more: bytes = b"") -> bytes:
-    """Return a Matroska file of blocks by track number, each in its own cluster and a millisecond apart.
+    """Return a Matroska file.
 
-    The elements `more` precede the clusters.
+    `blocks` lists pairs of a track number and data. Each block is in its own cluster, one millisecond after the
+    previous block. The elements `more` precede the clusters.
     """
     head = element("1a45dfa3", element("4282", b"matroska"))
     info = element("1549a966", element("2ad7b1", (10**6).to_bytes(3)))
@@ -213,7 +217,7 @@ def vp8(num_frames: int = 3) -> list[bytes]:
 
 
 def unpacking(valid: bool = True) -> bytes:
-    """Return 9 KB that unpack to 9 MB. FFmpeg notices only at the end that they are not `valid`."""
+    """Return 9 KB of zlib data that unpack to 9 MB. If not `valid`, FFmpeg notices the error only at the end."""
     packed = zlib.compress(bytes(9_500_000), 9)
     return packed if valid else packed[:-4] + bytes(4)
 
@@ -235,7 +239,7 @@ def motion_jpeg(num_scans: int, container: str = "avi") -> bytes:
 
 
 def large_video(width: int, height: int, codec: str = "mpeg4") -> bytes:
-    """Return a small file whose single frame really has this size."""
+    """Return a small file whose only frame really has `width` x `height` pixels."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
         stream = output.add_stream(codec, rate=1)
@@ -298,7 +302,7 @@ def ogg_check(page: bytes) -> int:
 
 
 def ogg_of(seconds: int) -> bytes:
-    """Return a second of silence whose last page states an end after `seconds`."""
+    """Return an Ogg file with one second of silence, whose last page declares that the file ends after `seconds`."""
     silence = encode_with_ffmpeg(np.zeros(48_000, np.float32), 48_000, "ogg", "libopus")
     last = bytearray(silence[silence.rindex(b"OggS") :])
     last[6:14] = struct.pack("<q", 48_000 * seconds)
@@ -308,7 +312,7 @@ def ogg_of(seconds: int) -> bytes:
 
 
 def flac_of(num_samples: int) -> bytes:
-    """Return a FLAC whose header states `num_samples` samples."""
+    """Return a FLAC whose header declares `num_samples` samples."""
     data = bytearray(encode_sound(tone(0.2), RATE, "FLAC"))
     packed = int.from_bytes(data[18:26]) >> 36 << 36 | num_samples
     data[18:26] = packed.to_bytes(8)
@@ -354,7 +358,7 @@ NAMING: dict[str, Make] = {
     "a film that is elsewhere": lambda: reference_film(b"file:///etc/passwd\0"),
     "a film that is at an address": lambda: reference_film(b"http://127.0.0.1:1/x.mov\0"),
 }
-"""Files that make a media library open files and addresses of the client's choice."""
+"""Files that try to make a media library open other files or addresses, which the client has chosen."""
 
 GIF = b"GIF89a\1\0\1\0\x80\0\0\0\0\0\0\0\0,\0\0\0\0\1\0\1\0\0\2\2D\1\0;"
 """A GIF of one pixel."""
@@ -455,5 +459,5 @@ BROKEN_SOUNDS: dict[str, Make] = {
 
 
 def long_sound() -> bytes:
-    """Return ten minutes of silence, a few kilobytes that decode to 110 MB of samples."""
+    """Return ten minutes of silence as a FLAC of a few kilobytes, which decodes to 110 MB of samples."""
     return encode_sound(np.zeros(48_000 * 600, np.float32), 48_000, "FLAC")

@@ -1,4 +1,4 @@
-"""Fixtures of one service with default limits for all attacks. Every attack is measured from outside."""
+"""Fixtures for the attacks: one service with default limits, whose CPU time and memory are measured from outside."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tools.serving import RunningService
 MiB = 2**20
 CHAT = "/v1/chat/completions"
 MAX_PROCESSOR_S = 1.0
-"""Maximum processor time in seconds of one attack, summed over all processes of the service."""
+"""Maximum CPU time in seconds that one attack may cost, summed over all processes of the service."""
 MAX_FURTHER_BYTES = 64 * MiB
 LIBRARY = re.compile(r"root:|SECRET|Traceback|0x[0-9a-f]{10}|PIL\.|av\.error|Errno")
-"""Pattern that no error message may match: file contents, memory addresses and library internals."""
+"""Pattern that matches file contents, memory addresses and library internals. No error message may match it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Attacked:
     def refused(self, body: dict[str, Any], part: str = "", path: str = CHAT, status: int = 400) -> str:
         """Post `body` and return the error message, which must contain `part`.
 
-        The response must have `status`, and stay within the limits of processor time and memory. A valid request must
-        succeed afterwards.
+        The response must have the status `status`. The request must stay within the limits of CPU time and memory, and
+        a valid request must succeed afterwards.
         """
         answer, used_s, further = self.watched.during(lambda: self.http.post(path, json=body))
         assert answer.status_code == status, answer.text[:2000]
@@ -61,21 +61,21 @@ class Attacked:
         return message
 
     def is_right(self) -> None:
-        """Assert that the valid request is answered as before all attacks."""
+        """Assert that the valid request gets the same answer as before the attacks."""
         answer = self.http.post(CHAT, json=self.good)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"] == self.answer
 
 
 def asking(kind: str, url: Any) -> dict[str, Any]:
-    """Return a chat about one media item."""
+    """Return the body of a chat about one media item."""
     part = {"type": f"{kind}_url", f"{kind}_url": {"url": url} if isinstance(url, str) else url}
     content = [part, {"type": "text", "text": "What is it?"}]
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0}
 
 
 def with_bytes(kind: str, data: bytes) -> dict[str, Any]:
-    """Return a chat about one media item, given as a data URL."""
+    """Return the body of a chat about one media item, which is sent as a data URL."""
     return asking(kind, f"data:;base64,{base64.b64encode(data).decode()}")
 
 
@@ -84,7 +84,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     folder = tmp_path_factory.mktemp("attacked")
     media = folder / "media"
     _fill(media, folder)
-    # Only memory sizes are set, to keep the service small. Every limit has its default.
+    # Memory sizes are set to keep the service small. All limits on requests and media have their defaults.
     settings = {
         "arena_bytes": 64 * MiB,
         "kv_cache_bytes": 64 * MiB,
@@ -110,7 +110,10 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
 
 
 def _fill(media: Path, outside: Path) -> None:
-    """Create a valid picture among files that the service must not read, and secrets outside the folder."""
+    """Fill the media folder with a valid picture and with files that the service must not read.
+
+    Create secret files outside the media folder.
+    """
     media.mkdir()
     picture("green", (40, 160, 60), "star", x=0.5).save(media / "star.png")
     (outside / "secret.png").write_bytes((media / "star.png").read_bytes())
@@ -135,7 +138,7 @@ def _fill(media: Path, outside: Path) -> None:
 
 
 def _wait_until_populated(service: RunningService) -> None:
-    """Wait until the arenas are faulted in, as their pages would count as memory of an attack."""
+    """Wait until all pages of the arenas are in memory. Otherwise, they would count as memory that an attack uses."""
     deadline = time.monotonic() + 60
     while service.get("/health")["shared_memory"]["populated"] < 1:
         assert time.monotonic() < deadline

@@ -1,7 +1,7 @@
-"""Web server on public addresses, and fetches from the server, for a separate network namespace.
+"""A web server on public addresses, and fetches from this server, to run in a separate network namespace.
 
-`python -m tests.attacks.hostile_net` prints a JSON object with the fetched content or the refusal of each case. The
-names and the addresses are examples. No packet leaves the machine.
+`python -m tests.attacks.hostile_net` prints a JSON object with the fetched content or the refusal of each case. Because
+of the namespace, no packet leaves the machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ async def answer(request: web.Request) -> web.Response:
 
 
 def resolve_as_attackers_do() -> None:
-    """Resolve names as an attacker's DNS server. One name alternates its address, another has a private address."""
+    """Make `socket.getaddrinfo` answer for three names as an attacker's DNS server would.
+
+    One name has a private address, one has a public and a private address, and one alternates between the two.
+    """
     turns = itertools.cycle([[PUBLIC], [PRIVATE]])
     names = {"inside.example": lambda: [PRIVATE], "mixed.example": lambda: [PUBLIC, PRIVATE]}
     names["turning.example"] = lambda: next(turns)

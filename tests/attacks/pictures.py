@@ -1,6 +1,6 @@
-"""Malicious pictures as functions that return bytes, by name.
+"""Malicious pictures, each as a function that returns the file's bytes.
 
-The files are small, but state or unpack to huge sizes.
+Most files are small, but declare a huge size or unpack to a huge size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, *further: bytes, depth: int = 8, colours: int = 2, pixels: bytes = b"") -> bytes:
-    """Return a PNG whose header states this size, with further chunks and possibly too few pixels."""
+    """Return a PNG whose header declares this size. `further` are more chunks, and `pixels` may be too short."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colours, 0, 0, 0))
     pixels = pixels or zlib.compress(bytes(10_000), 9)
     return SIGNATURE + header + b"".join(further) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
@@ -71,7 +71,7 @@ def gif_frame(width: int, height: int) -> bytes:
 
 
 def tiff(*entries: tuple[int, int, int, int], following: int = 0) -> bytes:
-    """Return a TIFF of one directory, given the tag, type, count and value of each entry."""
+    """Return a TIFF with one directory. Each entry has a tag, a type, a count and a value."""
     directory = b"".join(struct.pack("<HHII", *entry) for entry in entries)
     return b"II*\0" + struct.pack("<IH", 8, len(entries)) + directory + struct.pack("<I", following)
 
@@ -97,7 +97,7 @@ def bmp(width: int, height: int, bits: int = 24, compression: int = 0, pixels: b
 
 
 def jpeg_of_size(width: int, height: int) -> bytes:
-    """Return a valid JPEG, but with another size in its frame header."""
+    """Return a JPEG that is valid except for the size in its frame header."""
     data = bytearray(encoded(small(), quality=80))
     at = data.index(b"\xff\xc0") + 5
     data[at : at + 4] = struct.pack(">HH", height, width)
@@ -110,7 +110,7 @@ def _black() -> bytes:
 
 
 def jpeg_scans(num_scans: int) -> bytes:
-    """Return a progressive JPEG of 8000x8000 pixels whose first scan is repeated."""
+    """Return a progressive JPEG of 8000x8000 pixels in which the first 40 bytes of the first scan are repeated."""
     data = _black()
     start = data.index(b"\xff\xda")
     scan = data[start : data.index(b"\xff\xda", start + 2)]
@@ -120,20 +120,20 @@ def jpeg_scans(num_scans: int) -> bytes:
 
 
 def scans_behind(between: bytes, num_scans: int = 100) -> bytes:
-    """Return the JPEG of `jpeg_scans` with bytes between the first scan and the repeated scans."""
+    """Return the JPEG of `jpeg_scans`, with the bytes `between` inserted after the first scan."""
     data = jpeg_scans(num_scans)
     second = data.index(b"\xff\xda", data.index(b"\xff\xda") + 2)
     return data[:second] + between + data[second:]
 
 
 def refined(width: int, height: int, num_scans: int) -> bytes:
-    """Return a progressive JPEG whose last scan, the most expensive for a decoder, is repeated."""
+    """Return a progressive JPEG whose last scan is repeated. This scan takes a decoder the most time."""
     data = encoded(Image.new("RGB", (width, height), (90, 120, 200)), progressive=True, quality=50)
     return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * num_scans + data[-2:]
 
 
 def avif_of_size(width: int, height: int) -> bytes:
-    """Return a valid AVIF, but with another size in its size box."""
+    """Return an AVIF that is valid except for the size in its size box."""
     data = encoded(small(), "AVIF")
     at = data.index(b"ispe") + 8
     return data[:at] + struct.pack(">II", width, height) + data[at + 8 :]
@@ -156,7 +156,7 @@ def jpeg_2000_of_size(
     in_codestream: bool = True,
     components: int = 3,
 ) -> bytes:
-    """Return a valid JPEG 2000, but with another size or number of components in its header."""
+    """Return a JPEG 2000 that is valid except for the size or the number of components in its headers."""
     data = bytearray(encoded(small(), "JPEG2000", no_jp2=not jp2))
     if jp2 and in_box:
         struct.pack_into(">II", data, data.index(b"ihdr") + 4, height, width)
@@ -177,7 +177,10 @@ def jp2_with(boxes: bytes, inner: bytes = b"") -> bytes:
 
 
 def icon(*pictures: tuple[int, int, bytes]) -> bytes:
-    """Return an icon of pictures, each with the width and height for its directory entry. 0 means 256."""
+    """Return an icon that contains `pictures`.
+
+    Each picture has the width and height of its directory entry, where 0 means 256, and its data.
+    """
     head, body, start = struct.pack("<HHH", 0, 1, len(pictures)), b"", 6 + 16 * len(pictures)
     for width, height, picture in pictures:
         head += struct.pack("<BBBBHHII", width, height, 0, 0, 1, 32, len(picture), start + len(body))
@@ -186,7 +189,7 @@ def icon(*pictures: tuple[int, int, bytes]) -> bytes:
 
 
 def behind_start(data: bytes, more: bytes) -> bytes:
-    """Return a JPEG with additional segments after its start."""
+    """Return the JPEG `data` with the segments `more` inserted after its start marker."""
     return data[:2] + more + data[2:]
 
 
@@ -228,7 +231,7 @@ def jpeg_in_tiff(num_scans: int, num_strips: int) -> bytes:
 
 
 def of_several(data: bytes) -> bytes:
-    """Return a JPEG with an EXIF block that claims to be the first of two pictures, so that Pillow reads an MPO."""
+    """Return the JPEG `data` with an EXIF block and an index of two pictures, so that Pillow reads it as an MPO."""
     entries = struct.pack("<LLLHH", 0, len(data), 0, 0, 0) * 2
     index = struct.pack("<HHHLLHHLL", 2, 0xB001, 4, 1, 2, 0xB002, 7, len(entries), 38) + bytes(4)
     blocks = (
@@ -294,7 +297,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "bitmap with the largest possible size": lambda: b"P4 9999999999 9999999999\n",
     "plain pixmap 50000x50000": lambda: b"P3 50000 50000 255\n1 2 3",
 }
-"""Pictures whose header states too many pixels."""
+"""Pictures whose header declares too many pixels."""
 
 OF_FORMATS: dict[str, tuple[Callable[[], bytes], str]] = {
     "jpeg 2000 of 60000x60000": (
@@ -336,7 +339,7 @@ OF_FORMATS: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "plain pixmap with too few samples": (lambda: b"P3 9000 9000 255 1 2 3", "broken or truncated"),
 }
-"""Files that exceed a limit of their format, with the expected message."""
+"""Files that exceed a limit of their format, each with the expected error message."""
 
 SCANS: dict[str, Callable[[], bytes]] = {
     "jpeg of a thousand scans": lambda: jpeg_scans(1000),
@@ -351,7 +354,7 @@ SCANS: dict[str, Callable[[], bytes]] = {
     "jpeg scans behind nonsense": lambda: scans_behind(b"\xff\xfe\0\4hi, nonsense \xff\0"),
     "jpeg scans behind a segment of no bytes": lambda: scans_behind(b"\xff\xfe\0\0"),
 }
-"""JPEGs of so many scans that a few bytes take minutes to decode."""
+"""JPEGs with so many scans that even a short file takes minutes to decode."""
 
 PARTS: dict[str, Callable[[], bytes]] = {
     "jpeg of empty segments": lambda: behind_start(encoded(small()), b"\xff\xfe\0\2" * 300_000),
@@ -380,7 +383,7 @@ PARTS: dict[str, Callable[[], bytes]] = {
     "bigtiff of entries": lambda: bigtiff(120_000),
     "tiff of strips": lambda: tiff_strips(500_000),
 }
-"""Files of so many parts that a decoder spends seconds before the first pixel."""
+"""Files with so many parts that a decoder needs seconds before it reaches the first pixel."""
 
 PACKED: dict[str, Callable[[], bytes]] = {
     "png zTXt of 64 MB": lambda: within_png(chunk(b"zTXt", b"x\0\0" + zeros(64_000_000))),
@@ -425,7 +428,7 @@ BROKEN: dict[str, Callable[[], bytes]] = {
     "tiff of jpegs of many scans": lambda: jpeg_in_tiff(90, 20),
     "jpeg with a cut exif": lambda: with_exif(b"II*\0\x08\0\0\0\xff\xff")[:60],
 }
-"""Pictures that no decoder can or should read."""
+"""Pictures that are broken, or that cost too much to decode."""
 
 OTHER_FORMATS: dict[str, Callable[[], bytes]] = {
     **{name: saved(name) for name in ("ICNS", "PCX", "TGA", "DDS", "PDF", "EPS", "SGI", "SPIDER", "QOI")},
@@ -449,7 +452,7 @@ OTHER_FORMATS: dict[str, Callable[[], bytes]] = {
     "a video": lambda: encode_video(moving_frames(3)),
     "a sound": lambda: encode_sound(tone(0.2), 16_000),
 }
-"""Files of formats that are not accepted as pictures, even if Pillow can read them."""
+"""Files whose format is not accepted for pictures, although Pillow can read some of these formats."""
 
 
 def _spanning(*, orientation: int) -> bytes:
@@ -482,4 +485,4 @@ HARMLESS: dict[str, Callable[[], bytes]] = {
     ),
     "a png whose profile is nonsense": lambda: within_png(chunk(b"iCCP", b"x\0\0" + zlib.compress(b"no profile"))),
 }
-"""Valid pictures that look like attacks but must be answered at normal cost."""
+"""Pictures that look like attacks, but that must be answered at normal cost."""

@@ -1,4 +1,4 @@
-"""Attacks with videos and sounds that unpack to gigabytes, are broken or name other files."""
+"""Attacks with videos and sounds that unpack to gigabytes, are broken, or refer to other files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_invalid_options_of_a_video_are_refused(attacked: Attacked, options: dic
 
 
 def test_only_the_used_part_of_a_long_sound_is_decoded(attacked: Attacked) -> None:
-    """Decode only the start of a small file with 110 MB of samples, as the model uses no more."""
+    """The file is small but has 110 MB of samples. The model uses only the beginning."""
     body = with_bytes("audio", clips.long_sound())
     answer, _, further = attacked.watched.during(lambda: attacked.http.post(CHAT, json=body))
     assert answer.status_code == 200, answer.text

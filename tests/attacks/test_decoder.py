@@ -1,4 +1,4 @@
-"""Tests that a decoder's memory is limited and that a failing decoder fails only its own requests."""
+"""Tests that a decoder's memory is limited, and that a decoder that dies does not affect other requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CAPS = {
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    """Yield a service with low limits."""
+    """Yield a service with low limits for media."""
     folder = tmp_path_factory.mktemp("limited")
     settings = {"arena_bytes": 64 * MiB, "kv_cache_bytes": 64 * MiB, "spool": folder / "spool", **CAPS}
     with running_service(settings, folder / "log") as service:
@@ -69,7 +69,7 @@ def error_of(service: RunningService, kind: str, data: bytes) -> str:
 
 
 def _spooled(service: RunningService) -> int:
-    """Return the number of spooled pictures."""
+    """Return the number of pictures in the spool."""
     return len(list((service.log.parent / "spool").glob("*/image/*")))
 
 

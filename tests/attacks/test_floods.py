@@ -1,6 +1,6 @@
-"""Attacks with containers of too many or too large parts.
+"""Attacks with containers that have too many parts or too large parts.
 
-FFmpeg reads millions of parts one by one, and keeps large parts in memory.
+FFmpeg reads even millions of parts one by one, and keeps large parts in memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_a_flood_of_parts_is_read_for_a_limited_time(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(container, "OPEN_S", -1)
-    opened(make(1000 * part))  # the limit of time does not apply to small files
+    opened(make(1000 * part))  # this time limit does not apply to small files
     monkeypatch.setattr(container, "OPEN_S", 0.02)
     monkeypatch.setattr(container, "OPEN_BYTES", 2**20)
     with pytest.raises(LimitExceeded, match=r"opening the container takes more than the limit of 0\.02 s"):
@@ -80,7 +80,7 @@ def chunk(kind: bytes, content: bytes, order: str = "<") -> bytes:
 
 
 def cover(num_bytes: int) -> bytes:
-    """Return a video with a cover picture."""
+    """Return an MP4 with a cover picture of `num_bytes`."""
     picture = box(b"covr", box(b"data", struct.pack(">II3s", 13, 0, b"\xff\xd8\xff") + bytes(num_bytes)))
     handler = box(b"hdlr", bytes(8) + b"mdirappl" + bytes(9))
     return in_index(box(b"udta", box(b"meta", bytes(4) + handler + box(b"ilst", picture))))
@@ -112,7 +112,7 @@ def flv(script: bytes) -> bytes:
 
 
 def named(values: dict[bytes, bytes]) -> bytes:
-    """Return an AMF0 array of named values."""
+    """Return an AMF0 array of values with names."""
     pairs = (struct.pack(">H", len(name)) + name + value for name, value in values.items())
     return b"\x08" + struct.pack(">I", len(values)) + b"".join(pairs) + b"\0\0\x09"
 
@@ -125,7 +125,7 @@ NUMBER = bytes(9)
 NAMES = {b"%x" % at: NUMBER for at in range(100_000)}
 Opened = Callable[[bytes], object]
 FAST = ""
-"""Empty message for files that a fast machine opens within the limits."""
+"""Empty error message, for files that a fast machine may open within the limits."""
 LARGE: dict[str, tuple[Opened, Make, str]] = {
     "an MP4's cover": (EncodedVideo.open, lambda: cover(62 * MiB), "index has [0-9]+ bytes; the limit is 33554432"),
     "a cover of half that": (
@@ -176,7 +176,7 @@ LARGE: dict[str, tuple[Opened, Make, str]] = {
     "programs of a transport stream": (
         EncodedVideo.open,
         lambda: transport(lists(480)),
-        "repeats its program list more often than the limit of 32 times",
+        "changes its program list more often than the limit of 32 times",
     ),
 }
 
@@ -234,7 +234,7 @@ def test_honest_files_with_large_metadata_open(opened: Opened, make: Make) -> No
 
 
 def test_each_kind_of_flv_value_is_skipped_to_count_the_tags_after_it() -> None:
-    """Count too many names even after a value of each kind."""
+    """The file has one value of each kind, and then too many names, which must still be counted."""
     kinds = [b"\0" + b"\xff" * 8, b"\1\1", b"\2\0\3abc", b"\3\0\0\x09", b"\x08\0\0\0\0\0\0\x09", b"\x0a\0\0\0\1\5"]
     values = {b"k%d" % at: kind for at, kind in enumerate([*kinds, b"\6", b"\x0b" + b"\xff" * 10, b"\x0d"])}
     with pytest.raises(LimitExceeded, match="4097 or more tags; the limit is 4096"):

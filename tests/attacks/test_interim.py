@@ -1,4 +1,4 @@
-"""Attacks by media servers that send interim answers (1xx) without end."""
+"""Attacks by media servers that send endless interim responses (status 1xx)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ UNKNOWN = 2**56 - 1
 
 
 def sizes(data: bytes, number: int) -> set[int]:
-    """Return the sizes of a track's blocks as FFmpeg reads them."""
+    """Return the sizes of the blocks that FFmpeg reads from the track `number`."""
     with av.open(io.BytesIO(data)) as container:
         return {packet.size for packet in container.demux() if packet.size and packet.stream.id == number}
 
@@ -73,7 +73,7 @@ def test_tracks_are_found_wherever_they_are(in_front: bytes) -> None:
 
 @pytest.mark.parametrize("unknown", [b"\xff", b"\x1f" + b"\xff" * 3, b"\1" + b"\xff" * 7])
 def test_elements_of_unknown_size_are_searched(unknown: bytes) -> None:
-    """Search such elements like FFmpeg, which would otherwise spend seconds on unpacking."""
+    """FFmpeg also searches such elements, and would spend seconds on unpacking the blocks of the tracks inside."""
     tracks = bytes.fromhex("1654ae6b") + unknown + b"\xae" + unknown + VIDEO[9:] + SUBTITLES
     data = plain()
     start = data.index(bytes.fromhex("1654ae6b"))

@@ -1,4 +1,4 @@
-"""Attacks with floods of metadata, and honest files with much metadata."""
+"""Tests that files with floods of metadata are refused, and that honest files with a lot of metadata open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.sound_samples import encode_sound, encode_with_ffmpeg, tone
 MiB = 2**20
 RATE = 16_000
 NUM = 20_000
-"""Number of different names, for which FFmpeg takes three seconds or more."""
+"""Number of different names in a flood. FFmpeg needs at least three seconds to read this many."""
 
 
 def short(name: str, content: bytes = b"") -> bytes:
@@ -42,7 +42,7 @@ def frame(name: bytes, content: bytes) -> bytes:
 
 
 def tagged(frames: bytes, sound: bytes | None = None) -> bytes:
-    """Return a sound after an ID3 tag."""
+    """Return a sound file that begins with an ID3 tag of `frames`. By default, the sound is an MP3."""
     sound = encode_sound(tone(0.2, RATE), RATE, "MP3", "MPEG_LAYER_III") if sound is None else sound
     return frame(b"ID3\4", frames)[:4] + bytes(2) + frame(b"", frames)[:4] + frames + sound
 
@@ -64,7 +64,7 @@ def opus(header: bytes) -> bytes:
 
 
 def ogg(head: bytes, second: bytes) -> bytes:
-    """Return an Ogg of two packets. The second packet has as many pages as necessary."""
+    """Return an Ogg file with two packets. The second packet is split into as many pages as necessary."""
     pages = [(head, bytes([len(head)]))]
     for start in range(0, len(second) + 1, 255 * 255):
         piece = second[start : start + 255 * 255]
@@ -95,7 +95,7 @@ def riff_info(count: int) -> bytes:
 
 
 def caf_info(count: int) -> bytes:
-    """Return a CAF with a chunk of `count` texts before its sound."""
+    """Return a CAF file with an information chunk of `count` texts in front of the sound."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return name + struct.pack(">q", len(content)) + content
@@ -106,7 +106,10 @@ def caf_info(count: int) -> bytes:
 
 
 def w64_info(count: int) -> bytes:
-    """Return a Wave64 file with `count` texts. Its sizes include the 24 bytes of name and size."""
+    """Return a Wave64 file with `count` texts.
+
+    The declared size of each chunk includes the 24 bytes of the chunk's name and size.
+    """
     kind = bytes.fromhex("f3acd3118cd100c04f8edb8a")
 
     def chunk(name: bytes, content: bytes) -> bytes:
@@ -127,7 +130,7 @@ def sphere(num_lines: int) -> bytes:
 
 
 def asf_tags(count: int) -> bytes:
-    """Return an ASF with `count` tags of different names in its header."""
+    """Return an ASF file whose header contains `count` tags with different names."""
     data = clips.video("asf", "mpeg4")
     names = (f"{at:x}\0".encode("utf-16-le") for at in range(count))
     tags = b"".join(struct.pack("<H", len(name)) + name + struct.pack("<HH4s", 0, 4, b"a\0\0\0") for name in names)
@@ -251,7 +254,7 @@ def test_large_attachments_are_refused_within_little_memory(opened: Callable[[by
 
 
 def test_a_video_with_fonts_chapters_tags_and_cues_opens() -> None:
-    """Open a video with fonts, chapters, a tag for each of 32 tracks, and a cue for each frame of half an hour."""
+    """The video has two fonts, 100 chapters, 32 tags, and a cue for each frame of half an hour."""
     font = element("61a7", short("466e", b"a.ttf"), short("4660", b"font/ttf"), element("465c", bytes(5 * MiB)))
     chapter = [short("b6", short("73c4", bytes([1, at])) + short("91", bytes([at]))) for at in range(100)]
     tags = [element("7373", short("67c8", short("45a3", b"BPS") + short("4487", b"1"))) for _ in range(32)]
@@ -262,7 +265,7 @@ def test_a_video_with_fonts_chapters_tags_and_cues_opens() -> None:
 
 
 def test_a_live_video_of_unknown_sizes_opens() -> None:
-    """Open a segment and clusters of unknown size, which MediaRecorder writes."""
+    """MediaRecorder in browsers writes a segment and clusters of unknown size."""
     data = film(b"")
     for name in ("18538067", "1f43b675"):
         at = data.index(bytes.fromhex(name)) + 4
@@ -282,7 +285,7 @@ def test_usual_numbers_of_comments_are_accepted() -> None:
 
 
 def test_random_media_data_are_not_counted_as_metadata() -> None:
-    """Accept random bytes that follow the name of a metadata element."""
+    """The random bytes follow the id of a metadata element, so an incorrect check would count elements in them."""
     for holder in ("1254c367", "1043a770", "1941a469", "1c53bb6b"):
         check_metadata(film(b"")[:200] + element(holder, os.urandom(40 * MiB)))
 

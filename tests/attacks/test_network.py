@@ -1,4 +1,4 @@
-"""Attacks with redirects and names that lead to private addresses, in a network with real public addresses."""
+"""Attacks with redirects and names that lead to private addresses, in a network namespace with public addresses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER_NETWORK = (*UNSHARE, "--net")
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """Return the outcome of each case."""
+    """Run `tests.attacks.hostile_net` in a network namespace, and return the outcome of each case."""
     if shutil.which("ip") is None:
         pytest.skip("the ip command is missing")
     require(OTHER_NETWORK)
@@ -35,7 +35,7 @@ def test_redirects_and_names_that_lead_to_private_addresses_are_refused(outcomes
     assert "SECRET" not in outcomes[case]
     if case.startswith("public"):
         assert outcomes[case] == "media"
-    elif case != "rebinding":  # its first answer is public
+    elif case != "rebinding":  # the name first has its public address
         assert outcomes[case].startswith("refused: ")
 
 

@@ -1,4 +1,4 @@
-"""Tests that every limit is a setting with its default in the help, and that docs/security.md has the same defaults."""
+"""Tests that the help and docs/security.md show the default of every limit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(MediaCaps)
 
 
 def documented() -> dict[str, str]:
-    """Return the defaults in the page's table by name of the setting."""
+    """Return the defaults in the page's table, by the name of the setting."""
     section = PAGE.read_text().split("## Media policy")[1].split("\n## ")[0]
     defaults_by_name = {}
     for names, values in re.findall(r"^\| (`--[^|]+) \| ([^|]+) \|", section, re.MULTILINE):
@@ -50,7 +50,7 @@ def documented() -> dict[str, str]:
 
 
 def shown(name: str, default: object) -> str:
-    """Return a default in the form of the page."""
+    """Return a default as the page writes it."""
     if name.endswith("_bytes") and isinstance(default, int):
         return f"{default // GiB} GiB" if default >= GiB else f"{default // MiB} MiB"
     if isinstance(default, tuple) and default:

@@ -1,4 +1,4 @@
-"""Attacks with MP4s that state more samples than they have bytes, wherever FFmpeg would read the number."""
+"""Attacks with MP4s that declare more samples than they have bytes, in every place where FFmpeg reads the number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.attacks.watched import Watched
 STATED = 2 * 10**7
 FIRST = b"junk pnot udta pict prfl skip free wide uuid ftyp zzzz \x82\x82\x7f\x7d".split()
 NESTING = b"dinf edts ilst mdia minf moof moov mvex stbl traf tref udta wave sinf schi".split()
-"""Boxes in which FFmpeg 8.1 accepts a misplaced sample table or a whole index."""
+"""Boxes in which FFmpeg 8.1 accepts a sample table or a whole index, although neither belongs there."""
 OTHER = (
     b"ACLR APRG ARES avss av1C chpl co64 colr ctts DpxE dref elst enda fiel adrm ftyp glbl hdlr jp2h mdat mdhd "
     b"meta mvhd alac avcC pasp clap sbas sidx stco stps strf stsc stsd stss stsz stts stz2 sdtp tkhd tfdt tfhd "
@@ -29,7 +29,7 @@ OTHER = (
     b"SA3D SAND iloc pcmC pitm evcC idat iref ispe iprp iinf amve lhvC lvcC iacb junk skip pnot pict prfl ipco "
     b"hoov gmhd rmra rmda "
 ).split()
-"""Other boxes that some version of FFmpeg supports."""
+"""Other boxes that at least one version of FFmpeg supports."""
 
 
 def stating() -> bytes:
@@ -50,7 +50,7 @@ def test_stated_samples_are_refused_whatever_box_holds_the_table(kind: bytes) ->
 
 @pytest.mark.parametrize("kind", [*NESTING, *OTHER])
 def test_stated_samples_are_refused_whatever_box_holds_the_index(kind: bytes) -> None:
-    """Check every box that FFmpeg searches. A video that opens shows a box that the check misses."""
+    """If a video opened, FFmpeg might have found its index in a box that the check does not search."""
     data = stating()
     at = data.index(b"moov") - 4
     with pytest.raises((LimitExceeded, MediaError)):
@@ -62,7 +62,7 @@ BYPASSES = {
     "named by an index": (lambda: clips.fragment_in_data(STATED), f"declares {STATED + 4} samples"),
     "past the index's end": (lambda: clips.past_the_end(STATED), f"declares {STATED} samples"),
     "a group": (lambda: clips.grouped(STATED), "declares 200000"),
-    "edits": (lambda: clips.edited(8000), "declares 8000 edits of 2000 samples"),
+    "edits": (lambda: clips.edited(8000), "declares 8000 edits and 2000 samples"),
 }
 
 
@@ -73,7 +73,7 @@ def test_other_tables_that_grow_are_refused(make: Make, message: str) -> None:
 
 
 def test_a_property_list_past_its_end_is_searched() -> None:
-    """Search a property list up to its stated size, as FFmpeg reads on even into media data."""
+    """FFmpeg reads a property list up to its declared size, even into media data, so the check must do the same."""
     chance = box(b"mdat", b"stsz" + bytes(4) + b"\xff" * 8)
     listed = box(b"meta", struct.pack(">I", 2**20) + b"ipco")
     assert EncodedVideo.open(clips.video() + chance).num_frames == 6
@@ -133,7 +133,7 @@ def test_boxes_of_64_bit_size_or_to_the_end_of_the_file_are_searched() -> None:
 
 @pytest.mark.parametrize("name", ["trun", "stsz", "cmov"])
 def test_box_names_within_media_data_are_ignored(name: str) -> None:
-    """Ignore names of boxes that occur in media data by chance."""
+    """Media data may contain the names of boxes by chance."""
     chance = box(b"mdat", bytes(9) + name.encode() + b"\xff" * 20)
     assert EncodedVideo.open(clips.video() + chance).num_frames == 6
     assert EncodedVideo.open(clips.video("matroska") + chance).num_frames == 6
@@ -185,14 +185,14 @@ def test_the_check_is_bounded_in_time_and_memory(data: bytes) -> None:
             EncodedVideo.open(data)
 
     _, used_s, further = Watched(os.getpid()).during(opened)
-    assert used_s < 3  # includes the time in FFmpeg
+    assert used_s < 3  # includes the time that FFmpeg takes
     assert further < 64 * 2**20
 
 
 @pytest.mark.parametrize("video_frames", [0, 40])
 @pytest.mark.parametrize(("codec", "rate"), [("pcm_s16le", 16_000), ("pcm_mulaw", 8000), ("pcm_s24le", 48_000)])
 def test_pcm_sound_whose_samples_fill_the_file_is_accepted(codec: str, rate: int, video_frames: int) -> None:
-    """Open half a minute of PCM, alone or together with a tiny video."""
+    """The file contains half a minute of PCM sound, alone or together with a tiny video."""
     file = io.BytesIO()
     with av.open(file, "w", format="mov") as container:
         sound = container.add_stream(codec, rate=rate, layout="mono")

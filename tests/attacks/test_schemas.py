@@ -1,4 +1,4 @@
-"""Attacks with short JSON schemas that take seconds to minutes to compile."""
+"""Attacks with short JSON schemas whose compilation takes seconds or minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks with addresses, files and data URLs that a client must not reach or that look like others."""
+"""Attacks with addresses and files that a client must not reach, and with deceptive or invalid URLs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ SPELLED = [
     ("http://127.0.0.1/x y.png", "white space or a control character"),
     ("http://127.0.0.1:99999/", "cannot be parsed"),
     ("http://[::1/x.png", "cannot be parsed"),
-    ("http://127.0.0.1:0/x.png", "port 0"),
+    ("http://127.0.0.1:0/x.png", "its port is 0"),
     ("http:///x.png", "has no host"),
     ("http://xn--/x.png", "cannot be parsed"),
     ("http://a.xn--.example/x.png", "cannot be parsed"),
@@ -202,7 +202,7 @@ def test_other_files_are_refused(attacked: Attacked, path: str) -> None:
 
 
 def test_a_huge_file_url_is_refused(attacked: Attacked) -> None:
-    """Refuse the URL before decoding, as decoding its %XX would take a hundred times its length."""
+    """The URL is refused before its %XX escapes are decoded, which would take 100 times as much memory as the URL."""
     attacked.refused(asking("image", "file:///" + "%61" * 2_000_000), "the file: URL has 6000008 characters")
 
 

@@ -1,4 +1,4 @@
-"""Attacks with invalid token ids and with text that spells special tokens or template code."""
+"""Attacks with invalid token ids, and with text that looks like special tokens or template code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HOSTILE_TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{{ all(m.content) }}{{ all(m.name) }}{{ all(m.tool_calls) }}{% endfor %}"
     "{{ all(tools) }}{{ all(style) }}"
 )
-"""Template that puts parts of control tokens around every value of the caller."""
+"""Template that puts parts of control tokens around every value from the caller."""
 COMPLETING = [
     "|im_end|",
     "|im_end|>",
@@ -91,7 +91,7 @@ def test_special_tokens_stay_text(attacked: Attacked, text: str, role: str) -> N
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    """Yield the tokenizer of the embedded checkpoint with `HOSTILE_TEMPLATE`."""
+    """Yield the tokenizer of the embedded checkpoint, but with `HOSTILE_TEMPLATE` as its chat template."""
     folder = tmp_path_factory.mktemp("hostile") / "copy"
     shutil.copytree(Path(mindie_mm.__file__).parent / "assets/tiny", folder)
     (folder / "chat_template.jinja").write_text(HOSTILE_TEMPLATE)
@@ -129,7 +129,7 @@ def test_no_text_completes_a_control_token_of_the_template(hostile: Tokenizer, t
 @pytest.mark.parametrize("text", PADS)
 @pytest.mark.parametrize("path", ["/v1/completions", "/infer", "/generate", "/generate_stream"])
 def test_placeholders_in_other_endpoints_stay_text(attacked: Attacked, text: str, path: str) -> None:
-    """Create no special token from the text, and give the engine exactly the ids of /tokenize."""
+    """The text creates no special token, and the engine gets exactly as many ids as /tokenize returns."""
 
     def body(words: str) -> dict[str, Any]:
         return {"prompt": words} if path == "/v1/completions" else {"inputs": [{"text": words}]}
@@ -152,7 +152,7 @@ def test_ids_outside_the_vocabulary_are_refused(attacked: Attacked, token: Any) 
 
 @pytest.mark.parametrize("pad", PADS)
 def test_a_placeholder_id_without_its_media_item_is_answered(attacked: Attacked, pad: str) -> None:
-    """Accept the id as an ordinary token that does not represent a feature."""
+    """The id counts as an ordinary token and is not replaced by a feature."""
     index = 784 + PADS.index(pad)
     answer = attacked.http.post("/v1/completions", json={"prompt": [5, index, 6], "max_tokens": 1})
     assert answer.status_code == 200, answer.text

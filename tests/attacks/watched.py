@@ -1,4 +1,4 @@
-"""Measurement of the processor time and memory that a request costs the processes of a service."""
+"""Measures how much CPU time and memory the processes of a service need for a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Watched:
-    """Monitor of the memory and processor time of a process, optionally including its children."""
+    """Monitor of the CPU time and memory of a process. `with_children` includes the memory of its children."""
 
     def __init__(self, pid: int, *, with_children: bool = False) -> None:
         self.pid = pid
@@ -22,12 +22,12 @@ class Watched:
         self._folders = [Path(f"/proc/{one}") for one in (pid, *(child.pid for child in children))]
 
     def during(self, work: Callable[[], T]) -> tuple[T, float, int]:
-        """Run `work` and return its result, the processor time in seconds, and the peak growth of memory in bytes.
+        """Run `work`. Return its result, the CPU time in seconds, and the peak growth of memory in bytes.
 
-        The processor time includes all descendants.
+        The CPU time includes all descendants of the process.
         """
         for folder in self._folders:
-            (folder / "clear_refs").write_text("5")  # resets the peak (VmHWM)
+            (folder / "clear_refs").write_text("5")  # resets the peak memory (VmHWM)
         before = [self._bytes(folder, "VmRSS") for folder in self._folders]
         started_s = processor_s(self.pid)
         result = work()

@@ -1,4 +1,4 @@
-"""Rows of pictures in files, and helpers that make runs over the rows."""
+"""Fixtures with rows about pictures, and functions that execute runs over the rows."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.media_samples import PHOTOGRAPHS, encode_video, encoded, moving_frame
 
 CLI = str(Path(sys.executable).with_name("mindie-mm"))
 UNEQUAL = ("timings.jsonl", ".lock")
-"""Files that may differ between two runs of one input."""
+"""Files that may differ between two runs over the same input."""
 
 
 @pytest.fixture(scope="session")
 def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of ten pictures of several sizes and a video."""
+    """Return a folder with ten pictures of different sizes and one video."""
     folder = tmp_path_factory.mktemp("media")
     for index in range(10):
         size = (60 + 17 * index, 200 - 13 * index)
@@ -41,7 +41,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rows(media: Path) -> list[dict[str, Any]]:
-    """Return thirty rows of all kinds. Three of the rows are bad."""
+    """Return thirty rows that cover all formats of rows. Three rows are invalid."""
     all_rows: list[dict[str, Any]] = [
         {"id": f"picture {i}", "inputs": [{"image": f"{i % 10}.jpg"}, {"text": f"What is picture {i}?"}]}
         for i in range(20)
@@ -60,7 +60,7 @@ def rows(media: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def lines(media: Path, rows: list[dict[str, Any]], request: pytest.FixtureRequest) -> Path:
-    """Write `rows` to a file in the folder of the pictures, and return its path."""
+    """Write `rows` to a file in the folder of the pictures, and return the file's path."""
     path = media / f"{request.node.name.replace('/', '-')}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -71,7 +71,7 @@ def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: An
 
 
 def run_in_process(settings: Settings, folder: Path) -> Manifest:
-    """Complete a run like `run`, but process its chunks in this process, which starts faster than a worker."""
+    """Complete a run as `run` does, but process the chunks in this process, because starting a worker takes longer."""
     folder.mkdir(exist_ok=True)
     gather(settings.inputs, folder, settings.template, io.BytesIO())
     for source in settings.sources(folder):
@@ -91,19 +91,23 @@ def settings(*inputs: Path, **others: Any) -> Settings:
 
 
 def content(folder: Path) -> Mapping[str, bytes]:
-    """Return the content of every file that equal runs share, by name."""
+    """Return the content of every file that must be the same in equal runs, by file name."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in UNEQUAL}
 
 
 def written(path: Path, rows: Iterable[Any]) -> Path:
-    """Write rows as JSON lines, and return the path. Rows of bytes are written unchanged."""
+    """Write rows as JSON lines, and return the path. Rows that are bytes are written unchanged."""
     lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
 
 
 def tokenize(*arguments: object, given: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `mindie-mm tokenize` to its end. Without standard input, the command runs in a copy of a warm process."""
+    """Run `mindie-mm tokenize` to its end.
+
+    `given` is the command's standard input. Without `given`, the command starts faster, as a copy of a process that has
+    already imported all modules.
+    """
     command = [CLI, "tokenize", *map(str, arguments)]
     if given is None:
         return warm.run(command, timeout=300)

@@ -1,4 +1,4 @@
-"""A row that kills its worker."""
+"""A picture that kills the worker that reads it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from tests.media_samples import encoded, photograph
 
 
 class Deadly:
-    """A named pipe in place of a picture. The first `deaths` readers are killed, and the next one gets a picture."""
+    """A named pipe in place of a picture, whose first `deaths` readers are killed.
+
+    If `deaths` is less than two, the next reader gets a picture.
+    """
 
     def __init__(self, path: Path, deaths: int, spawned: list[int] | None = None) -> None:
-        """Create the pipe. `spawned` is a growing list of worker pids. By default, workers are found by command."""
+        """Create the pipe.
+
+        `spawned` is a list to which the test adds the pids of workers. By default, workers are recognized by their
+        command line.
+        """
         os.mkfifo(path)
         self._path, self._deaths, self._spawned = path, deaths, spawned
         self.alone: list[bool] = []
@@ -28,13 +35,13 @@ class Deadly:
 
     def _serve(self) -> None:
         for _ in range(self._deaths):
-            with self._path.open("wb"):  # opens as soon as a worker reads
+            with self._path.open("wb"):  # returns as soon as a worker opens the pipe
                 while not (readers := [pid for pid in psutil.pids() if pid != os.getpid() and self._reads(pid)]):
-                    time.sleep(0.001)  # the worker's open returns after ours
+                    time.sleep(0.001)  # the worker's call of open returns after this process's call
                 self.alone.append(len(self._workers()) == 1)
                 os.kill(readers[0], signal.SIGKILL)
             while self._is_open():
-                time.sleep(0.001)  # a dying reader would take the next reader's picture
+                time.sleep(0.001)  # else a dying reader could receive the next reader's picture
         if self._deaths < 2:
             with self._path.open("wb") as file:
                 file.write(encoded(photograph(size=(80, 60))))

@@ -1,4 +1,4 @@
-"""A picture at which a worker waits while something changes."""
+"""A picture that makes a worker wait while the test changes something."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.media_samples import encoded, photograph
 
 
 class Gate(threading.Thread):
-    """A named pipe in place of a picture. Its reader gets the picture after a call of `act`."""
+    """A named pipe in place of a picture. A worker that opens the pipe gets the picture after a call of `act`."""
 
     def __init__(self, path: Path, act: Callable[[], object]) -> None:
         super().__init__(daemon=True)
@@ -20,7 +20,7 @@ class Gate(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with self._path.open("wb") as file:  # opens as soon as a worker reads
+        with self._path.open("wb") as file:  # returns as soon as a worker opens the pipe
             self._act()
             file.write(encoded(photograph(size=(80, 60))))
 

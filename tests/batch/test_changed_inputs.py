@@ -1,4 +1,4 @@
-"""Tests of inputs that change during a run or between two calls. No shard may mix rows of two versions."""
+"""Tests of inputs that change during a run or between two calls. No shard may mix rows of two versions of a file."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.batch.gate import Gate
 from tests.media_samples import encoded, photograph
 
 NUM_ROWS = 5
-"""Rows of a file. With three rows per shard they give two chunks."""
+"""Number of rows in a file. With three rows per shard, the file is processed in two chunks."""
 
 
 def write(path: Path, word: str = "row") -> Path:
-    """Write rows of text in the format of the path's extension."""
+    """Write rows of text in the format that the path's extension names, and return the path."""
     texts = [f"{word} {index}" for index in range(NUM_ROWS)]
     if path.suffix == ".jsonl":
         return written(path, [{"text": text} for text in texts])
@@ -52,7 +52,7 @@ def write(path: Path, word: str = "row") -> Path:
 
 
 def rewrite(path: Path) -> None:
-    """Write other rows of the same size into the same file, and restore its mtime."""
+    """Overwrite a row of the file with a different row of the same size, and restore the file's mtime."""
     before = path.stat()
     path.write_bytes(path.read_bytes().replace(b"row 4", b"ROW 4"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -60,7 +60,7 @@ def rewrite(path: Path) -> None:
 
 
 def rename(path: Path) -> None:
-    """Replace the file with another file of the same size and mtime."""
+    """Replace the file with another file that has the same size and mtime but a different row."""
     before, other = path.stat(), path.with_name(f"other{path.suffix}")
     other.write_bytes(path.read_bytes().replace(b"row 4", b"ROW 4"))
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -68,7 +68,7 @@ def rename(path: Path) -> None:
 
 
 def truncate(path: Path) -> None:
-    """Cut the file, at the end of a row if it has lines."""
+    """Truncate the file. A JSON lines file is cut at the end of a row."""
     data = path.read_bytes()
     os.truncate(path, data.rfind(b"\n", 0, -1) + 1 if path.suffix == ".jsonl" else len(data) // 2)
 
@@ -82,7 +82,7 @@ CHANGES = (truncate, append, rewrite, rename, Path.unlink)
 
 
 class Begun:
-    """A begun run. The test does its chunks one by one, as a worker would."""
+    """A run that has begun. The test processes its chunks one by one, as a worker would."""
 
     def __init__(self, given: Settings, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -130,7 +130,7 @@ def test_a_file_that_changes_leaves_its_shard_unfinished(
 def test_a_file_that_changes_before_the_manifest_leaves_the_run_unfinished(
     change: Callable[[Path], None], form: str, tmp_path: Path
 ) -> None:
-    """Change the second file, whose chunks were all done by an earlier call."""
+    """The second of two files changes after an earlier call has finished all its chunks."""
     first, path = write(tmp_path / "first.jsonl"), write(tmp_path / f"rows.{form}")
     original, given, folder = path.read_bytes(), settings(first, path, shard_rows=3), tmp_path / "run"
     begun = Begun(given, folder)
@@ -153,7 +153,7 @@ def test_a_file_that_changes_before_the_manifest_leaves_the_run_unfinished(
 
 
 def test_a_link_that_points_to_another_file_is_detected(tmp_path: Path) -> None:
-    """Compare the opened file itself, because neither of the two files changes."""
+    """Neither of the two files changes, so the run must notice that it has opened a different file."""
     own, other = write(tmp_path / "own.jsonl"), write(tmp_path / "other.jsonl", "ROW")
     link = tmp_path / "rows.jsonl"
     link.symlink_to(own)
@@ -178,7 +178,7 @@ def test_a_hard_link_and_a_new_mode_do_not_count_as_changes(form: str, tmp_path:
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit fingerprints to two pieces of 16 bytes, so that any file counts as large."""
+    """Limit fingerprints to two pieces of 16 bytes, so that every file counts as large."""
     monkeypatch.setattr(file_state, "_PIECE_BYTES", 16)
     monkeypatch.setattr(file_state, "_MAX_PIECES", 2)
     monkeypatch.setattr(source, "DIGESTED_BYTES", 32)
@@ -187,7 +187,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])
 def test_a_change_of_a_large_file_between_two_calls_is_detected(form: str, tmp_path: Path) -> None:
-    """Change a row of a finished shard, between the sampled pieces of the fingerprint."""
+    """The changed row belongs to a finished shard, and is between the pieces that the fingerprint includes."""
     path = write(tmp_path / f"rows.{form}")
     original, given, folder = path.read_bytes(), settings(path, shard_rows=3), tmp_path / "run"
     begun = Begun(given, folder)

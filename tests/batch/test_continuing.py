@@ -1,4 +1,7 @@
-"""Tests of the calls that continue a run: same rows, settings and versions, wherever the files lie."""
+"""Tests of calls that continue a run.
+
+A call must have the same rows, settings and versions as the run. The paths of the files may differ.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from tests.namespaces import UNSHARE, require
 
 @pytest.fixture
 def place(media: Path, tmp_path: Path) -> Path:
-    """Return a folder with a file of rows and a folder of their pictures."""
+    """Return a folder that contains a file of rows and a folder with the pictures of these rows."""
     folder = tmp_path / "place"
     (folder / "pictures").mkdir(parents=True)
     for index in range(3):
@@ -41,7 +44,7 @@ def place(media: Path, tmp_path: Path) -> Path:
 
 
 def make_unfinished_run(given: Settings, folder: Path) -> None:
-    """Make a run without its last shard and its manifest."""
+    """Complete a run, and then remove its last shard and its manifest."""
     run_in_process(given, folder)
     (folder / "manifest.json").unlink()
     max(folder.glob("shard-*.parquet")).unlink()
@@ -85,7 +88,7 @@ def test_a_copied_input_in_another_folder_is_another_input(name: str, place: Pat
 
 @pytest.mark.parametrize("how", ["symlink", "hard link", "moved alone"])
 def test_a_linked_or_moved_file_without_its_pictures_is_another_input(how: str, place: Path, tmp_path: Path) -> None:
-    """Refuse the file, because relative paths of its media begin at the folder of the given path."""
+    """Relative paths of media start from the folder of the given path, so they would refer to other files."""
     given, folder, other = settings(place / "rows.jsonl", shard_rows=2), tmp_path / "run", tmp_path / "other"
     make_unfinished_run(given, folder)
     other.mkdir()
@@ -145,7 +148,7 @@ def test_other_versions_do_not_continue_a_run(place: Path, tmp_path: Path, monke
 
 
 def test_a_run_without_versions_is_read_but_not_continued(place: Path, tmp_path: Path) -> None:
-    """Read a run of an earlier release, which did not record versions."""
+    """Earlier releases did not record versions in a run."""
     given, folder = settings(place / "rows.jsonl"), tmp_path / "run"
     run_in_process(given, folder)
     for name in ("run.json", "manifest.json"):
@@ -181,7 +184,7 @@ def test_an_output_that_is_a_file_is_refused(place: Path, tmp_path: Path) -> Non
 
 
 def test_an_input_in_the_output_folder_is_refused(place: Path, tmp_path: Path) -> None:
-    """Refuse the input, because one of the run's own files may have the same name."""
+    """A file that the run writes may have the same name as the input."""
     (tmp_path / "link").symlink_to(place)
     rows = place / "rows.jsonl"
     rows.rename(place / "input-000.jsonl")
@@ -213,7 +216,7 @@ def test_an_output_on_a_read_only_file_system_is_refused(place: Path, tmp_path: 
 
 
 def test_an_output_without_write_permission_is_refused(place: Path, tmp_path: Path) -> None:
-    """Drop the rights of root, so that the test passes for any user."""
+    """The test drops root's permissions, because root may write to any folder."""
     (tmp_path / "closed").mkdir(mode=0o500)
     user = os.geteuid()
     os.seteuid(user or 65534)
@@ -225,7 +228,7 @@ def test_an_output_without_write_permission_is_refused(place: Path, tmp_path: Pa
 
 
 def test_repeated_ids_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Count the last row too. Its row number is its id and repeats an earlier id."""
+    """The last row has no id, so its row number 7 becomes its id. The row before has the id "7", too."""
     ids = ["a", "b", "a", "c", "b", "a", "7", None]
     rows = [{"id": name, "text": "Hello!"} for name in ids]
     run_in_process(settings(written(tmp_path / "rows.jsonl", rows), shard_rows=3), tmp_path / "run")
@@ -242,7 +245,7 @@ def test_repeated_ids_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_row_with_invalid_json_keeps_its_id(tmp_path: Path) -> None:
-    """Escape half of a surrogate pair, which JSON can spell but UTF-8 and tables cannot hold."""
+    """Half of a surrogate pair is escaped. JSON can contain such a half, but UTF-8 and tables cannot."""
     lines = [
         rb'{"id": "\ud800 a", "text": "Hello!"}',
         rb'{"id": "b", "text": "cut \ud83d"}',

@@ -1,4 +1,4 @@
-"""Tests of damaged, exchanged and forged shards. Reading raises an error that names the file, and never crashes."""
+"""Tests of damaged, exchanged and forged shards. Reading such a shard raises an error that names the file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def rewritten(folder: Path, **columns: Callable[[Any], Any]) -> None:
-    """Rewrite the table with the functions in `columns` applied to every row. The metadata stay unchanged."""
+    """Rewrite the table: apply each function in `columns` to the column of the same name. Keep the metadata."""
     table = pq.read_table(folder / TABLE)
     rows = [row | {name: change(row[name]) for name, change in columns.items()} for row in table.to_pylist()]
     metadata = {b"mindie_mm": pq.read_metadata(folder / TABLE).metadata[b"mindie_mm"]}
@@ -60,7 +60,7 @@ def invoke(*arguments: object) -> Result:
 
 
 def elsewhere(ids: Sequence[int]) -> list[int]:
-    """Return the ids with reference words of a block that the file does not have."""
+    """Return the ids with the handle words replaced by the handle words of a block that the arena does not have."""
     words = Ref(0, 2000, 1, "uint8", (48, 588)).to_words()
     slots = [at for at, token in enumerate(ids) if token < 0]
     changed = list(ids)

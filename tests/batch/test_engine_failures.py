@@ -1,4 +1,7 @@
-"""Tests of `generate` with a failing engine. A bad row loses at most its own answer, a broken engine loses none."""
+"""Tests of `generate` with an engine that fails.
+
+A row that makes the engine fail loses only its own answer. An engine that is broken loses no answers.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ from tests.batch.conftest import run_in_process, settings, written
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 POISON = "3"
-"""The row at which the engine fails."""
+"""Row that makes the engine fail."""
 
 
 @pytest.fixture(scope="module")
 def folder(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of six rows in three shards."""
+    """Return the folder of a run with six rows in three shards."""
     rows = [{"inputs": [{"image": f"{i}.jpg"}, {"text": "What?"}]} for i in range(6)]
     folder = tmp_path_factory.mktemp("failures") / "run"
     run_in_process(settings(written(media / "failures.jsonl", rows), shard_rows=2), folder)
@@ -44,7 +47,7 @@ def generate(folder: Path, output: Path, *options: object) -> Result:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> bytes:
-    """Return the answers of an engine that never fails."""
+    """Return the output file of a `generate` whose engine does not fail."""
     output = folder.parent / "whole.jsonl"
     assert generate(folder, output).exit_code == 0
     return output.read_bytes()
@@ -55,10 +58,10 @@ Fail = Callable[[AsyncEngine, str, bool], None]
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
-    """Return a function that installs a callback for each request. The function returns the set of running requests.
+    """Return the function `install`, which installs a callback and returns the set of running requests.
 
-    The callback gets the engine, the request's id and whether the request was sent. The callback runs before
-    a request is sent and at each step of the request. A DeviceError of the callback fails the request.
+    The callback is called before each request is sent, and at each step of the request. It gets the engine, the
+    request's id, and whether the request has been sent. If the callback raises a DeviceError, the request fails.
     """
     own = AsyncEngine.generate
     asked: set[str] = set()
@@ -72,7 +75,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
             asked.add(request_id)
             try:
                 async with aclosing(own(self, request_id, ids, params)) as steps:
-                    async for step in steps:  # reads to the end, so that no step arrives late
+                    async for step in steps:  # after a failure, read the remaining steps as well
                         try:
                             fail(self, request_id, True)
                         except DeviceError as error:
@@ -93,7 +96,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
 def test_a_killed_engine_loses_no_answer(
     folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keep the answers of rows that already had output too."""
+    """Even rows whose output had already begun get the answers of an engine that is not killed."""
     monkeypatch.setenv("MINDIE_MM_FAULTS", str(tmp_path))
     (tmp_path / "engine.mid-decode").touch()
     done = generate(folder, tmp_path / "out.jsonl")
@@ -154,7 +157,9 @@ def test_an_engine_that_fails_every_request_ends_the_run_without_row_errors(
     ended = generate(folder, tmp_path / "out.jsonl")
     assert ended.exit_code == 3
     assert "Error: the step failed: Broken. " in ended.stderr
-    assert ended.stderr.endswith(" of 6 rows are answered. Fix that, then run the same command again to continue\n")
+    assert ended.stderr.endswith(
+        " of 6 rows were answered before the failure. Fix that, then run the same command again to continue\n"
+    )
     begun = (tmp_path / "out.jsonl").read_bytes()
     assert whole.startswith(begun)
     assert len(begun.splitlines()) < int(POISON) + 1
@@ -176,7 +181,9 @@ def test_an_engine_that_does_not_restart_ends_the_run(
     ended = generate(folder, tmp_path / "out.jsonl")
     assert ended.exit_code == 3
     assert "it was not restarted within 0.5 s. " in ended.stderr
-    assert ended.stderr.endswith(" of 6 rows are answered. Fix that, then run the same command again to continue\n")
+    assert ended.stderr.endswith(
+        " of 6 rows were answered before the failure. Fix that, then run the same command again to continue\n"
+    )
     assert whole.startswith((tmp_path / "out.jsonl").read_bytes())
 
 
@@ -184,7 +191,7 @@ def test_an_engine_that_does_not_restart_ends_the_run(
 def test_the_next_shard_is_mounted_before_the_last_one_is_answered(
     folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unmount each shard with its last row. Answer all rows before a damaged shard."""
+    """Each shard is unmounted when its last row is answered. All rows before a damaged shard are answered."""
     mounted: list[int] = []
     most: list[int] = []
     mount, unmount = AsyncEngine.mount, AsyncEngine.unmount

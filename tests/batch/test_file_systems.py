@@ -1,4 +1,4 @@
-"""Tests of file systems that cannot sync folders (CIFS) or have no locks (Lustre, NFS)."""
+"""Tests of file systems that cannot sync folders (CIFS) or do not support locks (Lustre, NFS)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(media: Path) -> Path:
 
 
 def refuse_to_sync(kind: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make fsync fail for files whose mode matches `kind`, as fault injection with strace does."""
+    """Make fsync fail with the errno `number` for files whose mode fulfills `kind`."""
     sync = os.fsync
 
     def refuse(descriptor: int) -> None:

@@ -1,4 +1,7 @@
-"""Tests of the forms of rows. A prompt has the same ids and arrays in every form, and a bad row fails alone."""
+"""Tests of the formats of rows.
+
+A prompt has the same ids and arrays in every format. An invalid row does not affect other rows.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +160,10 @@ def flat_urls(folder: Path, out: Path) -> Path:
 
 
 def tar_with_lists(folder: Path, out: Path) -> Path:
-    """Write a tar as macOS does. It contains a second JSON file for each medium, which must be ignored."""
+    """Write a tar with additional files that must be ignored.
+
+    These are the `._*` files that macOS adds, and a second JSON file for each media file.
+    """
     return packed(
         out / "lists.tar",
         [
@@ -184,7 +190,7 @@ def require_equal(found: Sequence[Sample], expected: Sequence[Sample]) -> None:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """Return the dataset of `lines`. test_run compares that form with the online path."""
+    """Return the dataset of the rows in `lines`. test_run.py compares this format with online requests."""
     out = tmp_path_factory.mktemp("reference")
     run_in_process(settings(lines(folder, out)), out / "run")
     return Dataset(out / "run")
@@ -364,7 +370,7 @@ def test_a_file_in_an_unsupported_format_is_refused(name: str, data: bytes, why:
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    """Use a file whose first bytes are unreadable even for root."""
+    """One of the files is /proc/self/mem, whose first bytes cannot be read even by root."""
     (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")
     (tmp_path / "b.jsonl").symlink_to("b.jsonl")
     for given, why in (
@@ -384,7 +390,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_rows_removed_after_counting_end_the_run(tmp_path: Path) -> None:
-    """End the run although the worker counts and reads its rows, as actors on another machine do."""
+    """The worker counts the rows of the file itself, as an actor on another machine would."""
     rows = written(tmp_path / "rows.jsonl", [{"text": "a", "id": row} for row in range(10)])
     given = settings(rows)
     counted = [*chunks(given.sources(tmp_path), 7, None)]
@@ -398,7 +404,7 @@ def test_rows_removed_after_counting_end_the_run(tmp_path: Path) -> None:
 
 
 def test_files_without_read_permission_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drop the rights of root, so that the test passes for any user."""
+    """The test drops root's permissions, because root may read any file."""
     (tmp_path / "hidden").mkdir()
     hidden = [tmp_path / name for name in ("hidden/a.jsonl", "a.jsonl", "a.tar", "hidden")]
     for path in hidden:
@@ -500,7 +506,7 @@ def test_standard_input_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_standard_input_is_read_only_up_to_the_limit(
     given: bytes, limit: int | None, taken: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stop at the limit although the writer keeps the pipe open, because standard input may never end."""
+    """The writer keeps the pipe open, because standard input may never end."""
     monkeypatch.setattr("mindie_mm.batch.input.gather._PIECE_BYTES", 4)
     ours, theirs = os.pipe()
     with os.fdopen(ours, "rb") as stdin, os.fdopen(theirs, "wb", buffering=0) as writer:

@@ -1,4 +1,4 @@
-"""Tests of files that are named as JSON lines but have another format, and of pipes."""
+"""Tests of files whose names end in .jsonl but that have another format, and of pipes as inputs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_carriage_return_is_white_space_within_a_row(tmp_path: Path) -> None:
 
 
 def test_concatenated_files_of_lines_are_read_to_the_end(tmp_path: Path) -> None:
-    """Skip the byte order mark of each file, as programs on Windows write it."""
+    """Each file may begin with a byte order mark, which programs on Windows write."""
     (tmp_path / "rows.jsonl").write_bytes((b"\xef\xbb\xbf" + LINE + b"\n") * 2 + b"\xef\xbb\xbf\n" + LINE)
     (source,) = settings(tmp_path / "rows.jsonl").sources(tmp_path)
     source.check()
@@ -87,13 +87,13 @@ def test_concatenated_files_of_lines_are_read_to_the_end(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5000])
 def test_concatenated_tables_are_refused(num_rows: int, tmp_path: Path) -> None:
-    """Refuse two concatenated tables of equal size, because a reader would silently lose rows."""
+    """A Parquet reader would silently read only one of two concatenated tables of equal size."""
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"text": [f"row {row}" for row in range(num_rows)]}), path, row_group_size=1000)
     (source,) = settings(path).sources(tmp_path)
     source.check()
     path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(InputError, match=r"rows\.parquet is several concatenated Parquet files"):
+    with pytest.raises(InputError, match=r"rows\.parquet contains several concatenated Parquet files"):
         run(settings(path), tmp_path / "run")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
     (source,) = settings(path).sources(tmp_path)
@@ -101,12 +101,12 @@ def test_concatenated_tables_are_refused(num_rows: int, tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_read_like_standard_input(tmp_path: Path) -> None:
-    """Read unnamed pipes, as from a shell's `<(zcat rows.jsonl.gz)`, and named pipes.
+    """Unnamed pipes, for example from a shell's `<(zcat rows.jsonl.gz)`, and named pipes are accepted.
 
-    Relative paths begin at the caller's folder.
+    Relative paths in their rows start from the caller's folder.
     """
     os.mkfifo(tmp_path / "named")
-    both = os.open(tmp_path / "named", os.O_RDWR)  # opening both ends prevents a deadlock
+    both = os.open(tmp_path / "named", os.O_RDWR)  # opening only one end would block until the other end is opened
     read, write = os.pipe()
     for given, end in ((f"/dev/fd/{read}", write), (str(tmp_path / "named"), both)):
         os.write(end, (LINE + b"\n") * 3)

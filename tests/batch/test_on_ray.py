@@ -40,7 +40,7 @@ def cluster():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # warnings of Ray itself
+@pytest.mark.filterwarnings("ignore")  # warnings that Ray's own code causes
 def test_two_nodes_write_the_same_files_as_one_machine(cluster, lines, tmp_path):
     run(settings(lines), tmp_path / "here")
     run(settings(lines), tmp_path / "there", ray_address=cluster.address)
@@ -50,7 +50,7 @@ def test_two_nodes_write_the_same_files_as_one_machine(cluster, lines, tmp_path)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_nodes_get_the_list_of_a_media_folder_from_the_driver(cluster, media, tmp_path, monkeypatch):
-    """Send the list in pieces, with a relative output folder and several chunks per task."""
+    """The list is sent in several pieces, the output folder is a relative path, and each task has several chunks."""
     only = tmp_path / "media"
     only.mkdir()
     for index in range(4):
@@ -73,7 +73,7 @@ def test_nodes_get_the_list_of_a_media_folder_from_the_driver(cluster, media, tm
 
 @pytest.fixture
 def begun(media: Path, tmp_path: Path) -> tuple[Run, bytes]:
-    """Return a run over a folder of two pictures, and the list of the pictures."""
+    """Return a run over a folder of two pictures, and the list of the pictures that the driver has written."""
     (tmp_path / "media").mkdir()
     for name in ("0.jpg", "1.jpg"):
         (tmp_path / "media" / name).write_bytes((media / name).read_bytes())

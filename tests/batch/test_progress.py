@@ -1,4 +1,4 @@
-"""Tests of a run's progress display, which is updated by time and not per row."""
+"""Tests of a run's progress display, which is updated at fixed intervals and not for each row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DONE, EARLIER = Progress(300, 2, 5_000_000, 0.75), Progress(100, 1, 1_000_000, 0
 
 
 class Lines(io.StringIO):
-    """A stream that counts its flushed lines in a semaphore."""
+    """A stream that releases a semaphore whenever it is flushed, which happens once per line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_the_end_is_shown_exactly_once() -> None:
 
 @pytest.mark.parametrize("style", ["auto", "json"])
 def test_a_refused_run_shows_nothing(style, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write nothing to a file or a terminal, where even an empty bar would leave a line."""
+    """On a terminal, even an empty bar would leave a line."""
 
     def refuse(out: TextIO) -> None:
         with shown(style, out, interval_s=0.001):
@@ -92,7 +92,7 @@ def test_rates_exclude_rows_of_earlier_calls() -> None:
 
 
 def read_to_the_end(screen: io.RawIOBase) -> Iterator[bytes]:
-    """Yield the output of a closed terminal in parts. The end of the output is an error (EIO)."""
+    """Yield the output of a terminal that is closed, in parts. At the end of the output, reading fails with EIO."""
     with suppress(OSError):
         yield from iter(lambda: screen.read(4096), b"")
 

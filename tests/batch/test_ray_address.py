@@ -1,4 +1,4 @@
-"""Tests of addresses at which no Ray cluster answers. The run ends soon, and the error names address and reason."""
+"""Tests of addresses where no Ray cluster answers. The run ends soon, and the error names the address and reason."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ pytest.importorskip("ray")
 
 CLI = Path(sys.executable).with_name("mindie-mm")
 LIMIT_S = 240
-"""Time limit of a run, below Ray's own limit of more than 8 minutes."""
+"""Time limit of a run in these tests. Ray's own limit is more than 8 minutes."""
 IMPORTED = "import ray; from mindie_mm.batch import on_ray; on_ray._join('127.0.0.1:1')"
-"""Script that imports Ray first. Ray reads its limits at the import."""
+"""Script that imports Ray before mindie_mm. Ray reads its time limits when it is imported."""
 
 JOINED = "cannot join a Ray cluster at "
 OTHER = ": a run joins the cluster directly, not through a Ray client. Give the host and port"
@@ -37,9 +37,12 @@ CASES: Mapping[str, tuple[str, Mapping[str, str], str]] = {
     "auto": ("auto", {"RAY_ADDRESS": "127.0.0.1:1"}, JOINED + "127.0.0.1:1 (from RAY_ADDRESS): Failed"),
     "no token": ("127.0.0.1:1", {"RAY_AUTH_MODE": "token", "HOME": "/nowhere"}, "no authentication token was found"),
 }
-"""Address, environment variables and text of the last line, by name of the case."""
+"""Address, environment variables, and text that the last line of the output must contain, by case."""
 COMMON = ("closed", "no port", "no token")
-"""One case per kind of error that Ray raises. The other cases are slow, because each process imports Ray."""
+"""One case for each kind of error that Ray raises. The other cases run only in the slow suite.
+
+Each case takes seconds, because its process imports Ray.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,7 @@ def places() -> Iterator[Mapping[str, str]]:
 def processes(
     places: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Mapping[str, subprocess.Popen[str]]]:
-    """Start all selected cases at the same time, because each waits for some seconds."""
+    """Start the processes of all selected cases at the same time, because each process waits for some seconds."""
     function = test_an_address_without_a_cluster_ends_the_run_with_the_reason
     items = (item for item in request.session.items if getattr(item, "function", None) is function)
     wanted = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]

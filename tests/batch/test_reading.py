@@ -1,4 +1,4 @@
-"""Tests of reading a finished run: datasets for training, arenas for workers and `inspect` for people."""
+"""Tests that read a finished run: as a dataset, as mounted arenas, and with the commands `generate` and `inspect`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.sound_samples import encode_sound, tone
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of eight rows in two shards. One row failed."""
+    """Return the folder of a run with eight rows in two shards. One row has failed."""
     here = tmp_path_factory.mktemp("rows")
     for index in range(4):
         (here / f"{index}.png").write_bytes(encoded(photograph(size=(90 + 40 * index, 120)), "PNG"))
@@ -110,7 +110,7 @@ def test_tables_are_read_once_in_any_order(folder: Path, tmp_path: Path, monkeyp
     assert len(read) == 23, "a table is left out for the next"
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # raised on one core
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on a machine with one core
 def test_data_loader_workers_can_read_a_dataset(folder: Path) -> None:
     dataset = Dataset(folder)
     dataset[0]
@@ -125,7 +125,7 @@ def test_data_loader_workers_can_read_a_dataset(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def many(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a run with one row per shard, and with more shards than a dataset keeps open."""
+    """Return the folder of a run with 20 shards of one row each."""
     folder = tmp_path_factory.mktemp("many")
     rows = [{"inputs": [{"image": str(media / f"{row % 10}.jpg")}]} for row in range(20)]
     run_in_process(settings(written(folder / "rows.jsonl", rows), shard_rows=1), folder / "run")
@@ -134,7 +134,7 @@ def many(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_threads_can_share_a_dataset(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read rows in threads that open the same shards while other shards are evicted."""
+    """Threads open the same shards while the dataset evicts other shards."""
     whole = list(Dataset(many))
     monkeypatch.setattr(
         "mindie_mm.batch.output.dataset._TABLE_BYTES", 3 * read_table(next(many.glob("*.parquet")), 1).nbytes
@@ -153,9 +153,9 @@ def test_threads_can_share_a_dataset(many: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_forked_child_can_read_while_a_thread_of_the_parent_holds_the_lock(many: Path) -> None:
-    """Fork while the lock is held, as a DataLoader may while a thread of the trainer reads."""
+    """A DataLoader may fork while another thread of the trainer reads and therefore holds the lock."""
     dataset = Dataset(many)
-    with dataset._lock:  # stands for a reading thread of the parent
+    with dataset._lock:  # as a thread of the parent does while it reads
         child = multiprocessing.get_context("fork").Process(target=dataset.__getitem__, args=(3,))
         child.start()
         child.join(60)
@@ -170,7 +170,7 @@ def descriptors() -> int:
 
 
 def test_samples_hold_no_file_descriptors(many: Path) -> None:
-    """Keep mappings only, because a shuffle buffer may exceed the 1,024 descriptors of a process."""
+    """A shuffle buffer may contain thousands of samples, but a process may often have only 1,024 descriptors."""
     gc.collect()  # errors of other tests keep files open
     dataset = Dataset(many)
     gc.collect()  # other tests may have left objects that hold descriptors
@@ -251,7 +251,7 @@ def test_generate_answers_every_row_in_order_and_continues(folder: Path, linked:
 
 
 def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp_path: Path) -> None:
-    """Leave a file without an origin file unchanged too."""
+    """A file without an origin file is refused, too, and stays unchanged."""
     output, copy = tmp_path / "out.jsonl", tmp_path / "copy.jsonl"
     arguments = ["--output", str(output), "--max-tokens", "4", "--limit", "1"]
     assert CliRunner().invoke(main, ["generate", "--tokenized", str(folder), *arguments]).exit_code == 0
@@ -263,7 +263,7 @@ def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp
         (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "another run: max_tokens was 4, now 5. Choose"),
         (["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"], "was dtype auto, now dtype bfloat16. Choose"),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
-        (["--tokenized", str(folder), *arguments, "--output", "-"], "- is not a file"),
+        (["--tokenized", str(folder), *arguments, "--output", "-"], "is not supported, because a later call"),
         (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0; it must be in"),
     ):
         refused = CliRunner().invoke(main, ["generate", *other])
@@ -274,7 +274,7 @@ def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp
 
 @pytest.mark.slow
 def test_answers_of_changed_rows_need_another_file(tmp_path: Path) -> None:
-    """Continue the file if the rebuilt rows are the same."""
+    """If a shard is rebuilt but its rows stay the same, `generate` continues the file."""
     rows = written(tmp_path / "rows.jsonl", [{"text": "Hello!"}, {"image": "late.png", "text": "What?"}])
     failed, well = run_in_process(settings(rows, shard_rows=1), tmp_path / "run").shards[::-1]
     arguments = ["generate", "--tokenized", str(tmp_path / "run"), "--max-tokens", "4", "--output"]
@@ -296,7 +296,7 @@ def test_answers_of_changed_rows_need_another_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_changed_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Compare checkpoints by content, not by path."""
+    """Checkpoints are compared by content and not by path."""
     checkpoint, moved, run = (tmp_path / name for name in ("checkpoint", "moved", "run"))
     shutil.copytree(EMBEDDED, checkpoint)
     rows = written(tmp_path / "rows.jsonl", [{"text": "Hello!"}])

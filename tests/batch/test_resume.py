@@ -1,4 +1,4 @@
-"""Tests of resumed runs. A run that is killed at any step and resumed has the bytes of an undisturbed run."""
+"""Tests that a run that is killed at any step and then resumed writes the same bytes as an undisturbed run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POINTS = (
 
 @pytest.fixture(scope="module")
 def few(media: Path) -> Path:
-    """Return a file of eight rows in two chunks. One row is bad."""
+    """Return a file of eight rows, which is processed in two chunks. One row is invalid."""
     rows = [{"inputs": [{"image": f"{i}.jpg"}, {"text": "What?"}]} for i in range(7)]
     return written(media / "few.jsonl", [*rows[:3], {"text": 5}, *rows[4:], {"text": "the last"}])
 
@@ -74,7 +74,7 @@ def test_a_shard_of_another_run_is_not_reused(few: Path, whole: Path, tmp_path: 
 
 
 def test_files_left_by_killed_actors_are_removed_at_the_end(few: Path, whole: Path, tmp_path: Path) -> None:
-    """Accept such files before the run begins, because they may come with the shards of another node."""
+    """Such files are accepted when a run begins, because they may be copied from another node with its shards."""
     (tmp_path / "run").mkdir()
     for name in ("at-3.json", "input-000.jsonl.0123abcd.partial"):
         (tmp_path / "run" / name).write_text("{}")

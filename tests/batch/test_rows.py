@@ -1,4 +1,4 @@
-"""Tests of rows: a prompt has all files, texts and template variables of its row, or the row fails with the reason."""
+"""Tests that a prompt contains all files, texts and template variables of its row, or the row fails with a reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEMPLATE = (
     "{{ message.content[0].text }}{{ message.tool_calls|tojson if message.tool_calls }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""Chat template that prints tools as JSON. A null in a tool and a property named `path` must appear unchanged."""
+"""Chat template that prints tools as JSON, to show that nulls in a tool and a property named `path` stay unchanged."""
 PROPERTIES = {"path": {"type": "string", "default": None}}
 TOOLS: Sequence[dict[str, Any]] = [
     {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": PROPERTIES}}}
@@ -48,7 +48,7 @@ CALL = {"type": "function", "function": {"name": "read", "arguments": {"path": "
 
 
 def rows_of(path: Path) -> list[tuple[str | None, Row]]:
-    """Return the ids and the parsed rows of a tar."""
+    """Return the id and the parsed row for each row of a tar."""
     source = open_source(path, ())
     ((_, start, stop),) = source.cut(1000)
     return [(row_id(record), parse(record, path.parent, "")) for record in source.records(start, stop)]
@@ -61,7 +61,7 @@ def packed_json(path: Path, key: str, described: Any, *others: tuple[str, bytes]
 def test_a_path_that_could_be_base64_is_read_from_the_inputs_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resolve paths against the input's folder, never against the working directory."""
+    """Paths are relative to the input's folder, not to the working directory."""
     here, elsewhere = tmp_path / "rows", tmp_path / "elsewhere"
     names = [hashlib.sha256(name).hexdigest() for name in (b"here", b"elsewhere")]
     for folder, name in zip((here, elsewhere), names, strict=True):
@@ -142,13 +142,19 @@ def test_a_tar_row_prefers_the_json_and_text_files_of_its_own_name(tmp_path: Pat
     [
         ({"1.json": b'{"text": ["a"]}', "1.jpg": PICTURE}, "the text in 1.json is list; it must be a string"),
         ({"1.json": b'{"text": "a", "prompt": "b"}', "1.jpg": PICTURE}, "1.json has both text and prompt"),
-        ({"1.json": b'{"text": "a", "documents": [1]}', "1.jpg": PICTURE}, "the row has documents, which is not"),
+        (
+            {"1.json": b'{"text": "a", "documents": [1]}', "1.jpg": PICTURE},
+            "the row has the key documents, which is not",
+        ),
         ({"1.json": b'"a"', "1.jpg": PICTURE}, "the row is str; it must be an object or a list"),
         ({"1.json": b"null", "1.jpg": PICTURE}, "the row is NoneType"),
         ({"1.json": b"[", "1.jpg": PICTURE}, "1.json is not JSON"),
-        ({"1.a.txt": b"a", "1.b.txt": b"b", "1.jpg": PICTURE}, r"1 has the texts \['1.a.txt', '1.b.txt'\]; one of"),
-        ({"1.txt": b"{media} {media}", "1.jpg": PICTURE}, "the text of 1 has {media} 2 times; the limit is 1"),
-        ({"1.meta.json": b'{"text": "a"}'}, r"1 has no media file, only \['.json'\]"),
+        (
+            {"1.a.txt": b"a", "1.b.txt": b"b", "1.jpg": PICTURE},
+            r"1 has the text files \['1.a.txt', '1.b.txt'\]; rename one of",
+        ),
+        ({"1.txt": b"{media} {media}", "1.jpg": PICTURE}, "the text of the row 1 has {media} 2 times; the limit is 1"),
+        ({"1.meta.json": b'{"text": "a"}'}, r"the row 1 has no media file; its files have the extensions \['.json'\]"),
     ],
 )
 def test_tar_files_that_form_no_valid_row_are_refused(members: dict[str, bytes], why: str, tmp_path: Path) -> None:
@@ -163,7 +169,7 @@ def test_repeated_names_in_a_tar_are_refused(tmp_path: Path) -> None:
 
 
 def test_hidden_files_of_a_tar_are_ignored(tmp_path: Path) -> None:
-    """Ignore the hidden files that macOS adds to archives (`._*`, `.DS_Store`), but not paths that begin with `./`."""
+    """Hidden files are `._*` and `.DS_Store`, which macOS adds. Paths that begin with `./` are not hidden."""
     members = [("._4.jpg", b"x"), ("4.jpg", PICTURE), ("._4.txt", b"x"), ("4.txt", b"a"), (".DS_Store", b"x")]
     rows = rows_of(packed(tmp_path / "t.tar", [("./.DS_Store", b"x"), *members, ("./5.jpg", PICTURE)]))
     assert rows == [("4", Row([Media("image", PICTURE), Text("a")])), ("./5", Row([Media("image", PICTURE)]))]
@@ -191,7 +197,7 @@ def test_a_flat_row_takes_the_same_media_as_a_list(key: str, value: Any, tmp_pat
 
 @pytest.fixture(scope="module")
 def handy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a checkpoint whose chat template reads tools and `tone`."""
+    """Return a checkpoint whose chat template uses the variables `tools` and `tone`."""
     folder = tmp_path_factory.mktemp("handy") / "tiny"
     shutil.copytree(TINY, folder)
     described = json.loads((folder / "tokenizer_config.json").read_text())
@@ -234,7 +240,7 @@ def test_template_variables_have_the_same_effect_as_on_the_online_path(handy: st
 
 
 def test_tools_of_a_table_are_the_same_without_nulls(handy: str, tmp_path: Path) -> None:
-    """Read tools from struct columns, which have the keys of all tools, and from JSON text."""
+    """Tools may be JSON text or a struct column. In a struct column, each tool has the keys of all tools."""
     bare = json.loads(json.dumps(TOOLS), object_hook=lambda one: {k: v for k, v in one.items() if v is not None})
     function = {"name": "dig", "parameters": {"type": "object", "properties": {"depth": {"type": "integer"}}}}
     both = [*bare, {"type": "function", "function": function}]
@@ -252,15 +258,15 @@ def test_tools_of_a_table_are_the_same_without_nulls(handy: str, tmp_path: Path)
 
 REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS}, "not supported: the model's chat template does not use tools"),
-    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice is 'required'; it must be 'auto' or 'none'"),
     ({"tools": 5}, "the row's tools: the value must be a list"),
     ({"tools": ["weigh"]}, "the row's tools: [0] must be an object"),
     ({"tools": "weigh"}, "the row's tools is not JSON"),
     ({"add_generation_prompt": 1}, "the row's add_generation_prompt: the value must be true or false"),
     ({"chat_template_kwargs": []}, "the row's chat_template_kwargs: the value must be an object"),
     ({"chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs must not contain 'conversation'"),
-    ({"continue_final_message": True}, "the row has continue_final_message, which is not supported"),
-    ({"functions": TOOLS}, "the row has functions, which is not supported"),
+    ({"continue_final_message": True}, "the row has the key continue_final_message, which is not supported"),
+    ({"functions": TOOLS}, "the row has the key functions, which is not supported"),
 ]
 
 
@@ -279,7 +285,7 @@ def test_variables_that_a_prompt_cannot_use_are_refused(tmp_path: Path) -> None:
 
 
 def parsed(row: Any) -> Row:
-    """Return the parsed row of a JSON value."""
+    """Encode `row` as JSON, and return the parsed row."""
     return parse(json.dumps(row).encode(), Path("/"), "")
 
 
@@ -289,7 +295,7 @@ def test_fields_that_would_change_the_prompt_are_refused(name: str, harmless: tu
     for row in rows:
         for off in harmless:
             assert parsed(row | {name: off}) == parsed(row)
-        with pytest.raises(InputError, match=f"the row has {name}, which is not supported"):
+        with pytest.raises(InputError, match=f"the row has the key {name}, which is not supported"):
             parsed(row | {name: {"a": 1}})
 
 
@@ -314,10 +320,10 @@ def test_a_row_with_several_sources_of_a_prompt_is_refused() -> None:
     ],
 )
 def test_ids_become_strings_or_are_refused(value: Any, name: str | None) -> None:
-    """Accept integral floats and decimals as integers, and refuse other types.
+    """Floats and decimals without a fraction count as integers. Other types are refused.
 
-    pandas turns integers into floats if a value is missing. Floats above 2 ** 53 are not exact. Databases export
-    integers as decimals. Their UUIDs are bytes if the table does not state the type.
+    If a value is missing, pandas turns integers into floats. Databases export integers as decimals. Floats above
+    2 ** 53 are refused because they are not exact. UUIDs are refused if the table stores them as plain bytes.
     """
     record = {"id": value, "text": "a"}
     assert row_id(record) == (name or None)
@@ -329,7 +335,7 @@ def test_ids_become_strings_or_are_refused(value: Any, name: str | None) -> None
 
 
 def test_ids_can_come_from_all_column_types(tmp_path: Path) -> None:
-    """Accept decimals for other numbers of a row too."""
+    """Other numbers of a row may also be decimals."""
     columns = {
         "decimal": pa.array([Decimal(1), Decimal(2)], pa.decimal128(5, 0)),
         "wide": pa.array([Decimal(10**30), None], pa.decimal256(60, 2)),
@@ -369,7 +375,7 @@ def test_ids_can_come_from_all_column_types(tmp_path: Path) -> None:
     ],
 )
 def test_a_medium_of_nulls_counts_as_absent(row: dict[str, Any], same: dict[str, Any]) -> None:
-    """Ignore structs whose fields are all null, as some tables have them."""
+    """Some tables contain structs whose fields are all null."""
     assert parsed(row) == parse(row, Path("/"), "") == parsed(same)
 
 
@@ -390,11 +396,23 @@ def test_an_empty_medium_is_refused(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"id": 1, "image": "0.jpg", "conversations": []}, r"no text, and \['conversations'\].* id,image to read"),
-        ({"images": ["0.jpg"], "texts": [{"user": "q"}]}, r"media, no text, and \['texts'\], which would be ignored"),
-        ({"video": "0.mp4", "question": "q", "answers": []}, r"media, no text, and \['answers', 'question'\]"),
-        ({"file_name": "0.jpg", "text": "q"}, r"a text, no media, and \['file_name'\].* text to read"),
-        ({"prompt": "q", "image_path": "0.jpg", "source": "web"}, r"no media, and \['image_path'\].* prompt to read"),
+        (
+            {"id": 1, "image": "0.jpg", "conversations": []},
+            r"no text, and its keys \['conversations'\].* id,image to read",
+        ),
+        (
+            {"images": ["0.jpg"], "texts": [{"user": "q"}]},
+            r"media but no text, and its keys \['texts'\] would be ignored",
+        ),
+        (
+            {"video": "0.mp4", "question": "q", "answers": []},
+            r"media but no text, and its keys \['answers', 'question'\]",
+        ),
+        ({"file_name": "0.jpg", "text": "q"}, r"a text but no media, and its keys \['file_name'\].* text to read"),
+        (
+            {"prompt": "q", "image_path": "0.jpg", "source": "web"},
+            r"no media, and its keys \['image_path'\].* prompt to read",
+        ),
     ],
 )
 def test_half_a_prompt_is_refused_unless_its_columns_are_selected(
@@ -423,7 +441,7 @@ def test_extra_fields_beside_a_whole_prompt_are_ignored() -> None:
 
 def test_a_tar_row_whose_json_names_its_text_differently_needs_a_template(tmp_path: Path) -> None:
     path = packed_json(tmp_path / "c.tar", "1", {"caption": "a cat", "width": 4})
-    with pytest.raises(InputError, match=r"1 has media, no text, and \['caption', 'width'\] in its \.json"):
+    with pytest.raises(InputError, match=r"1 has media but no text, and the keys \['caption', 'width'\] in its \.json"):
         rows_of(path)
     (record,) = open_source(path, ()).records(0, path.stat().st_size)
     assert parse(record, tmp_path, "What?") == Row([Media("image", PICTURE), Text("What?")])
@@ -434,7 +452,7 @@ def test_a_tar_row_whose_json_names_its_text_differently_needs_a_template(tmp_pa
 
 
 def test_a_selected_column_that_no_line_has_is_refused(tmp_path: Path) -> None:
-    """Refuse the column as for a table."""
+    """A table lists its columns. In a file of JSON lines, the run must look for the column in all rows."""
     rows = written(tmp_path / "rows.jsonl", [{"image": "0.jpg"}, {"image": "1.jpg", "text": "q"}])
     written(tmp_path / "none.jsonl", [])
     for columns, wrong in ((("txt", "image"), "txt"), (("text", "img"), "img")):
@@ -445,7 +463,7 @@ def test_a_selected_column_that_no_line_has_is_refused(tmp_path: Path) -> None:
 
 
 def test_columns_are_selected_from_every_object(tmp_path: Path) -> None:
-    """Leave rows that are lists and rows of a media folder unchanged."""
+    """Rows that are lists and rows of a media folder stay unchanged."""
     rows: Sequence[Any] = ({"id": 3, "prompt": "no", "messages": MESSAGES}, [{"text": "b"}], {"text": "c"})
     media = tmp_path / "media"
     media.mkdir()

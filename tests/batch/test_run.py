@@ -1,4 +1,7 @@
-"""Tests of runs: ids and arrays of the online path, and the same bytes for any number of workers or restarts."""
+"""Tests of runs.
+
+A run produces the same ids and arrays as online requests. Its files do not depend on the number of workers or restarts.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +129,7 @@ def test_an_invalid_value_of_on_error_is_refused(given, tmp_path):
 
 
 def test_media_caps_are_part_of_a_runs_identity(media, tmp_path):
-    """Fail a row above a cap, and refuse to continue the run with another cap."""
+    """A row above a limit fails. The run cannot be continued with a different limit."""
     rows = written(media / "capped.jsonl", [{"images": ["0.jpg"], "text": "What?"}, {"text": "Just words."}])
     (tmp_path / "settings.toml").write_text("max_image_pixels = 1000")
     done = tokenize(rows, "--output", tmp_path / "run", "--workers", 1, "--config", tmp_path / "settings.toml")
@@ -268,7 +271,7 @@ def test_a_run_ends_with_a_message_on_a_full_disk_and_can_be_continued(lines, tm
 
 
 def runs(process):
-    """Return whether the process still runs. A zombie that init has not reaped does not count."""
+    """Return whether the process still runs. A zombie does not count as running."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -318,7 +321,7 @@ def test_an_interrupt_ends_a_run_whose_worker_waits_for_a_file(tmp_path):
         command = [CLI, "tokenize", str(rows), "--output", str(tmp_path / "run")]
         process = warm.Popen(command, stdout=output, stderr=output)
     try:
-        with fifo.open("wb"):  # opens as soon as the worker reads
+        with fifo.open("wb"):  # returns as soon as the worker opens the pipe
             process.send_signal(signal.SIGINT)
             assert process.wait(300) == 130
     finally:
@@ -345,7 +348,7 @@ def test_an_internal_error_exits_with_status_3_and_a_traceback(capsys):
 
 
 class KilledStarts(threading.Thread):
-    """A thread that kills `deaths` workers while they start. A start takes seconds."""
+    """A thread that kills `deaths` workers while they start, which takes them seconds."""
 
     def __init__(self, deaths):
         super().__init__()
@@ -365,7 +368,7 @@ class KilledStarts(threading.Thread):
 
 @pytest.mark.slow
 def test_rows_of_workers_killed_during_their_start_go_to_other_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(ipc, "subprocess", subprocess)  # a copied worker would be ready at once
+    monkeypatch.setattr(ipc, "subprocess", subprocess)  # workers that are copies would be ready before they are killed
     path = written(tmp_path / "rows.jsonl", [{"text": f"row {i}"} for i in range(22)])
     killed_starts = KilledStarts(2)
     manifest = run(settings(path), tmp_path / "run", num_workers=2)
@@ -378,7 +381,7 @@ def test_rows_of_workers_killed_during_their_start_go_to_other_workers(tmp_path,
 
 
 def test_a_failed_row_is_repeated_after_its_table_is_removed(media, tmp_path):
-    """Follow the steps of docs/batch.md."""
+    """The test follows the steps in docs/batch.md."""
     rows = [{"image": name, "text": "What?"} for name in ("0.jpg", "late.jpg", *["1.jpg"] * 7)]
     path = written(tmp_path / "rows.jsonl", rows)
     for name in ("0.jpg", "1.jpg"):

@@ -1,4 +1,4 @@
-"""Tests that unsorted, concatenated, truncated and compressed tars lose no row."""
+"""Tests that no row of an unsorted, concatenated, truncated or compressed tar is lost without an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def opened(path: Path) -> Source:
 
 
 def ids(source: Source, num_rows: int) -> list[str | None]:
-    """Read all rows in chunks of `num_rows` and return their ids. Each row must have its picture and question."""
+    """Read all rows in chunks of `num_rows`, check that each has its picture and question, and return the ids."""
     found = []
     for rows, start, stop in source.cut(num_rows):
         records = [*source.records(start, stop)]
@@ -112,7 +112,7 @@ def test_a_compressed_file_fails_its_row(tmp_path: Path) -> None:
     for name in ("0.json.gz", "0.txt.zst", "0.PNG.GZ"):
         source = opened(packed(tmp_path / "t.tar", [("0.jpg", PICTURE), (name, b"\x1f\x8b")]))
         ((_, start, stop),) = source.cut(1)
-        with pytest.raises(InputError, match=f"0 has {name}, which is compressed"):
+        with pytest.raises(InputError, match=f"the row 0 has the compressed file {name}"):
             parse(next(iter(source.records(start, stop))), tmp_path, "")
 
 

@@ -1,4 +1,4 @@
-"""A simulated Ascend machine: a folder with files of driver, CANN and kernel, and an executable npu-smi."""
+"""A simulated Ascend machine: a folder with the files of the driver, CANN and the kernel, and with an npu-smi."""
 
 import platform
 from pathlib import Path
@@ -33,9 +33,9 @@ TCP_HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when r
 
 
 def smi_table(health=("OK", "OK"), used=(3397, 3395), processes=(), first=0):
-    """Return the output of `npu-smi info` for 910B2, with driver 24.1 (vllm-project/vllm-ascend#1767, #2534).
+    """Return the output of `npu-smi info` for 910B2 cards, as in vllm-project/vllm-ascend#1767 and #2534.
 
-    `first` is the number of the first card, which is above 0 in a container that has some of the host's cards.
+    `first` is the number of the first card. It may be above 0 in a container that has only some of the host's cards.
     """
     lines = [
         "+------------------------------------------------------------------------------------------------+",
@@ -65,7 +65,7 @@ def smi_table(health=("OK", "OK"), used=(3397, 3395), processes=(), first=0):
 
 
 class AscendTree:
-    """A healthy machine with two NPUs, the driver 25.5.1 and CANN 9.2.0."""
+    """A healthy machine with two NPUs, driver 25.5.1 and, by default, CANN 9.2.0."""
 
     def __init__(self, root: Path, cann: str = "9.2.0") -> None:
         self.root = root
@@ -116,9 +116,9 @@ class AscendTree:
         self.write("/bin/npu-smi", script).chmod(0o755)
 
     def torch_npu(self, version: str, code: str) -> str:
-        """Write a torch_npu whose import runs `code`, and return its folder for PYTHONPATH.
+        """Write a torch_npu whose import runs `code`, and return the folder to add to PYTHONPATH.
 
-        The package is registered with torch like the real torch_npu.
+        Like the real torch_npu, the package registers itself, so that torch imports it.
         """
         self.write("/site/torch_npu/__init__.py", f"{code}\n\n\ndef _autoload():\n    pass\n")
         folder = f"/site/torch_npu-{version}.dist-info"

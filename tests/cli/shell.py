@@ -1,4 +1,4 @@
-"""Helpers that run the command line as a shell does."""
+"""Functions that run mindie-mm commands as a shell would."""
 
 import os
 import subprocess
@@ -12,7 +12,10 @@ TIMEOUT_S = 300
 
 
 def run(*arguments, status=0, **environment):
-    """Run a command and return its standard output, or its standard error if it should fail."""
+    """Run a mindie-mm command, which must exit with `status`.
+
+    Return its standard output if `status` is 0, else its standard error.
+    """
     env = os.environ | {"COLUMNS": "200"} | environment
     command = [BIN, *map(str, arguments)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=env)
@@ -20,12 +23,16 @@ def run(*arguments, status=0, **environment):
 
 
 def run_warm(*arguments, status=0, **environment):
-    """Run a command like `run`, but in a copy of a process that has imported everything."""
+    """Run a command as `run` does, but in a copy of a process that has already imported all modules."""
     env = os.environ | {"COLUMNS": "200"} | environment
     return output_of(warm.run([BIN, *arguments], timeout=TIMEOUT_S, env=env), status)
 
 
 def output_of(ended, status):
-    """Require the exit status and return the matching output."""
+    """Assert that the command exited with `status`.
+
+    Return its standard output if `status` is 0. Otherwise, return its standard error, or its standard output if it
+    wrote no errors.
+    """
     assert ended.returncode == status, (ended.stdout, ended.stderr)
     return ended.stdout if status == 0 else ended.stderr or ended.stdout

@@ -1,4 +1,4 @@
-"""Tests of the answer file: failed writes, locks and answers of other origins."""
+"""Tests of the answer file: writes that fail, locks, and files that contain the answers of another run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINE = b'{"row":%d,"id":null,"text":"a"}\n'
 
 
 def answer(output: Path, *rows: int) -> list[object]:
-    """Write lines for `rows`, and return the state of the file before."""
+    """Append the answers to `rows`, and return the state that the file had before."""
     with continued(output, ORIGIN) as (append, *begun):
         for row in rows:
             append(LINE % row)
@@ -26,7 +26,7 @@ def answer(output: Path, *rows: int) -> list[object]:
 
 
 def test_an_unrelated_os_error_is_not_reported_as_a_write_error(tmp_path: Path) -> None:
-    """Raise other errors unchanged, such as EAGAIN of a fork at the process limit."""
+    """Errors that do not come from writing the file pass through unchanged, for example EAGAIN of a fork."""
     with pytest.raises(BlockingIOError), continued(tmp_path / "out.jsonl", ORIGIN):
         raise BlockingIOError(errno.EAGAIN, "no process")
 

@@ -1,4 +1,4 @@
-"""Tests of the commands except `shm`."""
+"""Tests of `models`, `doctor`, `ask` and the help of the commands."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ from tests import warm
 from tests.cli.shell import BIN, TIMEOUT_S, run, run_warm
 
 SUBJECTS = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files", "decoders", "spool")
-"""Subjects that doctor checks on every machine."""
+"""Subjects that `doctor` reports on every machine."""
 
 
 def test_models_lists_every_file_of_the_package():
@@ -39,7 +39,7 @@ def test_doctor_reports_the_status_of_every_subject(random_checkpoint, tmp_path)
     expected = dict.fromkeys(SUBJECTS, "ok") | {"decoders": "warning" if support().missing else "ok"}
     assert [(finding["subject"], finding["status"]) for finding in general] == [*expected.items()]
     assert {finding["subject"]: finding["found"] for finding in general}["decoders"] == str(support())
-    if importlib.util.find_spec("torch_npu") is None:  # without a sign of an NPU there are no findings about NPUs
+    if importlib.util.find_spec("torch_npu") is None:  # without an NPU, there are no further findings
         assert findings == general
     found = run_warm("doctor", tmp_path, "--json", "--arena-bytes", 10**15, status=1)
     problems = {finding["subject"]: finding["advice"] for finding in json.loads(found) if finding["status"] == "error"}
@@ -82,7 +82,7 @@ def test_mistakes_are_reported_in_one_line(random_checkpoint):
 
 @pytest.mark.parametrize("option", ["--image", "--video", "--audio"])
 def test_ask_checks_its_files_before_it_loads_the_model(option, tmp_path):
-    """Report the file's error although the checkpoint does not exist, which loading would report first."""
+    """The checkpoint does not exist either. If the model were loaded first, this error would be reported instead."""
     asked = ["ask", "What?", "--model", str(tmp_path / "none"), option]
     for path, output in (
         (tmp_path / "none.png", "does not exist"),

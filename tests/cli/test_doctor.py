@@ -1,4 +1,4 @@
-"""Tests of doctor's findings about settings: checkpoint, spool, media folder and misspelt variables."""
+"""Tests of doctor's findings about the checkpoint, the spool, the media folder and misspelled variables."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 
 
 def doctor(file, *, status=0, **environment):
-    """Return doctor's findings by subject."""
+    """Run `doctor` with the settings file `file`, and return its findings by subject."""
     output = run_warm("doctor", "--json", "--config", file, status=status, **environment)
     return {one["subject"]: one for one in json.loads(output)}
 

@@ -1,6 +1,6 @@
-"""Tests of doctor on a simulated Ascend machine, with files from a fixture and a script as npu-smi.
+"""Tests of doctor on a simulated Ascend machine, whose files a fixture writes and whose npu-smi is a script.
 
-tests/ascend/test_doctor.py tests machines with the real torch_npu.
+tests/ascend/test_doctor.py tests doctor with the real torch_npu.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ _NAMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_RT_VISIBLE_DEVICES"
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """Return a healthy machine, and set this process's environment variables to the machine's."""
+    """Return a healthy machine, and give this process the environment variables of that machine."""
     for name in (*_NAMES, "HCCL_HOST_SOCKET_PORT_RANGE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -49,12 +49,12 @@ def tree(tmp_path, monkeypatch):
 
 
 def problems(tree):
-    """Return the findings that are not ok, by subject, except about the NPU's start."""
+    """Return the findings that are not ok, by subject. Leave out the finding about starting the NPU."""
     return {one.subject: one for one in findings(tree.root) if one.status != "ok" and one.subject != "npu runtime"}
 
 
 def only(tree):
-    """Return the only finding that is not ok."""
+    """Return the only finding of `problems`. Fail if there are several or none."""
     (one,) = problems(tree).values()
     return one
 
@@ -82,7 +82,7 @@ def test_a_missing_torch_npu_is_an_error(tree):
     assert one.advice == f"pip install torch_npu=={torch.__version__.partition('+')[0]}"
 
 
-# The driver and its files
+# --- the driver and its files
 
 
 def test_a_missing_driver_is_an_error(tree):
@@ -102,7 +102,7 @@ def test_a_board_without_a_driver_is_reported(tmp_path, monkeypatch):
     found = {one.subject: one for one in findings(tmp_path)}
     assert found["npu driver"].found.startswith("1 NPU(s) on the PCI bus, no driver")
     assert "reboot" in found["npu driver"].advice
-    (board / "device").write_text("0xa250\n")  # HiSilicon's ZIP engine, of the same class
+    (board / "device").write_text("0xa250\n")  # HiSilicon's ZIP engine, which has the same class
     assert list(findings(tmp_path)) == []
 
 
@@ -149,7 +149,7 @@ def test_a_missing_device_file_is_an_error(tree, node):
 
 @contextmanager
 def as_nobody():
-    """Run the block as `nobody` if the tests run as root, and otherwise as the current user."""
+    """Run the block as the user `nobody` if the tests run as root. Otherwise, run it as the current user."""
     if os.geteuid():
         yield
         return
@@ -181,11 +181,11 @@ def test_device_files_without_permission_name_the_group(monkeypatch):
 
 
 def only_device_files(tree):
-    """Return the finding of these checks alone, because `nobody` cannot run npu-smi."""
+    """Return the finding about device files, without running npu-smi, which `nobody` could not run."""
     return next(one for one in driver.findings(Machine.here(tree.root)) if one.subject == "npu device files")
 
 
-# CANN
+# --- CANN
 
 
 def test_a_missing_cann_is_reported(tree, monkeypatch):
@@ -209,7 +209,7 @@ def test_a_loader_path_without_cann_variables_is_reported(tree, monkeypatch):
 
 
 def test_cann_variables_without_a_loader_path_are_reported(tree, monkeypatch):
-    monkeypatch.delenv("LD_LIBRARY_PATH")  # sudo and set-uid programs drop the variable
+    monkeypatch.delenv("LD_LIBRARY_PATH")  # as sudo and set-uid programs do
     assert "the loader does not find libhccl.so" in only(tree).found
     assert only(tree).advice.startswith(f"source {tree.home}/set_env.sh")
 
@@ -242,11 +242,11 @@ def test_variables_of_a_removed_cann_are_reported(tree, monkeypatch):
     assert only(tree).found == "ASCEND_HOME_PATH is /usr/local/Ascend/cann-8.5.0, which does not exist"
 
 
-# Versions
+# --- versions
 
 
 def paired(tree, **changes):
-    """Return the findings about version pairs that are not ok, by subject."""
+    """Return the findings about pairs of versions that are not ok, by subject. `changes` replaces some versions."""
     software = {"torch": "2.13.0+cpu", "accelerator": None, "torch_npu": "2.13.0", "architecture": "x86_64"} | changes
     machine = Machine.here(tree.root)
     cann = CANN(tree.home, software.pop("cann", "9.2.0"), software.pop("drivers", "[V100R001C23]"), in_force=True)
@@ -257,9 +257,8 @@ def paired(tree, **changes):
 def test_matching_versions_have_no_findings(tree):
     assert paired(tree) == {}
     assert paired(tree, torch="2.10.0", torch_npu="2.10.0.post4", cann="9.1.0") == {}
-    assert (
-        paired(tree, torch="2.12.0", torch_npu="2.12.0", cann="9.0.1") == {}
-    )  # not the matching release, but documented as compatible
+    # This torch_npu was released for another CANN, but is documented to work with this one.
+    assert paired(tree, torch="2.12.0", torch_npu="2.12.0", cann="9.0.1") == {}
 
 
 def test_torch_and_torch_npu_of_different_versions_are_an_error(tree):
@@ -282,7 +281,8 @@ def test_a_driver_too_old_for_cann_is_a_warning(tree):
     one = paired(tree, cann="9.1.0")[subject]
     assert one.status == "warning"
     assert "release notes of this CANN list the drivers 25.2" in one.found
-    # For a CANN outside the tables, its own list of drivers decides. The list has single versions and ranges.
+    # If a CANN is not in doctor's tables, the CANN's own list of compatible drivers decides. The list contains single
+    # versions and ranges.
     assert subject not in paired(tree, cann="10.0.0", drivers="[V100R001C15],[V100R001C19,V100R001C23]")
     assert paired(tree, cann="10.0.0", drivers="[V100R001C22],[V100R002C21]")[subject].status == "warning"
     tree.write("/usr/local/Ascend/driver/version.info", "Version=25.0.rc1.1\nInnerversion=unknown\n")
@@ -300,7 +300,7 @@ def test_a_cuda_build_of_torch_beside_torch_npu_is_an_error(tree):
     )
 
 
-# npu-smi
+# --- npu-smi
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_memory_that_npu_smi_does_not_report_is_left_out(tree):
 
 
 def test_both_chips_of_an_a3_are_parsed():
-    """Parse the output for two chips per NPU, with physical ids (vllm-project/vllm-ascend#12980)."""
+    """The output has two chips per NPU, and a column of physical ids (vllm-project/vllm-ascend#12980)."""
     npus = smi.parse("""\
 | NPU   Name                | Health        | Power(W)             Temp(C)                 Hugepages-Usage(page)   |
 | Chip  Phy-ID              | Bus-Id        | AICore(%)            Memory-Usage(MB)        HBM-Usage(MB)           |
@@ -383,7 +383,7 @@ def test_a_missing_npu_smi_is_a_warning(tree, monkeypatch):
     assert "/usr/local/bin/npu-smi" in only(tree).advice
 
 
-# Which NPUs
+# --- visible NPUs
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_invalid_visible_devices_are_reported(tree, monkeypatch, value, status, 
     assert "from 0 to 1" in one.advice
 
 
-# Ports
+# --- ports
 
 
 def test_hccl_ports_in_use_are_reported(tree):
@@ -453,14 +453,14 @@ def test_one_npu_needs_no_ports(tree, monkeypatch):
     assert problems(tree) == {}
 
 
-# What torch_npu and CANN say
+# --- errors of torch_npu and CANN
 
 # gpustack/gpustack#2527
 ARGUMENT = (
     "EE1001: [PID: 112081] 2025-07-17-08:06:53.296.370 The argument is invalid.Reason: set "
     "ASCEND_RT_VISIBLE_DEVICES:0,2,4,6,1,3,5,7 error, it must be configured in ascending order"
 )
-# hw-native-sys/PTOAS#948, beside 507033
+# hw-native-sys/PTOAS#948, printed together with error 507033
 NO_MESSAGES = (
     "[PID: 278366] 2026-07-21-07:08:52.810.217 Invalid_Argument(EE1001): The argument is invalid.Reason: rtGetDevMsg "
     "execution failed, the context is a null pointer."
@@ -470,7 +470,7 @@ NO_MESSAGES = (
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        # torch_npu's import without set_env.sh: vllm-project/vllm-ascend#262
+        # printed when torch_npu is imported without set_env.sh: vllm-project/vllm-ascend#262
         ("ImportError: libhccl.so: cannot open shared object file: No such file or directory", "CANN's libraries"),
         ("ImportError: libascend_hal.so: cannot open shared object file: No such file or directory", "the driver's"),
         (
@@ -478,7 +478,7 @@ NO_MESSAGES = (
             "another accelerator",
         ),
         ("ImportError: libtorch_npu.so: undefined symbol: _ZN3c1017RegisterOperators", "incompatible versions"),
-        # vllm-ascend#4284, with the lines below the error in the trace
+        # vllm-ascend#4284, with the lines that follow the error in the traceback
         ("NPU function error: c10_npu::SetDevice(device_id_), error code is 507033", "does not start"),
         ("SetDevice, error code is 507033\nE30006: Failed to verify the OPP\nPossible Cause: 1.The OPP", "operators"),
         ("GetDeviceType:Call halGetDeviceInfo failed: drvRet=87, module type=0, info type=1.", "internal error"),
@@ -491,7 +491,7 @@ NO_MESSAGES = (
         ("EI0006: Getting socket times out. Reason: ...", "did not connect"),
         ("error code is 107001: Invalid device ID", "no NPU with this number"),
         ("EL0002: The device ID is invalid.", "no NPU with this number"),
-        # CANN's page on EE1001
+        # from CANN's documentation of EE1001
         (
             "EE1001: The argument is invalid.Reason: Invalid device ID 8. The valid device range is [0, 7).",
             "no NPU with",
@@ -515,11 +515,11 @@ def test_an_unknown_error_is_not_explained():
     assert len({one.pattern for one in SYMPTOMS}) == len(SYMPTOMS)
 
 
-# The whole command
+# --- the whole command
 
 
 def doctor(tree, code, *arguments, status=0, **variables):
-    """Run doctor as an operator does, with a torch_npu whose import runs `code`, and return findings by subject."""
+    """Run the command `doctor` with a torch_npu whose import runs `code`, and return the findings by subject."""
     asked = ("doctor", "--json", "--root", tree.root, *arguments)
     found = run(*asked, status=status, PYTHONPATH=tree.torch_npu("2.13.0", code), **variables)
     return {one["subject"]: one for one in json.loads(found)}
@@ -527,7 +527,7 @@ def doctor(tree, code, *arguments, status=0, **variables):
 
 @pytest.mark.slow
 def test_doctor_works_when_torch_npu_breaks_the_import_of_torch(tree, monkeypatch):
-    """Report the reason and continue, although torch fails to import when it loads torch_npu automatically."""
+    """`import torch` fails because torch loads torch_npu automatically. Doctor reports the reason and continues."""
     for name in ("ASCEND_HOME_PATH", "LD_LIBRARY_PATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         monkeypatch.delenv(name, raising=False)
     code = "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')"
@@ -536,7 +536,7 @@ def test_doctor_works_when_torch_npu_breaks_the_import_of_torch(tree, monkeypatc
     assert found["CANN"]["advice"].startswith("source /usr/local/Ascend/cann/set_env.sh")
     assert found["npu runtime"]["found"].startswith("CANN's libraries are not on the loader's path")
     assert found["npu driver"]["status"] == found["checkpoint"]["status"] == "ok"
-    # Without --device npu the service would start on the CPU, so the findings are warnings.
+    # Without --device npu, the service would start on the CPU, so these findings are only warnings.
     found = doctor(tree, code)
     assert found["device"]["status"] == found["CANN"]["status"] == found["npu runtime"]["status"] == "warning"
     assert found["device"]["found"].startswith("cpu, ")
@@ -546,7 +546,7 @@ def test_doctor_works_when_torch_npu_breaks_the_import_of_torch(tree, monkeypatc
 
 
 def test_a_torch_npu_for_another_torch_falls_back_to_the_cpu(tree):
-    """Choose the CPU by default and refuse `npu` when torch_npu misses attributes of another torch version."""
+    """The import of such a torch_npu fails with AttributeError. The default device is the CPU, and `npu` is refused."""
     site = tree.torch_npu("2.13.0", "import torch\ntorch.storage.no_such_name")
     code = "from mindie_mm.device import open_device\nprint(open_device().name)\nopen_device('npu')"
     ended = subprocess.run(
@@ -570,16 +570,19 @@ def test_doctor_survives_a_library_that_crashes(tree):
     assert found["device"]["found"].startswith("no npu: see below")
 
 
-# Only the finding about the NPU's start
+# --- the finding about starting the NPU
 
 
 @pytest.fixture
 def started(tree, monkeypatch):
-    """Return the finding about a start on `tree`, with a torch_npu whose import runs the given code."""
+    """Return a function that returns the finding about starting the NPU.
+
+    The function's argument is the code that runs when torch_npu is imported.
+    """
 
     def start(code):
         monkeypatch.setenv("PYTHONPATH", f"{tree.torch_npu('2.13.0', code)}:{ROOT}")
-        monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # the command line sets the same value
+        monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # as the command line does
         return runtime.finding(SOFTWARE)
 
     return start

@@ -1,4 +1,4 @@
-"""Tests of interrupts, which end a command with the shell's status at any time, even during imports."""
+"""Tests that an interrupt ends a command with the right exit status, even while the command imports modules."""
 
 import os
 import signal
@@ -26,11 +26,11 @@ CASES = [
     (("shm", "list"), "mindie_mm.shm.format.words"),
     (("--help",), "mindie_mm.cli.settings"),
 ]
-"""Pairs of a command and the module after whose import the command is interrupted."""
+"""Pairs of a command and a module. The command is interrupted after it has imported the module."""
 
 
 def interrupted(arguments: tuple[str, ...], module: str, number: int, folder: Path) -> tuple[int, str]:
-    """Run a command and send a signal after it has imported `module`. Return its status and the rest of its output."""
+    """Run a command, and send a signal after it has imported `module`. Return its status and its further output."""
     command = [sys.executable, "-X", "importtime", str(BIN), *arguments]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -60,9 +60,9 @@ def test_a_command_can_be_interrupted_while_it_works(random_checkpoint: Path, tm
         command = [BIN, "ask", "What?", "--model", random_checkpoint, "--image", fifo]
         process = warm.Popen(list(map(str, command)), stdout=out, stderr=out)
         try:
-            with fifo.open("wb"):  # opens when the command reads the picture
+            with fifo.open("wb"):  # returns when the command opens the picture
                 process.send_signal(signal.SIGINT)
-                assert process.wait(FETCH_TIMEOUT_S / 2) == 130  # before the read of the pipe times out
+                assert process.wait(FETCH_TIMEOUT_S / 2) == 130  # less than the timeout for reading the picture
         finally:
             process.kill()
         assert (tmp_path / "out").read_text().endswith("Interrupted\n")

@@ -1,4 +1,4 @@
-"""Tests of a locale other than UTF-8. Text files and the output of commands are UTF-8 in any locale."""
+"""Tests in a locale whose encoding is not UTF-8. Text files and the output of commands are UTF-8 in every locale."""
 
 import json
 import os
@@ -27,7 +27,10 @@ with Tokenizer.from_pretrained(sys.argv[1]) as tokenizer:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Return the variables of a locale that is not UTF-8. Build one if none is installed, or else use POSIX."""
+    """Return the environment variables of a locale whose encoding is not UTF-8.
+
+    The locale is a newly built one with ISO 8859-1 or, if it cannot be built, the POSIX locale.
+    """
     folder = tmp_path_factory.mktemp("locales")
     if shutil.which("localedef") is not None:
         command = ["localedef", "-i", "de_DE", "-f", "ISO-8859-1", folder / LOCALE]
@@ -38,7 +41,7 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Return a checkpoint whose chat template is not ASCII."""
+    """Return a checkpoint whose chat template contains characters outside ASCII."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     shutil.copytree(TINY, folder)
     template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["chat_template"]
@@ -49,7 +52,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_script_reads_a_checkpoint_as_utf8(environment, checkpoint):
-    """Read UTF-8 in a script too, which is not restarted in UTF-8 mode like a command."""
+    """Commands of mindie-mm restart themselves in UTF-8 mode, but a script of the user does not."""
     command = [sys.executable, "-c", IDS, str(checkpoint)]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=True)
     with Tokenizer.from_pretrained(checkpoint) as tokenizer:
@@ -57,7 +60,7 @@ def test_a_script_reads_a_checkpoint_as_utf8(environment, checkpoint):
 
 
 def test_settings_files_and_their_names_are_utf8(environment, tmp_path):
-    """Start a service that logs its settings and then fails to listen."""
+    """The test starts a service, which logs its settings and then ends because its port is in use."""
     (tmp_path / "模型.toml").write_text('served_model_name = "模型"\n', encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [BIN, "serve", TINY, "--config", "模型.toml", "--spool", "spool", "--port", taken.getsockname()[1]]

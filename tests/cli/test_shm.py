@@ -1,4 +1,4 @@
-"""Tests of `mindie-mm shm` as an operator uses it."""
+"""Tests of the commands of `mindie-mm shm`."""
 
 import json
 import os
@@ -29,7 +29,7 @@ REQUEST = "entered = request_directory(Path(sys.argv[1])); say(entered.__enter__
 
 
 def run_and_kill(script, *arguments):
-    """Run a script that kills itself with SIGKILL, and return the words of its output."""
+    """Run a script in a process that then kills itself with SIGKILL, and return the words of the output."""
     ended = subprocess.run(
         [sys.executable, "-c", f"{PREAMBLE}{script}\ndie()", *map(str, arguments)],
         capture_output=True,
@@ -73,7 +73,7 @@ def listed(arena):
 
 
 def gc(*arguments, status=0, **environment):
-    """Run `gc --json`, and return the cause for each reclaimed thing."""
+    """Run `gc --json`. Return the cause for each arena, block and request folder that was reclaimed."""
     collected = json.loads(run("shm", "gc", "--json", *arguments, status=status, **environment))
     return {one["what"]: one["cause"] for one in collected["reclaimed"]}
 
@@ -100,7 +100,7 @@ finally:
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     slow = {"numpy", "torch", "transformers", "msgspec", "rich", "fastapi", "asyncio", "PIL", "pydantic", "service"}
-    if command == ["--help"]:  # the help imports the options of all commands, and thus the settings
+    if command == ["--help"]:  # the help needs the options of all commands, so it imports the settings
         slow -= {"msgspec"}
     assert slow.isdisjoint(ended.stderr.split())
 
@@ -293,7 +293,7 @@ def test_watch_updates_in_a_terminal_and_ends_with_0_on_ctrl_c(arena):
         stderr=slave,
         start_new_session=True,
         env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
-        # A shell starts background commands with SIGINT ignored, and children inherit that.
+        # If a shell runs pytest in the background, SIGINT is ignored in pytest and therefore in its children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     os.close(slave)
@@ -302,7 +302,7 @@ def test_watch_updates_in_a_terminal_and_ends_with_0_on_ctrl_c(arena):
     while seen.count(arena.path.name.encode()) < 3 and time.monotonic() < deadline:
         seen += os.read(master, 4096)
     process.send_signal(signal.SIGINT)
-    with suppress(OSError):  # EIO marks the end. Reading until then keeps the process from blocking on a full terminal.
+    with suppress(OSError):  # EIO marks the end. If the test stopped reading, the process could block.
         while part := os.read(master, 4096):
             seen += part
     os.close(master)

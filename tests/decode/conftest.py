@@ -1,4 +1,4 @@
-"""Decoder processes with a small checkpoint and an arena, and the arrays that the caller's process would compute."""
+"""Fixtures: decoder processes with a small checkpoint and an arena, and the arrays that they must compute."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 class Bench:
-    """Two decoders, with methods to plan and write items."""
+    """Two decoder processes, with methods to plan and write items."""
 
     def __init__(self, decoders: Decoders, arena: Arena, processor: Processor, path_file: Path) -> None:
         self.decoders = decoders
@@ -41,7 +41,7 @@ class Bench:
         self._processor = processor
 
     def arrays_in_process(self, media: Media) -> Arrays:
-        """Return the arrays of an item, decoded in this process."""
+        """Decode an item in this process, and return its arrays."""
         with under(MediaCaps()):
             plan = plan_item(self._processor, media, page_of(media, read_source(media)), {media.kind: 1}, MediaCaps())
         arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
@@ -53,7 +53,10 @@ class Bench:
             return await self.decoders.plan(group or Group(), item_of(media, parcel), parcel.descriptor)
 
     async def arrays(self, media: Media, before_write: Callable[[], object] = lambda: None) -> Arrays:
-        """Return the arrays of an item from the decoders. `before_write` is called between planning and writing."""
+        """Let the decoders plan and write an item, and return its arrays.
+
+        Call `before_write` between planning and writing.
+        """
         with packed(media) as parcel:
             item = item_of(media, parcel)
             facts = await self.decoders.plan(Group(), item, parcel.descriptor)
@@ -64,7 +67,7 @@ class Bench:
 
     @contextmanager
     def block(self, facts: Facts) -> Iterator[Block]:
-        """Yield a block for an item, and free the block at the end."""
+        """Yield a block for an item. Free the block at the end."""
         blocks = self.arena.try_allocate([facts.plan().specs], path_file=self.path_file)
         assert blocks is not None
         (block,) = blocks
@@ -76,7 +79,7 @@ class Bench:
         await self.decoders.write(group or Group(), item, parcel.descriptor, arrays)
 
     async def whole(self) -> list[int]:
-        """Wait until all decoders run, and return their pids."""
+        """Wait until both decoders run, and return their pids."""
         await until(lambda: len(self.decoders.pids) == 2)
         return self.decoders.pids
 
@@ -103,7 +106,7 @@ def item_of(media: Media, parcel: Parcel) -> Item:
 
 @contextmanager
 def stopped(*pids: int) -> Iterator[None]:
-    """Stop processes, as if they hung. Continue the surviving processes at the end."""
+    """Stop processes with SIGSTOP, as if they hung. At the end, let those that still exist continue."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -115,14 +118,14 @@ def stopped(*pids: int) -> Iterator[None]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Poll for a change in another process, for which there is no event."""
+    """Poll until another process has changed something. No event announces the change."""
     async with asyncio.timeout(300):
-        while not condition():  # noqa: ASYNC110 - as above
+        while not condition():  # noqa: ASYNC110 - no event announces the change
             await asyncio.sleep(0.002)
 
 
 def busy(decoders: Decoders) -> list[int]:
-    """Return the pids of the decoders that have an item."""
+    """Return the pids of the decoders that are processing an item."""
     return [process.pid for process in decoders._processes if process.job is not None]
 
 

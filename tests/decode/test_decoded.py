@@ -1,4 +1,4 @@
-"""Tests that prompts are the same whether decoders or the caller's own process decode their media."""
+"""Tests that prompts are the same whether decoder processes or the tokenizer's own process decode their media."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLIP = encode_video(moving_frames(12))
 
 
 class Pair:
-    """A tokenizer that decodes in its own process, and a tokenizer with two decoders."""
+    """Two tokenizers: `alone` decodes in its own process, and `decoded` has two decoder processes."""
 
     def __init__(self, alone: Tokenizer, decoded: Tokenizer, arena: Arena, path_file: Path) -> None:
         self.alone = alone
@@ -39,7 +39,7 @@ class Pair:
         self.path_file = path_file
 
     def assert_same(self, *items: dict[str, Any]) -> None:
-        """Compare ids, spans, arrays and digests of both."""
+        """Assert that both tokenizers give the same ids, spans, arrays and digests."""
         expected, found = self.prompt(self.alone, *items), self.prompt(self.decoded, *items)
         assert found[0] == expected[0]
         assert len(found[1]) == len(expected[1]) > 0
@@ -49,7 +49,7 @@ class Pair:
             assert all(np.array_equal(arrays[name], right[name]) for name in right)
 
     def prompt(self, tokenizer: Tokenizer, *items: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """Return the ids and spans of a prompt, with the digest and arrays of each block. Free the blocks."""
+        """Return the ids and spans of a prompt, and the digest and arrays of each of its blocks. Free the blocks."""
         prompt = tokenizer.make(
             tokenizer.prompts.draft_items(parse_inputs([{"text": "What?"}, *items])), self.path_file
         )
@@ -61,7 +61,7 @@ class Pair:
         return (prompt.plain_ids.tolist(), prompt.spans), blocks
 
     def errors(self, *items: dict[str, Any]) -> tuple[InputError, InputError]:
-        """Return the error of each tokenizer for invalid inputs. No block may stay allocated."""
+        """Return the error of each tokenizer for invalid items. Assert that no block stays allocated."""
         caught = []
         for tokenizer in (self.alone, self.decoded):
             with pytest.raises(InputError) as error:
@@ -190,7 +190,7 @@ def test_videos_with_a_wrong_packet_count_are_planned_again(pair: Pair) -> None:
         ({"image": "/no/such.jpg"}, "media item 1 (image): there is no file /no/such.jpg"),
         ({"image": b"junk"}, "media item 1 (image): the 4 bytes cannot be read as an image"),
         ({"image": encoded(CAT)[:3000]}, "media item 1 (image): the JPEG image of 150x120 pixels is broken"),
-        ({"image": encoded(photograph(size=(401, 2)))}, "media item 1 (image): the size is 401x2 pixels"),
+        ({"image": encoded(photograph(size=(401, 2)))}, "media item 1 (image): the image or video has 401x2 pixels"),
         ({"video": [encoded(CAT), b"junk"]}, "media item 1 (video): frame 1: the 4 bytes cannot be read as an image"),
         ({"audio": b"sound"}, "does not accept audio"),
         ({"image": encoded(CAT), "num_frames": 3}, ""),

@@ -1,4 +1,4 @@
-"""Tests of decoders that die, hang or are shared by many requests."""
+"""Tests of decoder processes that die or hang, and of many requests that share the decoders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def framed(message: bytes) -> bytes:
 
 
 async def kill_and_wait(bench: Bench, number: int, *pids: int) -> None:
-    """Kill decoders with signal `number`, and wait until they are replaced."""
+    """Send signal `number` to decoders, and wait until new decoders have replaced them."""
     for pid in pids:
         os.kill(pid, number)
     await until(lambda: not set(pids) & set(bench.decoders.pids))
@@ -84,8 +84,8 @@ async def test_an_item_that_ends_two_decoders_fails_alone(
             await until(lambda: set(busy(bench.decoders)) & set(before))
             (pid,) = set(busy(bench.decoders)) & set(before)
             os.kill(pid, number)
-            with suppress(ProcessLookupError):  # SIGKILL has ended the process
-                os.kill(pid, signal.SIGCONT)  # a stopped process handles no signal except SIGKILL
+            with suppress(ProcessLookupError):  # the process does not exist any more if the signal was SIGKILL
+                os.kill(pid, signal.SIGCONT)  # a stopped process handles no other signal
             await until(lambda pid=pid: pid not in bench.decoders.pids)
         other = asyncio.create_task(bench.arrays(SMALL))
         with pytest.raises(error, match=message):
@@ -154,7 +154,7 @@ async def test_a_request_of_many_items_delays_another_only_by_the_items_being_de
 
 
 async def test_the_decoder_that_planned_an_item_writes_it(bench: Bench) -> None:
-    """Keep the decoder for the item, because the other decoder would have to read and plan the item again."""
+    """Any other decoder would have to read and plan the item again."""
     group = Group(keeps_decoder=True)
     before = await bench.whole()
     for pid in before:
@@ -217,7 +217,7 @@ async def test_an_item_can_be_cancelled_while_there_is_no_nursery(bench: Bench) 
 
 
 async def test_a_decoder_that_dies_right_after_its_fork_is_replaced(bench: Bench) -> None:
-    """Handle a fork and a death that the nursery reports in one message."""
+    """The nursery process, which forks decoders, reports the fork and the death in one message."""
     for _ in range(3):
         before = await bench.whole()
         with stopped(bench.nursery.pid):
@@ -266,7 +266,10 @@ async def test_decoders_that_die_while_the_nursery_hangs_are_replaced(bench: Ben
 @pytest.mark.usefixtures("impatient")
 async def test_a_nursery_that_hangs_during_a_fork_is_killed_and_replaced(bench: Bench) -> None:
     before, nursery = await bench.whole(), bench.nursery
-    with stopped(nursery.pid), pytest.raises(ProcessDied, match="the decoders' nursery died with status -9"):
+    with (
+        stopped(nursery.pid),
+        pytest.raises(ProcessDied, match="the process that starts the decoders died with status -9"),
+    ):
         await bench.decoders._nursery.fork()
     born = await bench.decoders._nursery.fork()
     assert psutil.Process(born.pid).ppid() != nursery.pid
@@ -304,7 +307,7 @@ async def test_the_decoder_of_a_cancelled_item_ends_even_if_the_nursery_hangs(be
     ids=["a reply to nothing", "no message", "a message too long", "a negative length", "a closed channel"],
 )
 async def test_a_decoder_that_breaks_the_protocol_is_replaced(bench: Bench, message: bytes) -> None:
-    """Kill a decoder that lives but may be under an attacker's control. Plan its item again."""
+    """The decoder is alive, but an attacker may control it. It is killed, and its item is planned again."""
     await bench.whole()
     with stopped(*bench.decoders.pids):
         item = asyncio.create_task(bench.plan(SMALL))
@@ -321,7 +324,7 @@ async def test_a_decoder_that_breaks_the_protocol_is_replaced(bench: Bench, mess
 async def test_items_fail_at_once_while_decoders_cannot_be_started(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fail waiting and new items immediately while the checkpoint is missing."""
+    """While the checkpoint is missing, waiting and new items fail immediately."""
     gone = DecoderSetup(str(tmp_path / "gone"), None, MediaCaps())
     with stopped(*await bench.whole()):
         waiting = [asyncio.create_task(bench.plan(SMALL)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Tests of PDFs whose pages are rendered in decoders."""
+"""Tests of PDFs. Their pages are rendered in decoder processes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_page_shows_its_picture_and_its_text() -> None:
 
 @pytest.fixture(scope="module")
 def strict(random_checkpoint: Path) -> Iterator[Tokenizer]:
-    """Yield a tokenizer with a decoder, and with small limits on pages."""
+    """Yield a tokenizer that has one decoder process and small limits on PDF pages."""
     caps = MediaCaps(max_pdf_pages=2, max_pdf_page_pixels=10_000)
     with Tokenizer.from_pretrained(random_checkpoint, decoders=1, caps=caps) as tokenizer:
         yield tokenizer

@@ -1,4 +1,4 @@
-"""Tests of attention over a few queries at a time against torch's attention."""
+"""Tests of attention that processes a few queries at a time, against torch's attention."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ class _Layer(nn.Module):
 
 
 def parts(batch, heads, count, width):
-    """Return query, key and value with a tower's memory layout, one row per token."""
+    """Return query, key and value in the memory layout of a tower, which has one row per token."""
     generator = torch.Generator().manual_seed(0)
     shape = batch, count, heads, width
     return [torch.randn(shape, generator=generator).bfloat16().transpose(1, 2) for _ in range(3)]
@@ -38,7 +38,7 @@ def test_the_result_equals_torchs(count, scaling):
     ids=["mask", "causal"],
 )
 def test_masked_and_causal_attention_is_left_to_torch(other):
-    """Call torch if some keys are masked. The result must be identical bit for bit."""
+    """If some keys are masked, torch's attention is called, so the result is identical bit for bit."""
     settings = {"attention_mask": None, "is_causal": False} | other
     given = parts(1, 2, 300, 16)
     assert torch.equal(attend(_Layer(), *given, **settings)[0], sdpa_attention_forward(_Layer(), *given, **settings)[0])

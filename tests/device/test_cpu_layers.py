@@ -1,4 +1,4 @@
-"""Tests that compare transformers' layers with layers that run fewer operators on the CPU."""
+"""Tests of layers that run fewer operators on the CPU than transformers' layers do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = {rotation.TEXT: TEXT, rotation.TOWER: TOWER}
 
 
 class Layer(nn.Module):
-    """Layer of a module that rotates as Qwen2-VL's does."""
+    """A layer in a module whose rotary function is that of Qwen2-VL."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     source = ModuleType("rotating")
     for name in NAMES:
         own = getattr(qwen2_vl, name)
-        while isinstance(own, partial):  # another test's model was prepared
+        while isinstance(own, partial):  # an earlier test may already have replaced the function
             own = own.args[0]
         setattr(source, name, own)
     monkeypatch.setitem(sys.modules, "rotating", source)
@@ -40,7 +40,7 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def values(name: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return queries, keys, cosines and sines whose halves differ."""
+    """Return queries, keys, cosines and sines. The two halves of the cosines and of the sines differ."""
     shape, angle_shape = NAMES[name]
     torch.manual_seed(0)
     return [torch.randn(each).to(dtype) for each in (shape, shape, angle_shape, angle_shape)]
@@ -84,13 +84,13 @@ def test_nothing_is_wrapped_twice(source: ModuleType) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rotation_of_another_kind_is_kept(source: ModuleType, name: str) -> None:
     def neighbours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate pairs of neighbors."""
+        """Apply rotary embeddings to pairs of neighboring numbers."""
         turned = [torch.stack([-one[..., 1::2], one[..., ::2]], -1).flatten(-2) for one in (q, k)]
         angles = (cos.unsqueeze(1), sin.unsqueeze(1))
         return q * angles[0] + turned[0] * angles[1], k * angles[0] + turned[1] * angles[1]
 
     def queries_alone(q: Tensor, freqs: Tensor) -> Tensor:
-        """Rotate queries alone, as Qwen2.5-Omni's towers do."""
+        """Apply rotary embeddings only to queries, as Qwen2.5-Omni's towers do."""
         return q * freqs
 
     for other in neighbours, queries_alone:

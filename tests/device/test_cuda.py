@@ -1,4 +1,4 @@
-"""Tests of the messages about CUDA on a machine without it."""
+"""Tests of the error messages on a machine without CUDA."""
 
 import pytest
 import torch

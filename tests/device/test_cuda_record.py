@@ -1,7 +1,7 @@
-"""Tests of the state that recordings leave behind, including failed ones.
+"""Tests of the state after recordings, including failed recordings.
 
-They run torch's own `torch.cuda.graph` over a model of a GPU. The model's rules follow torch's CUDAGraph.cpp and
-CUDACachingAllocator.cpp. No GPU has confirmed them.
+`torch.cuda.graph` runs over a simulated GPU. The simulation follows torch's CUDAGraph.cpp and CUDACachingAllocator.cpp.
+It has not been compared with a GPU.
 """
 
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ class Stream:
 
 
 class GPU:
-    """Model of a process's GPU: its current stream, and the number of recordings that hold each pool."""
+    """A simulated GPU: its current stream, and the number of recordings that use each memory pool."""
 
     def __init__(self):
         self.current = Stream()
@@ -39,7 +39,7 @@ class GPU:
             self.current = before
 
     def wait(self):
-        """Fail and spoil the recording in progress, as `float(tensor)` does."""
+        """Synchronize, as `float(tensor)` does. During a recording, this fails and invalidates the recording."""
         if self.recording is not None:
             self.recording.spoiled = True
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -75,7 +75,7 @@ class Graph:
         pass
 
     def __del__(self):
-        if self.ended:  # a failed recording holds its pool forever
+        if self.ended:  # a failed recording never releases its pool
             self.gpu.pools[self._pool] -= 1
 
 
@@ -116,7 +116,7 @@ def test_a_failed_recording_restores_the_stream(gpu):
 
 
 def test_a_pool_without_recordings_is_not_reused(gpu):
-    """Use a new pool for an engine that follows another one (vLLM's issue 28426)."""
+    """An engine that follows another engine uses a new pool (vLLM issue 28426)."""
     launch = CUDA.record(lambda: None)
     del launch
     assert gpu.pools == {1: 0}
@@ -125,7 +125,7 @@ def test_a_pool_without_recordings_is_not_reused(gpu):
 
 
 def test_the_work_that_a_failed_first_run_queued_is_awaited(gpu):
-    """The queued work may still read memory that the next step reuses."""
+    """Work that is still queued may read memory that the next step reuses."""
 
     def lacking():
         raise torch.OutOfMemoryError("lacking")

@@ -1,4 +1,4 @@
-"""Tests of linear layers with packed weights, and of the choice of layers to pack."""
+"""Tests of linear layers with packed weights, and of the choice of the layers to pack."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_only_large_untouched_float32_layers_are_packed():
     )
     module["tied"].weight = module["embedding"].weight
     module["moved"].register_forward_pre_hook(lambda *_: None)
-    module["shared"].forward = lambda rows: rows  # tensor parallel replaces forward
+    module["shared"].forward = lambda rows: rows  # tensor parallelism also replaces `forward`
     pack(module, always)
     assert [name for name, layer in module.items() if isinstance(layer, PackedLinear)] == ["large"]
 
@@ -77,7 +77,7 @@ def test_a_model_with_packed_layers_gives_the_same_logits(tmp_path):
 
 
 def test_layers_are_packed_only_if_the_processor_gains():
-    """Decide by a trial whose outcome is kept for the process."""
+    """A trial decides whether layers are packed. Its result applies for the rest of the process."""
     module = nn.ModuleDict({"layer": nn.Linear(WIDTH, WIDTH)})
     CPU().prepare(module)
     assert isinstance(module["layer"], PackedLinear) is pays(torch.float32)

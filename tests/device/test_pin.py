@@ -1,6 +1,6 @@
-"""Tests of host memory that a device's driver registers or refuses to register.
+"""Tests of host memory that the device's driver registers, or refuses to register.
 
-The CPU registers nothing. Run the tests with `--device` to meet the refusal of an accelerator's real driver.
+The CPU registers nothing. Run the tests with `--device` to let the driver of an accelerator refuse memory.
 """
 
 import mmap
@@ -25,7 +25,7 @@ def pages():
 
 
 def test_a_refusal_is_reported_and_does_not_affect_later_work(kind, pages):
-    """Register memory twice. CUDA would otherwise report the refusal as the error of the next kernel."""
+    """Memory is registered twice. CUDA would otherwise report the refusal as an error of the next kernel."""
     taken = kind.pin(pages.data_ptr(), pages.nbytes)
     assert taken or kind.name != "cuda"
     assert kind.pin(pages.data_ptr(), pages.nbytes) is False
@@ -50,7 +50,7 @@ def test_registered_memory_is_read(kind, pages):
 
 
 def lacking(*_, **__):
-    """Raise like torch_npu when CANN lacks the function, and like torch when its runtime cannot be called."""
+    """Raise the error of a CANN that lacks the function, or of a runtime that cannot be called."""
     raise RuntimeError("Failed to find function aclrtHostRegisterV2\n[ERROR] ...")
 
 

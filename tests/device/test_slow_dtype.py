@@ -1,6 +1,6 @@
-"""Tests of warnings about weights in a dtype for which the processor has no instructions.
+"""Tests of the warnings about weights in a dtype that the processor has no instructions for.
 
-oneDNN chooses the instructions. An environment variable makes it ignore some of them at load.
+oneDNN selects the instructions. An environment variable, which oneDNN reads when it is loaded, excludes some of them.
 """
 
 import os

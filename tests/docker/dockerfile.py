@@ -1,4 +1,4 @@
-"""Parser of Dockerfiles and .dockerignore for the syntax that this project uses."""
+"""Parser for Dockerfiles and .dockerignore that supports the syntax used in this project."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An instruction of a Dockerfile with its continuation lines joined."""
+    """An instruction of a Dockerfile, with its continuation lines joined into one line."""
 
     name: str
     """Name in upper case, such as FROM or RUN."""
     flags: dict[str, str]
-    """Flags such as --from=build, by name."""
+    """Values of flags such as --from=build, by the name of the flag."""
     value: str
     """Rest of the instruction, before variables are substituted."""
 
     @property
     def argv(self) -> list[str]:
-        """Return the words of the exec form. Raise ValueError for the shell form."""
+        """Return the command's words. Raise ValueError if the instruction has the shell form, not the exec form."""
         words: list[str] = json.loads(self.value)
         return words
 
@@ -59,7 +59,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def substituted(text: str, values: Mapping[str, str]) -> str:
-    """Substitute variables. Unset variables become empty."""
+    """Replace the variables in `text` with their `values`. Variables that are not set become empty."""
     return _VARIABLE.sub(lambda match: values.get(match[1] or match[2], ""), text)
 
 
@@ -69,26 +69,27 @@ def pairs(text: str, values: Mapping[str, str]) -> dict[str, str]:
 
 
 def of(instructions: list[Instruction], name: str) -> list[Instruction]:
-    """Return the instructions with this name."""
+    """Return the instructions that have this name."""
     return [one for one in instructions if one.name == name]
 
 
 def last_stage(instructions: list[Instruction]) -> list[Instruction]:
-    """Return the instructions of the last stage, which is the image itself."""
+    """Return the instructions of the last stage, which becomes the image."""
     last = max(index for index, one in enumerate(instructions) if one.name == "FROM")
     return instructions[last:]
 
 
 def healthcheck(instructions: list[Instruction]) -> list[str]:
-    """Return the command of HEALTHCHECK, which must have the exec form."""
+    """Return the words of the HEALTHCHECK command, which must have the exec form."""
     (check,) = of(instructions, "HEALTHCHECK")
     return Instruction("CMD", {}, check.value.removeprefix("CMD").strip()).argv
 
 
 def is_sent(path: PurePosixPath, patterns: list[str]) -> bool:
-    """Return whether .dockerignore admits `path`, relative to the context. The last matching pattern decides.
+    """Return whether .dockerignore lets `path`, relative to the build context, into the build.
 
-    Two kinds of pattern are supported: names in the root, and `**/name` at any depth. Both include everything below.
+    The last pattern that matches decides. A pattern may be a name in the root of the context, or `**/name` for a name
+    at any depth. A pattern that matches a folder also matches everything inside.
     """
     sent = True
     for line in patterns:

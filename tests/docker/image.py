@@ -1,8 +1,8 @@
-"""Builder of Dockerfiles that uses chroot instead of a Docker engine. Each stage gets its own root file system.
+"""Builder that executes Dockerfiles with chroot instead of a Docker engine. Each stage gets its own root file system.
 
-The builder follows Docker in the order of instructions, the context, stages, variables and the user. The entry point
-runs as process 1 of a PID namespace, without capabilities and on a read-only root. Layers, the base image itself and
-the network are not those of Docker.
+As Docker does, the builder respects the order of instructions, the build context, stages, variables and the user. The
+entry point runs as process 1 of a PID namespace, without capabilities and on a read-only root. Unlike Docker, the
+builder does not create layers, uses a replacement for the base image, and uses this machine's network.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tests.docker.dockerfile import (
 )
 
 _MACHINE = ("http_proxy", "https_proxy", "no_proxy", "PIP_CERT", "PIP_INDEX_URL", "PIP_FIND_LINKS")
-"""Proxy and pip variables of this machine, passed to RUN as Docker passes its proxy settings."""
+"""Proxy and pip variables of this machine that RUN instructions see. Docker passes proxy settings in the same way."""
 START_TIMEOUT_S = 240.0
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 @dataclass(slots=True)
 class Stage:
-    """A stage during the build, or the finished image."""
+    """A stage of a build. The last stage is the finished image."""
 
     root: Path
     env: dict[str, str] = field(default_factory=lambda: {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"})
@@ -50,7 +50,7 @@ class Stage:
     user: str = "0:0"
 
     def at(self, path: str) -> Path:
-        """Return the path on this machine of `path` in the root file system."""
+        """Return where `path`, a path in the stage's root file system, is on this machine."""
         return self.root / str(PurePosixPath(self.workdir) / path).lstrip("/")
 
     def shell(self, command: str, *, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
@@ -86,22 +86,22 @@ def _assignments(env: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A built image."""
+    """An image that `build` has finished."""
 
     stage: Stage
     entrypoint: list[str]
     healthcheck: list[str]
     ran: list[str]
-    """Commands of the executed RUN instructions."""
+    """Commands of the RUN instructions that were executed."""
 
     @contextmanager
     def run(
         self, log: Path, env: Mapping[str, str], *, shm_bytes: int, tmp_bytes: int
     ) -> Iterator[subprocess.Popen[str]]:
-        """Run the entry point as process 1 with the image's user, and kill the process at the exit.
+        """Run the entry point as process 1 with the image's user. When the context exits, kill the process.
 
-        The process has no capabilities and a read-only root. Only /tmp and /dev/shm are writable, as tmpfs of the given
-        sizes.
+        The process has no capabilities, and its root is read-only. Only /tmp and /dev/shm are writable. They are tmpfs
+        file systems of the given sizes.
         """
         root, (uid, gid) = self.stage.root, self.stage.user.split(":")
         dev = "".join(f"touch {root}/dev/{name} && mount --bind /dev/{name} {root}/dev/{name} && " for name in _DEVICES)
@@ -132,21 +132,24 @@ class Image:
             process.stdout.close()
 
     def healthy(self, env: Mapping[str, str]) -> bool:
-        """Run HEALTHCHECK in the image and return whether the check passed."""
+        """Run the HEALTHCHECK command in the image, and return whether the check passed."""
         root, words = self.stage.root, _assignments(self.stage.env | dict(env))
         command = ["chroot", str(root), "env", f"--chdir={self.stage.workdir}", "-i", *words, *self.healthcheck]
         return subprocess.run(command, capture_output=True, check=False, timeout=300).returncode == 0
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that is free at the moment."""
+    """Return the number of a TCP port that is currently free on the loopback interface."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def ready(process: subprocess.Popen[str], log: Path, *, timeout_s: float = START_TIMEOUT_S) -> str:
-    """Return the URL that the ready service prints. Raise AssertionError with the end of the log after the timeout."""
+    """Wait until the service prints its URL, and return the URL.
+
+    After the timeout, raise AssertionError with the end of the log.
+    """
     assert process.stdout is not None
     readable, _, _ = select.select([process.stdout], [], [], timeout_s)
     announced = re.search(r"mindie_mm serves \S+ at (http://\S+)", process.stdout.readline()) if readable else None
@@ -162,7 +165,10 @@ def stop(process: subprocess.Popen[str]) -> int:
 
 
 def base(cache: Path) -> Path:
-    """Return a cached archive of minimal Debian 12, like debian:12-slim. Raise RuntimeError if it cannot be created."""
+    """Return an archive of a minimal Debian 12, which resembles debian:12-slim. The archive is created only once.
+
+    Raise RuntimeError if the archive cannot be created.
+    """
     packed = cache / "debian-12.tar"
     if not packed.exists():
         making = packed.with_name(f"{packed.stem}-{os.getpid()}.tar")
@@ -176,10 +182,10 @@ def base(cache: Path) -> Path:
 
 
 def build(device: str, folder: Path, packed: Path, arguments: Mapping[str, str], *, prepare: str = "") -> Image:
-    """Build docker/Dockerfile.DEVICE with the build arguments, with its stages below `folder`.
+    """Build docker/Dockerfile.DEVICE with the build arguments `arguments`. The stages are created in `folder`.
 
-    The archive `packed` replaces the base image. The command `prepare` runs in it first and adds the parts that the
-    real base image has in addition.
+    The archive `packed` replaces the base image. Before the build, the command `prepare` installs in it whatever else
+    the real base image contains.
     """
     instructions = read(device)
     stages: dict[str, Stage] = {}
@@ -218,7 +224,7 @@ def _start_stage(root: Path, source: Stage | None, packed: Path, prepare: str) -
 
 
 def _apply(one: Instruction, stage: Stage, values: Mapping[str, str]) -> None:
-    """Apply an instruction that changes no file, except that WORKDIR creates its folder."""
+    """Apply an instruction that does not change files. WORKDIR is an exception, because it creates its folder."""
     match one.name:
         case "ENV":
             stage.env |= pairs(one.value, values)
@@ -252,7 +258,7 @@ def _copy(one: Instruction, stage: Stage, stages: Mapping[str, Stage]) -> None:
 
 
 def why_not() -> str | None:
-    """Return the reason why this machine cannot build images, or None."""
+    """Return the reason why this machine cannot build images, or None if it can."""
     if os.geteuid():
         return "root file systems are made by root alone"
     missing = [name for name in ("mmdebstrap", "unshare", "chroot") if shutil.which(name) is None]
@@ -263,7 +269,7 @@ def why_not() -> str | None:
 
 
 def machine_of_pip() -> dict[str, str]:
-    """Return pip's index and certificate settings on this machine as environment variables."""
+    """Return this machine's settings of pip's index, wheel folders and certificates, as environment variables."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings = (line.partition("=") for line in listed.stdout.splitlines())
     named = {f"PIP_{key.rpartition('.')[2].upper().replace('-', '_')}": value.strip("'") for key, _, value in settings}

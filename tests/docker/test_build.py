@@ -27,16 +27,16 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CACHE = ROOT / "build/docker"
 STAND_INS = {
     "cpu": {},
-    # The CUDA build of torch takes gigabytes, so test_resolving.py resolves it without a download.
+    # The CUDA build of torch takes gigabytes, so it is not installed here. test_resolving.py checks that it exists.
     "cuda": {"TORCH_INDEX_URL": CPU_INDEX},
     # The versions that the simulated NPU of tests/ascend supports.
     "npu": {"TORCH_VERSION": "2.13.0", "TORCH_NPU_VERSION": "2.13.0"},
 }
-"""Build arguments that differ from the defaults."""
+"""Build arguments, by device, where these tests do not use the defaults."""
 PREPARE = {
     "npu": "apt-get update && apt-get install --yes --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*"
 }
-"""Commands that add to Debian the parts of the real base image. The CANN image contains Python."""
+"""Commands, by device, that add to Debian what the real base image also contains. The CANN image contains Python."""
 CANN = "/usr/local/Ascend/cann"
 AT_RUN = {
     "cpu": {},
@@ -53,12 +53,15 @@ AT_RUN = {
         "MINDIE_MM_MEASURE_S": "0",
     },
 }
-"""Environment variables at run time. The tests have no GPU, and the NPU is simulated by tests/ascend."""
+"""Environment variables of the running image, by device. The tests use no GPU, and tests/ascend simulates the NPU."""
 NOT_SHIPPED = ("gcc", "cc", "make", "git", "curl", "wget")
 
 
 def torch_index() -> str:
-    """Return an index for the CPU build of torch. Offline, pip's folders of wheels must contain the build."""
+    """Return the URL of an index for the CPU build of torch.
+
+    If this machine is offline, skip the test unless one of pip's wheel folders contains the build.
+    """
     try:
         with urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=10):
             return CPU_INDEX
@@ -70,7 +73,7 @@ def torch_index() -> str:
 
 
 def simulated_cann(root: Path) -> None:
-    """Build the simulated CANN for the image's torch_npu and install it in place of the real CANN."""
+    """Build the simulated CANN for the image's torch_npu, and install it where the real CANN would be."""
     if shutil.which("gcc") is None:
         pytest.skip("no gcc, which makes the simulated CANN")
     (site,) = (root / "opt/mindie_mm/lib").glob("python3.*/site-packages")
@@ -123,9 +126,9 @@ def test_the_image_has_the_package_and_no_build_tools_or_caches(device: str, ima
 
 
 def test_the_service_runs_as_process_1_without_privileges(device: str, image: Image, tmp_path: Path) -> None:
-    """Answer a request without privileges.
+    """The service answers a request although only /tmp and /dev/shm are writable.
 
-    Only /tmp and /dev/shm are writable, and /dev/shm has the size of compose.yaml.
+    The size of /dev/shm is the size in compose.yaml.
     """
     if device == "npu":
         simulated_cann(image.stage.root)

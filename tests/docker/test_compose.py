@@ -27,7 +27,7 @@ def of_device(device: str) -> dict[str, Any]:
 
 
 def plain(value: object) -> str:
-    """Return a value as Compose reads it when no variable is set."""
+    """Return a value as Compose reads it when none of its variables are set."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(value))
 
 
@@ -67,7 +67,7 @@ def test_shm_size_fits_the_arena() -> None:
 
 
 def test_tmpfs_has_twice_the_size_of_the_spool() -> None:
-    """Leave as much space again for other temporary files."""
+    """The rest of /tmp is for other temporary files."""
     (tmp,) = of_device("cpu")["tmpfs"]
     (size,) = re.findall("size=([^,]+)", tmp)
     assert "MINDIE_MM_MAX_SPOOL_BYTES" not in of_device("cpu")["environment"]

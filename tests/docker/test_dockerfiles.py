@@ -1,4 +1,4 @@
-"""Tests of the rules that every docker/Dockerfile.* follows, including hadolint's rules."""
+"""Tests that every docker/Dockerfile.* follows the rules of this project and of hadolint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hadolint(file: Path) -> subprocess.CompletedProcess[str]:
 
 
 def args(device: str) -> dict[str, str]:
-    """Return the build arguments that have defaults, with the defaults."""
+    """Return the defaults of the build arguments, by name. Arguments without a default are left out."""
     arguments = (one.value.partition("=") for one in read(device) if one.name == "ARG")
     return {name: value for name, _, value in arguments if value}
 

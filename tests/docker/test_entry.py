@@ -1,4 +1,4 @@
-"""Tests of the images' entry point, health check and probes, run on this machine with the embedded checkpoint."""
+"""Tests of the images' entry point, health check and probes. They run on this machine with the embedded checkpoint."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.docker.test_compose import FOUND, plain
 
 LAST = last_stage(read("cpu"))
 DEFAULT_SHM_BYTES = 64 * 2**20
-"""Docker's default size of /dev/shm."""
+"""Size of /dev/shm that Docker uses by default."""
 
 
 def environment(port: int) -> dict[str, str]:
-    """Return the image's environment with this environment's programs and a loopback address."""
+    """Return the image's environment variables, but with this environment's programs and a loopback address."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = pairs(of(LAST, "ENV")[0].value, {"PATH": programs})
     here = {"MINDIE_MM_HOST": "127.0.0.1", "MINDIE_MM_PORT": str(port), "OMP_NUM_THREADS": "1"}

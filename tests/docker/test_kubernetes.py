@@ -1,4 +1,4 @@
-"""Tests that docker/kubernetes strictly conforms to the schemas of Kubernetes and that its values are consistent."""
+"""Tests that the manifests in docker/kubernetes conform to Kubernetes' schemas and that their values are consistent."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.docker.settings import VARIABLES, nbytes, shm_bytes
 
 MANIFESTS = FOLDER / "kubernetes"
 VERSIONS = ("1.25", "1.31", "1.37")
-"""Kubernetes versions, from the oldest to the newest version that `kubernetes_validate` supports."""
+"""Versions of Kubernetes. The first is the oldest that `kubernetes_validate` supports, and the last is the newest."""
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 RESOURCES = {"cpu": {}, "cuda": {"nvidia.com/gpu": "1"}, "npu": {"huawei.com/Ascend910": "1"}}
 GRACE_PLUS_S = 5
-"""Seconds that a stop takes beyond the grace time according to docs/operate.md."""
+"""Seconds that a stop may take in addition to the grace time, according to docs/operate.md."""
 
 
 def base() -> dict[str, dict[str, Any]]:
@@ -33,7 +33,7 @@ def base() -> dict[str, dict[str, Any]]:
 
 
 def built(device: str) -> dict[str, dict[str, Any]]:
-    """Return the manifests of a device's overlay, by kind."""
+    """Return the manifests that kubectl builds from a device's overlay, by kind."""
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl, which puts overlays together")
     command = ["kubectl", "kustomize", str(MANIFESTS / device)]
@@ -126,7 +126,7 @@ def test_the_shm_volume_fits_the_arena() -> None:
 
 
 def test_the_tmp_volume_has_twice_the_size_of_the_spool() -> None:
-    """Leave as much space again for other files, as Kubernetes evicts a pod above the limit."""
+    """The rest of /tmp is for other files. Kubernetes evicts a pod that exceeds the limit."""
     (tmp,) = [volume["emptyDir"] for volume in pod_of(base())["volumes"] if volume["name"] == "tmp"]
     assert "MINDIE_MM_MAX_SPOOL_BYTES" not in env_of(container_of(base()))
     assert 2 * ServiceConfig().max_spool_bytes <= nbytes(tmp["sizeLimit"])

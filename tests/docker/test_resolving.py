@@ -1,6 +1,6 @@
-"""Tests that PyPI has a wheel of each requirement of each image and architecture.
+"""Tests that PyPI has a wheel for each requirement of the images, for each architecture.
 
-The requirements are resolved by uv, which supports the markers of other platforms and reads only metadata. In contrast,
+uv resolves the requirements, because it supports the markers of other platforms and reads only metadata. In contrast,
 `pip install --dry-run` downloads every wheel.
 """
 
@@ -27,7 +27,10 @@ ARCHITECTURES = ("x86_64", "aarch64")
 
 
 def resolved(requirements: list[str], constraints: Path, architecture: str) -> dict[str, str]:
-    """Return the resolved versions for Python 3.11 and glibc 2.35 (Ubuntu 22.04; Debian 12 has a later glibc)."""
+    """Return the resolved versions for Python 3.11 and glibc 2.35.
+
+    Ubuntu 22.04 has this glibc, and Debian 12 has a later one.
+    """
     try:
         with urllib.request.urlopen(f"{PYPI}/torch/", timeout=20):
             pass
@@ -47,7 +50,7 @@ def resolved(requirements: list[str], constraints: Path, architecture: str) -> d
 
 
 def constraints_of(device: str, torch: str, folder: Path) -> Path:
-    """Write constraints.txt with the command of the Dockerfile and return its path."""
+    """Copy constraints.txt into `folder`, change it as the Dockerfile does, and return its path."""
     (line,) = [one.value for one in of(read(device), "RUN") if "constraints.txt" in one.value]
     command = line.partition("&&")[0]
     assert command.startswith("sed --in-place ")
@@ -60,7 +63,7 @@ def constraints_of(device: str, torch: str, folder: Path) -> Path:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("device", ["cuda", "npu"])
 def test_every_requirement_has_a_wheel(device: str, architecture: str, tmp_path: Path) -> None:
-    """Resolve the CUDA and NPU images. The CPU image differs only in its build of torch, which PyPI does not have."""
+    """The test covers the CUDA and NPU images. The CPU image differs only in its build of torch, which PyPI lacks."""
     args = dict(one.value.partition("=")[::2] for one in read(device) if one.name == "ARG")
     torch, extras = args["TORCH_VERSION"], PROJECT["optional-dependencies"]
     requirements = [f"torch=={torch}", *PROJECT["dependencies"], *extras["batch"], *extras["otel"]]

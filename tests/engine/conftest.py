@@ -1,4 +1,4 @@
-"""Fake time for tests of the engine."""
+"""Fake step timeouts for tests of the engine."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 
 STEP_TIMEOUT_S = 86.0
-"""EngineConfig.step_timeout_s of tests with fake time."""
+"""Value of EngineConfig.step_timeout_s that tests use to select a fake timeout."""
 
 
 class Periods:
-    """Periods of `STEP_TIMEOUT_S` without an engine step. The test decides when each period ends."""
+    """Fake step timeouts of `STEP_TIMEOUT_S`. They pass only when the test ends them."""
 
     def __init__(self) -> None:
         self._begun = self._over = 0
         self._changed = asyncio.Condition()
 
     async def passed(self, number: int) -> None:
-        """End `number` periods. Wait until the next one has begun, or the engine is stopped."""
+        """Let `number` timeouts pass, one after another.
+
+        Before each, wait until the engine has started to wait for a step.
+        """
         async with self._changed:
             for _ in range(number):
                 await self._changed.wait_for(lambda: self._begun > self._over)
@@ -28,7 +31,7 @@ class Periods:
                 self._changed.notify_all()
 
     async def wait(self) -> None:
-        """Begin a period, and wait for its end."""
+        """Start a fake step timeout, and wait until the test ends it."""
         async with self._changed:
             self._begun += 1
             period = self._begun
@@ -38,7 +41,7 @@ class Periods:
 
 @pytest.fixture
 def periods(monkeypatch: pytest.MonkeyPatch) -> Periods:
-    """Replace the engine's step timeout with `Periods`. Other timeouts stay real."""
+    """Replace the engine's step timeout by fake timeouts. Other timeouts stay real."""
     replacement, wait = Periods(), asyncio.wait
 
     async def waiting(tasks: Iterable[asyncio.Task[Any]], **options: Any) -> Any:

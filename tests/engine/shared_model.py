@@ -1,9 +1,9 @@
-"""Worker code of tests with several ranks, in float32. Each rank's process calls `run_rank`.
+"""Worker code for tests with several ranks, in float32. Each rank's process calls `run_rank`.
 
-`cases` is a folder with one folder per checkpoint. Each contains the checkpoint's `path` and prompts <name>.npy, which
-are token ids with reference words. Each rank writes <name>.<rank>.logits.npy, and <way>.<rank>.json with the greedy
-tokens of all prompts in one batch, for each value of `TowerParallel`. If the checkpoint is refused, the rank writes the
-error to refused.<rank>.txt.
+`cases` is a folder with a subfolder per checkpoint. A subfolder contains a file `path` with the checkpoint's path, and
+prompts <name>.npy, which are token ids with handle words. Each rank writes <name>.<rank>.logits.npy. For each value of
+`TowerParallel`, it also writes the greedy tokens of all prompts, run in one batch, to <value>.<rank>.json. If the
+checkpoint is refused, the rank writes the error to refused.<rank>.txt instead.
 """
 
 import json
@@ -24,7 +24,7 @@ NUM_TOKENS = 8
 
 
 def main(case: Path, device: str, ranks: Ranks) -> None:
-    """Run one checkpoint, and write its logits and tokens."""
+    """Run one checkpoint, and write its logits and tokens to `case`."""
     try:
         model = load_model((case / "path").read_text(), device, "float32")
     except UnsupportedCheckpoint as error:
@@ -41,11 +41,11 @@ def main(case: Path, device: str, ranks: Ranks) -> None:
 
 
 def run_rank(number: int, count: int, cases: Path, device: str) -> None:
-    """Run all checkpoints. The caller runs each rank in a separate process."""
+    """Run all checkpoints as rank `number`. The caller starts a separate process for each rank."""
     torch.set_num_threads(1)
     ranks = join(number, count, str(cases / "store"), device)
     for case in sorted(path for path in cases.iterdir() if path.is_dir()):
         main(case, device, ranks)
-    # Threads of the process group that outlive the interpreter may abort the process.
+    # Threads of the process group could abort the process if they outlived the interpreter.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

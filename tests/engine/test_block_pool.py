@@ -26,7 +26,7 @@ def test_blocks_without_a_key_are_reused_first_and_then_the_least_recently_freed
     first, second, plain = sequence(), sequence(), sequence()
     for one, tokens in ((first, 8), (second, 8), (plain, 8)):
         pool.grow(one, tokens)
-    for i, block in enumerate((*first.blocks, *second.blocks)):
+    for i, block in enumerate((*first.kv_blocks, *second.kv_blocks)):
         pool.keep(block, key(i))
     for one in (second, first, plain):
         pool.free(one)
@@ -39,16 +39,16 @@ def test_blocks_without_a_key_are_reused_first_and_then_the_least_recently_freed
     pool.grow(taken, 16)
     assert pool.find([key(2)]) == []
     assert pool.find([key(0), key(1)]) == [0, 1]
-    assert taken.blocks == [4, 5, 3, 2]
+    assert taken.kv_blocks == [4, 5, 3, 2]
 
 
 def test_cached_blocks_that_a_sequence_will_share_do_not_count_as_free():
     pool = BlockPool(3, 4)
     first, second = sequence(), sequence()
     pool.grow(first, 8)
-    for i, block in enumerate(first.blocks):
+    for i, block in enumerate(first.kv_blocks):
         pool.keep(block, key(i))
-    assert pool.can_grow(second, 12, first.blocks)
+    assert pool.can_grow(second, 12, first.kv_blocks)
     pool.free(first)
     shared = pool.find([key(0), key(1)])
     assert pool.can_grow(second, 12, shared)
@@ -64,8 +64,8 @@ def test_a_key_stays_with_the_first_block_that_has_it():
     pool.grow(first, 4)
     pool.grow(second, 4)
     for one in (first, second):
-        pool.keep(one.blocks[0], key(7))
-    assert pool.find([key(7)]) == first.blocks
+        pool.keep(one.kv_blocks[0], key(7))
+    assert pool.find([key(7)]) == first.kv_blocks
 
 
 def test_random_operations_keep_the_reference_counts_right():
@@ -83,17 +83,17 @@ def test_random_operations_keep_the_reference_counts_right():
                 alive.append(new)
         elif action == 1 and alive:
             one = alive[generator.integers(len(alive))]
-            wanted = len(one.blocks) * 4 + int(generator.integers(9))
+            wanted = len(one.kv_blocks) * 4 + int(generator.integers(9))
             if pool.can_grow(one, wanted):
                 pool.grow(one, wanted)
         elif action == 2 and alive:
             one = alive[generator.integers(len(alive))]
-            block = one.blocks[generator.integers(len(one.blocks))]
+            block = one.kv_blocks[generator.integers(len(one.kv_blocks))]
             if block not in pool._keys:
                 pool.keep(block, key(int(generator.integers(40))))
         elif action == 3 and alive:
             pool.free(alive.pop(generator.integers(len(alive))))
-        held = Counter(block for one in alive for block in one.blocks)
+        held = Counter(block for one in alive for block in one.kv_blocks)
         assert all(pool._holders[block] == held[block] for block in range(24))
         assert sorted([*pool._free, *held]) == list(range(24))
         assert {block: name for name, block in pool._blocks.items()} == pool._keys

@@ -1,4 +1,4 @@
-"""Tests of recorded decode steps: one recording per batch size, and the same tokens as without recordings."""
+"""Tests of recorded decode steps: one recording per batch size, and the same tokens as without recording."""
 
 import numpy as np
 import pytest
@@ -36,13 +36,14 @@ def prompts(random_checkpoint, tmp_path):
 
 
 def test_recorded_steps_give_the_same_tokens(model, prompts, recorded):
-    """Run batches of one, two and three sequences that grow by several blocks. Three are padded to four."""
+    """Batches have one, two or three sequences, which grow by several blocks. Batches of three are padded to four."""
     config = EngineConfig(kv_block_size=4)
     for given in (prompts[:1], prompts[:2], prompts):
         recorded.clear()
         tokens, errors = run(Engine(model, config), given, max_tokens=40, ignore_eos=True)
         assert not errors
-        assert sum(recorded) == 39  # the first token of each is a prompt's
+        # The first token of each sequence comes from the prompt's step, which is not recorded.
+        assert sum(recorded) == 39
         assert len(recorded) <= 4, "sizes are powers of two"
         eager = Engine(model, EngineConfig(kv_block_size=4, enforce_eager=True))
         assert (tokens, errors) == run(eager, given, max_tokens=40, ignore_eos=True)
@@ -50,7 +51,7 @@ def test_recorded_steps_give_the_same_tokens(model, prompts, recorded):
 
 
 def test_sequences_that_end_one_after_another_give_the_same_draws(model, prompts, recorded):
-    """Pad a recording's spare rows with a sequence that is still running."""
+    """The spare rows of a recording are padded with a sequence that is still running."""
 
     def answers(**settings):
         engine = Engine(model, EngineConfig(**settings))
@@ -109,13 +110,13 @@ def test_a_step_that_cannot_be_recorded_runs_operator_by_operator(model, prompts
     ids=["boolean index", "unique", "bincount", "repeat_interleave"],
 )
 def test_the_test_recorder_refuses_operators_that_synchronize_a_gpu(waiting):
-    """Refuse operators whose output size depends on values on the device."""
+    """The refused operators have outputs whose size depends on values on the device."""
     with pytest.raises(RuntimeError, match="waits for the device"):
         record(lambda: waiting(torch.arange(4)))
 
 
 def test_the_first_error_of_a_recording_is_logged(model, prompts, monkeypatch, recorded, caplog):
-    """Log the first of two errors. CUDA's second error only reports that the capture was invalidated."""
+    """Of two errors, the first is logged. CUDA's second error only reports that the capture was invalidated."""
 
     def spoiled(work):
         try:
@@ -140,7 +141,7 @@ def test_sizes_that_run_out_of_memory_are_not_recorded_and_smaller_ones_are(
 
     def lacking(work):
         tried.append(len(tried))
-        if len(tried) == 1:  # three sequences, padded to four
+        if len(tried) == 1:  # the first recording has three sequences, padded to four
             raise torch.OutOfMemoryError("lacking")
         return plain(work)
 

@@ -1,4 +1,4 @@
-"""Tests of the default sampling parameters that a checkpoint states in generation_config.json."""
+"""Tests of the default sampling parameters in a checkpoint's generation_config.json."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from mindie_mm.worker.llm import LLM
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
-"""The published values of Qwen3-VL."""
+"""Qwen3-VL's published generation_config.json."""
 
 
 def checkpoint(folder: Path, content: Any) -> Checkpoint:
@@ -91,7 +91,7 @@ def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_script_gets_the_defaults(tmp_path: Path) -> None:
-    """Use a folder whose settings are greedy and end after three tokens."""
+    """The given folder sets greedy decoding and a limit of three tokens."""
     checkpoint(tmp_path, {"temperature": 0, "max_new_tokens": 3})
     with LLM(config=WorkerConfig(generation_config=str(tmp_path))) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3, cut_max_tokens=True)
@@ -104,7 +104,7 @@ def test_a_script_gets_the_defaults(tmp_path: Path) -> None:
 
 
 def test_a_default_length_is_cut_to_the_context(tmp_path: Path) -> None:
-    """Cut a max_new_tokens that is as long as the context, which would leave no room for a prompt."""
+    """max_new_tokens equals the context length, which would leave no room for a prompt."""
     checkpoint(tmp_path, {"temperature": 0, "max_new_tokens": 64})
     config = WorkerConfig(generation_config=str(tmp_path), engine=EngineConfig(max_model_len=64))
     with LLM(config=config) as llm:

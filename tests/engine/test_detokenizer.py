@@ -1,4 +1,4 @@
-"""Tests of incremental detokenization, which must equal one decode of all tokens up to a stop string."""
+"""Tests of incremental detokenization. Up to a stop string, the text equals that of decoding all tokens at once."""
 
 import random
 
@@ -31,7 +31,7 @@ def test_the_pieces_add_up_to_the_text(tokenizer, text):
 
 
 def test_any_tokens_give_the_text_of_one_decode(tokenizer):
-    """Include incomplete characters, because a model may generate any bytes."""
+    """The tokens include incomplete characters, because a model may generate any bytes."""
     draw = random.Random(0)
     for _ in range(300):
         ids = [draw.randrange(8, tokenizer.get_vocab_size()) for _ in range(draw.randrange(20))]
@@ -42,7 +42,8 @@ def test_any_tokens_give_the_text_of_one_decode(tokenizer):
 def by_bytes():
     """Return a tokenizer with byte fallback, like Llama's.
 
-    Text without a token becomes byte tokens, a run of byte tokens is decoded together, and a leading space is dropped.
+    Characters without a token are encoded as byte tokens. Adjacent byte tokens are decoded together, and a leading
+    space is dropped.
     """
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "▁a", "▁b"]
     vocabulary = {name: index for index, name in enumerate(names)}
@@ -58,14 +59,14 @@ def by_bytes():
     [
         (["▁a", "你", 0xFF, "▁b", "▁a"], "a你� b a"),
         (["a", "你", 0xFF, "ab你b"], "a你�ab你b"),
-        (["a", "你", 0xFF, "好"], "a你����"),  # a run of byte tokens is valid or invalid as a whole
+        (["a", "你", 0xFF, "好"], "a你����"),  # adjacent byte tokens are valid or invalid as a whole
         (["a", "你", 0xFF, "好", "b"], "a你����b"),
         (["a", "你", 0xFF], "a你�"),
         (["a", "你", 0xFF, 0x41, 0x0A, "b"], "a你���b"),
     ],
 )
 def test_invalid_bytes_do_not_stop_the_output(by_bytes, pieces, text):
-    """Show both the character that was already complete and the text behind the invalid bytes."""
+    """Characters that were complete before the invalid bytes are shown, and so is the text after these bytes."""
     ids = []
     for piece in pieces:
         known = by_bytes.token_to_id(f"<0x{piece:02X}>" if isinstance(piece, int) else piece)
@@ -83,7 +84,7 @@ def test_any_bytes_are_accepted(by_bytes):
 
 
 def test_many_tokens_without_text_take_linear_time(by_bytes):
-    """Take linear time for the end tokens of `ignore_eos`. Quadratic decoding would take minutes here."""
+    """With `ignore_eos`, many end tokens may follow. In quadratic time, this test would take minutes."""
     end, *words = (by_bytes.token_to_id(name) for name in ("</s>", "▁a", "▁b"))
     with processor_time_below(20):
         assert pushed(by_bytes, [*words, *[end] * 60_000, *words])[1] == "a b a b"
@@ -106,7 +107,7 @@ def test_an_incomplete_character_is_held_back(tokenizer):
 def test_a_stop_string_ends_the_text_before_it(tokenizer, text, stop):
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     pieces, whole, stopped_by = pushed(tokenizer, ids, tuple(stop))
-    # Reference: the growing text, and the first moment at which it contains a stop string.
+    # As a reference, find the first prefix of the text that contains a stop string.
     grown = ["".join(text[:i]) for i in range(len(text) + 1)]
     hits = next(([(g.find(s), s) for s in stop if s in g] for g in grown if any(s in g for s in stop)), None)
     if hits is None:

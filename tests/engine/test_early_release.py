@@ -1,4 +1,4 @@
-"""Tests of early release: a prompt's media blocks may be freed once the engine has consumed them."""
+"""Tests of early release: a prompt's media blocks are freed as soon as the engine has consumed them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tokenizer(random_checkpoint):
 
 
 class Desk:
-    """A tokenizer that frees each prompt's blocks as soon as the engine has consumed them."""
+    """A tokenizer that frees the blocks of each prompt as soon as the engine has consumed them."""
 
     def __init__(self, tokenizer, folder):
         self.tokenizer = tokenizer
@@ -69,9 +69,10 @@ class Desk:
         return engine.refill(Refill(name, self.ids(name).tobytes()))
 
     def run(self, engine, outputs, parked=None):
-        """Step until no work is left.
+        """Run steps until no work is left.
 
-        A request that needs its media again is refilled, or appended to `parked` if the list is given.
+        If a request needs its media again, tokenize its prompt again. If `parked` is given, append the request to it
+        instead.
         """
         while engine.has_work():
             for progress in engine.step().progress:
@@ -94,7 +95,7 @@ def desk(tokenizer, tmp_path):
 
 
 def small(model, **settings):
-    """Return an engine whose KV cache has room for one and a half answers. The encoder cache cannot store features."""
+    """Return an engine whose KV cache has room for one and a half answers, and whose encoder cache stores nothing."""
     blocks = BLOCKS
     return Engine(
         model,
@@ -106,7 +107,7 @@ def small(model, **settings):
 
 @pytest.fixture
 def alone(model, desk):
-    """Return the tokens of each prompt when it runs alone."""
+    """Return the tokens of each prompt when no other prompt runs."""
     outputs = {}
     for name in "01":
         desk.add(engine := small(model), name)
@@ -128,7 +129,7 @@ def test_a_preempted_answer_gets_freed_media_again_and_stays_the_same(model, des
 
 
 def park(engine, desk):
-    """Run two requests until the first one has ended and the second is parked. Return their tokens."""
+    """Run two requests until the first has ended and the second waits for its media. Return their tokens."""
     outputs, parked = {}, []
     for name in "01":
         desk.add(engine, name)
@@ -259,7 +260,7 @@ async def test_an_engine_that_only_waits_for_media_does_not_count_as_hung(
             group.create_task(answer("0"))
             group.create_task(answer("1"))
             await needs.wait()
-            while engine.stats.num_running:  # noqa: ASYNC110 - no event says so
+            while engine.stats.num_running:  # noqa: ASYNC110 - no event announces this
                 await asyncio.sleep(0.001)
             await periods.passed(3)
             assert engine.pid == before

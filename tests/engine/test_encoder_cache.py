@@ -1,4 +1,4 @@
-"""Tests of the encoder cache, which keeps features by content up to a size in bytes."""
+"""Tests of the encoder cache, which stores features by content, up to a size in bytes."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ def media(digest, ref=""):
 
 
 def features(rows=4):
-    return torch.zeros(rows, 8)  # 32 bytes a row
+    return torch.zeros(rows, 8)  # 32 bytes per row
 
 
 def test_the_least_recently_used_item_is_evicted_first():

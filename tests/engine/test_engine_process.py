@@ -1,4 +1,4 @@
-"""Tests of the engine in its own process: streams, aborts and crashes."""
+"""Tests of the engine in a separate process: streams, aborts and crashes."""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ async def test_leaving_the_stream_early_aborts_the_request(engine):
         break
     await stream.aclose()
     async with asyncio.timeout(300):
-        while engine.stats.num_running or engine.stats.kv_cache_usage:  # noqa: ASYNC110 - no event says so
+        while engine.stats.num_running or engine.stats.kv_cache_usage:  # noqa: ASYNC110 - no event announces this
             await asyncio.sleep(0)
     assert engine.stats.num_waiting == 0
 
@@ -110,8 +110,8 @@ async def test_a_stop_token_id_ends_the_answer(engine):
         (PROMPT, SamplingParams(temperature=-1), InputError, "temperature is -1"),
         (PROMPT, SamplingParams(stop=5), InputError, r"stop is 5: it must be a list, not an integer"),
         (PROMPT, SamplingParams(temperature=None), InputError, r"temperature must be a number, not null"),
-        (PROMPT, SamplingParams(bad_words=("a",)), InputError, "bad_words is text, .* give bad_token_ids"),
-        (PROMPT, SamplingParams(allowed_token_ids=(5,), bad_token_ids=((5,),)), InputError, "leave no token"),
+        (PROMPT, SamplingParams(bad_words=("a",)), InputError, "bad_words is set, .* give bad_token_ids"),
+        (PROMPT, SamplingParams(allowed_token_ids=(5,), bad_token_ids=((5,),)), InputError, "exclude every token"),
     ],
     ids=[
         "too long",
@@ -134,7 +134,7 @@ async def test_an_invalid_request_fails_alone(engine, ids, params, error, words)
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["answered", "failed over its second picture"])
 async def test_an_idle_engine_unmaps_a_removed_arena(engine, random_checkpoint, tmp_path, lost):
-    """Unmap the arena, because /dev/shm may have no room for the next tokenizer's arena before that."""
+    """While the arena is mapped, /dev/shm may have no room for the next tokenizer's arena."""
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
         ids = tokenizer.tokenize([{"image": picture(60, 90)}, {"image": picture(90, 60)}], tmp_path / "path").numpy()
         (arena,) = arenas_of([os.getpid()])
@@ -159,11 +159,14 @@ async def test_a_running_request_ends_normally_when_its_arena_is_removed(engine,
 
 
 async def test_requests_fail_at_once_while_the_engine_cannot_restart(engine, tmp_path, monkeypatch):
-    """Fail waiting and new requests immediately while the checkpoint is missing. Serve requests when it is back."""
+    """While the checkpoint is missing, waiting and new requests fail immediately.
+
+    When it is back, requests are answered.
+    """
     start = engine._start
     monkeypatch.setattr(engine, "_start", msgspec.structs.replace(start, model=str(tmp_path / "gone")))
     os.kill(engine.pid, signal.SIGKILL)
-    while not why_down(engine):  # noqa: ASYNC110 - no event says so
+    while not why_down(engine):  # noqa: ASYNC110 - no event announces this
         await asyncio.sleep(0)
     async with asyncio.timeout(0.9 * RESTART_WAIT_S):
         for request_id in ("waits", "comes later"):
@@ -172,7 +175,7 @@ async def test_requests_fail_at_once_while_the_engine_cannot_restart(engine, tmp
             ):
                 await tokens(engine, request_id)
         monkeypatch.setattr(engine, "_start", start)
-        while engine._starter.patience_s() == 0:  # noqa: ASYNC110 - no event says so
+        while engine._starter.patience_s() == 0:  # noqa: ASYNC110 - no event announces this
             await asyncio.sleep(0.01)
     assert len(await tokens(engine, "once it is back")) == 16
 
@@ -209,7 +212,7 @@ async def test_a_restarted_engine_keeps_its_cache_size_whatever_other_processes_
         first, before = engine.info, engine.pid
         taken = b"x" * 2**29
         os.kill(before, signal.SIGKILL)
-        while not why_down(engine):  # noqa: ASYNC110 - no event says so
+        while not why_down(engine):  # noqa: ASYNC110 - no event announces this
             await asyncio.sleep(0)
         await tokens(engine, "later")
         assert engine.pid != before
@@ -243,7 +246,7 @@ async def test_an_idle_engine_is_not_stopped_while_a_caller_is_slow_to_read(rand
         before, params = engine.pid, SamplingParams(temperature=0, max_tokens=3)
         async with aclosing(engine.generate("slow", np.arange(10, 14), params)) as progress:
             assert (await anext(progress)).finish_reason is None
-            while engine.stats.num_running:  # noqa: ASYNC110 - there is no event for it
+            while engine.stats.num_running:  # noqa: ASYNC110 - no event announces this
                 await asyncio.sleep(0.001)
             await periods.passed(3)
             assert engine.pid == before

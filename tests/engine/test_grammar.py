@@ -1,4 +1,4 @@
-"""Tests of grammar constraints over the tokens of the embedded checkpoint."""
+"""Tests of grammar constraints, with the vocabulary of the embedded checkpoint."""
 
 import json
 
@@ -32,7 +32,7 @@ def fits(schema: str) -> StructuredOutputs:
 
 
 def walk(grammars: Grammars, constraint: Constraint, seed: int, most: int = 200) -> list[int]:
-    """Draw allowed tokens uniformly up to the first end-of-sequence token, and return them."""
+    """Draw allowed tokens uniformly until an end-of-sequence token is drawn. Return the tokens before it."""
     rng = np.random.default_rng(seed)
     drawn: list[int] = []
     while len(drawn) < most:
@@ -77,7 +77,7 @@ def test_a_token_that_breaks_the_schema_is_an_error(grammars: Grammars) -> None:
 
 
 def test_each_constraint_masks_only_its_own_row(grammars: Grammars) -> None:
-    """Mask rows independently of their order and number, also when one constraint has an error."""
+    """A mask does not depend on the order and number of the rows, even if one of the constraints has an error."""
     schemas = ['{"type": "boolean"}', '{"type": "string"}', '{"enum": ["x", "yz"]}', "{}"]
     constraints = [grammars.constraint(fits(schema)) for schema in schemas for _ in range(8)]
     walk(grammars, constraints[9], 0, most=3)

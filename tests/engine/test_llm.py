@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("copied_workers")
 
 @pytest.fixture(scope="module")
 def llm(random_checkpoint):
-    """Yield an LLM that was opened by a relative path before the working directory changed."""
+    """Yield an LLM that was opened by a relative path in another working directory."""
     with contextlib.chdir(random_checkpoint.parent):
         llm = LLM(random_checkpoint.name)
     with llm:
@@ -188,7 +188,7 @@ def test_inputs_wait_for_a_small_arena_and_a_removed_arena_is_replaced(random_ch
 
 
 def remove_arenas_but(others):
-    """Remove all other arenas, as systemd-logind does when the user logs out (RemoveIPC)."""
+    """Remove all arenas of this process except `others`, as systemd-logind does when the user logs out (RemoveIPC)."""
     for arena in arenas_of([os.getpid()]):
         if arena.file not in others:
             Path(arena.file).unlink()
@@ -215,7 +215,10 @@ def test_relative_paths_are_resolved_at_the_call(llm, picture, tmp_path, monkeyp
 
 
 def test_a_structured_output_may_begin_after_the_reasoning(llm):
-    """The bias makes the model think for a while, and then end its reasoning. The rest is up to the mask."""
+    """The logit bias makes the model produce five dots, which end the reasoning.
+
+    From then on, the mask overrides the bias.
+    """
     dot = llm._worker.tokenizer.token_to_id(".")
     wanted = StructuredOutputs(regex="[xyz]{3}", after=".....")
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs=wanted, logit_bias={dot: 100})
@@ -274,7 +277,7 @@ def test_a_closed_llm_refuses_calls(random_checkpoint):
 
 
 def test_closing_ends_calls_of_other_threads(random_checkpoint):
-    """End a call with more inputs than the engine runs at a time, instead of failing the inputs one by one."""
+    """The call has more inputs than the engine runs at a time. It ends as a whole, and no input fails on its own."""
     config = WorkerConfig(engine=EngineConfig(max_num_seqs=2))
     long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     with LLM(random_checkpoint, config) as llm, ThreadPoolExecutor(1) as thread:
@@ -306,7 +309,7 @@ def test_a_forked_process_cannot_use_the_llm(llm):
 
 @pytest.mark.parametrize("in_process", [True, False])
 async def test_a_cancelled_start_leaves_no_process(random_checkpoint, stopped_workers, in_process):
-    """Kill the worker processes, however long they take to end."""
+    """Worker processes are killed, because they could take a long time to end."""
     config, num_workers = WorkerConfig(model=random_checkpoint, decoders=0), 1 if in_process else 2
     starting = asyncio.create_task(Worker.start(config, in_process=in_process))
     workers = [await stopped_workers.get() for _ in range(num_workers)]
@@ -362,9 +365,10 @@ threading.Thread(target=work).start()
 @pytest.mark.slow
 @pytest.mark.parametrize("decoders", [0, 2])
 def test_a_script_on_standard_input_gets_answers_until_it_ends(random_checkpoint, decoders):
-    """Answer a script without a main guard that closes nothing. Workers do not import `__main__` again.
+    """The script has no main guard and closes nothing. Workers do not import `__main__` again.
 
-    A thread may outlive the main thread. An exit handler that was registered before the LLM runs after its end.
+    A thread of the script outlives the main thread and still gets answers. An exit handler that was registered before
+    the LLM runs after the LLM has been closed.
     """
     script = SCRIPT.format(path=str(random_checkpoint), decoders=decoders)
     ended = subprocess.run([sys.executable], input=script, capture_output=True, text=True, timeout=300, check=False)

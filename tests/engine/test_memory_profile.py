@@ -1,6 +1,6 @@
 """Tests of the memory profile: the KV cache gets the memory that the worst case leaves.
 
-Includes tests of the host's memory: lazy zeros, peaks and free bytes.
+Other tests cover the host's memory: zeros that are allocated lazily, peaks and free bytes.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from tools.random_checkpoint import write_checkpoint
 
 
 class Sized(CPU):
-    """A CPU device that reports `free` bytes and counts the trial runs."""
+    """A CPU device that reports `free` bytes of free memory and counts the trial runs."""
 
     def __init__(self, free: int = 4 * GiB) -> None:
         self.free = free
@@ -48,13 +48,13 @@ class Sized(CPU):
 
 
 class Recording(Sized):
-    """A device that records its decode steps."""
+    """A device that can record decode steps."""
 
     records = True
 
 
 class Weightless(Recording):
-    """A device whose work does not use memory. Only the extrapolated bytes remain, exactly."""
+    """A device on which work uses no memory, so that the result contains exactly the bytes that are not measured."""
 
     def peak_bytes(self, work):
         super().peak_bytes(work)
@@ -63,7 +63,7 @@ class Weightless(Recording):
 
 @pytest.fixture(scope="module")
 def small_pictures(tmp_path_factory):
-    """Return a checkpoint like `random_checkpoint` whose pictures have at most 12,544 pixels."""
+    """Return a checkpoint like `random_checkpoint`, with pictures of at most 12,544 pixels."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "small", "tiny", max_pixels=12_544)
 
 
@@ -76,7 +76,10 @@ def room(path, kinds=("image",), device=None, **settings):
 
 @pytest.fixture(scope="module")
 def own_room():
-    """Yield a function that runs `room` in a new process. Free blocks of this process would hide memory in use."""
+    """Yield a function that runs `room` in a new process.
+
+    Memory that the allocator of this process has freed but kept would be reused, and the measurement would miss it.
+    """
     with ProcessPoolExecutor(1, get_context("spawn")) as processes:
         yield lambda *args, **kwargs: processes.submit(room, *args, **kwargs).result(timeout=300)
 
@@ -102,7 +105,7 @@ def test_memory_of_recorded_steps_counts(random_checkpoint, own_room):
 
 
 def test_the_largest_item_is_limited_by_the_prompt_length(random_checkpoint, own_room):
-    """Try a video that fits the prompt instead of 768 frames of 255 features each."""
+    """The video in the trial fits the prompt. It does not have 768 frames with 255 features each."""
     short, long = (own_room(random_checkpoint, ("video",), max_model_len=length) for length in (64, 512))
     assert short - long > 4 * MiB
     none = own_room(random_checkpoint, (), max_model_len=3)
@@ -110,7 +113,10 @@ def test_the_largest_item_is_limited_by_the_prompt_length(random_checkpoint, own
 
 
 def test_an_extrapolation_from_few_trials_is_near_the_measurement(random_checkpoint, own_room):
-    """Allow a larger extrapolation, because the allocator keeps memory that small trials have freed."""
+    """The extrapolation may exceed the measurement.
+
+    The reason is that the allocator keeps memory that small trials have freed.
+    """
     none, whole, extrapolated = (
         own_room(random_checkpoint, max_tower_tokens=4096, measure_s=s) for s in (0, 600, 0.01)
     )
@@ -118,7 +124,7 @@ def test_an_extrapolation_from_few_trials_is_near_the_measurement(random_checkpo
 
 
 def test_trials_begin_with_a_small_part_of_a_large_picture(random_checkpoint):
-    """Skip a strip of 14 rows, which the model refuses, instead of trying the whole picture of 12.8 megapixels."""
+    """The model refuses a strip of 14 rows. The next trial is another small part, not all 12.8 megapixels."""
     model, config = load_model(random_checkpoint, device="cpu"), EngineConfig(device="cpu", max_model_len=8192)
     processor = family_named("qwen2_vl").processor(Checkpoint.open(random_checkpoint))
     worst = WorstCase(model, processor, CPU(), config)
@@ -150,7 +156,7 @@ def test_an_explicit_size_is_used_and_the_worst_case_is_still_tried(small_pictur
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked for", "measured"])
 def test_a_context_that_exceeds_the_cache_is_refused_if_configured_and_otherwise_cut(random_checkpoint, caplog, asked):
-    """Use a cache of nine blocks of 16 tokens and a part of a tenth."""
+    """The cache has nine blocks of 16 tokens and 15 more tokens, which are not enough for a tenth block."""
     caplog.set_level("INFO")
     model = load_model(random_checkpoint, device="cpu")
     size, own = model.spec.kv_token_bytes, model.spec.max_model_len
@@ -240,7 +246,7 @@ async def ask(engine, ids):
 
 
 async def test_a_burst_of_large_pictures_stays_within_the_measured_memory(random_checkpoint, tmp_path):
-    """Compare the engine's peak resident memory with the measured worst case, the caches and the shared pages."""
+    """The engine's peak memory is at most the measured worst case plus the caches and the pages that it shares."""
     path, kv, encoder, arena_bytes = random_checkpoint, 4 * MiB, 2 * MiB, 16 * MiB
     config = EngineConfig(
         device="cpu",
@@ -265,7 +271,7 @@ async def test_a_burst_of_large_pictures_stays_within_the_measured_memory(random
         finally:
             await engine.close()
         release(path_file)
-    # Twelve pictures in one call would take six times the measured memory. Fragmentation adds up to a fifth.
+    # One call for all pictures would take six times the measured memory. Fragmentation adds up to a fifth.
     assert 0.5 * measured < taken <= 1.25 * measured + kv + encoder + arena_bytes + 8 * MiB
 
 
@@ -292,7 +298,10 @@ def test_cgroup_limits_bound_the_free_memory(tmp_path):
 
 def test_a_peak_is_the_memory_in_use_at_one_time():
     def take():
-        """Return a tensor with its own mapping. An allocator with free blocks could place two tensors side by side."""
+        """Return a tensor with a memory mapping of its own.
+
+        An allocator with free blocks could put two tensors into the same mapping.
+        """
         return host_memory.zeros((64 * MiB // 4,), torch.float32).fill_(1)
 
     def work():

@@ -1,4 +1,4 @@
-"""Tests of non-finite numbers, which must fail only their own request."""
+"""Tests that non-finite numbers fail only the request that they belong to."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def prompts(random_checkpoint):
 
 
 def spoil(engine):
-    """Fill all KV cache blocks with NaN, as a request whose numbers overflowed would leave them."""
+    """Fill all KV blocks with NaN, as a request might leave them if its numbers overflowed."""
     for pages in (*engine._runner._cache.keys, *engine._runner._cache.values):
         pages[: engine._blocks.num_blocks] = torch.nan
 
@@ -61,7 +61,10 @@ def test_a_request_with_nan_logits_fails_alone_and_shares_no_prefix(model, promp
 
 
 def test_a_prompt_that_failed_is_computed_again(model, prompts):
-    """Do not reuse blocks of the failed prompt's first chunk, which may hold non-finite numbers or have caused them."""
+    """KV blocks of the failed prompt's first chunk are not reused.
+
+    They may contain or have caused the non-finite numbers.
+    """
     params = SamplingParams(temperature=0, max_tokens=3)
     expected, _ = run(Engine(model, EngineConfig(kv_block_size=4)), prompts[1:2], max_tokens=3)
     engine = Engine(model, EngineConfig(kv_block_size=4, max_num_batched_tokens=8))
@@ -92,10 +95,10 @@ def test_features_that_may_have_failed_a_request_are_encoded_again(model, random
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_non_finite_logits_fail_only_their_own_rows(model, number):
-    """Fail rows with infinity too. float16 overflows above 65,504, and softmax turns infinity into NaN."""
+    """Infinity also fails a row: float16 overflows above 65,504, and softmax turns infinity into NaN."""
     settings = ({"temperature": 0, "logprobs": 2}, {"seed": 3}, {"temperature": 0, "logprobs": 0}, {"seed": 4})
     logits = torch.randn(4, model.spec.vocab_size, generator=torch.Generator().manual_seed(1)).to(model.spec.device)
-    logits[:, 6] = -torch.inf  # a model may mask a token with minus infinity
+    logits[:, 6] = -torch.inf  # a model may mask a token with minus infinity, which is not an error
 
     def drawn(rows):
         engine = Engine(model, EngineConfig())
@@ -114,8 +117,8 @@ def test_non_finite_logits_fail_only_their_own_rows(model, number):
 @pytest.mark.parametrize(
     ("array", "grid", "message"),
     [
-        (torch.full((2, 3), torch.nan).numpy(), (), "contain non-finite values"),
-        (torch.full((2, 3), torch.inf).numpy(), (), "contain non-finite values"),
+        (torch.full((2, 3), torch.nan).numpy(), (), "contain infinite values or NaN"),
+        (torch.full((2, 3), torch.inf).numpy(), (), "contain infinite values or NaN"),
         (torch.zeros(2, 3).numpy(), (1.0, 2, 2), r"grid is \(1.0, 2, 2\); it must contain only integers"),
         (torch.zeros(2, 3), (), "must be a numpy array"),
     ],

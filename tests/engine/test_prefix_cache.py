@@ -1,4 +1,4 @@
-"""Tests of the prefix cache, which reuses KV cache blocks only for the same ids and the same media."""
+"""Tests of the prefix cache. KV blocks are reused only for the same ids and the same media."""
 
 import io
 import struct
@@ -62,7 +62,7 @@ def prompts(tokenizer, path_file):
 
 
 def ask(engine, ids, params=GREEDY):
-    """Run one request alone, and return its first and last progress."""
+    """Run one request, with no other request in the engine. Return its first and its last progress."""
     assert engine.add(Add("r", ids.numpy().tobytes(), params)) is None
     news = []
     while engine.has_work():
@@ -75,7 +75,7 @@ def cached(engine, ids):
 
 
 def assert_all_free(engine):
-    """Assert that no block is in use or lost, and that the index is consistent."""
+    """Assert that no KV block is in use or lost, and that the index of cached blocks is consistent."""
     blocks = engine._blocks
     assert engine.stats.kv_cache_usage == 0
     assert sorted(blocks._free) == list(range(blocks.num_blocks))
@@ -123,7 +123,7 @@ def test_outputs_equal_those_without_prefix_caching(settings, model, prompts):
 
 
 def test_a_preempted_sequence_finds_its_own_blocks_again(model):
-    """Give the cache room for one and a half sequences. The second is preempted, and some of its blocks stay."""
+    """The cache has room for one and a half sequences. The second is preempted, and some of its blocks stay cached."""
     config = EngineConfig(kv_block_size=4, kv_cache_bytes=30 * 4 * model.spec.kv_token_bytes)
     prompts = [torch.arange(10, 50), torch.arange(100, 150)]
     params = {"max_tokens": 25, "ignore_eos": True}
@@ -135,7 +135,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again(model):
     found = 0
     while engine.has_work():
         engine.step()
-        if not second.blocks and second.num_output and "1" in engine._sequences:
+        if not second.kv_blocks and second.num_output and "1" in engine._sequences:
             found = len(engine._blocks.find(second.keys)) * 4
     assert engine.stats.preemptions > 0
     assert second.output_ids == plain[0]
@@ -149,7 +149,7 @@ def test_a_repeated_picture_needs_no_tower_and_no_prefill(model, tokenizer, path
     first, last = ask(engine, asked)
     assert first.cached_tokens == 0
     assert last.timings.tower_s > 0
-    ask(engine, other)  # drops the features of the first picture
+    ask(engine, other)  # evicts the features of the first picture
     again, last = ask(engine, tokenizer.tokenize([{"image": RED}, QUESTION], path_file))
     assert again.cached_tokens == (len(asked) - 1) // 4 * 4
     assert last.timings.tower_s == 0
@@ -161,7 +161,7 @@ def test_a_prompt_that_continues_an_answer_finds_the_blocks_of_the_answer(model,
     ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
     outputs, _ = run(engine, [ids], max_tokens=9, ignore_eos=True)
     longer = torch.cat([ids, torch.tensor([*outputs[0], 20, 21, 22])])
-    known = len(ids) + 8  # the last token was never computed
+    known = len(ids) + 8  # the keys and values of the last token were never computed
     assert cached(engine, longer) == known // 4 * 4
     assert ask(engine, longer)[1].token_ids == ask(Engine(model, EngineConfig()), longer)[1].token_ids
 
@@ -207,7 +207,7 @@ def test_aborted_and_failed_requests_leave_only_computed_blocks(model, tokenizer
     bad = tokenizer.tokenize([{"image": picture(60, 90, 3)}, QUESTION], path_file)
     engine.add(Add("bad", bad.numpy().tobytes(), GREEDY))
     free(model.read(bad.numpy())[0].ref)
-    tokenizer.tokenize([{"image": picture(30, 40)}], path_file)  # the owner reclaims the block
+    tokenizer.tokenize([{"image": picture(30, 40)}], path_file)  # the owner reclaims the freed block
     assert [progress.error.name for progress in engine.step().progress] == ["StaleReference"]
     assert_all_free(engine)
     good = tokenizer.tokenize([{"image": picture(60, 90, 3)}, QUESTION], path_file)
@@ -281,7 +281,7 @@ def test_a_picture_with_other_settings_is_never_a_hit(model, tokenizer, path_fil
 
 
 def test_placeholder_ids_without_a_picture_are_never_a_hit(model, tokenizer, path_file):
-    """Compute a prompt whose ids are plain placeholder tokens. A client can send such ids."""
+    """A client can send a prompt whose ids are ordinary placeholder tokens, without a picture."""
     engine = Engine(model, EngineConfig(**SMALL))
     ids = tokenizer.tokenize([{"image": RED}, QUESTION], path_file)
     ask(engine, ids)
@@ -309,7 +309,7 @@ def test_an_item_without_a_digest_is_never_a_hit(model, random_checkpoint, path_
 
 
 def variant(model, **attributes):
-    """Return a copy of the model whose class has other `attributes`."""
+    """Return a copy of the model, of a subclass with the given `attributes`."""
     copy = object.__new__(type("Variant", (type(model),), attributes))
     copy.__dict__ = model.__dict__
     return copy
@@ -361,7 +361,7 @@ def test_bidirectional_spans_are_never_cut(spans, settings, model, prompts):
 
 
 def test_all_items_of_a_bidirectional_span_must_be_equal(model, tokenizer, path_file):
-    """Require equal later blocks too, because the span's first tokens attend to its last tokens."""
+    """Later KV blocks of a span must be equal, too, because the span's first tokens attend to its last tokens."""
     engine = Engine(variant(model, bidirectional_spans=one_span), EngineConfig(**SMALL))
     for second in (RED, BLUE):
         ids = tokenizer.tokenize([{"text": "0123"}, {"image": RED}, {"text": "and"}, {"image": second}], path_file)

@@ -1,4 +1,4 @@
-"""Tests of the retry rules with scripted tokenizers and engines."""
+"""Tests of the rules for retries, with tokenizers and engines that follow a script."""
 
 import asyncio
 
@@ -19,7 +19,10 @@ DIED, LOST = ProcessDied("dead"), SegmentMissing("lost")
 
 
 class Script:
-    """A tokenizer and engine that returns or raises `steps` in order. A call too many fails with IndexError."""
+    """A tokenizer and engine that returns or raises `steps` in order.
+
+    If there are too many calls, IndexError is raised.
+    """
 
     def __init__(self, *steps):
         self.steps = list(steps)
@@ -65,7 +68,7 @@ async def test_a_request_whose_tokenizer_died_is_retried_once():
         await tokenized(Script(DIED, DIED), [request])
     with pytest.raises(MediaError):
         await tokenized(Script(MediaError("no picture")), [request])
-    with pytest.raises(ProcessDied):  # the request has used its second try
+    with pytest.raises(ProcessDied):  # the request may be retried only once
         await lost(source)
 
 
@@ -148,7 +151,7 @@ async def test_choices_of_one_prompt_share_the_rebuilt_prompt():
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
 
     async def generate(prompt, use):
-        await asyncio.sleep(0)  # all choices begin with the first prompt
+        await asyncio.sleep(0)  # all choices start with the first prompt
         if prompt is FIRST:
             raise SegmentMissing("lost")
         yield "a"
@@ -167,7 +170,7 @@ def arena():
 
 
 class Stage:
-    """A tokenizer stage whose prompts have one block each. All prompts stay in `prompts`, in order."""
+    """A tokenizer stage. Each of its prompts has one block. `prompts` lists all prompts, in order."""
 
     def __init__(self, arena):
         self.arena = arena
@@ -187,7 +190,7 @@ class Stage:
         return [await self.tokenize(request) for request in requests]
 
     def held(self):
-        """Return whether each prompt's block can be read."""
+        """Return, for each prompt, whether its block can be read."""
         return [can_be_read(prompt) for prompt in self.prompts]
 
 
@@ -228,7 +231,7 @@ async def test_answers_that_need_media_again_share_one_rebuilt_prompt_and_free_i
         await use.take()
     for use in uses:
         use.release()
-    for again in (1, 2, 3):  # a preemption each
+    for again in (1, 2, 3):  # once for each preemption
         prompts = await asyncio.gather(*(use.renew() for use in uses))
         assert prompts == [stage.prompts[again]] * 2
         uses[0].release()
@@ -268,7 +271,7 @@ async def test_a_restarted_answer_gets_its_freed_blocks_rebuilt(arena):
 
 
 async def test_one_prompt_of_a_request_is_rebuilt_alone(arena):
-    """Leave the other prompts unchanged, whether their blocks are kept or freed."""
+    """The other prompts of the request stay unchanged, whether their blocks are still there or freed."""
     stage, texts = Stage(arena), ["a", "b", "c"]
     sources = await tokenized(stage, [TokenizeRequest(text=text) for text in texts])
     assert stage.seen == texts

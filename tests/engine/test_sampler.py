@@ -1,4 +1,4 @@
-"""Tests of the sampler: only a request's own settings decide its tokens."""
+"""Tests of the sampler. The tokens of a request depend only on its own settings."""
 
 from collections import Counter
 
@@ -48,7 +48,7 @@ def draws(row: dict[int, float], count=400, **settings) -> Counter:
 
 
 def test_end_tokens_beyond_the_vocabulary_are_dropped():
-    """Drop such an id, because banning it for `min_tokens` would write into the next row."""
+    """For `min_tokens`, end tokens are banned. An id beyond the vocabulary would ban a token of the next row."""
     device, dtype = torch.device("cpu"), torch.float32
     assert ModelSpec(VOCABULARY, 8, 8, 1, 1, 8, (2, VOCABULARY, VOCABULARY + 9, -1), device, dtype).eos_token_ids == EOS
 
@@ -62,7 +62,7 @@ def test_top_k_keeps_k_tokens():
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
-    # the softmax of these three is 0.67, 0.24 and 0.09 of nearly all the mass
+    # The softmax of these three tokens is 0.67, 0.24 and 0.09. All other tokens together have almost none.
     row = {1: 12.0, 3: 11.0, 4: 10.0}
     assert set(draws(row, top_p=0.5)) == {1}
     assert set(draws(row, top_p=0.8)) == {1, 3}
@@ -79,7 +79,10 @@ def test_frequencies_follow_the_distribution():
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_drawn_with_their_probability():
-    """Draw 100,000 tokens that share a probability of 0.1. Each is too small to change a float32 sum of 1."""
+    """Together, 100,000 tokens have a probability of 0.1.
+
+    Each probability is too small to change a float32 sum of 1.
+    """
     size, rows = 100_007, 64
     row = torch.full((size,), -torch.inf)
     row[5], row[size - 1] = np.log(0.6), np.log(0.3)
@@ -102,7 +105,7 @@ def test_a_token_with_probability_zero_is_never_drawn():
 
 
 def test_rounding_of_the_cumulative_sum_never_draws_a_token_with_probability_zero(monkeypatch):
-    """Simulate a GPU, whose parallel cumulative sum may rise in its last digit where a weight is zero."""
+    """On a GPU, the cumulative sum is computed in parallel and may rise by rounding where a weight is zero."""
     own = torch.Tensor.cumsum
 
     def cumsum(weights, dim):
@@ -132,7 +135,7 @@ def test_logit_bias_raises_and_bans_tokens():
 
 def test_penalties_match_their_definitions():
     row = {5: 2.0, 8: 2.1, 9: 2.05}
-    # repetition counts tokens of prompt and output, presence and frequency only tokens of the output
+    # The repetition penalty counts tokens of the prompt and output. The other two count only tokens of the output.
     assert sample(logits(row), [sequence(prompt=(8,), temperature=0, repetition_penalty=1.2)], EOS).tolist() == [9]
     assert sample(logits(row), [sequence(prompt=(8,), temperature=0, presence_penalty=2)], EOS).tolist() == [8]
     assert sample(logits(row), [sequence(output=(8,), temperature=0, presence_penalty=0.06)], EOS).tolist() == [9]
@@ -152,7 +155,7 @@ PREFERENCES = (
 
 
 def preferring(count: int) -> list[Sequence]:
-    """Return `count` sequences that cycle through `PREFERENCES`."""
+    """Return `count` sequences. Their settings cycle through `PREFERENCES`."""
     return [
         sequence(prompt=(5, 9, VOCABULARY + number), output=(8, 8, number), **PREFERENCES[number % len(PREFERENCES)])
         for number in range(count)
@@ -160,7 +163,7 @@ def preferring(count: int) -> list[Sequence]:
 
 
 def test_penalties_in_a_batch_equal_penalties_alone():
-    """Change each row bit for bit as without its neighbors."""
+    """In a batch, each row changes exactly as it does alone, bit for bit."""
     count = 2 * len(PREFERENCES)
     rows = torch.randn(count, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 5
     together = rows.clone()
@@ -173,7 +176,7 @@ def test_penalties_in_a_batch_equal_penalties_alone():
 
 
 class Operators(TorchDispatchMode):
-    """A dispatch mode that counts the operators called."""
+    """A dispatch mode that counts the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +188,7 @@ class Operators(TorchDispatchMode):
 
 
 def test_the_number_of_operators_does_not_grow_with_the_rows():
-    """Keep the count constant, because each operator is a launch on the device."""
+    """Each operator is a kernel launch on the device."""
 
     def num_operators(count: int) -> int:
         rows, sequences = torch.randn(count, VOCABULARY), preferring(count)
@@ -207,7 +210,7 @@ def test_settings_that_are_not_used_launch_no_operators():
 
 
 class Unread(list):
-    """A list that fails when its items are read. Only its length may be used."""
+    """A list that allows only `len`. Reading its items fails."""
 
     def __iter__(self):
         raise AssertionError("walked")
@@ -217,7 +220,7 @@ class Unread(list):
 
 
 def test_penalties_do_not_walk_the_whole_sequence():
-    """Update the counts with each token, because a walk over 32,000 tokens takes 33 ms per step."""
+    """Counts are updated with each token, because counting 32,000 tokens again takes 33 ms per step."""
     settings = {"temperature": 0, "repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.3}
     whole, grown = sequence(prompt=(5, 8, 5), output=(8, 9, 9), **settings), sequence(prompt=(5, 8, 5), **settings)
     for token in (8, 9, 9):
@@ -232,7 +235,7 @@ def test_penalties_do_not_walk_the_whole_sequence():
 
 
 def test_prompt_ids_beyond_the_logits_are_skipped():
-    """Skip ids such as Molmo's image tokens, which appear in prompts but have no logits."""
+    """Molmo's image tokens, for example, appear in prompts but have no logits."""
     row = logits({5: 4.0, 7: 3.0})
     penalised = sequence(
         prompt=(VOCABULARY, 5, VOCABULARY + 3),
@@ -335,7 +338,7 @@ def test_token_ids_are_limited_before_the_model_is_loaded():
 
 
 def test_settings_of_equivalent_types_are_converted():
-    """Accept floats without a fraction, as some JSON libraries write them, a single stop string, and lists."""
+    """Some JSON libraries write integers as floats. A single stop string and lists are also accepted."""
     integers = {"max_tokens": 16.0, "min_tokens": 1.0, "top_k": 40.0, "seed": 3.0, "logprobs": 2.0}
     given = SamplingParams(**integers, stop="word", stop_token_ids=[4.0], logit_bias={5.0: 1}).check(VOCABULARY)
     meant = {name: int(value) for name, value in integers.items()}

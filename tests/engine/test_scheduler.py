@@ -1,4 +1,4 @@
-"""Tests of the schedulers with handwritten sequences: budgets, spans, media, preemption, prefixes and room."""
+"""Tests of the schedulers with handwritten sequences: budgets, spans, media, preemption, prefixes and memory."""
 
 import sys
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ BLOCK = 4
 
 
 def picture(start: int, length: int, name: bytes = b"picture") -> MediaItem:
-    """Return a picture whose features replace [start, start + length). Pictures of the same name are equal."""
+    """Return a picture whose features replace [start, start + length). Pictures with the same name are equal."""
     view = SimpleNamespace(nbytes=100, digest=name, ref=name)
     return MediaItem(np.arange(start, start + length), view, MediaShape("image", 5, length))
 
@@ -39,7 +39,8 @@ def sequence(
 ) -> Sequence:
     """Return a sequence with the prompt ids 0, 1, and so on.
 
-    `joined` lists spans whose first and last tokens attend to each other. If `shared`, others may share its blocks.
+    `joined` lists spans whose first and last tokens attend to each other. If `shared`, other sequences may reuse its
+    blocks.
     """
     span_ids = torch.full((length,), -1) if joined else None
     for number, (start, stop) in enumerate(joined):
@@ -68,7 +69,7 @@ def scheduler(*sequences: Sequence, blocks: int = 100, tower_tokens: int = 100, 
 
 
 def step(sched: BaseScheduler) -> list[tuple[str, int, int]]:
-    """Schedule a step and complete it as the engine does. Return names with tokens [start, stop)."""
+    """Schedule a step, and complete it as the engine does. Return (name, start, stop): computed tokens per sequence."""
     found = sched.schedule()
     if isinstance(sched, Scheduler):
         sched.computed(found)
@@ -91,14 +92,12 @@ def test_a_step_fills_the_token_budget_and_running_sequences_come_first():
 @pytest.mark.parametrize(
     "prompt",
     [
-        {"joined": ((30, 50),)},  # no chunk ends within the span, so the first chunk ends before it
-        {
-            "items": (picture(0, 10), picture(30, 90, b"large"))
-        },  # the large picture exceeds the tower's limit beside the first
+        {"joined": ((30, 50),)},  # no chunk may end within the span, so the first chunk ends before it
+        {"items": (picture(0, 10), picture(30, 90, b"large"))},  # both pictures together exceed the tower's limit
     ],
 )
 def test_a_long_prompt_does_not_delay_an_answer_that_began_behind_it(prompt):
-    """Schedule the short answer first, because each later chunk of the long prompt fills the budget."""
+    """The short answer comes first in each later step, because a chunk of the long prompt fills the budget."""
     sched = scheduler(sequence("long", 200, **prompt), sequence("b", 4), tower_tokens=90, max_num_batched_tokens=40)
     assert step(sched) == [("long", 0, 30), ("b", 0, 4)]
     assert step(sched) == [("b", 4, 5), ("long", 30, 69)]
@@ -106,7 +105,7 @@ def test_a_long_prompt_does_not_delay_an_answer_that_began_behind_it(prompt):
 
 
 def test_a_more_urgent_sequence_overtakes_the_waiting_ones():
-    """Put lower numbers first. Equal ones keep their order."""
+    """Sequences with lower priority numbers come first. Sequences with equal numbers keep their order."""
     ranked = [sequence(f"{priority}{name}", 4, priority=priority) for priority, name in ((1, "a"), (0, "b"), (1, "c"))]
     sched = scheduler(*ranked, sequence("-1d", 4, priority=-1), max_num_seqs=2)
     assert [one.request_id for one in sched.waiting] == ["-1d", "0b", "1a", "1c"]
@@ -145,7 +144,7 @@ def test_a_sequence_preempted_for_a_prompt_gets_no_token_in_that_step():
     sched = scheduler(first, second, blocks=3, max_num_batched_tokens=9)
     assert step(sched) == [("a", 0, 4), ("b", 0, 3)]
     assert step(sched) == [("a", 4, 12)]
-    assert ([one.request_id for one in sched.waiting], second.num_computed, second.blocks) == (["b"], 0, [])
+    assert ([one.request_id for one in sched.waiting], second.num_computed, second.kv_blocks) == (["b"], 0, [])
     assert (second.token_ids[3:], sched.preemptions) == ([7], 1)
     sched.remove(first)
     assert step(sched) == [("b", 0, 4)]
@@ -185,7 +184,7 @@ def test_overlapping_spans_count_as_one():
 
 
 def test_a_span_beyond_the_budget_is_the_only_prompt_of_its_step():
-    """Let the span exceed the budget only together with decode tokens. It cannot be split, and must run eventually."""
+    """The span cannot be split, but must run eventually. It may exceed the budget if its step has no other prompt."""
     large = sequence("large", 12, joined=((0, 12),))
     sched = scheduler(sequence("a", 3), large, sequence("b", 2), max_num_batched_tokens=5)
     assert step(sched) == [("a", 0, 3)], "the span does not come behind another prompt"
@@ -210,7 +209,7 @@ def test_media_behind_those_of_another_request_wait_for_the_next_step():
 
 
 def test_media_and_spans_out_of_view_are_not_walked():
-    """Find media and spans by search, because every step and every block of a prompt asks for them."""
+    """Each step and each block of a prompt looks up media and spans, so the lookup must be a search."""
 
     class Unread(list):
         def __iter__(self):
@@ -226,7 +225,7 @@ def test_media_and_spans_out_of_view_are_not_walked():
 
 
 def test_media_may_overlap():
-    """Accept overlap, because some Molmo checkpoints write each picture's features over those of the first."""
+    """In some Molmo checkpoints, the features of every picture go over those of the first picture."""
     items = tuple(picture(4, length, b"%d" % length) for length in (5, 9, 2, 7))
     one = sequence("a", 20, items=items)
     for start in range(20):
@@ -242,14 +241,14 @@ def test_the_newest_sequence_is_preempted_and_resumed_first():
     assert step(sched) == [("a", 8, 9)]
     assert sched.preemptions == 1
     assert [one.request_id for one in sched.waiting] == ["b", "c"]
-    assert (second.num_computed, second.blocks, second.num_output) == (0, [], 3)
+    assert (second.num_computed, second.kv_blocks, second.num_output) == (0, [], 3)
     assert step(sched) == [("a", 9, 10)], "it needs three blocks for its nine tokens"
     sched.remove(first)
     assert step(sched) == [("b", 0, 9), ("c", 0, 1)]
 
 
 def test_no_sequence_is_admitted_in_a_step_with_a_preemption():
-    """Leave the last free block unused. A first chunk would fit, but would be preempted and computed again."""
+    """The last free block stays unused. A first chunk would fit, but would soon be preempted and computed again."""
     sched = scheduler(sequence("a", 5), sequence("b", 6), blocks=4, max_num_batched_tokens=5)
     assert [step(sched) for _ in range(2)] == [[("a", 0, 5)], [("a", 5, 6), ("b", 0, 4)]]
     assert [step(sched) for _ in range(2)] == [[("a", 6, 7), ("b", 4, 6)], [("a", 7, 8), ("b", 6, 7)]]
@@ -272,7 +271,7 @@ def test_a_prompt_begins_behind_the_blocks_that_it_can_share():
         sched.add(one)
     asks = sequence("e", 10, shared=True, prompt_logprobs=0)
     sched.add(asks)
-    # The last token is computed again because its logits are needed. Prompt log-probabilities need all rows.
+    # The last token is always computed, because its logits are needed. Prompt log-probabilities need all logits.
     assert step(sched) == [("a", 10, 11), ("b", 8, 10), ("c", 4, 8), ("d", 0, 10), ("e", 0, 10)]
     assert [one.num_cached for one in sched.running] == [0, 8, 4, 0, 0]
     assert (sched.prefix_queries, sched.prefix_hits) == (10 + 10 + 8, 8 + 4)
@@ -327,7 +326,7 @@ def test_an_encoder_decoder_reserves_room_for_the_longest_answer():
     first, second = sequence("a", 4, max_tokens=4), sequence("b", 4, max_tokens=4)
     sched = encoder_decoder(
         first, second, room=39
-    )  # 20 bytes each: 4 prompt tokens of 3 bytes and 4 output tokens of 2
+    )  # each sequence needs 20 bytes: 4 prompt tokens of 3 bytes and 4 output tokens of 2 bytes
     assert step(sched) == [("a", 0, 4)]
     assert sched.usage == pytest.approx(20 / 39)
     assert step(sched) == [("a", 4, 5)]

@@ -1,4 +1,4 @@
-"""Tests of the schema check, which refuses schemas that take too long to compile."""
+"""Tests of the check that refuses schemas if they take too long to compile."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 from tests.processor_time import processor_s
 
 LONG = '{{"type": "integer", "multipleOf": {}}}'
-"""A schema that takes seconds to minutes to compile for a large prime."""
+"""A schema that takes seconds to minutes to compile if the number is a large prime."""
 FIELDS = {f"field_{i}": {"enum": [f"choice {i} {j}" for j in range(9)]} for i in range(30)}
 
 
@@ -54,7 +54,7 @@ def process() -> psutil.Process:
 
 
 def used_s() -> float:
-    """Return the CPU time of the check's process and its forks."""
+    """Return the processor time of the process that checks schemas, and of its children."""
     return processor_s(process().pid)
 
 
@@ -113,7 +113,7 @@ async def test_the_time_of_a_hostile_schema_is_bounded(check: SchemaCheck, schem
 async def test_a_schema_that_the_engine_must_compile_again_is_checked_again(
     check: SchemaCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check it again with the pause, so that a client with many schemas rarely delays a step."""
+    """The second check includes a pause, too, so that a client with many schemas rarely delays a step."""
     tried: list[str] = []
     ask = check._ask
 
@@ -126,8 +126,8 @@ async def test_a_schema_that_the_engine_must_compile_again_is_checked_again(
     for schema in (first, second, *others[:-1], first, others[-1]):
         await check.check(fits(schema))
     assert tried == [first, second, *others]
-    await check.check(fits(first))  # still compiled: it was used in between
-    await check.check(fits(second))  # evicted by as many other schemas as stay compiled
+    await check.check(fits(first))  # not checked again: this schema was used recently, so it is still compiled
+    await check.check(fits(second))  # checked again: as many other schemas as stay compiled have evicted this schema
     assert tried == [first, second, *others, second]
 
 
@@ -141,7 +141,7 @@ async def test_a_process_that_cannot_start_reports_the_reason(tmp_path: Path) ->
 
 
 def test_the_engine_makes_a_step_between_two_compilations() -> None:
-    """Take messages together up to the first schema that the engine has not compiled."""
+    """The engine takes messages up to and including the first schema that it has not compiled yet."""
     grammars = Grammars(load_tokenizer(Checkpoint.open(None)), [0])
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder[ToEngine](ToEngine)
     schemas = ["{}", None, '{"const": 1}', '{"const": 1}', '{"const": 2}', "{}"]
@@ -180,10 +180,13 @@ async def test_cancelled_checks_do_not_run(check: SchemaCheck) -> None:
 
 
 async def test_cancelled_checks_do_not_enlarge_the_memory_of_schemas(check: SchemaCheck) -> None:
-    """Remember no more schemas than the engine keeps. Others would pass without a pause, to be compiled each time."""
+    """The check remembers as many schemas as the engine keeps compiled.
+
+    Further schemas would pass without a pause, although the engine would compile them each time.
+    """
     for i in range(KEPT + 4):
         asked = asyncio.create_task(check.check(fits(json.dumps({"const": i}))))
-        while (asking := check._asking) is None or asking.done():  # noqa: ASYNC110 - no event says so
+        while (asking := check._asking) is None or asking.done():  # noqa: ASYNC110 - no event announces this
             await asyncio.sleep(0)
         asked.cancel()
         await asyncio.wait({asked, asking})
@@ -200,7 +203,7 @@ async def test_a_process_that_dies_or_hangs_is_replaced(check: SchemaCheck, monk
     end, reply_s = child.end, schema_check._REPLY_S
 
     async def ended() -> None:
-        monkeypatch.setattr(schema_check, "_REPLY_S", reply_s)  # gives the next process the usual time to start
+        monkeypatch.setattr(schema_check, "_REPLY_S", reply_s)  # the next process again has the usual time to start
         await end()
 
     monkeypatch.setattr(child, "end", ended)
@@ -224,11 +227,11 @@ async def test_closing_does_not_wait_for_schemas() -> None:
 
 
 def test_a_busy_machine_does_not_refuse_a_schema() -> None:
-    """Raise TimeoutError, which ends the process so that another one checks the schema."""
+    """TimeoutError ends the process, so that another process checks the schema."""
 
     def wait(_: StructuredOutputs) -> None:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # replaces the handler of pytest-timeout
-        signal.setitimer(signal.ITIMER_REAL, 0.01)  # instead of the 10 s of the code
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # replace the handler of pytest-timeout
+        signal.setitimer(signal.ITIMER_REAL, 0.01)  # instead of 10 s
         time.sleep(60)
 
     with pytest.raises(TimeoutError, match="too busy to compile the JSON schema within 10 s"):

@@ -1,4 +1,4 @@
-"""Tests of numbers in JSON schemas that float64 cannot hold. No answer may have another number in their place."""
+"""Tests of numbers in JSON schemas that float64 cannot represent. No answer may contain a rounded number instead."""
 
 import json
 from typing import Any
@@ -116,7 +116,8 @@ def test_a_number_that_would_be_rounded_is_refused(grammars: Grammars, schema: A
     with pytest.raises(InputError) as caught:
         grammars.constraint(StructuredOutputs(json=text))
     assert message in str(caught.value)
-    SamplingParams(json_schema=text).check(VOCABULARY)  # passes, because only the compilation reports the error
+    # This passes, because only compiling the schema reports the error.
+    SamplingParams(json_schema=text).check(VOCABULARY)
 
 
 def test_other_schemas_are_unchanged() -> None:

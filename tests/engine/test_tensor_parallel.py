@@ -1,4 +1,4 @@
-"""Tests that an engine with two ranks generates the same tokens as one rank, and restarts all processes together."""
+"""Tests of an engine with two ranks: the same tokens as with one rank, and a joint restart of all processes."""
 
 import asyncio
 import dataclasses
@@ -41,7 +41,7 @@ from tests.engine.shared_model import NUM_TOKENS, run_rank
 from tests.models.contract import picture, run
 from tests.removed_arenas import removed_arenas
 
-pytestmark = pytest.mark.timeout(300)  # starts three processes, on any number of cores
+pytestmark = pytest.mark.timeout(300)  # each test starts three processes, which share the available cores
 
 TWO = EngineConfig(device="cpu", tensor_parallel=2, tower_parallel="items", measure_s=0, kv_cache_bytes=2**22)
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -80,7 +80,7 @@ async def engine(random_checkpoint):
 
 
 def everything(engine):
-    """Return the processes of the launcher and the ranks."""
+    """Return the processes of the engine: the launcher and its descendants."""
     launcher = psutil.Process(engine.pid)
     return [launcher, *launcher.children(recursive=True)]
 
@@ -155,7 +155,7 @@ async def test_a_request_that_fails_fails_alone(engine, prompts, tmp_path):
 
 
 async def test_an_item_that_fails_on_one_rank_fails_only_its_request(engine, random_checkpoint, prompts, tmp_path):
-    """Send embeddings of another model, which only the rank that reads them can refuse."""
+    """The request has embeddings of another model. Only the rank that reads them can refuse them."""
     other = tmp_path / "other"
     shutil.copytree(random_checkpoint, other, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((other / "config.json").read_text())
@@ -179,7 +179,7 @@ async def test_leaving_the_stream_early_aborts_on_all_ranks(engine):
         break
     await stream.aclose()
     async with asyncio.timeout(300):
-        while engine.stats.num_running or engine.stats.kv_cache_usage:  # noqa: ASYNC110 - no event says so
+        while engine.stats.num_running or engine.stats.kv_cache_usage:  # noqa: ASYNC110 - no event announces this
             await asyncio.sleep(0)
     assert len(await tokens(engine, "next")) == NUM_TOKENS
 
@@ -261,14 +261,17 @@ REFUSED = ("blip_2", "chameleon", "florence2", "fuyu", "molmo2")
 
 
 def contract_of(name):
-    """Return an instance of the family's test class. An import by name would make pytest collect the class here."""
+    """Return an instance of the family's test class.
+
+    If this module imported the class by name, pytest would collect its tests here, too.
+    """
     module = importlib.import_module(f"tests.models.test_{name}")
     classes = (value for value in vars(module).values() if isinstance(value, type))
     return next(found() for found in classes if getattr(found, "name", None) == name)
 
 
 def shared(cases):
-    """Run two ranks over the `cases`."""
+    """Run the `cases` on two ranks."""
     torch.multiprocessing.spawn(run_rank, (2, cases, "cpu"), nprocs=2)
 
 
@@ -364,7 +367,7 @@ if ["mindie_mm.engine.process.rank", "1"] in [sys.orig_argv[i:i + 2] for i in ra
 
 @pytest.mark.slow
 async def test_a_trial_that_fails_on_one_rank_ends_the_start_on_both(random_checkpoint, tmp_path, monkeypatch):
-    """End both ranks, because each tries its own memory and must not leave the other waiting."""
+    """Each rank measures its own memory. If one rank fails, the other must not wait for it forever."""
     (tmp_path / "sitecustomize.py").write_text(TOO_LITTLE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     settings = dataclasses.replace(TWO, measure_s=0.2, kv_cache_bytes=None)
@@ -375,7 +378,7 @@ async def test_a_trial_that_fails_on_one_rank_ends_the_start_on_both(random_chec
 
 @pytest.mark.slow
 async def test_a_cache_that_is_too_small_is_logged_once_and_refused_on_both(random_checkpoint, model, capfd):
-    num_bytes = 5 * 16 * model.spec.kv_token_bytes // 2  # each rank has half of the heads
+    num_bytes = 5 * 16 * model.spec.kv_token_bytes // 2  # each rank stores half of the heads
     small = dataclasses.replace(TWO, kv_block_size=16, kv_cache_bytes=num_bytes)
     engine = await AsyncEngine.start(random_checkpoint, small)
     try:

@@ -1,4 +1,4 @@
-"""Tests of the tower budget, which limits the features and bytes of one call."""
+"""Tests of the tower budget, which limits the features and bytes of one tower call."""
 
 from types import SimpleNamespace
 
@@ -60,7 +60,7 @@ def test_counting_the_items_that_fit_does_not_take_them():
 
 
 def calls(engine, prompts):
-    """Answer all prompts, and return the number of items in each call of the tower with the outputs."""
+    """Answer all prompts. Return the number of items in each tower call, and the outputs."""
     model, sizes = engine._model, []
 
     class Counted(type(model)):

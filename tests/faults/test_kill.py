@@ -1,4 +1,4 @@
-"""Tests of processes killed with SIGKILL, with one point per kind. `make faults` runs the whole matrix."""
+"""Tests that kill processes with SIGKILL at selected points. `make faults` kills them at all points."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 
 from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools.fault_matrix import run
 from tools.fault_points import POINTS, Point
-from tools.fault_rig import DEADLINE_S, Rig
+from tools.fault_rig import CHAT, DEADLINE_S, Rig
 
 SLICE = (
-    "tokenizer.mid-fill",  # dies while working on the request
+    "tokenizer.mid-fill",  # dies while it processes the request
     "decoder.at work",  # the item is decoded again
     "engine.attached",  # no output yet, so the request is sent again
     "engine.mid-decode",  # a request with output fails
     "api.mid-free",  # the other processes notice and end
-    "api.everything",  # only the next service can clean up
+    "api.everything",  # only the next service can free the memory
 )
 SLOW_SLICE = (
     "tokenizer.after-reply",  # the blocks may be freed before the engine has attached them
@@ -61,7 +62,7 @@ def test_the_service_recovers_from_a_kill_at_each_point(rig: Rig, point: Point) 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_answer_that_is_not_streamed_is_repeated_unchanged(rig: Rig) -> None:
-    """Return the texts, log-probabilities and counts of an undisturbed request although the engine is killed."""
+    """Although the engine is killed, the texts, log-probabilities and counts are those of an undisturbed request."""
     question = [{"role": "user", "content": "What is in the image?"}]
     drawn = {"temperature": 1.0, "seed": 7, "max_tokens": 120, "ignore_eos": True}
     chosen = {"n": 2, "logprobs": True, "top_logprobs": 2}
@@ -74,14 +75,14 @@ def test_an_answer_that_is_not_streamed_is_repeated_unchanged(rig: Rig) -> None:
     }
 
     def ask(path: str) -> tuple[Any, list[float]]:
-        """Return the answer without its floating-point numbers, and the list of the numbers."""
+        """Return the answer without its floating-point numbers, and a list of these numbers."""
         numbers: list[float] = []
         answer = httpx2.post(f"{rig.service.url}{path}", json=bodies[path], timeout=DEADLINE_S)
         assert answer.status_code == 200, answer.text
         parsed = json.loads(answer.text, parse_float=lambda number: numbers.append(float(number)))
         for changing in ("id", "created"):
             parsed.pop(changing, None)
-        parsed.get("usage", {}).pop("prompt_tokens_details", None)  # differs, because the next engine has its own cache
+        parsed.get("usage", {}).pop("prompt_tokens_details", None)  # the next engine has a new cache
         return parsed, numbers
 
     rig.whole()
@@ -94,6 +95,36 @@ def test_an_answer_that_is_not_streamed_is_repeated_unchanged(rig: Rig) -> None:
         for path, answer in zip(bodies, answers, strict=True):
             parsed, numbers = undisturbed[path]
             assert answer.result() == (parsed, pytest.approx(numbers, abs=1e-4))
+    assert rig.whole()["engine"] != engine
+
+
+def test_a_streamed_call_ends_with_an_error_if_the_engine_dies(rig: Rig) -> None:
+    """End a stream of tool calls, and one of a deprecated function call, as clients expect it of an error."""
+    text = {"type": "object", "properties": {"text": {"type": "string", "minLength": 2000}}, "required": ["text"]}
+    function = {"name": "write", "parameters": text}
+    body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello!"}], "stream": True}
+    called = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    older = {"functions": [function], "function_call": {"name": "write"}}
+    engine = rig.whole()["engine"]
+    with (
+        httpx2.stream("POST", rig.service.url + CHAT, json=body | called, timeout=DEADLINE_S) as stream,
+        openai.OpenAI(base_url=f"{rig.service.url}/v1", api_key="-", max_retries=0, timeout=DEADLINE_S) as client,
+    ):
+        events = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+        assert any('"arguments":"{' in event for event in events)
+        chunks = client.chat.completions.create(**body | older)
+        assert any(call.arguments for chunk in chunks if (call := chunk.choices[0].delta.function_call))
+        rig.trigger(Point("engine", "mid-decode")).touch()
+        *rest, failed, last = events
+        with pytest.raises(openai.APIError, match="process") as caught:
+            list(chunks)
+    assert last == "[DONE]"
+    error = json.loads(failed)["error"]
+    assert (error["code"], error["type"]) == (503, "ServiceUnavailableError")
+    assert caught.value.body == error
+    choices = [json.loads(event)["choices"][0] for event in rest]
+    assert {choice["finish_reason"] for choice in choices} <= {None}, "a client would run the call that was cut"
+    assert all(choice["delta"]["tool_calls"] for choice in choices)
     assert rig.whole()["engine"] != engine
 
 

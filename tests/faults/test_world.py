@@ -1,4 +1,4 @@
-"""Tests of services beside neighbors, and with full, lost or damaged shared memory."""
+"""Tests of services that run beside other services, or whose shared memory is full, lost or damaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = {"arena_bytes": 32 * MiB, "kv_cache_bytes": 64 * MiB, "reclaim_interv
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningService, RunningService]]:
-    """Yield two services of one user that share a spool."""
+    """Yield two services of the same user that share a spool."""
     folder = tmp_path_factory.mktemp("pair")
     settings = SETTINGS | {"spool": folder / "spool"}
     with running_service(settings, folder / "log1") as first, running_service(settings, folder / "log2") as second:
@@ -45,7 +45,7 @@ def body(**changes: Any) -> bytes:
 
 
 def ask(service: RunningService) -> tuple[int, str]:
-    """Ask about a red square. Return the status and the answer or error message."""
+    """Ask about a picture of a red square. Return the status and the answer, or the status and the error message."""
     request = urllib.request.Request(
         f"{service.url}/v1/chat/completions", body(max_tokens=16), {"content-type": "application/json"}
     )
@@ -62,7 +62,7 @@ def is_right(answer: tuple[int, str]) -> bool:
 
 
 def streamed(service: RunningService) -> socket.socket:
-    """Return the connection of a streamed answer whose status line has arrived."""
+    """Request a streamed answer, wait for its status line, and return the connection."""
     host = urlsplit(service.url)
     data = body(max_tokens=60, ignore_eos=True, stream=True)
     connection = socket.create_connection((host.hostname, host.port), timeout=300)
@@ -74,7 +74,7 @@ def streamed(service: RunningService) -> socket.socket:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Return the rest of a streamed answer."""
+    """Read a streamed answer up to `[DONE]`."""
     data = b""
     while b"data: [DONE]" not in data:
         part = connection.recv(1 << 16)
@@ -89,7 +89,7 @@ def arenas(service: RunningService) -> list[Path]:
 
 @pytest.mark.slow
 def test_two_services_on_one_spool_do_not_disturb_each_other(pair: tuple[RunningService, RunningService]) -> None:
-    """Collect and answer in one service while the other answers. The test also collects."""
+    """While one service streams an answer, the other service answers, and the test itself calls `collect`."""
     for running, other in (pair, pair[::-1]):
         with streamed(running) as connection:
             assert metric(running, "num_requests_running") == 1
@@ -148,7 +148,7 @@ def damage_its_header(arena: Path) -> None:
 def test_a_service_answers_again_after_its_arena_is_lost(
     pair: tuple[RunningService, RunningService], harm: Callable[[Path], None]
 ) -> None:
-    """Answer the next request correctly with a new tokenizer. The other service is not affected."""
+    """The service starts a new tokenizer and answers the next request correctly. The other service is not affected."""
     first, second = pair
     assert is_right(ask(first))
     (arena,) = arenas(first)
@@ -158,7 +158,7 @@ def test_a_service_answers_again_after_its_arena_is_lost(
     assert is_right(ask(first)), "it stays well"
     assert not arena.exists() or arena.stat().st_size == 0 or arena in arenas(first)
     if arena.exists() and arena not in arenas(first):
-        arena.unlink()  # an empty file has lost its owner, so no collector removes it
+        arena.unlink()  # an empty file does not record its owner, so nobody would remove it
 
 
 @pytest.mark.slow

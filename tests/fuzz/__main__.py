@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: fuzzes every target, each in a separate process."""
+"""`python -m tests.fuzz`: fuzz every target, each in a separate process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def _run_apart(command: list[str]) -> bool:
-    """Return whether the target has no finding. The fuzzer's own output is shown only for a finding."""
+    """Run a target in a separate process. Return whether it has no finding, and otherwise print the fuzzer's output."""
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         print(done.stderr[-4000:], flush=True)
@@ -43,7 +43,7 @@ def _run_here(name: str, inputs: int, seed: int, guided: bool) -> int:
 
         with atheris.instrument_imports(include=["mindie_mm.shm"]):
             from tests.fuzz.runner import run_guided
-        run_guided(name, inputs, seed)  # ends the process
+        run_guided(name, inputs, seed)  # this call ends the process
     from tests.fuzz.runner import run, say
 
     say(name, run(name, inputs, seed), "seeded mutation")

@@ -1,4 +1,4 @@
-"""Targets that read damaged arenas in real shared memory: `attach`, `View.verify` and `survey`."""
+"""Fuzzing targets that read damaged arenas in real shared memory: `attach`, `View.verify` and `survey`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SPECS = (
     {"a": ArraySpec((2, 3, 4, 5), "float16"), "b": ArraySpec((1,) * 6, "bool"), "c": ArraySpec((700,), "float64")},
     {"x": ArraySpec((40_000,), "uint8"), "y": ArraySpec((3000,), "int64")},
 )
-_PATCH = struct.Struct("<BBH")  # place, size of the patch, offset in the place
+_PATCH = struct.Struct("<BBH")  # place, size of the patch, and offset within the place
 _HEADER, _ENTRY, _RELEASE, _ANY = range(4)
 _PLACE_BYTES = (192, ENTRY_BYTES, 8)
 _SURVEY_EVERY = 64
 
 
 def _patches(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Yield place, offset and bytes of each patch of an input."""
+    """Yield the place, the offset and the bytes of each patch in an input."""
     at = 0
     while at + _PATCH.size < len(data):
         place, size, where = _PATCH.unpack_from(data, at)
@@ -48,7 +48,7 @@ def _seeds() -> tuple[bytes, ...]:
 
 
 def _read(ref: Ref) -> bool:
-    """Attach, read every byte and verify. Return False for an error that fails one request."""
+    """Attach a block, read every byte and verify it. Return False if an error occurs that fails only one request."""
     try:
         with attach(ref) as view:
             for array in view.values():
@@ -63,8 +63,8 @@ def _read(ref: Ref) -> bool:
 def living_arena() -> Iterator[Target]:
     """Yield a target that damages a block of a living arena as soon as the block is published.
 
-    Input: flags (repair the header, specs) and patches. Blocks with gaps between them take half of the arena, so that
-    the largest specs lie in several pieces.
+    An input consists of flags (bit 0 repairs the header, bits 1 and 2 select specs) and patches. Other blocks occupy
+    half of the arena, with gaps between them, so blocks with the largest specs have several pieces.
     """
     with Arena.create(1 << 18) as arena, arena.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         header = ArenaHeader.unpack(memory[:PAGE], len(memory))
@@ -109,7 +109,7 @@ def _leave_gaps(arena: Arena) -> None:
 
 def _damage(memory: mmap.mmap, patches: bytes, places: tuple[int, int, int]) -> None:
     for place, where, change in _patches(patches):
-        anywhere = PAGE + where % (len(memory) - PAGE)  # the block table and other blocks
+        anywhere = PAGE + where % (len(memory) - PAGE)  # in the block table or in any block
         start = anywhere if place == _ANY else places[place] + where % _PLACE_BYTES[place]
         stop = min(start + len(change), len(memory))
         memory[start:stop] = change[: stop - start]
@@ -119,7 +119,7 @@ def _damage(memory: mmap.mmap, patches: bytes, places: tuple[int, int, int]) -> 
 def arena_file() -> Iterator[Target]:
     """Yield a target that replaces an arena's file with a damaged file.
 
-    Input: flags (repair the headers), a change of the size, and patches.
+    An input consists of flags (which headers to repair, whether to change the size), a change of the size, and patches.
     """
     with Arena.create(1 << 16) as arena:
         with arena.allocate(_SPECS[2], path_file=None) as block:
@@ -148,7 +148,7 @@ def arena_file() -> Iterator[Target]:
             del content[max(0, len(content) + resize % (1 << 18) - (1 << 17)) :]
         descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         kept.append(descriptor)
-        # A locked file counts as a living owner's, so no collector removes it.
+        # The lock marks the file as having a living owner, so no collector removes it.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, content)
         scratch.rename(path)

@@ -1,4 +1,4 @@
-"""Targets that decode pictures, videos and sounds of every supported format, from container to pixels and samples."""
+"""Fuzzing targets that decode pictures, videos and sounds of every supported format to pixels and samples."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _SURROUND = (("caf", "pcm_s16be"), ("aiff", "pcm_s16be"), ("mov", "pcm_s16le"), 
 
 @contextmanager
 def pictures() -> Iterator[Target]:
-    """Yield a target that decodes pictures with `open_image`. Input: the file."""
+    """Yield a target that decodes pictures with `open_image`. An input is a file."""
     image = Image.fromarray(moving_frames(1, 50, 40)[0])
     seeds = [data for _, data in jpeg_variants() if len(data) < _MAX_BYTES // 4]
     seeds += [encoded(image, file_format) for file_format in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")]
@@ -77,7 +77,7 @@ def pictures() -> Iterator[Target]:
 
 @contextmanager
 def videos() -> Iterator[Target]:
-    """Yield a target that decodes the first, middle and last frame with `EncodedVideo`. Input: the file."""
+    """Yield a target that decodes the first, middle and last frame with `EncodedVideo`. An input is a file."""
     frames = moving_frames(6, 64, 48)
     seeds = [encode_video(frames, 25, container, codec, options) for container, codec, options in _VIDEOS]
     yield Target((*seeds, spaced(seeds[-2], b"\0\0\0\1")), _reads(_sample), _MAX_BYTES)
@@ -92,7 +92,7 @@ def _sample(data: bytes) -> None:
 
 @contextmanager
 def sounds() -> Iterator[Target]:
-    """Yield a target that decodes sounds with `open_audio`. Input: the file."""
+    """Yield a target that decodes sounds with `open_audio`. An input is a file."""
     seeds = [encode_sound(tone(0.1, 48_000, 200, channels), 48_000, *kind) for *kind, channels in _SOUNDS]
     seeds += [encode_with_ffmpeg(tone(0.2, 48_000), 48_000, *kind) for kind in _SOUNDS_OF_FFMPEG]
     seeds += [encode_with_ffmpeg(tone(0.1, 48_000, 200, 8), 48_000, *kind, "7.1") for kind in _SURROUND]
@@ -104,7 +104,7 @@ def _reads(read: Callable[[bytes], object]) -> Callable[[bytes], bool]:
         try:
             with under(_CAPS):
                 read(data)
-        except (InputError, MemoryError):  # FFmpeg reports ENOMEM for some damaged files
+        except (InputError, MemoryError):  # for some damaged files, FFmpeg reports ENOMEM
             return False
         return True
 

@@ -1,4 +1,4 @@
-"""A seeded mutator of integers, bits and spans, for fuzzing with and without coverage guidance."""
+"""A seeded mutator of integers, bits and byte ranges. It is used with and without coverage guidance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HIGH = (1 << 31, (1 << 31) - 1, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 62, 1 << 
 
 
 def mutated(data: bytes, draw: Random, others: Sequence[bytes], max_bytes: int) -> bytes:
-    """Return `data` with one to six changes, cut to `max_bytes`. Some changes copy pieces of `others`."""
+    """Return `data` with one to six changes, cut to `max_bytes`. Some changes insert parts of `others`."""
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 3, 6))):
         _change(changed, draw, others)
@@ -37,7 +37,7 @@ def _change(data: bytearray, draw: Random, others: Sequence[bytes]) -> None:
         other = draw.choice(others)
         start = int(draw.random() * len(other))
         piece = other[start : start + 1 + int(draw.random() * 24)]
-        # Most pieces overwrite bytes, so that fields at fixed offsets keep their meaning.
+        # Most parts overwrite bytes, so that fields at fixed offsets keep their meaning.
         data[at : at + (len(piece) if kind < 0.95 else 0)] = piece
 
 

@@ -1,6 +1,6 @@
-"""Targets that parse bytes without an arena: reference words, headers and path files.
+"""Fuzzing targets that parse bytes without an arena: handle words, headers and path files.
 
-A checksum would stop a fuzzer before the code behind the check, so a flag of each input can repair the checksums.
+If a checksum is wrong, the code behind the check does not run. A flag in each input can therefore repair the checksums.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _SHAPES = ((37, 588), (1,), (2**40,), (64, 3, 448, 448), (1, 16, 3, 1024, 1024),
 def words() -> Iterator[Target]:
     """Yield a target for `Ref.from_words`.
 
-    Input: flags (repair the name, repair the shape, no shape word, other integers) and two words.
+    An input consists of flags (repair the name word, repair the shape word, omit the shape word, use integers beyond
+    int64) and two words.
     """
     seeds = []
     for number, shape in enumerate(_SHAPES):
@@ -53,7 +54,7 @@ def _check_words(data: bytes) -> bool:
     if flags & 2:
         body = 3 << 62 | (shape & (1 << 62) - 256)
         shape = body | _crc8(body >> 8, _crc8(name >> 8, 0x5A))
-    # The same bits as an unsigned integer or beyond 64 bits are not valid words.
+    # An unsigned integer with the same bits, or an integer of more than 64 bits, is not a valid word.
     beyond = (0, 1 << 64, -(1 << 64), 1 << 70)[flags >> 4 & 3]
     name_word = name - (1 << 64) * (name >> 63) + beyond
     shape_word = None if flags & 4 else shape - (1 << 64) * (shape >> 63) + (beyond if flags & 64 else 0)
@@ -90,7 +91,8 @@ _BLOCK = struct.Struct("<BBH")
 def block_header() -> Iterator[Target]:
     """Yield a target for `BlockHeader.unpack`.
 
-    Input: a flag (repair the checksum), start in units of 64 bytes, size of the block, and the header.
+    An input consists of a flag (repair the checksum), the start in units of 64 bytes, the size of the block, and the
+    header.
     """
     seeds = []
     for arrays, request in ((1, b""), (2, b"/spool/r1/shm_name.txt"), (64, b"r" * 200)):
@@ -124,7 +126,8 @@ def _check_block_header(memory: mmap.mmap, data: bytes) -> bool:
 def arena_header() -> Iterator[Target]:
     """Yield a target for `ArenaHeader.unpack`.
 
-    Input: flags (repair the checksum, take the file size from the header), file size, and the page.
+    An input consists of flags (repair the checksum, compute the file size from the header), the file size, and the page
+    that contains the header.
     """
     seeds = []
     for entries, capacity in ((64, 1 << 20), (16384, 1 << 40), (1, 4096)):
@@ -159,10 +162,11 @@ _SEGMENT = re.compile(rb"psm_[0-9a-f]{8}")
 
 @contextmanager
 def path_file() -> Iterator[Target]:
-    """Yield a target for `read_contents`. Input: the file."""
+    """Yield a target for `read_contents`. An input is a path file."""
     line, segment = b"mindie_mm-1f2a 17 1234567\n", b"psm_8c9d4828\n"
     seeds = (b"", line, line * 3, b"mindie_mm-0000 0 1\nmindie_mm-ffff 16383 16777215\n", segment + line, segment * 2)
-    with tempfile.TemporaryDirectory(dir=SHM_DIRECTORY) as folder:  # in memory, because a disk would be slow
+    # The files are in memory, because a disk would be slow.
+    with tempfile.TemporaryDirectory(dir=SHM_DIRECTORY) as folder:
         path = Path(folder) / "shm_name.txt"
         yield Target((*seeds, line[:-1], b"\r\n" + line, b"../../x 1 1\n"), lambda data: _check_path_file(path, data))
 
@@ -188,9 +192,9 @@ _MINDIE = struct.Struct("<Bq")
 
 @contextmanager
 def mindie_words() -> Iterator[Target]:
-    """Yield a target for MindIE's name and shape words.
+    """Yield a target for MindIE's name words and shape words.
 
-    Input: flags (a shape, repair the checksum, beyond 64 bits) and a word.
+    An input consists of flags (it is a shape word, repair the checksum, use an integer beyond 64 bits) and a word.
     """
     shapes = ((1,), (37, 588), (64, 3, 448), (13, 4, 576, 588), (1, 16, 3, 1024, 1024))
     seeds = [_MINDIE.pack(flags, encode_shape_to_int64(shape)) for shape in shapes for flags in (1, 3)]
@@ -214,7 +218,7 @@ def _check_mindie_word(data: bytes) -> bool:
         else:
             name = decode_shm_name_from_int64(word)
             assert name.startswith("psm_")
-            # Eleven characters are allowed only without the prefix.
+            # A name may have eleven characters only if it is given without the prefix.
             assert encode_shm_name_to_int64(name.removeprefix("psm_")) == word
     except CorruptReference:
         return False

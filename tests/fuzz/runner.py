@@ -1,4 +1,4 @@
-"""Runner of fuzzing targets, guided by coverage if atheris is installed, otherwise by seeded mutation."""
+"""Run fuzzing targets: guided by coverage if atheris is installed, and otherwise by seeded mutation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TARGETS: Mapping[str, Callable[[], AbstractContextManager[Target]]] = {
     "sounds": media.sounds,
 }
 SLOW = {"living_arena": 10, "arena_file": 10, "pictures": 10, "videos": 10, "sounds": 10}
-"""Divisors of the number of inputs for slow targets, which make a block or file per input or decode the input."""
+"""Divisors of the number of inputs, for targets that are slow because they write or decode a file for each input."""
 HANG_S = 30.0
 _KEPT = 256
 
@@ -39,19 +39,19 @@ class Result:
 
     inputs: int
     accepted: int
-    """Number of inputs that the code accepted, which shows whether fuzzing gets past the checks."""
+    """Number of inputs that the code accepted. The number shows whether the fuzzer gets past the checks."""
     seconds: float
 
 
 class Finding(AssertionError):
-    """An input that breaks a rule."""
+    """An input for which the code breaks a rule."""
 
 
 def run(name: str, inputs: int, seed: int) -> Result:
-    """Run a target with seeded mutation, the same for each seed. A hang ends the process.
+    """Run a target with seeded mutation. The inputs depend only on the seed. A hang ends the process.
 
     Raises:
-        Finding: An input breaks a rule.
+        Finding: The code breaks a rule for an input.
     """
     draw = Random(f"{name} {seed}")
     accepted, started = 0, time.monotonic()
@@ -63,7 +63,7 @@ def run(name: str, inputs: int, seed: int) -> Result:
             data = mutated(draw.choice(corpus), draw, corpus, target.max_bytes)
             if _accepts(target, data):
                 accepted += 1
-                # Accepted inputs lead further, so they join the corpus. The seeds stay.
+                # Accepted inputs reach more code, so they join the corpus. The seeds always stay in the corpus.
                 if len(corpus) < len(target.seeds) + _KEPT:
                     corpus.append(data)
                 else:
@@ -80,7 +80,7 @@ def _accepts(target: Target, data: bytes) -> bool:
 
 
 def run_guided(name: str, inputs: int, seed: int) -> None:
-    """Run a target under atheris, which ends the process, with status 0 if there is no finding.
+    """Run a target under atheris, which ends the process. The exit status is 0 if there is no finding.
 
     Raises:
         ImportError: atheris is not installed.
@@ -90,7 +90,7 @@ def run_guided(name: str, inputs: int, seed: int) -> None:
     accepted = counted = 0
     started = time.monotonic()
     draw = Random(f"{name} {seed}")
-    with ExitStack() as stack:  # closed by hand, because atheris ends the process inside the block
+    with ExitStack() as stack:  # also closed explicitly below, because atheris ends the process inside this block
         target, corpus = stack.enter_context(TARGETS[name]()), stack.enter_context(tempfile.TemporaryDirectory())
         for number, data in enumerate(target.seeds):
             Path(corpus, str(number)).write_bytes(data)
@@ -121,6 +121,6 @@ def run_guided(name: str, inputs: int, seed: int) -> None:
 
 
 def say(name: str, result: Result, how: str) -> None:
-    """Print one line with the figures of a run."""
+    """Print a line with the figures of a run."""
     figures = f"{result.inputs:>9,} inputs, {result.accepted:>9,} of them accepted, {result.seconds:6.1f} s"
     print(f"{name:14} {figures} ({how})", flush=True)

@@ -1,4 +1,4 @@
-"""A short seeded run of `make fuzz`."""
+"""A short version of `make fuzz`, with a fixed seed."""
 
 from __future__ import annotations
 

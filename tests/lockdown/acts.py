@@ -1,8 +1,8 @@
-"""Acts of a decoder under an attacker's control. `python -m tests.lockdown.acts USER < ACTS` prints how each ended.
+"""Actions of a decoder that an attacker controls. `python -m tests.lockdown.acts USER < ACTS` prints each outcome.
 
-ACTS is a JSON list of pairs of an act and a mechanism. The process runs as USER and forks a child for each pair. The
-child is locked in by that mechanism alone or by all mechanisms, and then acts. The child reports "done" or the name of
-an exception, unless a signal kills it.
+ACTS is a JSON list of pairs: the name of an act and the name of a mechanism. The process runs as USER and forks a child
+for each pair. That mechanism, or all mechanisms if it is "all", sandboxes the child, which then runs the act. The child
+reports "done" or the name of an exception, unless a signal kills it.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _PTRACE_SEIZE = 0x4206
 
 @dataclass(frozen=True)
 class World:
-    """The targets of the acts."""
+    """The objects that acts try to reach."""
 
     folder: Path
     port: int
-    """Port of a TCP listener."""
+    """Port on which a TCP socket listens."""
     parent: int
     channel: socket.socket
-    """Unix socket with a waiting message that contains a descriptor."""
+    """Unix socket. A message with a file descriptor waits in it."""
     closed: int
-    """Inherited descriptor of the same file, which the child does not need."""
+    """Inherited descriptor of the same file. The child does not need it."""
     program: bytes
     """Bytes of an executable that does nothing."""
 
     def received(self) -> int:
-        """Receive the descriptor of a file of three pages. Only the middle page belongs to the child."""
+        """Receive the descriptor of a file with three pages. Only the middle page belongs to the child."""
         _, descriptors, _, _ = socket.recv_fds(self.channel, 1, 1)
         return descriptors[0]
 
@@ -172,7 +172,7 @@ def write_to_an_inherited_descriptor(world: World) -> None:
 
 @act
 def write_behind_its_block(world: World) -> None:
-    """Map the middle page between two pages without access, close the descriptor, and write to the last page."""
+    """Map the middle page of the file, without access to the memory around it, and write to the page after it."""
     descriptor = world.received()
     LIBC.mmap.restype = ctypes.c_void_p
     page = mmap.PAGESIZE
@@ -222,7 +222,7 @@ def spin(_: World) -> None:
 
 @act
 def spin_within_a_later_limit(_: World) -> None:
-    """Raise the limit, and spin longer than the first limit."""
+    """Raise a limit on processor time, and spin for longer than the first limit allowed."""
     limit_processor_time(0.1)
     limit_processor_time(30)
     while resource.getrusage(resource.RUSAGE_SELF).ru_utime < 1.5:
@@ -263,21 +263,21 @@ def dump_its_core(_: World) -> None:
 
 @act
 def call_by_the_second_interface(_: World) -> None:
-    """Call getpid by the x32 interface of x86-64."""
+    """Call getpid through the x32 interface of x86-64."""
     checked(LIBC.syscall(0x40000000 | 39))
 
 
 @act
 def call_as_another_architecture(_: World) -> None:
-    """Call getpid by the i386 interface of x86-64. The code was made executable before the lockdown."""
+    """Call getpid through the i386 interface of x86-64. The code was made executable before the sandbox was entered."""
     CODE()
 
 
 @act
 def make_every_other_call(_: World) -> None:
-    """Make each system call that is not listed, and raise an error for the first that is not refused."""
+    """Make each system call that the filter does not list. Raise an error if one of them is not refused."""
     listed = {number_of(name, platform.machine()) for name in NUMBERS}
-    listed |= {335, 336}  # uprobe calls of x86-64 do nothing else, and kernels since 6.14 exempt them from filters
+    listed |= {335, 336}  # uprobe calls of x86-64 have no other use, and kernels since 6.14 exempt them from filters
     for number in range(1024):
         if number not in listed and (LIBC.syscall(number, -1, -1, -1, -1, -1, -1), ctypes.get_errno()) != (-1, 1):
             raise OSError(ctypes.get_errno(), f"{number}")
@@ -304,7 +304,7 @@ if platform.machine() == "x86_64":
 
 
 def lock(mechanism: str, keep: list[int]) -> None:
-    """Lock this process in by one mechanism alone, by all, or not at all."""
+    """Sandbox this process by one mechanism, by all mechanisms, or not at all."""
     if mechanism == "all":
         lock_in(keep, MEMORY_BYTES)
     elif mechanism == "limits":
@@ -332,7 +332,7 @@ def become(user: int) -> None:
         os.setgroups([])
         os.setgid(user)
         os.setuid(user)
-        prctl(PR_SET_DUMPABLE, 1)  # the value of a process that this user has started
+        prctl(PR_SET_DUMPABLE, 1)  # the value in a process that this user has started
 
 
 def main() -> None:
@@ -346,7 +346,7 @@ def main() -> None:
 
 
 def observed(do: Callable[[World], object], mechanism: str, folder: Path) -> dict[str, object]:
-    os.chdir(folder)  # receives a core dump
+    os.chdir(folder)  # a core dump would be written here
     file = folder / "file"
     file.write_bytes(bytes(3 * mmap.PAGESIZE))
     tcp = socket.create_server(("127.0.0.1", 0))

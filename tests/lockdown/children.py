@@ -1,4 +1,4 @@
-"""A child that is forked from a warm process and locked in."""
+"""A sandboxed child of a process that has already imported everything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindie_mm.lockdown import lock_in
 
 
 def in_locked_child(do: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the result of `do` in a locked-in child, and observations about the child. The child must succeed."""
+    """Run `do` in a sandboxed child. Return its result and observations about the child, which must succeed."""
     num_threads, modules = len([*Path("/proc/self/task").iterdir()]), {*sys.modules}
     reading, writing = os.pipe()
     pid = os.fork()

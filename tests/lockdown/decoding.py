@@ -1,6 +1,6 @@
-"""Decoding in a locked-in process: `python -m tests.lockdown.decoding < SAMPLES > RESULTS`, both pickled.
+"""Decode in a sandboxed process: `python -m tests.lockdown.decoding < SAMPLES > RESULTS`, both pickled.
 
-The process warms up, and a locked-in child decodes.
+The process imports everything and forks a sandboxed child, which decodes the samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEL = MelSettings(rate=16_000, num_bins=80, window=400, hop=160, max_samples=480
 
 
 def digest_of(kind: str, data: bytes) -> str:
-    """Return a digest of all arrays of a medium, or the error that refuses the medium."""
+    """Return a digest of all arrays of a media file, or the error that refuses the file."""
     try:
         with under(MediaCaps()):
             arrays = {"picture": _of_picture, "video": _of_video, "sound": _of_sound}[kind](data)

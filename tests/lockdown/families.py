@@ -1,7 +1,7 @@
-"""Preprocessing by every family's processor: `python -m tests.lockdown.families FOLDER < MEDIA > RESULTS`, pickled.
+"""Preprocess with every family's processor: `python -m tests.lockdown.families FOLDER < MEDIA > RESULTS`, pickled.
 
-FOLDER contains a checkpoint for each family. MEDIA maps kinds to files. Each file is preprocessed in this process and
-in a locked-in child.
+FOLDER contains a checkpoint for each family. MEDIA maps each kind to a file. Each file is preprocessed in this process
+and in a sandboxed child.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.lockdown.children import in_locked_child
 
 
 def digests(processors: Mapping[str, Processor], media: Mapping[str, bytes]) -> dict[tuple[str, str], str]:
-    """Return a digest of the arrays for each processor and each kind of medium that the processor takes."""
+    """Return a digest of the arrays, for each processor and each kind of media that the processor accepts."""
     return {
         (name, kind): digest_of(processor, Media(kind, Path("unread"), MediaOptions()), media[kind])
         for name, processor in processors.items()

@@ -1,4 +1,4 @@
-"""Valid and hostile media of every format, codec and container, by kind and name."""
+"""Valid and malicious media files of every format, codec and container."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.media_samples import encode_video, encoded, jpeg_variants, moving_fra
 from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
 
 Sample = tuple[str, str, bytes]
-"""Kind, name and data."""
+"""Kind, name and contents of a media file."""
 CASES = Path(__file__).parents[1] / "cases/media"
 _TIFF_COMPRESSIONS = ("tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits", "jpeg", "zstd", "lzma")
 _MODES = ("L", "P", "1", "CMYK", "YCbCr", "LAB", "F", "RGBA")

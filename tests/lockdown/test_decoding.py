@@ -1,4 +1,4 @@
-"""Tests that a warm, locked-in process decodes all media to the same arrays as any other process."""
+"""Tests that a sandboxed process decodes all media to the same arrays as any other process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def media() -> list[Sample]:
 
 
 def run(module: str, given: object, *arguments: object) -> Any:
-    """Run a module in a process with the environment of decoders, and return its result."""
+    """Run a module in a process with the environment of a decoder, and return its result."""
     command = [sys.executable, "-m", module, *map(str, arguments)]
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(command, input=pickle.dumps(given), stdout=subprocess.PIPE, check=True, env=environment)
@@ -38,13 +38,13 @@ def run(module: str, given: object, *arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def locked(media):
-    """Return digests of the media, and observations about the process that decoded them."""
+    """Return digests of the media, and observations about the sandboxed process that decoded them."""
     return run("tests.lockdown.decoding", media)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Return a folder with a small checkpoint for each contract of a family."""
+    """Return a folder with a small checkpoint for each family test class."""
     folder = tmp_path_factory.mktemp("families")
     for path in sorted((Path(__file__).parents[1] / "models").glob("test_*.py")):
         module = importlib.import_module(f"tests.models.{path.stem}")
@@ -65,7 +65,7 @@ def test_a_warm_process_has_one_thread_and_imports_nothing_late(locked):
 @pytest.mark.parametrize("kind", ["picture", "video", "sound"])
 def test_media_decode_to_the_same_arrays_as_without_locks(media, locked, kind):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about hostile pictures
+        warnings.simplefilter("ignore")  # Pillow warns about malicious pictures
         expected = {name: digest_of(kind, data) for one, name, data in media if one == kind}
     found = {name: digest for (one, name, _), digest in zip(media, locked[0], strict=True) if one == kind}
     assert found == expected

@@ -1,4 +1,4 @@
-"""Tests of the acts that a locked-in process cannot do, per mechanism, as root and as an ordinary user."""
+"""Tests that a sandboxed process cannot perform certain acts: per mechanism, as root and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ STOPPED: dict[str, dict[str, str]] = {
     "map_executable_memory": {"seccomp": EPERM},
     "make_memory_executable": {"seccomp": EPERM},
 }
-"""Error by which each mechanism alone stops an act. Together, seccomp acts first, before a system call runs."""
+"""For each act, the error with which each mechanism stops it if there is no other mechanism.
+
+With all mechanisms, the error is that of seccomp, which is checked before a system call runs.
+"""
 NEEDED_ABI = {
     "connect_by_tcp": 4,
     "listen_on_tcp": 4,
     "connect_to_an_abstract_socket": 6,
     "signal_its_parent": 6,
 }
-"""First version of Landlock's ABI that can forbid the act."""
+"""First version of Landlock's ABI that can forbid an act."""
 ON_X86 = ("call_by_the_second_interface", "call_as_another_architecture")
 GUARDED = ("trace_its_parent", "read_its_parents_memory", "raise_the_limit_of_memory")
 """Acts that some machines forbid to all processes."""
@@ -72,7 +75,7 @@ CASES = [
 
 @cache
 def outcomes(user: int) -> dict[tuple[str, str], dict[str, object]]:
-    """Return the outcome of each case as `user`. One process forks a child per case."""
+    """Run all cases as `user` and return their outcomes. One process forks a child for each case."""
     pairs = [case[:2] for case in CASES]
     command = [sys.executable, "-m", "tests.lockdown.acts", str(user)]
     done = subprocess.run(command, input=json.dumps(pairs), check=True, stdout=subprocess.PIPE, text=True, timeout=300)
@@ -80,7 +83,7 @@ def outcomes(user: int) -> dict[tuple[str, str], dict[str, object]]:
 
 
 def require(name: str, mechanism: str) -> None:
-    """Skip a case whose mechanism or interface this machine lacks."""
+    """Skip a case if this machine lacks the mechanism or the interface."""
     found = support()
     if mechanism == "all" and found.missing:
         pytest.skip("; ".join(found.missing))
@@ -109,7 +112,10 @@ def test_each_act_is_stopped_by_its_mechanism(name, mechanism, outcome, user):
 
 @pytest.mark.parametrize("user", USERS)
 def test_without_a_lock_the_acts_reach_the_file(user):
-    """Change the file, which locked-in processes leave unchanged."""
+    """Without a sandbox, the acts change the file.
+
+    The other tests check that the file of a sandboxed process is unchanged.
+    """
     grown = outcomes(user)["grow_a_received_file", "none"]
     assert grown["bytes"] == 2**20
     assert outcomes(user)["write_to_a_received_descriptor", "none"]["pages"] == [ord("a"), 0, 0]

@@ -1,4 +1,4 @@
-"""Tests of the seccomp filters in a BPF interpreter. The kernel runs only the filter for its architecture."""
+"""Tests of the seccomp filters in a BPF interpreter. The kernel can only run the filter for its own architecture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRITABLE, PROCESS = (4, 9), 1234
 READ, WRITE, EXECUTE = mmap.PROT_READ, mmap.PROT_WRITE, mmap.PROT_EXEC
 PRIVATE, SHARED, ANONYMOUS, GROWING = mmap.MAP_PRIVATE, mmap.MAP_SHARED, mmap.MAP_ANONYMOUS, 0x100
 FAR = 2**63 + 1
-"""A pointer whose lower half and upper half both are not zero."""
+"""A pointer whose lower half and upper half are both nonzero."""
 WITH_ARGUMENTS: list[tuple[str, Sequence[int], bool]] = [
     *((name, [descriptor], descriptor in WRITABLE) for name in SENDING for descriptor in (0, 1, 2, 4, 5, 9)),
     ("tgkill", [PROCESS, PROCESS, 6], True),
@@ -42,7 +42,7 @@ WITH_ARGUMENTS: list[tuple[str, Sequence[int], bool]] = [
 
 
 def action(machine: str, number: int, arguments: Sequence[int] = (), architecture: str = "") -> int:
-    """Return the action of the filter of `machine` for a system call of `architecture`."""
+    """Return what the filter for `machine` does with a system call of `architecture`."""
     words = [number, ARCHITECTURES[architecture or machine], 0, 0]
     for argument in [*arguments, *[0] * 6][:6]:
         words += [argument % 2**32, argument >> 32]

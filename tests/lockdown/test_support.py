@@ -1,7 +1,7 @@
-"""Tests of the report of locks on a kernel that lacks a mechanism.
+"""Tests of the report on the sandbox if the kernel lacks a mechanism.
 
-A seccomp filter of the test makes the calls of a mechanism fail, like an older kernel, a boot without Landlock or a
-container's profile.
+A seccomp filter of the test makes the system calls of a mechanism fail, as in an older kernel, after a boot without
+Landlock or under a container's profile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ print(json.dumps([found.held, found.missing, held == found, calls, files]))
 
 
 def lacking(name: str, number: int) -> tuple[Locks, bool, str, str]:
-    """Return the report of a process in which the system call `name` fails with `number`."""
+    """Return the report of a process in which the system call `name` fails with errno `number`."""
     command = [sys.executable, "-c", PROCESS, name, str(number)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     held, missing, same, calls, files = json.loads(done.stdout)

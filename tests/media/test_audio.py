@@ -106,7 +106,7 @@ def check_near_the_reference(samples: np.ndarray, rate: int, file_format: str, s
     data = encode_sound(samples, rate, file_format, subtype)
     found, expected = decode(data), reference(data)
     assert len(found) == len(expected)
-    # The two decoders differ, and decode Opus at different rates.
+    # The two decoders are different implementations, and decode Opus at different sample rates.
     assert np.sqrt(np.mean((found - expected) ** 2)) <= tolerance
 
 
@@ -319,7 +319,7 @@ def test_sound_without_a_sampling_rate_is_refused(data: bytes, rate: bytes):
 
 def test_a_small_file_that_claims_hours_of_sound_is_refused():
     silence = encode_with_ffmpeg(np.zeros(20 * 48_000, np.float32), 48_000, "ogg", "libopus")
-    last = bytearray(silence[silence.rindex(b"OggS") :])  # this page states how many samples the file has
+    last = bytearray(silence[silence.rindex(b"OggS") :])  # the last page contains the number of samples of the file
     last[6:14] = struct.pack("<q", 48_000 * 3600 * 5)
     last[22:26] = bytes(4)
     last[22:26] = struct.pack("<I", ogg_check(last))
@@ -400,7 +400,7 @@ def test_a_clip_without_samples_is_refused():
 
 
 def ogg_check(page: bytes) -> int:
-    """Return the CRC-32 of an Ogg page whose own checksum field is zero."""
+    """Return the CRC-32 of an Ogg page whose checksum field is zero."""
     check = 0
     for byte in page:
         check ^= byte << 24
@@ -410,7 +410,7 @@ def ogg_check(page: bytes) -> int:
 
 
 def wav_header(rate: int, channels: int) -> bytes:
-    """Return the header of a WAV file of 8-bit samples."""
+    """Return the header of a WAV file with 8-bit samples."""
     return (
         b"RIFF" + struct.pack("<I", 10_000) + b"WAVEfmt "
         + struct.pack("<IHHIIHH", 16, 1, channels, rate, rate * channels, channels, 8)

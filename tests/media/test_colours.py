@@ -1,4 +1,4 @@
-"""Tests of transparency and of greyscale samples with more than 8 bits, for all formats and modes that have them."""
+"""Tests of transparency, and of grayscale samples with more than 8 bits, in all formats and modes that support them."""
 
 import io
 import struct
@@ -24,14 +24,14 @@ WHITE, GREEN = (255, 255, 255), (0, 128, 0)
 
 
 def graded() -> Image.Image:
-    """Return an RGBA picture whose alpha ranges from 0 to 255."""
+    """Return an RGBA picture with alpha values from 0 to 255."""
     image = photograph("chelsea.png", (90, 60))
     image.putalpha(Image.linear_gradient("L").resize(image.size))
     return image
 
 
 def cut_out() -> Image.Image:
-    """Return an RGBA picture whose pixels are either opaque, or black and fully transparent."""
+    """Return an RGBA picture in which each pixel is either opaque, or black and fully transparent."""
     image = Image.new("RGBA", (90, 60))
     image.paste(
         photograph("chelsea.png", (90, 60)),
@@ -41,7 +41,7 @@ def cut_out() -> Image.Image:
 
 
 def composed(rgba: Image.Image, background: tuple[int, int, int]) -> np.ndarray:
-    """Blend the picture with the background as `rgba_to_rgb` of vLLM and `to_rgb` of qwen-vl-utils do."""
+    """Blend a picture with the background, as `rgba_to_rgb` in vLLM and `to_rgb` in qwen-vl-utils do."""
     rgb = Image.new("RGB", rgba.size, background)
     rgb.paste(rgba, mask=rgba.split()[3])
     return np.asarray(rgb)
@@ -50,11 +50,11 @@ def composed(rgba: Image.Image, background: tuple[int, int, int]) -> np.ndarray:
 def decoded(data: bytes, background: tuple[int, int, int] = WHITE) -> np.ndarray:
     with under(MediaCaps(rgba_background_color=background)):
         image = open_image(data)
-    return image.decode()  # an opened image keeps its caps outside `under`
+    return image.decode()  # the image was opened with the caps and keeps them
 
 
 def of_colour(image: Image.Image, mode: str, colour: int | tuple[int, ...]) -> bytes:
-    """Return a PNG of `mode` that declares `colour` transparent (tRNS) and uses it for transparent pixels."""
+    """Return a PNG of mode `mode` that declares `colour` transparent (tRNS). Transparent pixels have this color."""
     flat = Image.new(mode, image.size, colour)
     flat.paste(image.convert(mode), mask=image.getchannel("A"))
     return encoded(flat, "PNG", transparency=colour)

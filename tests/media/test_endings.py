@@ -1,4 +1,4 @@
-"""Tests of file name endings against the supported formats and the list of the web page."""
+"""Tests that file name extensions agree with the supported formats and with the list of the web page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of media fetches from loopback servers, and of refused URLs and responses."""
+"""Tests of fetching media from loopback servers, and of refused URLs and responses."""
 
 import asyncio
 import gzip
@@ -50,7 +50,7 @@ async def _stalling(request: web.Request) -> web.StreamResponse:
 
 
 def raw_deflate(data: bytes) -> bytes:
-    """Compress without the zlib header and trailer, as some servers do."""
+    """Compress without the header and trailer of zlib, as some servers do."""
     compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
     return compressor.compress(data) + compressor.flush()
 
@@ -88,7 +88,7 @@ ENCODED = {
     "a bomb that decodes to little": (["gzip, deflate"], zlib.compress(gzip.compress(b"x", 0) + bytes(1 << 24))),
     "a gzip of empty members": (["gzip"], gzip.compress(b"") * (MAX_MEMBERS + 1)),
 }
-"""Content-Encoding headers and body of responses, by name."""
+"""Content-Encoding headers and the body of each response, by name."""
 
 
 async def _encoded(request: web.Request) -> web.Response:
@@ -104,12 +104,12 @@ async def _missing(request: web.Request) -> web.Response:
 
 
 async def _echo(request: web.Request) -> web.Response:
-    """Answer with the request target, exactly as it was received."""
+    """Respond with the request target exactly as the server received it."""
     return web.Response(body=request.raw_path.encode())
 
 
 async def _redirect_raw(request: web.Request) -> web.StreamResponse:
-    """Send the Location header byte for byte, which the server of aiohttp cannot do."""
+    """Send the Location header as raw bytes, which aiohttp's server does not support."""
     assert request.transport is not None
     location = LOCATIONS[int(request.query["number"])][0]
     request.transport.write(
@@ -131,7 +131,7 @@ LOCATIONS = [
     (b"//HOST/echo/%7E~", "/echo/%7E~"),
     (b"http://HOST/echo/%7E~?a=b%3D", "/echo/%7E~?a=b%3D"),
 ]
-"""Location headers, in which HOST is replaced by the server, and the request targets to which they must lead."""
+"""Location headers, in which HOST stands for the server, and the request target that each must lead to."""
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -259,10 +259,13 @@ async def test_decodes_the_named_content_encodings(server: str, name: str) -> No
         ("br", "content encoding br; only gzip and deflate are supported"),
         ("gzip, zstd", "content encoding zstd"),
         ("too often", "4 content encodings; the limit is 3"),
-        ("a gzip bomb", "gzip that decodes to more bytes than the limit of 1048576 for one item"),
-        ("a deflate bomb", "deflate that decodes to more bytes than the limit of 1048576 for one item"),
-        ("a nested gzip bomb", "gzip that decodes to more bytes than the limit of 1048576 for one item"),
-        ("a bomb that decodes to little", "deflate that decodes to more bytes than the limit of 1048576 for one item"),
+        ("a gzip bomb", "gzip body that decodes to more bytes than the limit of 1048576 for one item"),
+        ("a deflate bomb", "deflate body that decodes to more bytes than the limit of 1048576 for one item"),
+        ("a nested gzip bomb", "gzip body that decodes to more bytes than the limit of 1048576 for one item"),
+        (
+            "a bomb that decodes to little",
+            "deflate body that decodes to more bytes than the limit of 1048576 for one item",
+        ),
         ("a gzip of empty members", f"gzip body has {MAX_MEMBERS + 1} members; the limit is {MAX_MEMBERS}"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests that AVIF, JPEG 2000, icons and portable anymaps decode as in Pillow, within limits checked beforehand."""
+"""Tests that AVIF, JPEG 2000, icons and portable anymaps decode as in Pillow, within limits checked before decoding."""
 
 import io
 import re
@@ -84,7 +84,7 @@ def test_the_exif_orientation_is_applied(orientation, file_format):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(photograph("rocket.jpg", (50, 30)), file_format, exif=exif)
-    is_turned = orientation >= 5 and file_format == "AVIF"  # Pillow does not read the EXIF of a JPEG 2000
+    is_turned = orientation >= 5 and file_format == "AVIF"  # Pillow does not read the EXIF data of JPEG 2000
     image = open_image(data)
     assert (image.height, image.width) == ((50, 30) if is_turned else (30, 50))
     assert image.decode().shape == (image.height, image.width, 3)

@@ -1,4 +1,4 @@
-"""Tests of the selection of video frames."""
+"""Tests of selecting video frames."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindie_mm.media.video.frames import evenly, stepped
 
 @pytest.mark.parametrize("first_of_step", [0, 0.5])
 def test_stepped_returns_exactly_the_requested_number_of_frames(first_of_step):
-    """Drop the index after the last frame, which a range of floats contains for some lengths."""
+    """For some lengths, rounding adds an index after the last frame. This index is dropped."""
     num_longer = 0
     for total in range(1, 401):
         for count in {*range(1, total + 1, 1 + total // 40), total}:

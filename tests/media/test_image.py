@@ -103,7 +103,7 @@ def test_the_pixel_cap_is_checked_from_the_header_alone():
 
 
 def test_the_pixels_of_a_request_are_counted_before_any_is_decoded():
-    """Count first even when a query for the orientation would decode the pixels, as for a PNG."""
+    """Pixels are counted before the orientation is read, because a PNG must be decoded to find the orientation."""
     picture = photograph(size=(300, 200))
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -117,7 +117,8 @@ def test_the_pixels_of_a_request_are_counted_before_any_is_decoded():
                 LimitExceeded, match=r"images and frames have at least 180000 pixels .*; the limit is 179999"
             ):
                 open_image(data)
-        with under(MediaCaps(max_request_pixels=180_000)):  # another request
+        # The caps belong to another request, so counting starts again.
+        with under(MediaCaps(max_request_pixels=180_000)):
             for _ in range(3):
                 open_image(encoded(picture))
 
@@ -128,7 +129,7 @@ def test_given_pixels_are_not_counted_as_decoded():
 
 
 def test_the_default_caps_allow_a_large_request():
-    """Accept 32 photographs of 12 megapixels, or 2,048 frames of 640x480."""
+    """The default caps accept 32 photographs of 12 megapixels, or 2,048 frames of 640x480 pixels."""
     for count, pixels in ((32, 4032 * 3024), (2048, 640 * 480)):
         taken = Work(MediaCaps())
         for _ in range(count):
@@ -177,7 +178,7 @@ def test_pil_images_are_rotated_upright():
 
 
 def test_the_header_of_a_png_is_read_without_its_pixels():
-    """Decode no pixels while a prompt is planned, so that all its pictures are never in memory at the same time."""
+    """Planning decodes no pixels. Otherwise, all decoded pictures of a prompt would be in memory at once."""
     out = io.BytesIO()
     Image.new("RGB", (3000, 2000)).save(out, "PNG")
     opened = open_image(out.getvalue())
@@ -191,7 +192,10 @@ def test_the_header_of_a_png_is_read_without_its_pixels():
 
 
 def test_a_decoded_picture_is_not_kept():
-    """Close each picture after decoding, because a prompt opens all its pictures before it decodes the first."""
+    """Each picture is closed after decoding.
+
+    All pictures of a prompt are opened before the first is decoded, so they would otherwise stay in memory together.
+    """
     picture = open_image(encoded(Image.new("RGB", (64, 48), "red"), "PNG"))
     assert isinstance(picture, EncodedImage)
     assert picture.decode().shape == (48, 64, 3)

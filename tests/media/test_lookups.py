@@ -1,4 +1,4 @@
-"""Tests of concurrent name lookups, in which a silent nameserver must not delay other names for long."""
+"""Tests of concurrent name lookups. A nameserver that does not answer must not delay other names for long."""
 
 import asyncio
 import socket
@@ -27,10 +27,7 @@ BODY = b"a picture"
 
 
 class Names:
-    """A fake getaddrinfo.
-
-    Names under .dead hang until `go` is set. Names under .live resolve to this machine.
-    """
+    """A fake getaddrinfo. Names under .dead hang until `go` is set, and names under .live resolve to this machine."""
 
     def __init__(self, system: Any) -> None:
         self._system = system
@@ -48,7 +45,7 @@ class Names:
         return self._system("127.0.0.1" if host.endswith((".dead", ".live")) else host, *args, **kwargs)
 
     async def wait_for(self, num_lookups: int) -> None:
-        """Wait until `num_lookups` more lookups have begun."""
+        """Wait until `num_lookups` more lookups have started."""
         for _ in range(num_lookups):
             assert await asyncio.to_thread(self._begun.acquire, timeout=300)
 
@@ -87,7 +84,7 @@ async def test_an_address_comes_from_the_lookup(names: Names) -> None:
 
 
 def test_hanging_names_do_not_delay_other_names(names: Names) -> None:
-    """Hang the names of two requests, also after their fetches were given up."""
+    """The names of two requests hang, even after the fetches of these requests were canceled."""
 
     async def media(request: web.Request) -> web.Response:
         return web.Response(body=BODY)

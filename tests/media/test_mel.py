@@ -1,4 +1,4 @@
-"""Tests of log-mel spectrograms against WhisperFeatureExtractor."""
+"""Tests of log-mel spectrograms against transformers' WhisperFeatureExtractor."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ LENGTHS = [1, 2, 160, 161, 320, 321, 5000, 70_001, 5 * RATE - 401, 5 * RATE - 1,
 def both(samples: np.ndarray, further: int = 2, **settings: int) -> tuple[np.ndarray, np.ndarray]:
     """Return our spectrogram and the reference's, float32 [bins, frames].
 
-    Both hold the frames that the reference's attention mask keeps, and `further` frames of its padding.
+    Both contain the frames that the reference's attention mask includes, followed by `further` frames of padding.
     """
     extractor = WhisperFeatureExtractor(**{"chunk_length": 5, **settings})
     expected = extractor(samples, sampling_rate=RATE, return_attention_mask=True, return_tensors="np")
@@ -48,7 +48,8 @@ def test_silence_and_unscaled_samples_equal_the_reference(samples):
 
 
 def test_the_loudest_frame_may_follow_the_requested_frames():
-    samples = np.concatenate([tone(0.02), np.ones(1, np.float32)])  # its last window reaches beyond the last frame
+    # The window of the loud sample extends beyond the last frame.
+    samples = np.concatenate([tone(0.02), np.ones(1, np.float32)])
     for further in (0, 1, 7):
         ours, expected = both(samples, further)
         assert np.abs(ours - expected).max() <= 1e-6

@@ -1,4 +1,4 @@
-"""Tests of cutting pictures into patches and joining the patches."""
+"""Tests of cutting pictures into patches, and of joining patches to a picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from mindie_mm.media.image.patches import patchify, unpatchify
 
 SIZES = [(1, 1, 1, 1), (14, 2, 2, 4), (14, 2, 6, 2), (16, 1, 3, 5), (30, 1, 2, 1), (4, 4, 8, 4)]
-"""Patch, merge, rows and columns of patches."""
+"""Cases: patch size, merge size, rows of patches and columns of patches."""
 
 
 def picture(rows: int, columns: int, patch: int) -> np.ndarray:
@@ -32,7 +32,7 @@ def test_patches_are_in_the_order_in_which_a_tower_merges_them(patch, merge, row
 
 @pytest.mark.parametrize(("patch", "merge", "rows", "columns"), SIZES)
 def test_patches_can_be_written_into_a_strided_array(patch, merge, rows, columns):
-    """Write every second patch, as for the first of two frames that make one temporal patch."""
+    """Patches of two frames alternate in memory, because a temporal patch consists of two frames."""
     rgb = picture(rows, columns, patch)
     together, apart = np.zeros((2, rows * columns, 2, patch, patch, 3), np.uint8)
     patchify(rgb, together[:, 0], patch, merge)
@@ -49,5 +49,5 @@ def test_patches_can_be_written_into_a_strided_array(patch, merge, rows, columns
 def test_unpatchify_restores_the_picture(patch, merge, rows, columns):
     rgb = picture(rows, columns, patch)
     patches = np.empty((rows * columns, patch, patch, 3), np.uint8)
-    patchify(rgb[:, ::-1][:, ::-1], patches, patch, merge)  # accepts a view too
+    patchify(rgb[:, ::-1][:, ::-1], patches, patch, merge)  # a view is accepted, too
     assert np.array_equal(unpatchify(patches, rows, columns, merge), rgb)

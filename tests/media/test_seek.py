@@ -1,4 +1,4 @@
-"""Tests of seeking to sampled frames."""
+"""Tests of seeking to the sampled frames of a video."""
 
 from dataclasses import replace
 
@@ -40,7 +40,10 @@ def clip(kind: str, container: str = "mp4", moments: list[int] | None = None) ->
 
 
 def num_sought(data: bytes, indices: list[int] = INDICES) -> int:
-    """Assert that seeking returns the same frames as decoding the whole video. Return the number of frames."""
+    """Assert that seeking gives the same frames as decoding the whole video.
+
+    Return the number of frames that were found by seeking. It is 0 if the video was decoded as a whole.
+    """
     video = EncodedVideo.open(data)
     indices = [index for index in indices if index < video.num_frames]
     whole = list(replace(video, keyframes=None).decode(range(video.num_frames)))
@@ -111,7 +114,7 @@ def test_frames_near_each_other_are_not_sought():
 
 @pytest.mark.parametrize("times", [0, 1])
 def test_a_video_with_misleading_keyframes_is_decoded_whole(times):
-    """List keyframes that are ordinary frames, as a container may do, or times at which no frame is shown."""
+    """A container may list ordinary frames as keyframes, or times at which no frame is shown."""
     video = EncodedVideo.open(clip("h264"))
     assert video.keyframes is not None
     misled = replace(video, keyframes=Keyframes(video.keyframes.times + times, np.arange(NUM_FRAMES)))
@@ -120,7 +123,7 @@ def test_a_video_with_misleading_keyframes_is_decoded_whole(times):
 
 
 def test_num_decoded_counts_from_the_nearer_start():
-    """Count from the keyframe or from the previous sampled frame, whichever is nearer, in groups of 12 frames."""
+    """`num_decoded` counts from the keyframe or from the previous sampled frame, whichever is nearer."""
     groups = Keyframes(np.arange(NUM_FRAMES), np.arange(0, NUM_FRAMES, 12))
     assert groups.num_decoded([95]) == 12
     assert groups.num_decoded([84]) == 1

@@ -1,4 +1,4 @@
-"""Tests that real files of many segments are accepted and that small files cannot demand hours of decoding."""
+"""Tests that real files with many segments are accepted, and that small files that take hours to decode are refused."""
 
 import struct
 from functools import cache
@@ -17,9 +17,9 @@ SOS = b"\xff\xda"
 
 
 def turned(data: bytes, *entries: bytes) -> bytes:
-    """Return a JPEG whose EXIF has orientation 6 after other entries.
+    """Return a JPEG whose EXIF data contain `entries`, followed by orientation 6.
 
-    Each entry has 12 bytes and may point to the 60 bytes after the entries.
+    Each entry has 12 bytes, and may point to the 60 bytes after the entries.
     """
     orientation = struct.pack("<HHII", 0x0112, 3, 1, 6)
     exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", 1 + len(entries)) + b"".join(entries) + orientation
@@ -27,13 +27,13 @@ def turned(data: bytes, *entries: bytes) -> bytes:
 
 
 def scans_in(noise: int, num_bytes: int) -> bytes:
-    """Return bytes with many scan markers, like the bytes of a film or a raw picture."""
+    """Return random bytes with many scan markers, like the bytes of a film or of a raw picture."""
     random = np.random.default_rng(noise).integers(0, 256, num_bytes, np.uint8).tobytes()
     return b"".join(random[at : at + 1000] + SOS for at in range(0, num_bytes, 1000))
 
 
 def chunked_png(image: Image.Image, num_bytes: int) -> bytes:
-    """Return a PNG whose pixel data is cut into chunks of `num_bytes` bytes."""
+    """Return a PNG whose pixel data are split into chunks of `num_bytes` bytes."""
     data = encoded(image, "PNG")
     head, pixels, place = data[:33], b"", 33
     while data[place + 4 : place + 8] != b"IEND":
@@ -47,7 +47,7 @@ def chunked_png(image: Image.Image, num_bytes: int) -> bytes:
 
 @cache
 def good() -> dict[str, bytes]:
-    image = photograph("coffee.png", (1500, 1000))  # 161 scans of this size would pass
+    image = photograph("coffee.png", (1500, 1000))  # 161 scans are allowed for this size
     jpeg, progressive = encoded(image, quality=92), encoded(image, progressive=True)
     pages = [photograph("chelsea.png", (90, 60)), photograph("rocket.jpg", (90, 60))]
     profile = np.random.default_rng(5).integers(0, 256, 3_000_000, np.uint8).tobytes()
@@ -91,9 +91,9 @@ def test_valid_files_of_many_parts_decode_as_in_load_image(name):
 @pytest.mark.parametrize(
     "entry",
     [
-        struct.pack("<HHII", 0x010F, 11, 2, 40),  # the maker as two float32
-        struct.pack("<HHII", 0x0110, 5, 1, 40),  # the model as a fraction
-        struct.pack("<HHII", 0x0106, 2, 30, 40),  # the colors as text
+        struct.pack("<HHII", 0x010F, 11, 2, 40),  # the camera's maker as two float32 numbers
+        struct.pack("<HHII", 0x0110, 5, 1, 40),  # the camera's model as a fraction
+        struct.pack("<HHII", 0x0106, 2, 30, 40),  # the color interpretation as text
     ],
 )
 def test_a_badly_typed_exif_entry_does_not_prevent_rotation(entry):
@@ -111,7 +111,7 @@ def test_a_rotated_picture_with_valid_exif_equals_load_image():
 
 @pytest.mark.parametrize("size", [(12000, 14900), (64, 48), (4000, 3000)])
 def test_progressive_photographs_of_any_size_pass(size):
-    """Accept the most scans that encoders write: 10 by libjpeg, up to 14 by others, 18 for four colors."""
+    """Encoders write at most 18 scans: libjpeg writes 10, other encoders up to 14, and up to 18 for four colors."""
     check_scans((SOS + b"\0\x08") * 18, *size)
 
 
@@ -148,7 +148,7 @@ def test_every_scan_counts_after_a_marker_that_libjpeg_rejects(odd):
 
 @pytest.mark.parametrize("name", [*pictures.SCANS, *pictures.PARTS])
 def test_too_many_scans_or_parts_are_refused_before_decoding(name):
-    """Refuse the file; tests/attacks checks the time and the memory that the refusal takes."""
+    """tests/attacks also checks the time and the memory that the refusal takes."""
     data = (pictures.SCANS | pictures.PARTS)[name]()
     message = r"has \d+ scans; the limit is \d+" if name in pictures.SCANS else rf"or more .*; the limit is {MAX_PARTS}"
     with pytest.raises(LimitExceeded, match=message):
@@ -186,6 +186,6 @@ def test_the_head_of_a_jpeg_ends_at_its_first_scan():
 
 @pytest.mark.parametrize("at", range(4, 60))
 def test_truncated_files_of_every_format_pass_the_count(at):
-    """Leave the refusal of broken files to the decoder."""
+    """The count accepts truncated files, because the decoder refuses broken files."""
     for file_format in ("JPEG", "PNG", "GIF", "TIFF", "WEBP", "BMP"):
         check_parts(encoded(pictures.small(), file_format)[:at])

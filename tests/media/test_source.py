@@ -138,7 +138,7 @@ def test_a_memory_error_is_passed_on():
 
 
 async def test_urls_are_checked_inside_an_event_loop_too():
-    """Expect the refusal of a private address, because loopback is never public."""
+    """The address is loopback, which is never public, so the check refuses it."""
     with pytest.raises(MediaError, match=r"not public|public address"):
         read_source(Media("image", "http://127.0.0.1:9/a.jpg"))
 
@@ -185,7 +185,7 @@ def pipe(tmp_path):
 
 
 def test_a_pipe_is_read_to_its_end(pipe):
-    writer = threading.Thread(target=pipe.write_bytes, args=(DATA * 100,))  # more than a pipe holds
+    writer = threading.Thread(target=pipe.write_bytes, args=(DATA * 100,))  # more bytes than a pipe can buffer
     writer.start()
     assert read_source(Media("image", str(pipe))) == DATA * 100
     writer.join()
@@ -193,7 +193,7 @@ def test_a_pipe_is_read_to_its_end(pipe):
 
 @pytest.fixture
 def silent_url():
-    """Yield a URL whose server accepts a connection and sends nothing."""
+    """Yield a URL whose server accepts a connection but sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/picture.png"
 

@@ -48,7 +48,7 @@ def test_sampled_frames_equal_those_of_a_plain_decode(container, codec):
 
 
 SHORT_GROUPS = {"g": "10", "bf": "3", "x264-params": "scenecut=0"}
-"""A keyframe every 10 frames, so that FFmpeg's index omits groups that an edit list hides."""
+"""Options for a keyframe every 10 frames. FFmpeg's index then omits groups of frames that an edit list hides."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def _on_threads(num_threads: int) -> Iterator[None]:
 
 
 def _decoded(data, num_threads=1):
-    """Assert that all frames of `data` equal the frames of a plain decoder. Return their count and rate."""
+    """Assert that all frames of `data` equal those of PyAV. Return their number and the frame rate."""
     with _on_threads(num_threads):
         video = EncodedVideo.open(data)
         frames = np.stack(list(video.decode(range(video.num_frames))))
@@ -138,7 +138,7 @@ def test_a_stream_cut_between_keyframes_starts_at_the_next_keyframe(share, num_t
     ],
 )
 def test_frames_whose_references_were_cut_off_do_not_count(codec, options, num_threads):
-    """Cut at a keyframe that is followed by frames shown before it."""
+    """The file starts at a keyframe. The next frames are shown before this keyframe and refer to earlier frames."""
     data = _clip(codec=codec, options=options)
     with av.open(io.BytesIO(data)) as container:
         keys = [place for place, packet in enumerate(container.demux(video=0)) if packet.is_keyframe]
@@ -154,7 +154,7 @@ def test_frames_before_the_first_keyframe_do_not_count(container):
 
 
 MOTION_THEN_STILL = [*range(20), *range(20, 220, 10)]
-"""Times of 40 frames that last 21.1 s in all, as in a screen recording; the last frame lasts 0.1 s."""
+"""Times of 40 frames of 21.1 s in all, as in a screen recording. The last frame is shown for 0.1 s."""
 
 
 @pytest.mark.parametrize(
@@ -163,13 +163,13 @@ MOTION_THEN_STILL = [*range(20), *range(20, 220, 10)]
 )
 def test_a_variable_rate_follows_from_the_frame_times(container, codec):
     data = encode_video(moving_frames(40), container=container, codec=codec, moments=MOTION_THEN_STILL)
-    assert _decoded(data) == (40, pytest.approx(40 / 21.1, rel=0.05))  # the last frame of an MP4 lasts longer
+    assert _decoded(data) == (40, pytest.approx(40 / 21.1, rel=0.05))  # in MP4, the last frame is longer
     with under(MediaCaps(max_video_seconds=20)), pytest.raises(LimitExceeded, match=r"2[12]\.\d s; the limit is 20 s"):
         EncodedVideo.open(data)
 
 
 def test_a_missing_rate_follows_from_the_frame_times():
-    """Read a recording of a browser, in which only the times of the frames give the rate."""
+    """In a browser's recording, only the times of the frames determine the frame rate."""
     data = encode_video(moving_frames(40), container="webm", codec="libvpx", moments=[3 * i + i % 3 for i in range(40)])
     begin = data.index(b"\x23\xe3\x83\x84")  # the default duration of a frame
     data = data[:begin] + b"\xec\x86" + bytes(6) + data[begin + 8 :]
@@ -248,7 +248,8 @@ def test_hidden_frames_do_not_count():
     data = encode_video(moving_frames(8), container="webm", codec="libvpx")
     assert _decoded(data) == (8, 10.0)
     third = video_packets(data)[3]
-    hidden = data.replace(third, bytes([third[0] & ~0x10]) + third[1:])  # a frame that is only a reference
+    # This frame is not shown, and only other frames refer to it.
+    hidden = data.replace(third, bytes([third[0] & ~0x10]) + third[1:])
     assert _decoded(hidden) == (7, 7 / 0.8)
 
 
@@ -294,7 +295,8 @@ def test_frames_above_the_limit_are_not_scaled(times, message):
         video = EncodedVideo.open(remux(*videos, container="webm"))
     if times == 1:
         assert len(list(video.decode([0, 2]))) == 2
-    for indices in ([0, 5], [0, 2])[:times]:  # FFmpeg refuses frames far above the limit, and the end is decoded too
+    # FFmpeg refuses frames that far exceed the limit; the end of the video is decoded, too.
+    for indices in ([0, 5], [0, 2])[:times]:
         with pytest.raises((LimitExceeded, MediaError), match=message):
             list(video.decode(indices))
 
@@ -331,7 +333,7 @@ def test_frames_may_be_encoded_pictures():
 
 
 def test_decoded_frames_are_not_kept():
-    """Release each picture after decoding, because Pillow keeps its pixels with the picture."""
+    """Each decoded picture is released, because Pillow would keep its pixels."""
     data = encoded(photograph(size=(1000, 1000)), "PNG")
     video = open_video((data,) * 20, None)
     before = psutil.Process().memory_info().rss
@@ -390,7 +392,7 @@ def test_caps_are_checked_before_decoding():
 
 
 def test_the_decoded_pixels_of_videos_are_counted_before_decoding():
-    """Count the skipped frames and all videos of a request; a new request starts at zero."""
+    """All videos of a request count, including skipped frames. A new request starts at zero."""
     data = encode_video(moving_frames(30), fps=10)
     caps = MediaCaps(max_request_video_pixels=9408 * 40)
     with under(caps):
@@ -410,13 +412,13 @@ def test_given_frames_are_counted_as_pictures():
 
 
 def test_the_default_caps_allow_an_hour_of_video():
-    """Accept 1080p at 30 frames per second with every frame decoded."""
+    """An hour of 1080p video at 30 frames per second is accepted, even if every frame is decoded."""
     Work(MediaCaps()).add_video(3600 * 30 * 1920 * 1080)
 
 
 def test_a_video_is_decoded_under_the_caps_it_was_opened_with():
     data = encode_video(moving_frames(4), fps=10)
-    with under(MediaCaps(max_video_pixels=9408)):  # the coded size is 112x96
+    with under(MediaCaps(max_video_pixels=9408)):  # the coded size is 112x96 pixels
         video = EncodedVideo.open(data)
     with under(MediaCaps(max_video_pixels=9407)):
         assert len(list(video.decode([0, 3]))) == 2

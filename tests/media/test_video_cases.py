@@ -1,4 +1,4 @@
-"""Tests of videos with misleading headers, whose frame count, rate and orientation must be as FFmpeg decodes them."""
+"""Tests of videos with misleading headers. The frame count, frame rate and orientation equal FFmpeg's result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RIGHT = {
     "theora.ogv": (12, 25.0),
     "upright.mp4": (5, 10.0),
 }
-"""Expected frame count and frame rate of each file."""
+"""Expected number of frames and frame rate of each file."""
 
 
 def case(name: str) -> bytes:
@@ -45,7 +45,7 @@ def case(name: str) -> bytes:
 
 
 def plain(data: bytes) -> np.ndarray:
-    """Decode every frame up to the first error."""
+    """Decode all frames up to the first error."""
     frames = []
     with av.open(io.BytesIO(data)) as container, suppress(av.InvalidDataError):
         for frame in container.decode(video=0):
@@ -54,9 +54,9 @@ def plain(data: bytes) -> np.ndarray:
 
 
 def assert_counted(data: bytes, num_frames: int, fps: float) -> EncodedVideo:
-    """Assert the frame count and rate.
+    """Assert that all frames can be decoded, and that their number and rate are as given.
 
-    All frames must decode, and the last frame must also decode alone.
+    The last frame must also be decoded correctly if no other frame is requested.
     """
     video = EncodedVideo.open(data)
     assert (video.num_frames, video.fps) == (num_frames, fps)
@@ -96,7 +96,7 @@ def test_two_fields_count_as_one_frame(container):
 
 
 def test_fields_after_whole_frames_are_found():
-    """Move the last frames of the file, which are coded as whole frames, to the start."""
+    """The last frames of the file, which are coded as whole frames, are moved to the start."""
     late = repacked(case("paff.ts"), "matroska", lambda packets: packets[30:] + packets[:30])
     with av.open(io.BytesIO(late)) as container:
         num_packets = sum(1 for packet in container.demux(video=0) if packet.size)
@@ -104,7 +104,7 @@ def test_fields_after_whole_frames_are_found():
 
 
 def repacked(data: bytes, container: str, order: Callable[[list], list] = lambda packets: packets) -> bytes:
-    """Remux the packets of `data` with a duration of 20 ms each."""
+    """Write the packets of `data` to another container, each with a duration of 20 ms."""
     file = io.BytesIO()
     with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as output:
         stream = output.add_stream_from_template(source.streams.video[0])
@@ -117,7 +117,7 @@ def repacked(data: bytes, container: str, order: Callable[[list], list] = lambda
 
 
 class _Pipe:
-    """Output that cannot seek."""
+    """A file object that cannot seek."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -167,7 +167,7 @@ def test_an_unfinished_avi_is_counted(stated, riff):
 @pytest.mark.parametrize("stated", [25, 30, 50])
 @pytest.mark.parametrize("real", [Fraction(25), Fraction(2947, 100), Fraction(30_000, 1001), Fraction(30)])
 def test_the_rate_of_matroska_follows_the_times_and_not_the_default_duration(real, stated):
-    """Return the stated rate exactly if the times, which are whole milliseconds, match it."""
+    """Times in the file are whole milliseconds. If they match the default duration, its rate is returned exactly."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
         stream = output.add_stream("libx264", rate=stated)
@@ -215,8 +215,8 @@ def test_pictures_whose_references_were_cut_off_are_not_counted(codec, container
     whole = encode_video(moving_frames(40), container="matroska", codec=name, options=options)
     for start in (3, 10, 11, 20):
         cut = remux(whole, container=container, start=start)
-        if not (expected := beyond_errors(cut)):  # the parameter sets were cut off
-            with pytest.raises((MediaError, LimitExceeded), match=r"frame size is unknown|broken"):
+        if not (expected := beyond_errors(cut)):  # the cut has removed the parameter sets
+            with pytest.raises((MediaError, LimitExceeded), match=r"frames is unknown|broken"):
                 EncodedVideo.open(cut)
             continue
         video = EncodedVideo.open(cut)
@@ -225,7 +225,7 @@ def test_pictures_whose_references_were_cut_off_are_not_counted(codec, container
 
 
 def beyond_errors(data: bytes) -> list[np.ndarray]:
-    """Decode every frame as the ffmpeg program does, skipping packets with errors."""
+    """Decode all frames as the ffmpeg program does, which skips packets with errors."""
     frames: list[av.VideoFrame] = []
     with av.open(io.BytesIO(data)) as container:
         for packet in container.demux(video=0):
@@ -260,7 +260,7 @@ DAMAGES = {
     ],
 )
 def test_a_damaged_tail_gives_one_result_for_all_samplings(container, codec, options, damage):
-    """Give every sampling the same frame count and decodable frames, or refuse every sampling."""
+    """Every sampling gives the same number of frames and can decode its frames, or every sampling is refused."""
     data = encode_video(moving_frames(20), 25, container, codec, QUIET if codec == "libx265" else {})
     data = remux(data, container=container, options=options) if options else data
     for size in (1, 7, 40, 300):
@@ -283,7 +283,7 @@ def test_a_short_tail_may_be_missing():
 
 
 def taken(data: bytes, indices: Sequence[int]) -> int:
-    """Decode `indices`, of which -1 is the last frame, as a tokenizer does, and return the frame count of the video."""
+    """Decode frames `indices` as a tokenizer does, and return the frame count of the video. -1 is the last frame."""
 
     def found() -> int:
         video = EncodedVideo.open(data)
@@ -299,7 +299,7 @@ def taken(data: bytes, indices: Sequence[int]) -> int:
 
 
 def test_damage_in_the_middle_is_refused():
-    """Refuse the video, because frames follow the damage and only a damaged tail may be omitted."""
+    """Only damage at the end of a video is accepted. Here, frames follow the damage."""
     data = encode_video(moving_frames(120), options={"g": "10", "movflags": "faststart"})
     with av.open(io.BytesIO(data)) as container:
         entry = [*container.streams.video[0].index_entries][30]
@@ -349,11 +349,11 @@ LAYS = {
     (0, 1, 1, 0): ("transpose=cclock_flip",),
     (0, -1, -1, 0): ("transpose=clock_flip",),
 }
-"""Matrices (a, b, c, d) of ISO/IEC 14496-12, and the equivalent filters of the ffmpeg program."""
+"""Matrices (a, b, c, d) of ISO/IEC 14496-12, and the ffmpeg program's equivalent filters."""
 
 
 def with_matrix(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
-    """Return the MP4 `data` with `matrix` in its track header."""
+    """Return the MP4 file `data` with `matrix` in the header of its track."""
     a, b, c, d = (value << 16 for value in matrix)
     at = data.index(b"tkhd") + 4 + 40
     return data[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + data[at + 36 :]

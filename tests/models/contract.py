@@ -1,7 +1,8 @@
-"""Contract of every model family. The tests of a family are a subclass of FamilyContract.
+"""Contract of every model family. To test a family, write a subclass of FamilyContract.
 
-The subclass writes a small random checkpoint, makes the reference and lists prompts. The prompts are text alone, one
-item, two items of different size, an extreme aspect ratio, and mixed modalities where the family has them.
+The subclass writes a small random checkpoint, creates the reference and lists prompts: text without media, one item,
+two items of different size, an extreme aspect ratio and, if the family accepts several kinds of media, a mixture of
+them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ NUM_TOKENS = 16
 
 
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """Return random pixels, uint8 [height, width, 3]. Random pixels reveal any difference between two resizes."""
+    """Return random pixels, uint8 [height, width, 3].
+
+    With random pixels, any two resize methods give different results.
+    """
     return np.random.default_rng([height, width, seed]).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -86,7 +90,7 @@ PICTURES: Mapping[str, Items] = {
 
 
 def run(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) -> tuple[dict[int, list[int]], dict]:
-    """Run all prompts concurrently. Return the output tokens and the errors by the prompt's index."""
+    """Run all prompts concurrently. Return the output tokens and the errors, both by the index of the prompt."""
     outputs: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
     errors: dict[int, Failure] = {}
     params = SamplingParams(temperature=0, **settings)
@@ -101,9 +105,9 @@ def run(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) ->
 
 
 def likeliest(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) -> list[list[list[int]]]:
-    """Return, for each prompt and each output token, the chosen token and the five likeliest.
+    """Return, for each prompt and each output token, the chosen token and the five likeliest tokens.
 
-    A family's rules may force a token that is not among the five.
+    A family's rules may force a token that is not among these five.
     """
     found: list[list[list[int]]] = [[] for _ in prompts]
     params = SamplingParams(temperature=0, logprobs=5, **settings)
@@ -122,16 +126,19 @@ FILES: Mapping[str, Callable[[np.ndarray], bytes]] = {
     "video": lambda frames: encode_video(frames[:, : frames.shape[1] // 2 * 2, : frames.shape[2] // 2 * 2]),
     "audio": lambda samples: encode_sound(samples, 16_000),
 }
-"""Functions that write an item's array as a file, by kind."""
+"""Functions that encode an item's array as a file, by kind of media."""
 
 
 def as_file(kind: str, data: np.ndarray | str) -> bytes:
-    """Return an item's array, or the file at its path, as a file's bytes."""
+    """Encode an item's array as a file and return the bytes. If `data` is a path, return the bytes of that file."""
     return Path(data).read_bytes() if isinstance(data, str) else FILES[kind](data)
 
 
 def answer(url: str, items: Items, count: int) -> list[int]:
-    """Return the tokens that a service generates greedily. Media are files' bytes and are sent as data: URLs."""
+    """Send `items` to a service, and return the tokens that it generates greedily.
+
+    Media are given as the bytes of files, and are sent as data: URLs.
+    """
     inputs = [
         {kind: value if kind == "text" else "data:;base64," + base64.b64encode(value).decode()}
         for item in items
@@ -145,10 +152,13 @@ def answer(url: str, items: Items, count: int) -> list[int]:
 
 
 class Reference:
-    """Model and processor of transformers over a checkpoint. Override `inputs` for processors with other arguments."""
+    """Model and processor of transformers for a checkpoint.
+
+    Override `inputs` if the processor has other arguments.
+    """
 
     markers: ClassVar[Mapping[str, str]] = {}
-    """Text that marks an item of each kind in the processor's input."""
+    """Text that represents an item of each kind in the processor's input."""
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.model = model.eval()
@@ -179,7 +189,7 @@ class Reference:
         return self.model(**self.inputs(items)).logits[0].float()
 
     def in_bfloat16(self) -> Reference | None:
-        """Return the reference with bfloat16 weights, or None if it is golden data without a model."""
+        """Return a copy with bfloat16 weights, or None if the reference is golden data without a model."""
         half = copy(self)
         half.model = deepcopy(self.model)
         # transformers keeps buffers that no checkpoint stores, such as rotary frequencies, in float32.
@@ -191,14 +201,17 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, items: Items, count: int) -> list[int]:
-        """Return greedy tokens."""
+        """Generate `count` tokens greedily, and return them."""
         inputs = self.inputs(items)
         out = self.model.generate(**inputs, max_new_tokens=count, do_sample=False)
         return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 class Remembered:
-    """Reference that computes the logits and tokens of the same items once. Many tests compare with them."""
+    """Cache of a reference's logits and tokens.
+
+    Many tests need the reference's results for the same items, so each result is computed only once.
+    """
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
@@ -216,12 +229,13 @@ class Remembered:
     def _once(self, items: Items, compute: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
         key = compute.__name__, id(items), arguments, tuple(settings.items())
         if key not in self._found:
-            self._found[key] = items, compute(items, *arguments, **settings)  # keeps the items alive, so ids are unique
+            # Stores the items, so no other object gets the same id.
+            self._found[key] = items, compute(items, *arguments, **settings)
         return self._found[key][1]
 
 
 def _floats_in_bfloat16(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Convert floating-point inputs to bfloat16, because some towers do not convert their pixels."""
+    """Convert floating-point inputs to bfloat16, because some towers do not convert their pixels themselves."""
     return args, {
         name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in kwargs.items()
@@ -229,16 +243,16 @@ def _floats_in_bfloat16(module: torch.nn.Module, args: tuple[Any, ...], kwargs: 
 
 
 def items_of(prompt: Prompt) -> list[list[int]]:
-    """Return the ids of each item, with the tokens that frame it."""
+    """Return the token ids of each item, including the tokens that frame the item."""
     return [prompt.plain_ids[span.start - span.lead : span.stop + span.tail].tolist() for span in prompt.spans]
 
 
 EXTREMES = ((1, 1), (1, 2), (2, 1), (1, 60), (60, 1), (1, 1100), (1100, 1), (2, 1500), (1999, 7), (5, 900), (640, 11))
-"""Heights and widths of very narrow pictures."""
+"""(Height, width) of extremely narrow pictures."""
 
 
 class ExtremeShapes:
-    """Further tests for families that cut pictures into tiles. Subclasses also derive from FamilyContract."""
+    """Further tests for families that cut pictures into tiles. A subclass also inherits from FamilyContract."""
 
     def test_narrow_pictures_equal_the_references_or_are_refused_if_the_reference_fails(
         self: Any, reference: Reference, model: Model, tokenizer: Tokenizer, path_file: Path
@@ -261,7 +275,7 @@ class ExtremeShapes:
 
 
 def without_settings(path: Path, out: Path) -> Path:
-    """Copy the checkpoint `path` without its weights and preprocessing settings."""
+    """Copy the files of the checkpoint `path`, except its weights and its preprocessing settings."""
     out.mkdir()
     for file in path.iterdir():
         if file.suffix in {".json", ".jinja", ".model", ".tiktoken"} and not file.name.endswith(
@@ -272,52 +286,53 @@ def without_settings(path: Path, out: Path) -> Path:
 
 
 def without_weights(path: Path, out: Path) -> Path:
-    """Copy the checkpoint `path` without its weights."""
+    """Copy the files of the checkpoint `path`, except its weights."""
     return shutil.copytree(path, out, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
 
 
 class FamilyContract:
-    """Contract of a family. Subclasses are named Test<Family>."""
+    """Tests that every family must pass. Subclasses are called Test<Family>."""
 
     name: ClassVar[str]
-    """Name of the family, which is its file's name."""
+    """Name of the family, which is the name of its file in mindie_mm/models."""
     prompts: ClassVar[Mapping[str, Items]]
-    """Prompts by name. The prompt named `text` has no media."""
+    """Prompts by name. The prompt `text` has no media."""
     tolerance: ClassVar[float] = 1e-4
     """Largest allowed difference of any float32 logit."""
     bf16_tolerance: ClassVar[float] = 0.15
     """Largest allowed difference of any bfloat16 logit, in standard deviations of the reference's logits.
 
-    Twice the reference's own bfloat16 error is allowed if that is larger. Only golden data need another value.
+    If twice the reference's own bfloat16 error is larger, that difference is allowed. Only golden data, which have no
+    bfloat16 reference, need a value other than the default.
     """
     num_tokens: ClassVar[int] = NUM_TOKENS
-    """Number of greedy tokens to compare. Golden data may have fewer."""
+    """Number of greedily generated tokens to compare. Golden data may contain fewer."""
     unspelled: ClassVar[bool] = False
-    """Whether the family inserts the items itself, so that the prompt's text does not mention them."""
+    """Whether the family places the items itself, so that the text of a prompt has no markers for them."""
     settings_file: ClassVar[str | None] = "preprocessor_config.json"
-    """File to name when no preprocessing settings exist. None if they are in config.json."""
+    """File that an error must mention if there are no preprocessing settings. None if config.json contains them."""
 
     @classmethod
     def write_checkpoint(cls, out: Path) -> None:
-        """Write a small random checkpoint, seeded, into the empty directory `out`."""
+        """Write a small checkpoint with random weights from a fixed seed into the empty directory `out`."""
         raise NotImplementedError
 
     @classmethod
     def make_reference(cls, path: Path) -> Reference:
-        """Return the float32 reference over the checkpoint."""
+        """Return a float32 reference for the checkpoint."""
         raise NotImplementedError
 
     def assert_arrays(self, expected: Mapping[str, torch.Tensor], items: Sequence[MediaItem], model: Model) -> None:
-        """Assert that the normalized arrays in shared memory equal the processor's output `expected`."""
+        """Assert that the arrays in shared memory, once normalized, equal the processor's output `expected`."""
         assert torch.equal(torch.cat([model.normalized(item).cpu() for item in items]), expected["pixel_values"])
 
     def assert_refused(self, path: Path, named: str) -> None:
-        """Assert that the family's processor refuses the checkpoint `path` with a message that matches `named`."""
+        """Assert that the processor refuses the checkpoint `path` with a message that matches the pattern `named`."""
         with pytest.raises(UnsupportedCheckpoint, match=named):
             family_named(self.name).processor(Checkpoint.open(path))
 
     def assert_weights_refused(self, path: Path, out: Path, change: Callable[[Any], object], named: str) -> None:
-        """Assert that the checkpoint is refused once `change` has edited its weights by name."""
+        """Assert that a copy of the checkpoint is refused after `change` has edited its dict of weights."""
         shutil.copytree(path, out, dirs_exist_ok=True)
         weights = load_file(path / "model.safetensors")
         change(weights)
@@ -338,7 +353,7 @@ class FamilyContract:
         assert sorted(named) == sorted(f"{section}.widht" for section in found)
 
     def assert_same(self, path: Path, reference: Reference, path_file: Path) -> None:
-        """Assert that the checkpoint `path` has the same ids, arrays and logits as `reference`."""
+        """Assert that our ids, arrays and logits for the checkpoint `path` equal those of `reference`."""
         model = load_model(path, device="cpu", dtype="float32")
         with Tokenizer.from_pretrained(path) as tokenizer:
             tokenized = {name: self.tokenize(tokenizer, name, items, path_file) for name, items in self.prompts.items()}
@@ -346,7 +361,7 @@ class FamilyContract:
             self.test_logits_equal_the_references(reference, model, tokenized)
 
     def assert_a_slot_for_each_feature(self, processor: Processor, kind: Kind, plan: Plan) -> None:
-        """Assert that `spelling` has as many slots as `plan` has features."""
+        """Assert that `spelling` returns as many placeholder tokens as `plan` has features."""
         token = processor.placeholders[kind].token
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         assert spelling is not None, (kind, plan.num_features, plan.grid)
@@ -355,14 +370,17 @@ class FamilyContract:
         assert slots == plan.num_features, f"{kind} of grid {plan.grid}: {slots} slots, {plan.num_features} features"
 
     def tokenize(self, tokenizer: Tokenizer, name: str, items: Items, path_file: Path) -> torch.Tensor:
-        """Tokenize the prompt `name`, whose media `items` may replace. Chat families override this method."""
+        """Tokenize `items`, which are the prompt `name` or a variant of it.
+
+        Families with chat prompts override this method.
+        """
         return tokenizer.tokenize(items, path_file)
 
     def engine(self, model: Any, **settings: Any) -> BaseEngine:
         return Engine(model, EngineConfig(**settings))
 
     def logits(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits to compare with the reference's, on the host."""
+        """Return the logits to compare with the reference, on the host."""
         return model.logits(ids).cpu()
 
     @pytest.fixture(scope="class")
@@ -403,7 +421,10 @@ class FamilyContract:
     def tokenized(
         cls, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the tokenized prompts, in shared memory that no test may release."""
+        """Yield the tokenized prompts.
+
+        Their blocks in shared memory are shared by all tests, which must not release them.
+        """
         path_file = tmp_path_factory.mktemp(f"{cls.name}-prompts") / "shm_name.txt"
         yield {name: cls().tokenize(tokenizer, name, items, path_file) for name, items in cls.prompts.items()}
         release(path_file)
@@ -415,7 +436,7 @@ class FamilyContract:
         assert {kind for items in self.prompts.values() for item in items for kind in item} >= set(family.kinds)
 
     def test_missing_preprocessing_settings_are_named(self, path, tmp_path):
-        """Refuse a settings file that is missing, broken or incomplete instead of using defaults."""
+        """A settings file that is missing, broken or incomplete is refused. Defaults are not used instead."""
         if (file := self.settings_file) is None:
             return
         out = without_settings(path, tmp_path / "other")
@@ -475,7 +496,7 @@ class FamilyContract:
             assert (self.logits(model, tokenized[name]) - expected).abs().max() <= self.tolerance, name
 
     def test_pictures_change_the_logits(self, model, tokenizer, path_file):
-        """If pictures do not change the logits, no other test of the logits can fail."""
+        """If pictures did not affect the logits, no other comparison of logits could detect a wrong picture."""
         if "image" not in family_named(self.name).kinds:
             return
         prompts = [[{"image": picture(50, 50, seed)}, {"text": "?"}] for seed in range(2)]
@@ -503,7 +524,7 @@ class FamilyContract:
         for i, name in enumerate(names):
             assert outputs[i] == expected[name], name
 
-    @pytest.mark.slow  # the shorter suite preempts in tests/service
+    @pytest.mark.slow  # the shorter suite tests preemption in tests/service
     def test_preempted_sequences_generate_the_same_tokens(self, reference, model, tokenized):
         spec, longest = model.spec, max(len(ids) for ids in tokenized.values())
         blocks = -(-(longest + self.num_tokens) // 4) + 4
@@ -515,9 +536,9 @@ class FamilyContract:
         for i, items in enumerate(self.prompts.values()):
             assert outputs[i] == reference.generate(items, self.num_tokens)
 
-    @pytest.mark.slow  # the shorter suite records in tests/engine/test_decode_graphs.py
+    @pytest.mark.slow  # the shorter suite tests recorded steps in tests/engine/test_decode_graphs.py
     def test_recorded_decode_steps_generate_the_same_tokens(self, device, model, tokenized, recorded, caplog):
-        """Replay recorded steps without a stale value from Python, and log every step that cannot be recorded."""
+        """Replayed steps use no stale value from Python, and each step that cannot be recorded is logged."""
         if not kind_of(model.spec.device).records:  # on the CPU the `recorded` fixture enables recording
             pytest.skip(f"nothing is recorded on {device}")
         eager, graphs = (self.engine(model, enforce_eager=eager) for eager in (True, False))
@@ -531,7 +552,8 @@ class FamilyContract:
 
     def test_a_decode_step_waits_for_the_device_once(self, path, device, tokenized, waits):
         engine = self.engine(load_model(path, device=device, dtype="bfloat16"))
-        run(engine, [*tokenized.values()], max_tokens=2)  # the first use of an operator tries it, with a wait
+        # On first use, an operator is tried, which waits for the device.
+        run(engine, [*tokenized.values()], max_tokens=2)
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         for i, ids in enumerate(tokenized.values()):
             assert engine.add(Add(str(i), ids.numpy().tobytes(), params)) is None
@@ -551,7 +573,7 @@ class FamilyContract:
         model, half = load_model(path, device=device, dtype="bfloat16"), reference.in_bfloat16()
         for name, items in self.prompts.items():
             expected = reference.logits(items)
-            # A family may mask tokens. Their logits are the smallest number in either dtype.
+            # A family may mask tokens. The logits of masked tokens are the smallest number of the dtype, so skip them.
             open_ = expected > -1e30
             scale = expected[open_].std()
             found = ((self.logits(model, tokenized[name]) - expected)[open_].abs().max() / scale).item()
@@ -560,7 +582,7 @@ class FamilyContract:
             assert found <= max(self.bf16_tolerance, 2 * own), f"{name}: {found:.3f}; the reference itself {own:.3f}"
 
     def test_tokens_generated_in_bfloat16_are_among_the_likeliest(self, path, device, model, tokenized):
-        """Compare up to the first token that differs from float32. It must be among the likeliest tokens there."""
+        """Where the tokens first differ from float32, the token is among the likeliest in float32."""
         if device == "cpu":
             pytest.skip("the CPU computes in float32; the fused operators of others do not")
         half = load_model(path, device=device, dtype="bfloat16")
@@ -586,7 +608,7 @@ class FamilyContract:
             assert (logits - self.logits(model, tokenized[name])).abs().max() <= self.tolerance, name
 
     def test_embeddings_of_a_wrong_shape_are_refused(self, model, processor, tokenizer, tokenized, path_file):
-        """Refuse features of another width, another number of rows than their grid needs, or more dimensions."""
+        """Features are refused if their width, number of rows or number of dimensions is wrong."""
         assert processor.feature_width == model.spec.hidden_size + model.spec.extra_width
         for name, items in self.prompts.items():
             kinds = [kind for item in items for kind in item if kind in KINDS]
@@ -598,7 +620,7 @@ class FamilyContract:
                 for height, columns in ((rows, width + 1), (rows, width - 1), (rows - 1, width), (rows + 1, width)):
                     if height:
                         features = Embeddings(np.zeros((height, columns), np.float32), shape.grid)
-                        with pytest.raises(InputError, match=r"have width|no .* of this model has .* features"):
+                        with pytest.raises(InputError, match=r"have width|which no .* of this model can have"):
                             tokenizer.tokenize([{kind: features}], path_file)
                 with pytest.raises(InputError, match="must be a numpy array"):
                     Embeddings(np.zeros((1, rows, width), np.float32), shape.grid)
@@ -645,7 +667,7 @@ class FamilyContract:
                 try:
                     options = PromptOptions(limit, truncate=True)
                     prompt = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items), options), path_file)
-                except ContextLengthExceeded:  # the last item alone is longer
+                except ContextLengthExceeded:  # the last item alone is longer than the limit
                     continue
                 assert len(prompt) <= limit
                 assert len(model.read(prompt.ids)) == len(prompt.spans)
@@ -659,7 +681,7 @@ class FamilyContract:
         control |= {index for placeholder in placeholders for index in placeholder.control_ids}
         for name, items in self.prompts.items():
             whole = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items)), path_file)
-            # Tokens that surround every prompt, whatever its items.
+            # Tokens that surround every prompt, whatever items the prompt contains.
             around = {*encode("")["input_ids"], *processor.frame([], len(whole.spans))}
             first, last = whole.opening
             if (bos := encode.bos_token_id) in whole.plain_ids:
@@ -678,7 +700,10 @@ class FamilyContract:
                 assert not (control - around) & {*front.tolist()}, (name, limit)
 
     def test_the_text_around_an_item_belongs_to_its_span(self, path, model, processor, tokenizer, path_file):
-        """Include the framing text in the span even if a text spells control tokens and is encoded in pieces."""
+        """The framing text belongs to the span, even if a prompt's text is encoded in pieces.
+
+        A text that spells control tokens is encoded in pieces.
+        """
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         spelled = encode.convert_ids_to_tokens(processor.placeholders[family_named(self.name).kinds[0]].token)
         for name, items in self.prompts.items():
@@ -693,14 +718,14 @@ class FamilyContract:
                     parts = text.split(encode.convert_ids_to_tokens(span.token))
                     lead = encode.decode(prompt.ids[span.start - span.lead : span.start])
                     tail = encode.decode(prompt.ids[span.stop : span.stop + span.tail])
-                    # An item may share blanks with its neighbors.
+                    # An item may share spaces with the text beside the item.
                     assert lead.strip().endswith(parts[0].strip()), (name, lead)
                     assert tail.strip().startswith(parts[-1].strip()), (name, tail)
 
     @pytest.mark.slow  # the shorter suite tests placement in tests/nn
     @pytest.mark.parametrize("what", ["vision", "projector"])
     def test_parts_can_have_their_own_precision(self, what, path, device, model, tokenized):
-        """Convert the parts that the family names. Refuse the setting if the family names none."""
+        """The parts that the family lists are converted. If the family lists no such parts, the setting is refused."""
         half = {what: Placement(device, bits=16)}
         if not (names := getattr(model.traits, f"{what}_parts")):
             with pytest.raises(
@@ -756,7 +781,7 @@ class FamilyContract:
                 tokenizer.tokenize([{"video": data, name: bound}], path_file)
 
     def test_frames_sampled_from_videos_of_any_length_equal_the_references(self, reference, processor, monkeypatch):
-        """Equal the reference's frames, without the indices past the last frame that it may return."""
+        """The sampled frames equal the reference's, except that indices past the last frame are dropped."""
         if "video" not in family_named(self.name).kinds:
             return
         video = EncodedVideo.open(encode_video(moving_frames(3, 48, 32)))
@@ -775,15 +800,16 @@ class FamilyContract:
                 taken = literal_eval(re.search(r"\[.*?\]", plan.settings)[0])
                 assert taken == sorted(taken), case
                 assert 0 <= taken[0] <= taken[-1] < total, case
-                if "num_frames" in options:  # the number is rounded to pairs
+                if "num_frames" in options:  # families may round the number to pairs
                     assert abs(len(taken) - options["num_frames"]) <= 1, case
                 elif not options and not theirs.do_sample_frames:
                     continue
-                with suppress(ValueError, TypeError, ZeroDivisionError):  # too many frames, or none
+                # The reference fails if it gets too many frames, or none.
+                with suppress(ValueError, TypeError, ZeroDivisionError):
                     expected = theirs.sample_frames(VideoMetadata(total, rate, duration=total / rate), **options)
                     within = [index for index in expected.tolist() if index < total]
                     if "num_frames" in options and len(within) < len(taken):
-                        continue  # the reference refuses more frames than its rate yields
+                        continue  # the reference selects no more frames than its frame rate gives
                     assert taken == within, case
                     num_compared += 1
         assert num_compared > 100
@@ -794,14 +820,14 @@ class FamilyContract:
         for total, count in ((17, 14), (43, 22), (61, 18), (17, 2)):
             frames = moving_frames(total, 48, 32)
             for data in (frames, tuple(frames)):
-                with suppress(LimitExceeded):  # small checkpoints accept few frames
+                with suppress(LimitExceeded):  # small checkpoints accept only few frames
                     plan = processor.plan(Media("video", data, MediaOptions(num_frames=count)), data, {"video": 1})
                     taken = literal_eval(re.search(r"\[.*?\]", plan.settings)[0])
                     assert len(taken) == count
                     assert taken[-1] < total
 
     def test_a_damaged_tail_does_not_affect_sampling(self, processor, tokenizer, path_file):
-        """Sample the file as if its damaged last frames did not exist, whether or not they would be sampled."""
+        """A file is sampled as if its damaged last frames did not exist, even if none of them would be sampled."""
         if "video" not in family_named(self.name).kinds:
             return
         data, whole = (CASES / "last_byte_missing.mp4").read_bytes(), encode_video(moving_frames(47, 48, 32), fps=25)
@@ -824,7 +850,7 @@ class FamilyContract:
 
     @pytest.mark.parametrize("rate", [0.5, 3.0, 24.0])
     def test_given_frames_are_all_used_at_their_rate(self, rate, reference, model, tokenizer, path_file):
-        """Use all frames of an array and of a list of pictures."""
+        """All frames are used, whether they are given as an array or as a list of pictures."""
         if "video" not in family_named(self.name).kinds:
             return
         frames = moving_frames(5, 48, 32)
@@ -843,7 +869,7 @@ class FamilyContract:
             self.assert_arrays(expected, items, model)
 
     def test_preprocessing_overwrites_every_byte_of_its_arrays(self, processor):
-        """Newly allocated shared memory contains an earlier item's bytes."""
+        """Newly allocated shared memory may contain bytes of an earlier item, so every byte must be overwritten."""
 
         def written(media: Media, fill: int) -> dict[str, bytes]:
             plan = processor.plan(media, read_source(media), Counter([media.kind]))
@@ -864,9 +890,9 @@ class FamilyContract:
                     processor, media.kind, processor.plan(media, read_source(media), counts)
                 )
 
-    @pytest.mark.slow  # the shorter suite tests serving with the families that call this test
+    @pytest.mark.slow  # the shorter suite tests the service with the families that call this test
     def test_served_tokens_equal_the_models(self, path, device, model, tokenizer, path_file, tmp_path):
-        """Serve all prompts at once over HTTP, with media as files, and compare with tokens generated here."""
+        """Send all prompts over HTTP at once, with media as files. The tokens equal those generated in this process."""
         prompts = [
             [
                 {kind: value if kind == "text" else as_file(kind, value) for kind, value in item.items()}

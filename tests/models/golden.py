@@ -1,8 +1,8 @@
 """Golden data: a checkpoint rebuilt from its seed, prompts, and results of the original implementation.
 
-A folder contains the checkpoint's files without its weights. `weights.json` describes how the weights were drawn.
-`cases.json` and `cases.npz` hold the prompts with their ids, last hidden states and tokens. The checkpoint's head turns
-the hidden states into logits.
+A folder contains the checkpoint's files except its weights, which `weights.json` describes: the seed, and the shape and
+distribution of each weight. `cases.json` and `cases.npz` contain the prompts, their token ids, last hidden states and
+generated tokens. The checkpoint's head turns the hidden states into logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 class Case:
-    """One golden prompt."""
+    """One prompt of the golden data, with the original implementation's results."""
 
     def __init__(self, folder: Path, name: str, items: Items, about: Mapping[str, Any], arrays: Any) -> None:
         self.items = items
@@ -35,7 +35,10 @@ class Case:
 
 
 def cases(folder: Path, items: Any) -> dict[str, Case]:
-    """Return the folder's prompts by name. `items` makes a List[Dict] from a prompt's entry and its pictures' paths."""
+    """Return the folder's prompts by name.
+
+    `items` is a function that converts a prompt's entry of cases.json and the paths of its pictures to a `List[Dict]`.
+    """
     arrays = np.load(folder / "cases.npz")
     found = json.loads((folder / "cases.json").read_text()).items()
     return {
@@ -45,7 +48,7 @@ def cases(folder: Path, items: Any) -> dict[str, Case]:
 
 
 def drawn_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Draw the weights that `weights.json` describes, in order, from one generator of normal numbers."""
+    """Draw the weights that `weights.json` describes from one normal generator, in the order of the file."""
     recipe = json.loads((folder / "weights.json").read_text())
     generator = torch.Generator().manual_seed(recipe["seed"])
     weights = {}
@@ -65,10 +68,10 @@ def write_checkpoint(folder: Path, out: Path, weights: Mapping[str, torch.Tensor
 
 
 class GoldenReference:
-    """Golden data with the interface of a Reference."""
+    """Golden data with the interface of Reference."""
 
     def __init__(self, found: Mapping[str, Case], head: torch.Tensor, token: int) -> None:
-        """Keep the cases. `head` turns hidden states into logits. `token` is the placeholder's id."""
+        """Store the cases. `head` turns hidden states into logits, and `token` is the id of the placeholder."""
         self.cases = found
         self.head = head
         self.token = token
@@ -77,7 +80,7 @@ class GoldenReference:
         return next(case for case in self.cases.values() if case.items is items)
 
     def text(self, items: Items) -> str:
-        """Return the whole prompt with its pictures not expanded."""
+        """Return the whole prompt as text, in which each picture is a single marker."""
         raise NotImplementedError
 
     def inputs(self, items: Items) -> Mapping[str, Any]:
@@ -92,5 +95,5 @@ class GoldenReference:
         """Return None, because golden data have no model."""
 
     def generate(self, items: Items, count: int) -> list[int]:
-        """Return greedy tokens."""
+        """Return the first `count` tokens that the original implementation generated greedily."""
         return self.case(items).about["generated"][:count]

@@ -1,6 +1,6 @@
-"""Contract of every family with its own layers: each key of the original configuration is changed in turn.
+"""Contract of every family with its own layers: each key of the original config.json is changed in turn.
 
-A key must have the same effect as in the original code, be refused by name, or have no effect.
+The key must have the same effect as in the original code, be refused by name, or have no effect.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import Model
 
 IDS = torch.arange(3, 40)
-"""A text prompt."""
+"""Token ids of a text prompt."""
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `config` with `changes`. `section.key` names a key of a section."""
+    """Return a copy of `config` with `changes`. A name `section.key` refers to a key of a section."""
     other: dict[str, Any] = json.loads(json.dumps(config))
     for name, value in changes.items():
         *sections, key = name.split(".")
@@ -41,7 +41,7 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def names(keys: Keys, prefix: str = "") -> Iterator[str]:
-    """Yield the names of all keys. A section's key is named `section.key`."""
+    """Yield the names of all keys. The name of a section's key is `section.key`."""
     for name in (*keys.read, *keys.only, *keys.unused):
         yield f"{prefix}{name}"
     for name, section in keys.sections.items():
@@ -49,7 +49,7 @@ def names(keys: Keys, prefix: str = "") -> Iterator[str]:
 
 
 def served_values(keys: Keys, prefix: str = "") -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield the names of keys that allow only certain values, with these values."""
+    """Yield the names of keys that allow only certain values, together with the allowed values."""
     for name, served in keys.only.items():
         yield f"{prefix}{name}", served
     for name, section in keys.sections.items():
@@ -57,7 +57,7 @@ def served_values(keys: Keys, prefix: str = "") -> Iterator[tuple[str, tuple[Any
 
 
 def mistyped_values(keys: Keys, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield the names of honoured keys with values of the wrong type."""
+    """Yield the name of each key that the family reads, with values of wrong types."""
     for name, default in keys.read.items():
         kind = default.kind if isinstance(default, Required | Nullable) else type(default)
         values: list[Any] = ["8", {"a": 8}, float("nan")]
@@ -76,12 +76,15 @@ def keys_of(family: str) -> Keys:
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Apply the RMS norm of these decoders."""
+    """Apply the RMS norm that the decoders of these families use."""
     return weight * (hidden * (hidden.square().mean(-1, keepdim=True) + eps).rsqrt())
 
 
 def turned(heads: torch.Tensor, base: float) -> torch.Tensor:
-    """Apply rotary embeddings to heads [heads, tokens, width], whose halves form the pairs."""
+    """Apply rotary embeddings to [heads, tokens, width].
+
+    Each number is paired with the number at the same place in the other half.
+    """
     width = heads.shape[-1]
     angles = torch.outer(torch.arange(heads.shape[1]).float(), base ** -(torch.arange(0, width, 2) / width))
     first, second = heads.chunk(2, -1)
@@ -90,24 +93,24 @@ def turned(heads: torch.Tensor, base: float) -> torch.Tensor:
 
 
 def layer_of(weights: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Return the weights whose names begin with `prefix`, by the rest of their names."""
+    """Return the weights whose names begin with `prefix`. The prefix is removed from their names."""
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
 class KeysContract:
-    """Contract of a family's keys. The subclass computes a small checkpoint's logits of `IDS` in plain PyTorch."""
+    """Tests of a family's keys. The subclass computes the logits of `IDS` in plain PyTorch, for a small checkpoint."""
 
     name: ClassVar[str]
     refused: ClassVar[Mapping[str, Any]]
-    """Keys with an unsupported value."""
+    """Unsupported values by key."""
     honoured: ClassVar[Mapping[str, Any]]
-    """Keys with another value, or with changes of several keys. `reference` computes their logits."""
+    """Supported values other than the checkpoint's, by key. An entry may also change several keys together."""
     towers: ClassVar[Mapping[str, Mapping[str, Any]]]
-    """Keys of the vision tower, with changes that must change the features."""
+    """Changes of keys of the vision tower. Each must change the features."""
     unused: ClassVar[Mapping[str, Any]]
-    """Keys without effect, with a value other than the default."""
+    """Values other than the default, by key, for keys that have no effect."""
     sizes: ClassVar[frozenset[str]]
-    """Keys that are checked against the shapes of the weights, or that other tests change."""
+    """Keys that are checked against the shapes of the weights, or that other entries of this class change as well."""
 
     @classmethod
     def write_checkpoint(cls, out: Path) -> None:
@@ -122,15 +125,15 @@ class KeysContract:
         return out
 
     def reference(self, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> torch.Tensor:
-        """Return the logits of `IDS`, float32 [tokens, vocabulary]. `config` has all keys that matter."""
+        """Return the logits of `IDS`, float32 [tokens, vocabulary]. `config` contains all keys that affect them."""
         raise NotImplementedError
 
     def weights(self, path: Path) -> Mapping[str, torch.Tensor]:
-        """Return the checkpoint's weights by name."""
+        """Return the weights of the checkpoint by name."""
         return load_file(path / "model.safetensors")
 
     def features(self, model: Model) -> torch.Tensor:
-        """Return the tower's features of some picture."""
+        """Return the tower's features for a picture."""
         raise NotImplementedError
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Small checkpoints quantized by bitsandbytes, with the same weights as plain numbers."""
+"""Small checkpoints quantized by bitsandbytes, and the same weights as ordinary floating-point numbers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Weights = dict[str, torch.Tensor]
 
 
 def pack(folder: Path, settings: Mapping[str, Any], is_packed: Callable[[str, torch.Tensor], bool]) -> Weights:
-    """Quantise the checkpoint `folder` in place. `settings` is its quantization_config.
+    """Quantize the checkpoint `folder` in place. `settings` is the quantization_config to write.
 
     Returns:
-        All weights as plain numbers. Packed weights are rounded as their quantisation rounds them.
+        All weights as ordinary numbers. Quantized weights are returned as they are after rounding.
     """
     stored: Weights = {}
     plain: Weights = {}

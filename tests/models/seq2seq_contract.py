@@ -1,4 +1,4 @@
-"""Contract of every encoder-decoder: the families' contract for models whose prompt and answer are separate."""
+"""Contract of every encoder-decoder, whose prompt and answer are separate sequences."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.models.contract import FamilyContract, Items, Reference, picture, run
 
 
 class Seq2SeqReference(Reference):
-    """Reference of an encoder-decoder. Override `part` if the whole model does not accept text alone."""
+    """Reference of an encoder-decoder. Override `part` if the whole model does not accept prompts without media."""
 
     decoder_input_ids: ClassVar[Sequence[int]]
-    """Decoder ids whose logits are compared: the start token, and any others."""
+    """Decoder ids whose logits are compared: the start token, and possibly further tokens."""
 
     def part(self, items: Items) -> Any:
-        """Return the module that generates."""
+        """Return the part of the model that generates the answer."""
         return self.model
 
     @torch.inference_mode()
@@ -53,7 +53,7 @@ class Seq2SeqReference(Reference):
 
 
 class Seq2SeqContract(FamilyContract):
-    """Contract of an encoder-decoder. Subclasses are named Test<Family> and use a Seq2SeqReference."""
+    """Tests that every encoder-decoder must pass. Subclasses are called Test<Family> and use a Seq2SeqReference."""
 
     def engine(self, model: Any, **settings: Any) -> Seq2SeqEngine:
         return Seq2SeqEngine(model, EngineConfig(**settings))
@@ -79,11 +79,11 @@ class Seq2SeqContract(FamilyContract):
                 assert (torch.tensor([one.logprob for one in drawn]) - chosen).abs().max() <= self.tolerance, name
 
     def test_recorded_decode_steps_generate_the_same_tokens(self, recorded):
-        """Skip: keys and values grow by concatenation, so no step is recorded."""
+        """Skip this test: the caches of keys and values grow by concatenation, so no step can be recorded."""
         pytest.skip("an encoder-decoder has no paged cache")
 
     def test_preempted_sequences_generate_the_same_tokens(self, reference, model, tokenized):
-        """Make requests wait when the cache has room for one, because an encoder-decoder does not preempt."""
+        """An encoder-decoder does not preempt. If the cache has room for only one request, the other requests wait."""
         longest = max(len(ids) for ids in tokenized.values())
         room = longest * model.prompt_token_bytes + self.num_tokens * model.spec.kv_token_bytes
         engine = self.engine(model, kv_cache_bytes=room, encoder_cache_bytes=1000)
@@ -138,7 +138,10 @@ class Seq2SeqContract(FamilyContract):
             assert outputs[i] == reference.generate(items, count, repetition_penalty=penalty), items
 
     def change_text_config(self, path: Path, **changes: Any) -> None:
-        """Change generation settings in config.json, for layouts that have them there."""
+        """Change generation settings in config.json.
+
+        Only layouts that store these settings there override this method.
+        """
 
     def test_lengths_beyond_the_cache_are_refused_if_requested_and_lowered_otherwise(self, model, caplog):
         caplog.set_level("INFO")
@@ -153,7 +156,7 @@ class Seq2SeqContract(FamilyContract):
         assert (
             f"a context of {own} tokens needs {own * each} bytes of KV cache; the cache has {2 * each}" in caplog.text
         )
-        # Less of one length leaves room for more of the other.
+        # A smaller limit on one of the two lengths leaves room for a larger limit on the other.
         assert ready.max_model_len == 2 + model.spec.kv_token_bytes // model.prompt_token_bytes
         assert ready.max_output_len == 2 + model.prompt_token_bytes // model.spec.kv_token_bytes
         with pytest.raises(DeviceError, match="for 0 tokens"):
@@ -185,7 +188,7 @@ class Seq2SeqContract(FamilyContract):
             kv_cache_bytes(model, processor, ("image",), opened, EngineConfig(kv_cache_bytes=2**60, max_num_seqs=10**9))
 
     def test_a_lost_block_fails_its_own_request_alone(self, model, tokenizer, path_file, tmp_path):
-        """Fail the request of the lost picture alone, and do not encode a repeated picture again."""
+        """Only the request whose picture is lost fails. A repeated picture is not encoded again."""
         engine = self.engine(model)
         params = SamplingParams(temperature=0, max_tokens=2)
         prompts = {
@@ -208,7 +211,7 @@ class Seq2SeqContract(FamilyContract):
         assert engine.stats.kv_cache_usage == 0
 
     def test_a_request_that_fails_in_the_decoder_fails_alone(self, model, tokenized):
-        """Fail the request whose cache is damaged, and generate the same tokens for the other request."""
+        """Only the request whose cache is damaged fails. The other request generates the same tokens as on its own."""
         engine, params = self.engine(model), SamplingParams(temperature=0, max_tokens=4)
         ids = tokenized["text"].numpy().tobytes()
         outputs, errors = {"spoilt": [], "sound": []}, {}

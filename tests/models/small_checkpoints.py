@@ -1,4 +1,4 @@
-"""Parts of small random checkpoints: a byte-level tokenizer, and models of transformers with seeded weights."""
+"""Parts of small random checkpoints: tokenizers, and transformers models with seeded weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ CORPUS = ("What is in the image? Describe this picture. a red square, a blue cir
 
 
 def save_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) -> PreTrainedTokenizerFast:
-    """Write a byte-level tokenizer of at most 400 tokens, special tokens first. Its class takes `settings`."""
+    """Write a byte-level tokenizer of at most 400 tokens, the special tokens first.
+
+    `settings` are arguments of PreTrainedTokenizerFast.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -32,11 +35,11 @@ def save_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) ->
 
 
 def save_unigram_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) -> PreTrainedTokenizerFast:
-    """Write a Unigram tokenizer like T5's, whose pieces begin with blanks and include the special tokens.
+    """Write a Unigram tokenizer like T5's, whose pieces begin with a space and include the special tokens.
 
-    `special_tokens` must have <unk> and </s>. The tokenizer appends </s> to every text.
+    `special_tokens` must include <unk> and </s>. The tokenizer appends </s> to every text.
     """
-    # The tokenizer is not trained, because a trainer's pieces differ from run to run.
+    # The tokenizer is not trained, because training gives different pieces in each run.
     letters = ["▁", *string.ascii_letters, *string.digits, *string.punctuation]
     words = sorted({f"▁{word}" for text in CORPUS for word in text.split()})
     pieces = [(token, 0.0) for token in special_tokens]
@@ -54,14 +57,14 @@ def save_unigram_tokenizer(out: Path, special_tokens: Sequence[str], **settings:
 
 
 def changed(path: Path, out: Path, file: str, change: Mapping[str, Any]) -> Path:
-    """Copy the checkpoint `path` with other values in `file`, such as config."""
+    """Copy the checkpoint `path`, and apply `change` to the JSON file `file`, such as config."""
     shutil.copytree(path, out)
     save_json(out, **{file: json.loads((out / f"{file}.json").read_text()) | change})
     return out
 
 
 def without_token(path: Path, out: Path, token: str) -> Path:
-    """Copy the checkpoint `path` with another token in place of `token` in tokenizer.json."""
+    """Copy the checkpoint `path`, and replace `token` in tokenizer.json by a different token."""
     shutil.copytree(path, out)
     described = json.loads((out / "tokenizer.json").read_text())
     (added,) = (added for added in described["added_tokens"] if added["content"] == token)
@@ -72,7 +75,7 @@ def without_token(path: Path, out: Path, token: str) -> Path:
 
 
 def save_model(out: Path, cls: type[Any], config: Any, eos: int | Sequence[int], pad: int, seed: int = 0) -> None:
-    """Write a `cls` with random weights."""
+    """Write a model of class `cls` with random weights."""
     torch.manual_seed(seed)
     model = cls(config)
     model.generation_config.eos_token_id = eos
@@ -81,6 +84,6 @@ def save_model(out: Path, cls: type[Any], config: Any, eos: int | Sequence[int],
 
 
 def save_json(out: Path, **files: Mapping[str, Any]) -> None:
-    """Write each of `files`, such as preprocessor_config."""
+    """Write each argument as a JSON file of that name, such as preprocessor_config."""
     for name, content in files.items():
         (out / f"{name}.json").write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""Tests of bitsandbytes checkpoints of families with their own layers, compared with their dequantised weights."""
+"""Tests of bitsandbytes checkpoints, mostly of families with their own layers, against the dequantized weights."""
 
 import json
 import re
@@ -34,7 +34,7 @@ FAMILIES = {
     "qwen_vl": (GOLDEN / "qwen_vl", r"transformer\.(h|visual)\..*(?<!in_proj_)"),
     "deepseek_vl2": (GOLDEN / "deepseek_vl2" / "latent", r"(vision|projector|language\.model\.layers)\..*(?<!gate\.)"),
 }
-"""Golden checkpoint of each family, and a pattern of the weights that the authors' code keeps in linear layers."""
+"""Golden checkpoint of each family, and a pattern for the weights that are in linear layers in the authors' code."""
 SETTINGS = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {
@@ -47,7 +47,7 @@ SETTINGS = {
 }
 TEXT = [{"text": "What is in the picture?"}]
 MEDIA = [{"text": "What is in "}, {"image": picture(20, 29)}, {"text": "?"}]
-# The article's checkpoint has only the layers of the decoder's blocks in NF4, for float16.
+# In the published NF4 checkpoint, only the layers of the decoder's blocks are quantized. They compute in float16.
 MOLMO_NF4 = {
     "_load_in_4bit": True,
     "bnb_4bit_compute_dtype": "float16",
@@ -74,7 +74,7 @@ def write(family, folder):
 
 
 def pair(family, settings, folder, pattern=None):
-    """Return the model with packed weights, and the model with the same numbers as plain weights."""
+    """Return a model with packed weights, and a model with the same numbers as ordinary weights."""
     packed, plain = folder / "packed", folder / "plain"
     write(family, packed)
     shutil.copytree(packed, plain)
@@ -85,7 +85,10 @@ def pair(family, settings, folder, pattern=None):
 
 
 def largest_difference(found, expected):
-    """Return the largest difference in standard deviations, because these weights are larger than trained ones."""
+    """Return the largest difference in standard deviations of `expected`.
+
+    An absolute difference would depend on the scale of the weights, which are larger than trained weights.
+    """
     return ((found - expected).abs().max() / expected.std()).item()
 
 
@@ -95,7 +98,7 @@ def layers(model, kind):
 
 @pytest.fixture
 def tokenized(tmp_path):
-    """Yield a function that tokenizes the prompts for a checkpoint."""
+    """Yield a function that tokenizes the prompts for the checkpoint at a path."""
     with ExitStack() as stack:
         directory = stack.enter_context(request_directory(tmp_path / "spool"))
 
@@ -138,12 +141,13 @@ def test_the_published_nf4_checkpoint_is_served(tmp_path, tokenized):
     assert len(layers(packed, Linear4bit)) == len(names) / 3 == 4 * 3
     assert not [name for name in layers(packed, Linear4bit) if "blocks" not in name]
     for ids in tokenized(tmp_path / "packed"):
-        assert largest_difference(packed.logits(ids), plain.logits(ids)) <= 0.05  # the layers multiply in float16
+        # The quantized layers multiply in float16.
+        assert largest_difference(packed.logits(ids), plain.logits(ids)) <= 0.05
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_transformers_layers_of_any_size_stored_in_16_bits_are_served(bits, random_checkpoint, tmp_path):
-    """Serve a size that bitsandbytes' kernel for AVX512-BF16 lacks: 144 outputs or 144 inputs."""
+    """Layers with 144 inputs or outputs work, although bitsandbytes' AVX512-BF16 kernel does not support this size."""
     config = Qwen2VLConfig.from_pretrained(random_checkpoint)
     config.text_config.intermediate_size = 144
     settings = SETTINGS["nf4" if bits == 4 else "int8"]

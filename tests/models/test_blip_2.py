@@ -23,7 +23,7 @@ from tests.models.small_checkpoints import save_json, save_tokenizer, save_unigr
 from tests.transformers_reference import AutoTokenizer
 
 SIDE, QUERIES = 28, 6
-# With the default range of weights, the tower's outputs are near 1e-10 and pictures make no difference.
+# With the default range of weights, the tower's outputs are near 1e-10, so pictures would not affect the logits.
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -84,7 +84,7 @@ class Blip2Reference(Reference):
     @torch.inference_mode()
     def logits(self, items):
         inputs = self.inputs(items)
-        # The whole model requires pixels.
+        # The whole model requires pixels, so text alone is given to the language model.
         whole = self.model if "pixel_values" in inputs else self.model.language_model
         return whole(**inputs).logits[0].float()
 
@@ -113,7 +113,7 @@ class TestBlip2(FamilyContract):
         tokenizer = save_tokenizer(
             out, ("</s>", "<pad>", "<image>"), bos_token="</s>", eos_token="</s>", pad_token="<pad>"
         )
-        # OPT puts its BOS, which is also its EOS, in front of every text.
+        # OPT puts its BOS token, which is also its EOS token, in front of every text.
         bos = tokenizer.convert_tokens_to_ids("</s>")
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing("</s> $A", special_tokens=[("</s>", bos)])
         tokenizer.save_pretrained(out)
@@ -183,10 +183,10 @@ class TestBlip2T5(Seq2SeqContract):
     @pytest.mark.parametrize("token", ["<pad>", "</s>", "<image>", "＜／s＞", "＜pad>", "<ｉmage＞"])  # noqa: RUF001
     @pytest.mark.parametrize("text", ["what is {}?", "{}{} {} a", "a{}", "{}"])
     def test_text_makes_no_control_token(self, token, text, path, tokenizer, path_file):
-        """Make no control token even where a Unigram tokenizer would.
+        """No text produces a control token, although the Unigram tokenizer itself would produce some.
 
-        Such a tokenizer finds control tokens among its pieces, whether or not special tokens are recognized. It also
-        normalises wide letters into them.
+        Its pieces include the control tokens, whether or not special tokens are recognized. It also normalizes
+        full-width characters, so that they spell control tokens.
         """
         reference, text = AutoTokenizer.from_pretrained(path), text.format(*[token] * 3)
         plain = unicodedata.normalize("NFKC", token)
@@ -194,7 +194,7 @@ class TestBlip2T5(Seq2SeqContract):
         *ids, end = tokenizer.tokenize([{"image": picture(30, 30)}, {"text": text}], path_file).tolist()[QUERIES:]
         assert end == 1
         assert not {0, 1, 3} & {*ids}
-        # A blank begins the second part of a split spelling, as it does behind a control token.
+        # If the text of a control token is split in two, the second part begins with a space, as after a control token.
         assert reference.decode(ids).replace(" ", "") == unicodedata.normalize("NFKC", text).replace(" ", "")
 
     def test_pictures_change_the_logits(self, model, tokenizer, path_file):

@@ -26,7 +26,7 @@ FIRST = "model.language_model.layers.0.self_attn.q_proj.weight"
 
 @pytest.fixture
 def copy(random_checkpoint, tmp_path):
-    """Return a copy of the random checkpoint that a test may break."""
+    """Return a copy of the random checkpoint, which a test may damage."""
     folder = tmp_path / "broken"
     shutil.copytree(random_checkpoint, folder)
     return folder
@@ -196,7 +196,7 @@ def test_quantized_weights_are_refused_if_the_package_is_missing(random_checkpoi
         settings = {"quantization_config": NO_PACKAGE[method][0]}
         text = json.loads((folder / "config.json").read_text())["text_config"]
         reconfigure(folder, **({"text_config": text | settings} if nested else settings))
-    # The process finds none of the packages, even if they are installed.
+    # The process cannot import any of the packages, even if they are installed.
     command = [sys.executable, "-c", LOAD_WITHOUT_PACKAGES, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     for message, (method, _) in zip(done.stdout.splitlines(), cases, strict=True):

@@ -39,7 +39,7 @@ class Reference(BaseReference):
         )
 
     def in_bfloat16(self):
-        """Return None, because rounded pixels give other image tokens. The family keeps pixels in float32."""
+        """Return None, because rounded pixels would give other image tokens. The family keeps pixels in float32."""
 
 
 class TestChameleon(FamilyContract):
@@ -88,7 +88,7 @@ class TestChameleon(FamilyContract):
         return Reference(path)
 
     def test_pictures_become_the_references_image_tokens(self, reference, model, tokenizer, path_file):
-        """Encode a picture alone and in a batch to the same tokens. Tokens must vary, or the test could not fail."""
+        """A picture has the same tokens alone and in a batch. Each picture must have many different tokens."""
         pictures = [picture(50, 40), picture(33, 64)]
         ids = [tokenizer.tokenize([{"image": image}], path_file) for image in pictures]
         items = [item for each in ids for item in model.read(each.numpy())]

@@ -30,7 +30,7 @@ ROLES = {"<|User|>": "user", "<|Assistant|>": "assistant"}
 
 
 def items_of(about, pictures):
-    """Return the items of all turns in order."""
+    """Return the items of all turns of the conversation, in order."""
     images = iter(pictures)
     return [item for turn in about["conversation"] for item in turn_items(turn, images)]
 
@@ -78,7 +78,7 @@ class DeepseekVL2Contract(FamilyContract):
         return tokenizer.tokenize_chat(messages, path_file)
 
     def test_recorded_decode_steps_generate_the_same_tokens(self, device, path, tokenized, recorded, caplog):
-        """Join the experts on a device that records."""
+        """On a device that records steps, the weights of the experts are joined, so join them here, too."""
         model = load_model(path, device=device, dtype="float32")
         for part in model.module.modules():
             if isinstance(part, Experts):
@@ -86,7 +86,7 @@ class DeepseekVL2Contract(FamilyContract):
         super().test_recorded_decode_steps_generate_the_same_tokens(device, model, tokenized, recorded, caplog)
 
     def test_bfloat16_logits_are_as_near_as_the_references(self, path, device, reference, tokenized):
-        """Compare averages, because rounding may route a token to another expert with nearly the same score."""
+        """The mean difference is compared, because rounding may select another expert with nearly the same score."""
         model = load_model(path, device=device, dtype="bfloat16")
         for name, items in self.prompts.items():
             expected = reference.logits(items)
@@ -148,7 +148,7 @@ class TestDeepseekVL2(DeepseekVL2Contract):
 
     @pytest.mark.usefixtures("copied_workers")
     def test_answers_show_the_tags_of_places(self, path, tokenizer, tmp_path):
-        """Decode special tokens, as the reference does to find the places between them."""
+        """As in the original, answers contain the tokens that delimit names and coordinates of objects."""
         tags = ["<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>"]
         assert tokenizer.shown_tokens == tags
         settings = {"spool": tmp_path / "spool", "arena_bytes": 2**25, "kv_cache_bytes": 2**25}
@@ -213,7 +213,7 @@ class TestResolution:
     @pytest.mark.parametrize(
         ("size", "expected"),
         [
-            ((10, 10), (384, 384)),  # all views keep every pixel, so the one with the least padding is chosen
+            ((10, 10), (384, 384)),  # no view loses any pixels, so the view with the least padding is chosen
             ((384, 384), (384, 384)),
             ((400, 400), (768, 768)),
             ((760, 300), (768, 384)),
@@ -227,7 +227,7 @@ class TestResolution:
 
 
 class TestGroups:
-    """Tests of group-limited routing against its definition, token by token. No golden checkpoint has groups."""
+    """Tests of group-limited routing against its definition, token by token. No golden checkpoint uses groups."""
 
     @pytest.mark.parametrize("method", ["noaux_tc", "group_limited_greedy"])
     def test_experts_come_from_the_best_groups_only(self, method):
@@ -251,7 +251,7 @@ class TestGroups:
 
 
 class TestExperts:
-    """Tests that routing on a device, without waiting for the host, has the same result as sorting on the host."""
+    """Tests that experts without host-device synchronization give the same results as sorting tokens by expert."""
 
     WAYS = ("sorted", "gathered", "all")
 

@@ -25,7 +25,7 @@ def fed_forward(hidden, part, name):
 
 
 def chosen_experts(scores, part, config):
-    """Return the experts of each token, int64 [tokens, experts per token]."""
+    """Return the chosen experts of each token, int64 [tokens, experts per token]."""
     ranked = scores + part["mlp.gate.e_score_correction_bias"] if config["topk_method"] == "noaux_tc" else scores
     if config["topk_method"] != "greedy":
         grouped = ranked.unflatten(-1, (config["n_group"], -1))
@@ -52,7 +52,7 @@ def mixture(hidden, part, config):
 
 
 def paired(heads):
-    """Reorder neighboring pairs into halves."""
+    """Move the first number of each neighboring pair to the first half, and the second number to the second half."""
     return torch.cat([heads[..., ::2], heads[..., 1::2]], -1)
 
 
@@ -66,7 +66,7 @@ def plain_heads(hidden, part, config):
 
 
 def latent_heads(hidden, part, config):
-    """Compute the keys and values of all heads from the latent, head by head."""
+    """Compute queries, keys and values of multi-head latent attention without absorbing any projection."""
     heads, rank, base = config["num_attention_heads"], config["kv_lora_rank"], config.get("rope_theta", 10000.0)
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     query = linear(hidden, part["self_attn.q_proj.weight"]).unflatten(-1, (heads, -1)).transpose(0, 1)

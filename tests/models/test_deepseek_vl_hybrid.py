@@ -25,7 +25,7 @@ HIGH = {"high_res_size": {"height": 64, "width": 64}, "high_res_image_mean": [0.
 
 
 class Weighted(DeepseekVLHybridForConditionalGeneration):
-    """Model with a nonzero weight for SAM's globally attending layer. transformers initialises the weight to zero."""
+    """Model whose weight for the output of SAM's global attention is not 0, the initial value in transformers."""
 
     def __init__(self, config):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Tests of DeepSeek-VL in deepseek-ai's layout against transformers' classes with the same weights, converted."""
+"""Tests of DeepSeek-VL in deepseek-ai's layout against transformers' classes with the same weights."""
 
 import json
 import re
@@ -36,7 +36,7 @@ BOS, EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u258
 TAG = "<image_placeholder>"
 SIDE, FEATURES, HIGH = 32, 16, 64
 TOWER = {"width": 32, "layers": 3, "heads": 4, "patch_size": 8, "mlp_ratio": 2.0}
-"""Sizes that the published parameters do not state because the tower's name implies them."""
+"""Dimensions of the small tower. Published checkpoints omit them, because the name of the tower implies them."""
 SAM = {"width": 32, "layers": 3, "heads": 4, "patch_size": 8, "window_size": 4, "prompt_embed_dim": 8}
 LANGUAGE = {
     "hidden_size": 48,
@@ -56,7 +56,7 @@ SYSTEM = (
 
 
 def vision_params() -> dict[str, Any]:
-    """Return deepseek-vl-1.3b-chat's parameters with other sizes."""
+    """Return the `params` of deepseek-vl-1.3b-chat's vision tower with smaller dimensions."""
     name = {"model_name": "siglip_large_patch16_384", "select_feature": "same", "select_layer": -1}
     return {"image_size": SIDE, **name, **TOWER}
 
@@ -75,7 +75,7 @@ def config_of(tower: str, params: dict[str, Any], projector: str) -> dict[str, A
 
 
 def save_original(out: Path, config: dict[str, Any], pixels: dict[str, Any]) -> Any:
-    """Write every file but the weights, and return the tokenizer."""
+    """Write every file except the weights, and return the tokenizer."""
     tokenizer = save_tokenizer(out, (BOS, EOS, TAG), bos_token=BOS, eos_token=EOS, pad_token=EOS)
     processor = {"add_special_token": False, "ignore_id": -100, "image_tag": TAG, "mask_prompt": True}
     save_json(
@@ -101,7 +101,7 @@ def save_original(out: Path, config: dict[str, Any], pixels: dict[str, Any]) -> 
 
 
 def draw(cls: type[Any], config: Any) -> Any:
-    """Return a model whose weights all differ, including norms, so that a swap of two weights shows."""
+    """Return a model with random weights, including the norms, so that a swap of two weights is detected."""
     torch.manual_seed(0)
     model = cls(config)
     for weight in model.parameters():
@@ -141,7 +141,7 @@ def published_weights(model: torch.nn.Module, names: Any, tower: str) -> dict[st
         pattern, published = next(rule for rule in names if re.fullmatch(rule[0], name))
         weights[re.sub(pattern, published.format(tower=tower), name)] = weight
     weights[f"{tower}.pos_embed"] = weights[f"{tower}.pos_embed"].unsqueeze(0)
-    # The original has these weights but does not compute with them.
+    # The original checkpoint contains these weights but does not use them.
     weights |= {f"{tower}.attn_pool.latent": torch.ones(1, 1, 32), f"{tower}.attn_pool.kv.weight": torch.ones(64, 32)}
     return {name: weight.clone().contiguous() for name, weight in weights.items()}
 
@@ -151,14 +151,14 @@ class Reference(BaseReference):
 
 
 class OriginalContract(FamilyContract):
-    """Contract of both sizes of the layout."""
+    """Tests of both model sizes in deepseek-ai's layout."""
 
     prompts: ClassVar = plain.TestDeepseekVL.prompts
     assert_arrays = plain.TestDeepseekVL.assert_arrays
     references: ClassVar[dict[Path, Reference]] = {}
 
     def test_settings_of_an_unknown_class_are_refused(self, path, tmp_path):
-        """Name a file without settings of its own. The layout does not read processor_config.json."""
+        """If preprocessor_config.json has no settings, the error mentions it. processor_config.json is not read."""
         out = without_settings(path, tmp_path / "other")
         (out / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "ZzImageProcessor"}))
         self.assert_refused(out, "preprocessor_config.json is missing, or has no image_size")
@@ -171,7 +171,7 @@ class OriginalContract(FamilyContract):
         return cls.references[path]
 
     def assert_config_refused(self, path, out, change, named):
-        """Assert that the checkpoint is refused after `change`, which has dotted keys."""
+        """Assert that the checkpoint is refused after `change`, whose keys are paths such as `section.key`."""
         config = json.loads((path / "config.json").read_text())
         for name, value in change.items():
             *parts, last = name.split(".")
@@ -217,7 +217,7 @@ class TestDeepseekVLOriginal(OriginalContract):
         cls.references[out] = Reference(model, processor)
 
     def test_a_conversation_is_formatted_as_in_the_original(self, path, tokenizer, path_file):
-        """Format roles, separators and image places as deepseek-ai does."""
+        """Roles, separators and images have the same format as in deepseek-ai's code."""
         image = {"type": "image", "image": picture(30, 30)}
         messages = [
             {"role": "user", "content": [{"type": "text", "text": " Look: "}, image, {"type": "text", "text": " ? "}]},

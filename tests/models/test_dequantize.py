@@ -1,4 +1,7 @@
-"""Tests of FP8 and int8 checkpoints on a device that cannot multiply by such weights, against their plain numbers."""
+"""Tests of FP8 and int8 checkpoints on a device that has no kernels for these formats.
+
+The weights are dequantized when they are loaded. The results are compared with a checkpoint of the dequantized weights.
+"""
 
 import json
 import logging
@@ -43,7 +46,7 @@ W8A8 = {
     },
     "ignore": ["lm_head", "re:visual.*"],
 }
-"""Settings as llm-compressor writes them."""
+"""A quantization_config as llm-compressor writes it."""
 
 
 def compressed(**changes):
@@ -68,11 +71,14 @@ CASES = {
     "fp8 tensor": (FP8_TENSOR, None, "_scale", torch.float8_e4m3fn),
     "fp8 blocks": (FP8_BLOCK, (128, 128), "_scale", torch.float8_e4m3fn),
 }
-"""Formats: the quantization_config, rows and columns of a block (0 is all), the scales' suffix, and the dtype."""
+"""By name: quantization_config, (rows, columns) of a block, the suffix of the scales' names, and the dtype.
+
+A size of 0 means the whole row. Without a block size, one scale applies to the whole weight.
+"""
 
 
 def rounded(weight, block, dtype):
-    """Return the quantized numbers of a weight [rows, columns] and their scales."""
+    """Quantize a weight [rows, columns]. Return the quantized numbers and their scales."""
     rows, columns = weight.shape
     down, across = block or (rows, columns)
     across = across or columns
@@ -88,7 +94,10 @@ def rounded(weight, block, dtype):
 
 
 def quantise(folder, case, pattern, stored=torch.float32):
-    """Quantise the checkpoint `folder` in place and return its plain numbers. Other tensors are saved as `stored`."""
+    """Quantize the checkpoint `folder` in place, and return its dequantized weights.
+
+    Scales and weights that are not quantized are saved as `stored`.
+    """
     settings, block, suffix, dtype = case
     packed, plain = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
@@ -117,7 +126,7 @@ GATE = "model.layers.0.mlp.gate_proj.weight"
 
 @pytest.fixture(scope="module")
 def odd_checkpoint(random_checkpoint, tmp_path_factory):
-    """Return the random checkpoint with layers of 160 and 200 numbers, which 128 does not divide."""
+    """Return the random checkpoint with layers whose sizes, 160 and 200, are not multiples of 128."""
     folder = changed(random_checkpoint, tmp_path_factory.mktemp("odd") / "odd", "config", {})
     config = Qwen2VLConfig.from_pretrained(random_checkpoint)
     config.text_config.hidden_size, config.text_config.intermediate_size = 160, 200
@@ -138,7 +147,7 @@ def plain_copy(source, folder, weights):
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_the_plain_numbers(case, odd_checkpoint, tmp_path, caplog):
     shutil.copytree(odd_checkpoint, tmp_path / "packed")
-    # Published checkpoints store unquantized weights in bfloat16, and FP8's scales too.
+    # Published checkpoints store unquantized weights and the scales of FP8 weights in bfloat16.
     weights = quantise(tmp_path / "packed", CASES[case], LINEAR, torch.bfloat16)
     plain = plain_copy(odd_checkpoint, tmp_path / "plain", weights)
     with caplog.at_level(logging.WARNING):
@@ -273,7 +282,7 @@ def opened(random_checkpoint, folder, **config) -> Checkpoint:
 
 
 def test_layers_without_an_operator_on_the_device_are_refused_by_name(random_checkpoint, tmp_path):
-    """Refuse a layer such as transformers' for FP8, which has no operator on the CPU."""
+    """The CPU, for example, has no operator for transformers' FP8 layer."""
     checkpoint = opened(random_checkpoint, tmp_path, quantization_config=FP8)
     plain = torch.nn.Linear(4, 128, dtype=torch.bfloat16)
     module = torch.nn.Sequential(plain, FP8Linear(128, 128, block_size=(128, 128)))

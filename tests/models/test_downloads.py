@@ -1,4 +1,4 @@
-"""Tests of incomplete downloads and other formats. The error names the file and what to do."""
+"""Tests that incomplete downloads and other formats are refused. The error says which file to add or replace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def copy(random_checkpoint, tmp_path):
-    """Return a copy of the random checkpoint that a test may break."""
+    """Return a copy of the random checkpoint, which a test may damage."""
     folder = tmp_path / "broken"
     shutil.copytree(random_checkpoint, folder)
     return folder
@@ -32,7 +32,7 @@ def copy(random_checkpoint, tmp_path):
 
 @pytest.fixture
 def sharded(copy):
-    """Return the copy with its weights in two shards and an index."""
+    """Return the copy, with its weights split into two shards and an index."""
     weights = load_file(copy / "model.safetensors")
     (copy / "model.safetensors").unlink()
     names = sorted(weights)
@@ -45,7 +45,7 @@ def sharded(copy):
 
 
 def refused(folder) -> str:
-    """Return the last error of the tokenizer and the model, in this order."""
+    """Load the tokenizer and then the model from `folder`, and return the message of the last error."""
     messages = []
     for start in (lambda: Tokenizer.from_pretrained(folder).close(), lambda: load_model(folder, device="cpu")):
         try:
@@ -189,7 +189,7 @@ def test_the_older_torch_format_is_loaded(copy):
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "preprocessor_config.json"])
 def test_a_broken_link_is_named(copy, name):
-    """Name a broken link, as in a Hugging Face cache snapshot that was copied without its blobs."""
+    """Broken links remain when a snapshot in the Hugging Face cache is copied without its blobs."""
     (copy / name).unlink()
     (copy / name).symlink_to("../../blobs/0123")
     found = refused(copy)

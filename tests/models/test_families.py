@@ -1,4 +1,4 @@
-"""Tests of how a checkpoint selects its family: by config.json or by name."""
+"""Tests of how the family of a checkpoint is selected: from config.json, or by name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mindie_mm.nn.family import Family, PretrainedFamily
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract
 
-RANDOM = "qwen2_vl"  # family that tools/random_checkpoint.py writes
+RANDOM = "qwen2_vl"  # the family of the checkpoint that tools/random_checkpoint.py writes
 
 
 @pytest.fixture
 def renamed(random_checkpoint, tmp_path):
-    """Return a function that copies the random checkpoint with another model_type, or none, in config.json."""
+    """Return a function that copies the random checkpoint and changes or removes model_type in config.json."""
 
     def make(model_type: str | None) -> Path:
         folder = tmp_path / f"{model_type}"

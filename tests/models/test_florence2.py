@@ -91,14 +91,14 @@ class TestFlorence2(Seq2SeqContract):
     @classmethod
     def write_checkpoint(cls, out):
         tokenizer = save_tokenizer(out, TOKENS, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-        # BART frames every text with these tokens.
+        # BART puts every text between these tokens.
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             "<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
         )
         tokenizer.save_pretrained(out)
         torch.manual_seed(0)
         model = Florence2ForConditionalGeneration(config())
-        # The published settings without beams. A test asks for beams itself.
+        # These are the published settings except for beam search, which one test requests itself.
         model.generation_config.update(
             decoder_start_token_id=EOS,
             bos_token_id=BOS,
@@ -137,7 +137,10 @@ class TestFlorence2(Seq2SeqContract):
         assert [token for token in text if token < len(TOKENS)] == [BOS, PLACE, PLACE + 1, EOS]
 
     def test_the_first_and_last_tokens_are_forced(self, model, tokenized):
-        """Force BOS as the first token, and EOS as the last allowed one unless the request delays its end."""
+        """BOS is forced as the first token.
+
+        EOS is forced as the last allowed token, unless the request forbids EOS there.
+        """
         for settings, last in (({}, True), ({"ignore_eos": True}, False), ({"min_tokens": 5}, False)):
             outputs, _ = run(self.engine(model), [*tokenized.values()], max_tokens=5, **settings)
             for output in outputs.values():
@@ -170,7 +173,7 @@ class TestFlorence2(Seq2SeqContract):
         self.assert_refused(changed(path, tmp_path / "other", "preprocessor_config", changes), message)
 
     def test_the_openai_client_is_answered(self, path, model, tokenizer, path_file, tmp_path):
-        """Cover usage, log-probabilities, streams, stop strings, refusals, and a client that disconnects."""
+        """The test covers usage, log-probabilities, streams, stop strings, refusals and a client that disconnects."""
         pixels = picture(50, 70)
         drawn = {"type": "image_url", "image_url": {"url": data_url(Image.fromarray(pixels))}}
         content = [drawn, {"type": "text", "text": "<CAPTION>"}]

@@ -1,4 +1,4 @@
-"""Tests of Florence-2 in microsoft's layout against transformers' class with the same weights, converted."""
+"""Tests of Florence-2 in microsoft's layout against transformers' class with the same weights."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def read(name: str, file: str) -> dict[str, Any]:
 
 
 def shrunk(name: str, vocab_size: int) -> dict[str, Any]:
-    """Return a published config.json with other sizes."""
+    """Return a published config.json with smaller dimensions."""
     config = read(name, "config")
     sizes = {"vocab_size": vocab_size, "projection_dim": 32}
     text, vision = config["text_config"] | TEXT | {"vocab_size": vocab_size}, config["vision_config"] | VISION
@@ -67,7 +67,7 @@ def shrunk(name: str, vocab_size: int) -> dict[str, Any]:
 
 
 def published_names(config: dict[str, Any]) -> dict[str, str]:
-    """Map published weight names to the names in transformers' class, as its conversion script does."""
+    """Map published weight names to names in transformers' class, as transformers' conversion script does."""
     names: dict[str, str] = {}
     for stage, depth in enumerate(config["vision_config"]["depths"]):
         ours, theirs = f"model.vision_tower.convs.{stage}", f"vision_tower.convs.{stage}"
@@ -100,7 +100,7 @@ def published_names(config: dict[str, Any]) -> dict[str, str]:
 
 
 def published_weights(model: torch.nn.Module, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the weights of transformers' class under microsoft's names."""
+    """Return the weights of transformers' class under the published names."""
     state = model.state_dict()
     weights = {old: state.pop(new) for old, new in published_names(config).items()}
     weights["image_projection"] = weights["image_projection"].T
@@ -125,7 +125,10 @@ def converted_config(config: dict[str, Any], image_token_id: int) -> Florence2Co
 
 
 def write(out: Path, name: str = "large_ft", seed: int = 0, **changes: Any) -> Florence2Reference:
-    """Write the checkpoint with `changes` to sections of config.json, and return transformers' converted model."""
+    """Write the checkpoint, and return a reference that uses transformers' converted model.
+
+    `changes` are applied to sections of config.json.
+    """
     tokenizer = save_tokenizer(out, TOKENS, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
     frame = TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)])
     tokenizer.backend_tokenizer.post_processor = frame
@@ -143,12 +146,12 @@ def write(out: Path, name: str = "large_ft", seed: int = 0, **changes: Any) -> F
     converted.text_config.init_std, converted.vision_config.initializer_range = 0.2, 0.1
     model = Florence2ForConditionalGeneration(converted)
     for weight in model.parameters():
-        if weight.ndim == 1:  # norms must differ, or a swap of two norms would not show
+        if weight.ndim == 1:  # if all norms had the same weights, a swap of two norms would not be detected
             weight.data += 0.2 * torch.randn_like(weight)
     save_file(published_weights(model, config), out / "model.safetensors")
 
     model.resize_token_embeddings(len(tokenizer), 64)
-    model.lm_head.weight.data[config["vocab_size"] :] = 0  # rows of added tokens that no text spells
+    model.lm_head.weight.data[config["vocab_size"] :] = 0  # the last rows belong to added tokens, which no text spells
     rules = ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id", "forced_bos_token_id")
     for rule in (*rules, "forced_eos_token_id", "no_repeat_ngram_size"):
         setattr(model.generation_config, rule, config["text_config"][rule])
@@ -156,7 +159,7 @@ def write(out: Path, name: str = "large_ft", seed: int = 0, **changes: Any) -> F
 
 
 class Reference(Florence2Reference):
-    """Reference whose logits are cut to the published vocabulary."""
+    """Reference whose logits are truncated to the published vocabulary."""
 
     def __init__(self, path: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
         tokenizer.image_token, tokenizer.image_token_id = "<image>", tokenizer.convert_tokens_to_ids("<image>")
@@ -186,7 +189,7 @@ class TestFlorence2Original(Seq2SeqContract):
 
     @pytest.mark.parametrize("name", ["amd", "oracle"])
     def test_other_published_configurations_are_served(self, name, tmp_path, path_file):
-        """Serve a config.json with wrong token ids at its top level and no name of its tower."""
+        """Each config.json has wrong token ids at its top level and does not give the name of the tower."""
         reference = write(tmp_path, name, seed=1)
         self.assert_same(tmp_path, reference, path_file)
         model = load_model(tmp_path, device="cpu", dtype="float32")
@@ -283,7 +286,7 @@ class TestFlorence2Original(Seq2SeqContract):
         self.assert_same(tmp_path / "other", reference, path_file)
 
     def test_weights_in_a_bin_file_are_served(self, path, tmp_path, reference, path_file):
-        """Add a bias to the logits, as the original does. In its published checkpoints, the bias is zero."""
+        """`final_logits_bias` is added to the logits, as in the original. In the published checkpoints, it is zero."""
         shutil.copytree(path, tmp_path / "other")
         weights = load_file(path / "model.safetensors")
         (tmp_path / "other" / "model.safetensors").unlink()
@@ -298,7 +301,7 @@ class TestFlorence2Original(Seq2SeqContract):
                 assert (self.logits(model, ids) - expected).abs().max() <= self.tolerance
 
     def test_locations_are_tokens_in_prompts_and_answers(self, path, tokenizer, path_file):
-        """Keep location tokens that tokenizer.json lacks. Their ids follow its last id."""
+        """Location tokens that tokenizer.json lacks are added. Their ids follow the last id in tokenizer.json."""
         first = json.loads((path / "config.json").read_text())["vocab_size"] - len(ADDED)
         items = [{"image": picture(30, 30)}, {"text": "<loc_7></s><image><s><od><and>"}]
         text = tokenizer.tokenize(items, path_file)[FEATURES:].tolist()

@@ -25,7 +25,10 @@ PIXELS = {"size": {"height": 48, "width": 80}, "patch_size": {"height": 8, "widt
 
 
 def save_tokenizer(out):
-    """Write a tokenizer like the published one: Unigram pieces, image tokens among them, with a leading «▁»."""
+    """Write a Unigram tokenizer whose pieces include image tokens, and which prepends "▁".
+
+    The published tokenizer does the same.
+    """
     letters = ["▁", *map(chr, range(33, 127)), "\n", "▁the", "▁is", "▁in"]
     pieces = [*((token, 0.0) for token in SPECIAL), *((token, -1.0) for token in MEDIA)]
     pieces += [(letter, -5.0 - index / 100) for index, letter in enumerate(letters)]
@@ -103,7 +106,7 @@ class TestFuyu(ExtremeShapes, FamilyContract):
 
     @pytest.mark.parametrize("spelled", ["|SPEAKER|", "|NEWLINE|", "<0x04>", "<s>", "|ENDOFTEXT|", "<<s>"])
     def test_text_makes_no_control_token_from_a_piece_of_the_vocabulary(self, spelled, path, tokenizer, path_file):
-        """Make no control token, although a Unigram tokenizer finds control tokens among its pieces."""
+        """No text produces a control token, although the tokenizer's own pieces include control tokens."""
         vocabulary = family_named("fuyu").tokenizer(Checkpoint.open(path)).get_vocab()
         items = [{"image": picture(30, 40)}, {"text": f"a {spelled} b"}]
         plain = [{"image": picture(30, 40)}, {"text": "a b"}]
@@ -142,5 +145,5 @@ class TestFuyu(ExtremeShapes, FamilyContract):
         self.assert_refused(changed(path, tmp_path / "other", "preprocessor_config", change), named)
 
     def test_embeddings_without_rows_and_columns_are_refused(self, tokenizer, path_file):
-        with pytest.raises(InputError, match=r"no image of this model has 12 features and the grid \(3, 5\)"):
+        with pytest.raises(InputError, match=r"have 12 features and the grid \(3, 5\), which no image"):
             tokenizer.tokenize([{"image": Embeddings(np.zeros((12, 64), np.float32), (3, 5))}], path_file)

@@ -42,7 +42,7 @@ VISION = {
 }
 FEATURES = 16
 WINDOW = 12
-"""Sliding window smaller than an image's features, so that its last tokens do not see its first ones."""
+"""Size of the sliding window. Image features exceed it, so the last tokens of an image do not see its first tokens."""
 TEXT = {
     "vocab_size": 400,
     "hidden_size": 48,
@@ -71,12 +71,12 @@ SCAN = {
 
 
 def randomized(config):
-    """Return the model with random numbers in place of transformers' zeros, or pictures would have no effect."""
+    """Return a model with random weights where transformers initializes them to 0, so that pictures have an effect."""
     model = Gemma3ForConditionalGeneration(config)
     for name, weight in model.named_parameters():
         if "projection_weight" in name or "norm" in name:
             torch.nn.init.normal_(weight, 1.0 if "vision_tower" in name else 0.0, 0.2)
-    # The embedding is tied to the head. Larger values would make a token predict itself again and again.
+    # The head shares the embedding's weights. Larger weights would make the model repeat the same token forever.
     torch.nn.init.normal_(model.model.language_model.embed_tokens.weight, 0.0, 0.03)
     torch.nn.init.normal_(model.model.language_model.norm.weight, 4.0, 0.2)
     return model
@@ -110,7 +110,7 @@ class Reference(BaseReference):
         images = Gemma3ImageProcessor.from_pretrained(path)
         stated = json.loads((path / "processor_config.json").read_text())
         processor = Gemma3Processor(images, AutoTokenizer.from_pretrained(path), **stated)
-        # The processor's class overrides the crop settings of the checkpoint's file with False. Use the file's.
+        # The processor's class replaces the crop settings by False. Use the settings of the checkpoint's file.
         asked = {name: value for name in SCAN if (value := getattr(images, name)) is not None}
         processor.images_kwargs = {**processor.images_kwargs, **asked}
         super().__init__(Gemma3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32), processor)
@@ -165,7 +165,7 @@ class TestGemma3(ExtremeShapes, FamilyContract):
             ({"text": {"layer_types": ["full_attention"] * 4, "attention_bias": True}}, {}),
             ({"text": {"layer_types": ["sliding_attention"] * 4}}, {}),
             ({"text": {"rope_parameters": None, "query_pre_attn_scalar": 4}}, {}),
-            # Pooling by 8 // 3 = 2 gives more features than mm_tokens_per_image states.
+            # Pooling by 8 // 3 = 2 gives 16 features, more than mm_tokens_per_image.
             ({"mm_tokens_per_image": 9}, {}),
             ({"mm_tokens_per_image": 4, "stated": {"image_seq_length": 4}}, {}),
         ],
@@ -208,7 +208,10 @@ class TestGemma3(ExtremeShapes, FamilyContract):
             self.test_the_worst_case_takes_the_most_tokens(family_named(self.name).processor(Checkpoint.open(other)))
 
     def test_logits_are_soft_capped(self, tmp_path, path_file):
-        """Apply the caps as Gemma3ForCausalLM does. Gemma3ForConditionalGeneration of transformers leaves them out."""
+        """The logits are capped as in Gemma3ForCausalLM, but not as in Gemma3ForConditionalGeneration.
+
+        That class of transformers ignores the setting.
+        """
         write(tmp_path, text={"final_logit_softcapping": 2.0})
         reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
         capping = Gemma3ForCausalLM(reference.model.config.text_config).eval()
@@ -231,19 +234,23 @@ class TestGemma3(ExtremeShapes, FamilyContract):
         [
             ("config", {"image_token_index": 2}, "image_token_index is 2"),
             ("config", {"mm_tokens_per_image": 100}, "mm_tokens_per_image is 100"),
-            ("config", {"vision_config": {"model_type": "clip_vision_model"}}, "the tower is 'clip_vision_model'"),
+            (
+                "config",
+                {"vision_config": {"model_type": "clip_vision_model"}},
+                "vision_config.model_type is 'clip_vision_model'",
+            ),
             ("config", {"text_config": {**TEXT, "attn_logit_softcapping": 50.0}}, "attn_logit_softcapping is 50.0"),
             ("config", {"text_config": {**TEXT, "use_bidirectional_attention": True}}, "use_bidirectional_attention"),
             ("config", {"text_config": {**TEXT, "sliding_window": None}}, "sliding_window is None"),
             ("processor_config", {"image_seq_length": 256}, "image_seq_length is 256"),
             ("preprocessor_config", {"do_resize": False}, "do_resize is False"),
-            ("preprocessor_config", {"size": {"height": 28, "width": 56}}, "the tower takes squares of 56"),
+            ("preprocessor_config", {"size": {"height": 28, "width": 56}}, "the tower takes images of 56x56"),
             ("preprocessor_config", {"resample": 0}, "resample is 0"),
             ("preprocessor_config", {"image_processor_type": "SiglipImageProcessor"}, "SiglipImageProcessor"),
             (
                 "preprocessor_config",
                 {**SCAN, "pan_and_scan_max_num_crops": 21},
-                "max_num_crops is 21; it must be from 1 to",
+                "max_num_crops is 21; it must be between 1 and",
             ),
             ("preprocessor_config", {**SCAN, "pan_and_scan_max_num_crops": 0}, "max_num_crops is 0"),
         ],

@@ -119,7 +119,10 @@ class TestInternVL(ExtremeShapes, FamilyContract):
                     assert (columns, rows) == get_optimal_tiled_canvas((height, width), (28, 28), *bounds)
 
     def test_dynamic_frequencies_equal_the_defaults_within_the_models_context(self, path, tmp_path):
-        """Serve InternVL3's published config.json, whose contexts never exceed the trained length."""
+        """InternVL3's published config.json sets dynamic frequencies.
+
+        They have no effect, because the context never exceeds the trained length.
+        """
         other = shutil.copytree(path, tmp_path / "dynamic")
         config = json.loads((other / "config.json").read_text())
         del config["text_config"]["rope_parameters"]

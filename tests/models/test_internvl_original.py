@@ -1,4 +1,4 @@
-"""Tests of InternVL in OpenGVLab's layout against transformers' class with the same weights, converted."""
+"""Tests of InternVL in OpenGVLab's layout against transformers' class with the same weights."""
 
 import json
 import re
@@ -67,7 +67,7 @@ QWEN2 = {
     "use_cache": False,
     "use_sliding_window": False,
 }
-"""Settings of InternVL3-1B's language model, without its sizes."""
+"""Settings of InternVL3-1B's language model, without its dimensions."""
 ADDED = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>"),
     *("<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>"),
@@ -88,7 +88,10 @@ NAMES = (
     (r"^model\.language_model\.", "language_model.model."),
     (r"^lm_head", "language_model.lm_head"),
 )
-"""Parts of transformers' weight names with the published parts, as its conversion script pairs them."""
+"""Parts of transformers' weight names, and the corresponding parts of the published names.
+
+The pairs come from transformers' conversion script.
+"""
 
 
 INTERNLM2_NAMES = (
@@ -102,7 +105,7 @@ INTERNLM2_NAMES = (
     (r"post_attention_layernorm", "ffn_norm"),
     (r"language_model\.lm_head", "language_model.output"),
 )
-"""Further replacements for InternLM2, applied after NAMES."""
+"""Further replacements, which are applied after NAMES if the language model is InternLM2."""
 CONFIGS = {
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
@@ -112,7 +115,7 @@ CONFIGS = {
 
 
 def published_weights(model: torch.nn.Module, internlm2: bool) -> dict[str, torch.Tensor]:
-    """Return the weights of transformers' class under OpenGVLab's names."""
+    """Return the weights of transformers' class under the published names."""
     state = model.state_dict()
     for name in [name for name in state if "vision_tower" in name and "attention.q_proj" in name]:
         parts = [state.pop(name.replace("q_proj", f"{one}_proj")) for one in "qkv"]
@@ -137,7 +140,7 @@ def renamed(name: str, names: tuple[tuple[str, str], ...]) -> str:
 
 
 def save_qwen2_tokenizer(out: Path) -> dict[str, int]:
-    """Write a Qwen2 tokenizer without tokenizer.json, as OpenGVLab does, and return its added tokens."""
+    """Write a Qwen2 tokenizer without tokenizer.json, as OpenGVLab publishes it. Return its added tokens."""
     save_tokenizer(out, ())
     model = json.loads((out / "tokenizer.json").read_text())["model"]
     for file in out.iterdir():
@@ -168,7 +171,7 @@ def save_qwen2_tokenizer(out: Path) -> dict[str, int]:
 
 
 def save_internlm2_tokenizer(out: Path) -> dict[str, int]:
-    """Write OpenGVLab's files of an InternLM2 tokenizer with a tokenizer.json, and return its added tokens."""
+    """Write the files of OpenGVLab's InternLM2 tokenizer and a tokenizer.json. Return the added tokens."""
     tokens = ("<unk>", "<s>", "</s>", *ADDED)
     save_tokenizer(out, tokens)
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
@@ -178,7 +181,7 @@ def save_internlm2_tokenizer(out: Path) -> dict[str, int]:
 
 
 def config_of(language: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return a published config.json with other sizes."""
+    """Return a published config.json with smaller dimensions."""
     sizes = {"force_image_size": SIDE, "max_dynamic_patch": TILES, "llm_config": {**language, **TEXT}}
     return PUBLISHED | sizes | {"vision_config": PUBLISHED["vision_config"] | VISION} | changes
 
@@ -190,7 +193,7 @@ def converted_vision(vision: dict[str, Any]) -> InternVLVisionConfig:
 
 
 def draw(config: InternVLConfig) -> InternVLForConditionalGeneration:
-    """Return a model whose weights all differ, including norms, so that a swap of two weights shows."""
+    """Return a model with random weights, including the norms, so that a swap of two weights is detected."""
     torch.manual_seed(0)
     model = InternVLForConditionalGeneration(config)
     for weight in model.parameters():
@@ -202,8 +205,11 @@ def draw(config: InternVLConfig) -> InternVLForConditionalGeneration:
 
 
 def write(out: Path, language: dict[str, Any] = QWEN2, **changes: Any) -> "Reference":
-    """Write the checkpoint with `changes` to config.json, and return transformers' converted model."""
-    language = deepcopy(language)  # transformers adds rope_theta to the rope_scaling that is passed
+    """Write the checkpoint with `changes` to config.json.
+
+    Return a reference that uses transformers' converted model.
+    """
+    language = deepcopy(language)  # transformers adds rope_theta to the given rope_scaling
     kind = language["architectures"][0]
     internlm2 = kind == "InternLM2ForCausalLM"
     ids = save_internlm2_tokenizer(out) if internlm2 else save_qwen2_tokenizer(out)
@@ -247,7 +253,7 @@ class Reference(BaseReference):
 
 class TestInternVLOriginal(ExtremeShapes, FamilyContract):
     name = "internvl"
-    settings_file = None  # preprocessing follows config.json and constants, as in the original
+    settings_file = None  # preprocessing depends on config.json and constants, as in the original
     prompts: ClassVar = plain.TestInternVL.prompts
     references: ClassVar[dict[Path, Reference]] = {}
 
@@ -313,7 +319,10 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
         ("stated", "others"), [({}, []), ({"eos_token_id": None}, []), ({"eos_token_id": 7}, [7])], ids=str
     )
     def test_an_answer_ends_with_its_turn(self, stated, others, tmp_path):
-        """Add the token that ends a turn, because InternLM2's files name only the token that ends a text."""
+        """The token that ends a turn is added to the EOS tokens.
+
+        InternLM2's files list only the token that ends a text.
+        """
         reference = write(tmp_path, PUBLISHED["llm_config"])
         save_json(tmp_path, generation_config=stated)
         turn = reference.model.generation_config.eos_token_id

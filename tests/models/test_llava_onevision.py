@@ -74,7 +74,7 @@ class Reference(BaseReference):
         )
 
     def inputs(self, items):
-        """Nest the images, so that the processor assigns all of them to one prompt."""
+        """Nest the images in a list, so that the processor assigns all of them to the same prompt."""
         images = [Image.fromarray(item["image"]) for item in items if "image" in item]
         videos = [item["video"] for item in items if "video" in item]
         given = {"images": [images] if images else None, "videos": videos or None}
@@ -114,7 +114,7 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
             assert torch.equal(model.normalized(item).cpu(), frames)
 
     def test_features_may_come_from_several_layers(self, tmp_path, path_file):
-        """Use features of two layers, another resize filter and no normalization."""
+        """The checkpoint uses features of two layers, another resize filter and no normalization."""
         write(tmp_path, {**PIXELS, "resample": 2, "do_normalize": False}, vision_feature_layer=[-1, 1])
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 

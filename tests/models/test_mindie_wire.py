@@ -1,4 +1,4 @@
-"""Tests of MindIE's wire for Qwen2-VL, read by an independent reader of the wire and by our model."""
+"""Tests of MindIE's wire format for Qwen2-VL. An independent reader and our model read it."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def segments():
     return {path.name for path in SHM.glob("psm_*")}
 
 
-# An independent reader of MindIE's wire, written from facts about the wire without our code.
+# This reader of MindIE's wire format is independent of our code. It was written from facts about the format.
 
 CHARSET = "0123456789abcdefpsmnwABCDEF"
 BITS = {1: (57,), 2: (29, 28), 3: (19, 19, 19), 4: (18, 3, 18, 18), 5: (13, 13, 3, 14, 14)}
@@ -107,14 +107,14 @@ def their_shape(word):
 
 
 def their_data(name_word, shape_word, dtype):
-    """Read the array from the start of its segment, whose size must be the array's."""
+    """Return the array in a segment. The segment must have exactly the size of the array."""
     data = (SHM / their_name(name_word)).read_bytes()
     assert len(data) == np.prod(their_shape(shape_word)) * np.dtype(dtype).itemsize
     return np.frombuffer(data, dtype).reshape(their_shape(shape_word))
 
 
 def their_media(ids, start_token):
-    """Yield (kind, planes, grid, seconds) of each item, read from the slots behind its start token."""
+    """Yield the (kind, planes, grid, seconds) of each item. The words follow the start token."""
     for begin in np.flatnonzero(ids == start_token):
         name, shape, grid, fourth, fifth, *_ = ids[begin + 1 :].tolist()
         planes = their_data(name, shape, np.uint8)
@@ -123,7 +123,7 @@ def their_media(ids, start_token):
 
 
 class Reference:
-    """Processors of transformers over a checkpoint."""
+    """Processors of transformers for a checkpoint."""
 
     def __init__(self, path):
         self.image, self.video = (
@@ -134,13 +134,13 @@ class Reference:
         self.joint = ReferenceProcessor(self.image, self.text, self.video)
 
     def ids(self, prompt, images, videos):
-        """Return ids, int64 [T], with one placeholder per feature."""
+        """Return the ids, int64 [T], with one placeholder per feature."""
         images = [torch.tensor(image).permute(2, 0, 1) for image in images] or None
         videos = [torch.tensor(video).permute(0, 3, 1, 2) for video in videos] or None
         return self.joint(text=[prompt], images=images, videos=videos, return_tensors="np")["input_ids"][0]
 
     def patches(self, kind, pixels):
-        """Return the patches of an image or video as bytes and normalized, and their grid."""
+        """Return the patches of an image or video as uint8, the normalized patches, and the grid."""
         if kind == "image":
             process, given, name = self.image, {"images": [torch.tensor(pixels).permute(2, 0, 1)]}, "pixel_values"
         else:
@@ -164,7 +164,7 @@ def settings(random_checkpoint):
 
 
 def test_a_mindie_reader_reads_the_ids_and_patches_of_transformers(mindie, reference, settings, path_file):
-    """Compare ids outside the word slots, grids, raw and normalized patches bit for bit, and a video's seconds."""
+    """Token ids, grids and patches equal those of transformers, bit for bit. A video has one second per patch."""
     ids = mindie.tokenize(PROMPTS["mixed"], path_file).numpy()
     start, pad, end = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
     video = f"{start}<|video_pad|>{end}"
@@ -252,7 +252,7 @@ def test_both_wires_share_one_flat_batch(model, native, mindie, path_file):
 
 
 def test_ids_of_a_mindie_tokenizer_are_read(model, native, reference, path_file):
-    """Read words that this test wrote over the first slots, as MindIE does, with transformers' patches."""
+    """This test writes words and patches itself, as MindIE does: the words replace the first placeholders."""
     ids = native.tokenize(PROMPTS["an image"], path_file)
     theirs = ids.clone()
     start = int((ids < 0).nonzero()[0])
@@ -274,7 +274,7 @@ def test_the_engine_answers_both_wires_alike(model, native, mindie, path_file):
 
 
 def test_features_are_not_cached_for_another_request(model, mindie, path_file):
-    """Cache nothing, because the wire has no content digest and the same words may name another picture next time."""
+    """The format has no content digest, so the same words may refer to another picture in the next request."""
     engine = Engine(model, EngineConfig())
     ids = mindie.tokenize(PROMPTS["an image"], path_file)
     before, _ = run(engine, [ids, ids], max_tokens=8)
@@ -315,7 +315,8 @@ def test_a_lost_segment_fails_its_own_request_alone(model, mindie, path_file, mo
     while engine.has_work():
         news += engine.step().progress
     news = [progress for progress in news if progress]
-    lost = moment == "before it is added" or harm == "cut short"  # an attached segment outlives its file
+    # A segment that is already mapped remains readable when its file is removed.
+    lost = moment == "before it is added" or harm == "cut short"
     errors = {progress.request_id: progress.error.name for progress in news if progress.error}
     assert errors == ({"bad": "SegmentMissing"} if lost else {})
     tokens = [token for progress in news if progress.request_id == "good" for token in progress.token_ids]

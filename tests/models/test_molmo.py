@@ -33,7 +33,7 @@ def items_of(about, pictures):
 
 
 ALL = cases(FOLDER, items_of)
-TWO = ALL["two"]  # the original puts the features of both images where those of the first belong
+TWO = ALL["two"]  # the original writes the features of both images to the positions of the first image
 CASES = {name: case for name, case in ALL.items() if case is not TWO}
 
 
@@ -103,7 +103,7 @@ class TestMolmo(FamilyContract):
         assert np.array_equal(np.flatnonzero(plain == items[0].shape.token), slots)
 
     def test_the_originals_slots_of_a_second_image_can_be_selected(self, path, tokenizer, path_file, tmp_path):
-        """Put the second image's features over the first one's, as the original does."""
+        """The features of the second image are placed over the features of the first, as in the original."""
         other = changed(path, tmp_path / "other", "config", {"overwrite_earlier_images": True})
         model = load_model(other, device="cpu", dtype="float32")
         ids = tokenizer.tokenize(TWO.items, path_file)
@@ -116,7 +116,7 @@ class TestMolmo(FamilyContract):
             assert outputs == {0: TWO.about["generated"]}
 
     def test_image_tokens_allow_a_repetition_penalty_and_prompt_logprobs(self, model, tokenized):
-        """Handle image tokens, whose ids lie beyond the vocabulary and have no logits."""
+        """The ids of image tokens are not part of the vocabulary, so image tokens have no logits."""
         ids = tokenized["tiny"].numpy()
         engine = Engine(model, EngineConfig())
         params = SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.3, prompt_logprobs=1)

@@ -85,7 +85,7 @@ TEMPLATE = (
 
 
 def write(out, pixels=(), frames=(), text=(), adapter=(), stated=(), **tokens):
-    """Write a checkpoint whose media tokens are beyond the vocabulary, as in the published checkpoints."""
+    """Write a checkpoint in which the ids of media tokens follow the vocabulary, as in the published checkpoints."""
     tokens = tokens or {"eos_token": "<|end|>"}
     tokenizer = save_tokenizer(out, ("<|end|>", "<s>", "<pad>"), pad_token="<pad>", chat_template=TEMPLATE, **tokens)
     size = len(tokenizer)
@@ -164,7 +164,10 @@ class TestMolmo2(FamilyContract):
             assert (None if span_ids is None else span_ids.tolist()) == expected, name
 
     def test_a_prefix_is_not_reused_where_later_images_differ(self, model, tokenizer, reference, path_file):
-        """Reuse a prefix for the same images only. Later images change even the text in front of the first image."""
+        """A cached prefix is reused only for the same images.
+
+        Later images affect even the text before the first image.
+        """
         first, *others = (picture(30, 40, seed) for seed in range(3))
         question = {"text": "What is in the image? Describe this picture."}
         prompts = [[question, {"image": first}, {"image": other}, {"text": "?"}] for other in others]
@@ -221,7 +224,10 @@ class TestMolmo2(FamilyContract):
         assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0].tolist()
 
     def test_photographs_of_the_released_sizes_equal_the_references(self, path, tmp_path):
-        """Compare every pixel. The rounded result of the float resize must not depend on the order of the channels."""
+        """Every pixel is compared.
+
+        The float resize is rounded, so its result must not depend on the order of channels.
+        """
         settings = {"image_processor_type": "Molmo2ImageProcessor"}
         other = shutil.copytree(path, tmp_path / "other")
         config = json.loads((other / "config.json").read_text())
@@ -260,7 +266,7 @@ class TestMolmo2(FamilyContract):
         self, options, frames, tokenizer, reference, model, path_file
     ):
         asked = {}
-        if "num_frames" in options:  # without max_fps, the reference samples fewer frames from videos this short
+        if "num_frames" in options:  # without max_fps, the reference would sample fewer frames from such short videos
             options = {"num_frames": min(3, frames)}
             asked = {"max_fps": 100}
         video = encode_video(np.resize(moving_frames(20, 48, 32), (frames, 32, 48, 3)), fps=20)
@@ -278,7 +284,7 @@ class TestMolmo2(FamilyContract):
         self.assert_arrays(expected, items, model)
 
     def test_an_index_past_the_last_frame_is_dropped(self, processor):
-        """Drop frame 2999, which the reference selects because 31 steps of 2999 / 31 are not exactly 2999."""
+        """The reference selects frame 2999, which does not exist, because 31 steps of 2999 / 31 are rounded."""
         video = np.zeros((2999, 1, 1, 3), np.uint8)
         with pytest.raises(LimitExceeded, match=r"31 frames .* limit is 6"):
             processor.plan(Media("video", video, options=MediaOptions(num_frames=31)), video, {"video": 1})

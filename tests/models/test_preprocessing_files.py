@@ -1,4 +1,7 @@
-"""Tests that preprocessing settings come from the same files as in transformers and fit the model of config.json."""
+"""Tests of the files that contain preprocessing settings, and of settings that do not fit the model.
+
+The settings are read from the same files as in transformers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ IMAGE, VIDEO, JOINT = "preprocessor_config.json", "video_preprocessor_config.jso
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a function that writes a published config.json and further files."""
+    """Return a function that writes a published config.json and the given further files."""
 
     def write(name: str, **files: Any) -> Path:
         shutil.copyfile(PUBLISHED / name / "config.json", tmp_path / "config.json")
@@ -52,7 +55,7 @@ def test_the_joint_file_alone_is_enough(folder):
 
 
 def test_the_joint_file_takes_precedence(folder):
-    """An empty part of the joint file means the class's defaults and also takes precedence."""
+    """An empty section of the joint file also takes precedence. It means the defaults of the class."""
     joint = {"image_processor": {"max_pixels": 1_000_000}, "video_processor": {}}
     others = {"preprocessor_config": {"max_pixels": 5000}, "video_preprocessor_config": {"max_pixels": 6000}}
     found = processor(folder("qwen2_vl_ain", processor_config=joint, **others))
@@ -62,7 +65,7 @@ def test_the_joint_file_takes_precedence(folder):
 
 
 def test_image_settings_of_another_class_are_refused_for_videos(folder):
-    """Refuse them because transformers would use the named class, which samples and resizes differently."""
+    """By the image settings, transformers would select a video class that samples and resizes differently."""
     path = folder("qwen3_vl_cosmos2", preprocessor_config=published("qwen3_vl_cosmos2", IMAGE))
     refused(path, r"'Qwen2VLVideoProcessor' in preprocessor_config\.json.*video_preprocessor_config\.json")
     found = processor(folder("qwen2_vl_olmocr", preprocessor_config=published("qwen2_vl_olmocr", IMAGE)))
@@ -86,7 +89,7 @@ def test_patches_that_do_not_fit_the_tower_are_refused(folder, name, change, mes
 
 
 def test_settings_of_another_model_are_refused(folder):
-    """Refuse Qwen2-VL's settings in a Qwen3-VL checkpoint, although both name the same image class."""
+    """Qwen2-VL's settings are refused in a Qwen3-VL checkpoint, although both models use the same image class."""
     other = {"preprocessor_config": published("qwen2_vl_ain", IMAGE)}
     video = {"video_preprocessor_config": published("qwen3_vl_cosmos2", VIDEO)}
     refused(folder("qwen3_vl_cosmos2", **other, **video), "patch_size is 14, but the tower in config.json takes 16")
@@ -114,7 +117,7 @@ def test_spectrograms_that_do_not_fit_the_tower_are_refused(stated, tmp_path):
 
 
 def test_the_name_of_a_feature_extractor_is_accepted(folder):
-    """Files from before image processors name a feature extractor."""
+    """Files that are older than transformers' image processors give the class of a feature extractor."""
     settings = published("llava15", JOINT)["image_processor"] | {"image_processor_type": None}
     old = settings | {"feature_extractor_type": "CLIPFeatureExtractor"}
     processor(folder("llava15", preprocessor_config=old))

@@ -57,7 +57,10 @@ VIDEO = clip(6, 84, 112)
 
 
 class SmallVideosProcessor(Qwen2_5OmniProcessor):
-    """Reference processor for small videos. Its base class always uses 128 * 28 * 28 pixels or more."""
+    """Reference processor that accepts small videos.
+
+    Its base class enlarges videos to at least 128 * 28 * 28 pixels.
+    """
 
     videos_kwargs: ClassVar = {"size": VIDEO_SIZE}
 
@@ -258,7 +261,7 @@ class TestQwen25Omni(FamilyContract):
         assert found.delta == delta.item()
 
     def test_encoded_media_give_the_same_logits(self, model, tokenizer, path_file):
-        """Encoded media must give the same logits as their decoded content."""
+        """Encoded media give the same logits as the decoded media."""
         samples = tone(0.6)
         decoded = [{"image": picture(40, 50)}, {"audio": samples}, {"text": "?"}]
         sound = encode_sound(samples, 16_000, "WAV", "FLOAT")
@@ -284,7 +287,7 @@ def logits(path, path_file):
 
 
 def whole(thinker, out):
-    """Write a checkpoint of the whole model: the thinker, and weights of a talker, which is not supported."""
+    """Write a checkpoint of the whole model: the thinker, and weights of a talker, which mindie_mm does not support."""
     for file in thinker.iterdir():
         (out / file.name).write_bytes(file.read_bytes())
     config = Qwen2_5OmniConfig(thinker_config=json.loads((thinker / "config.json").read_text())).to_dict()
@@ -303,7 +306,7 @@ def test_the_thinker_of_a_whole_checkpoint_is_served(thinker, tmp_path, path_fil
 
 
 def test_a_joint_preprocessor_config_is_served(thinker, tmp_path, path_file):
-    """Serve checkpoints with a single preprocessor_config.json for pictures and sound."""
+    """Some checkpoints have a single preprocessor_config.json with the settings for pictures and sound."""
     expected, _ = logits(thinker, path_file)
     for file in thinker.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -36,7 +36,11 @@ class Reference(ContractReference):
 
     @torch.inference_mode()
     def generate(self, items, count):
-        """Generate in a loop if there is one slot, because transformers would expand the slot and lose its mask."""
+        """Generate `count` tokens greedily.
+
+        If the prompt has a single audio token, do not call transformers' `generate`: that method would take the token
+        for an unexpanded placeholder, expand the token again and lose the attention mask.
+        """
         inputs = {**self.inputs(items)}
         if (inputs["input_ids"] == self.model.config.audio_token_id).sum() != 1:
             return super().generate(items, count)
@@ -137,7 +141,7 @@ class TestQwen2Audio(FamilyContract):
         assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0]
 
     def test_the_tokenizers_own_template_is_ignored(self, path, reference, model, tmp_path, path_file):
-        """Ignore the tokenizer's template, as the reference's processor does, because it cannot place audio."""
+        """As in the reference's processor, the tokenizer's template is ignored, because it does not support audio."""
         other = shutil.copytree(path, tmp_path / "other")
         (other / "chat_template.jinja").unlink()
         described = json.loads((other / "tokenizer_config.json").read_text())
@@ -155,7 +159,7 @@ class TestQwen2Audio(FamilyContract):
 
 
 def test_weights_under_their_earlier_names_are_served(tmp_path):
-    """Serve weights named `language_model.model...` and `audio_tower...`, as on the Hub."""
+    """On the Hub, the weights are called `language_model.model...` and `audio_tower...`."""
     TestQwen2Audio.write_checkpoint(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)

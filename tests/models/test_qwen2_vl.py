@@ -108,7 +108,10 @@ def path_file(tmp_path):
 
 
 def test_a_long_video_has_the_papers_positions(reference, model, tokenizer, path_file):
-    """Give the reference our positions. transformers 5.23 ignores time in the maximum and places the text too early."""
+    """Give our positions to the reference, because transformers 5.23 places the text too early.
+
+    Its maximum of a video's positions ignores time.
+    """
     items = [{"video": clip(12, 56, 56)}, {"text": "Which way?"}]
     ids = tokenizer.tokenize(items, path_file)
     positions = model.positions(len(ids), model.read(ids.numpy())).prompt
@@ -153,7 +156,7 @@ def test_a_freed_block_fails_its_own_request_alone(reference, model, tokenizer, 
         assert engine.add(Add(name, ids.numpy().tobytes(), params)) is None
     (item,) = model.read(bad.numpy())
     free(item.ref)
-    # The owner reclaims the block at its next allocation.
+    # The owner reclaims the freed block at its next allocation.
     tokenizer.tokenize([{"image": picture(30, 40)}], path_file)
     news = [progress for _ in range(20) for progress in engine.step().progress]
     assert [progress.error.name for progress in news if progress.request_id == "bad"] == ["StaleReference"]
@@ -162,7 +165,7 @@ def test_a_freed_block_fails_its_own_request_alone(reference, model, tokenizer, 
 
 
 def test_an_error_of_the_tower_fails_its_own_request_alone(reference, model, tokenizer, path_file):
-    """Let torch raise in the middle of a step, because the picture has fewer patches than its grid needs."""
+    """PyTorch raises in the middle of a step, because the picture has fewer patches than its grid requires."""
     good = tokenizer.tokenize(TWO_IMAGES, path_file)
     with Arena.create(1 << 20) as arena:
         pad = model.module.config.image_token_id
@@ -215,7 +218,7 @@ def test_a_block_that_is_overwritten_before_the_tower_runs_is_stale(model, token
     with Path(f"/dev/shm/mindie_mm-{items[0].ref.arena:04x}").open("r+b") as file:
         (offset,) = struct.unpack("<Q", os.pread(file.fileno(), 8, 4096 + 64 * items[0].ref.block + 8))
         file.seek(offset + 128)
-        file.write(b"\x40\x75" * 200_000)  # read as grids, these bytes mean 30,016 patches a side
+        file.write(b"\x40\x75" * 200_000)  # these bytes as int64 mean grids with sides of 30,016 patches
     with pytest.raises(StaleReference):
         model.encode(items)
 
@@ -255,7 +258,10 @@ def test_rotary_frequencies_that_depend_on_the_batch_are_refused(random_checkpoi
 def test_dtype_auto_is_the_configs_or_else_the_weights(
     random_checkpoint, tmp_path, stated, stored, expected, monkeypatch
 ):
-    """Ignore a dtype that only the text model states, as in Qwen3-VL's published config.json."""
+    """A dtype that only the text model's section contains is ignored.
+
+    Qwen3-VL's published config.json has such a dtype.
+    """
     monkeypatch.setattr(CPU, "default_dtype", lambda _, checkpoint_dtype: checkpoint_dtype)  # as on accelerators
     path = shutil.copytree(random_checkpoint, tmp_path / "stored")
     config = json.loads((path / "config.json").read_text())
@@ -281,7 +287,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(random_checkpoint, tmp_path)
 def test_prompt_logprobs_equal_the_references(reference, model, tokenizer, path_file):
     ids = tokenizer.tokenize(MIXED, path_file)
     engine = Engine(model, EngineConfig(max_num_batched_tokens=16))
-    engine._head_rows = 5  # a step has 16 rows, so the head runs in several parts
+    engine._head_rows = 5  # a step has 16 rows, so the head is applied in several parts
     engine.add(
         Add("r", ids.numpy().tobytes(), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2, logprobs=2))
     )

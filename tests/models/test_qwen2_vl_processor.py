@@ -27,7 +27,10 @@ from tests.media_samples import (
 
 
 def make_processor(folder: Path, **files: dict) -> Qwen2VLProcessor:
-    """Make the processor of a directory with these JSON files. An empty settings file means defaults."""
+    """Write the given JSON files into a directory and return the processor for it.
+
+    An empty settings file means defaults.
+    """
     folder.mkdir(exist_ok=True)
     for name, content in {"config": {"model_type": "qwen2_vl"}, "preprocessor_config": {}, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
@@ -41,7 +44,7 @@ def processor(tmp_path) -> Qwen2VLProcessor:
 
 
 def preprocess(processor, kind, data, **options):
-    """Return the plan, and the arrays that `write` fills."""
+    """Return the plan and the arrays that `plan.write` fills."""
     plan = processor.plan(Media(kind, data, MediaOptions(**options)), data, {kind: 1})
     arrays = {name: np.full(spec.shape, 77, spec.dtype) for name, spec in plan.specs.items()}
     plan.write(arrays)
@@ -93,7 +96,7 @@ def test_images_under_pixel_limits_equal_the_references(tmp_path, max_pixels):
 
 
 def test_two_portraits_have_the_known_grids_and_lengths(tmp_path):
-    """Check known numbers for pictures of 720x1420 pixels under the limit of the published checkpoints."""
+    """The pictures have 720x1420 pixels, and the limit is that of the published checkpoints."""
     processor = make_processor(tmp_path / "checkpoint", preprocessor_config={"max_pixels": 12845056})
     plans = [preprocess(processor, "image", encoded(photograph(name, (720, 1420)))) for name in PHOTOGRAPHS[:2]]
     assert [plan.grid for plan, _ in plans] == [(1, 102, 52)] * 2
@@ -103,7 +106,7 @@ def test_two_portraits_have_the_known_grids_and_lengths(tmp_path):
 
 
 def assert_video_equal(processor, data, frames, video_fps, **options):
-    """Assert that frames, grid and normalized pixels equal those of transformers for all frames and their metadata."""
+    """Assert that grid and normalized pixels of the sampled frames equal transformers' for the same video."""
     metadata = reference.VideoMetadata(total_num_frames=len(frames), fps=video_fps)
     sampling = options if "num_frames" in options else {"fps": 2.0, **options}
     expected = reference.Qwen2VLVideoProcessor()(
@@ -260,7 +263,7 @@ def test_placeholders_have_the_configured_ids(tmp_path):
 
 
 def test_a_video_has_the_known_positions():
-    """Check known positions for the grid (3, 2, 2) at the start of a sequence."""
+    """The grid (3, 2, 2) is at the start of the sequence. The expected positions are written out."""
     placed = mrope_positions(15, [(0, 12, (3, 2, 2))])
     positions, delta = placed.prompt, placed.delta
     assert "".join(map(str, positions[0].tolist())) == "000011112222345"

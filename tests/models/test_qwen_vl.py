@@ -48,7 +48,10 @@ CASES = cases(FOLDER, items_of)
 
 
 def position_table(side, width):
-    """Return sines and cosines of a square grid's columns, then of its rows. No other weight is fixed."""
+    """Return the sines and cosines of the columns of a square grid, then of its rows.
+
+    All other weights are drawn at random.
+    """
     frequencies = 1 / 10000 ** (np.arange(width // 4, dtype=np.float32) / (width / 4))
     columns, rows = np.meshgrid(np.arange(side, dtype=np.float32), np.arange(side, dtype=np.float32))
     angles = [np.outer(axis.ravel(), frequencies) for axis in (columns, rows)]
@@ -61,7 +64,7 @@ class Reference(GoldenReference):
         return re.sub("<img>.*?</img>", "<img><imgpad></img>", self.case(items).about["raw_text"])
 
     def inputs(self, items):
-        """Replace the picture's path, which the original writes byte for byte on the feature slots."""
+        """Put placeholders where the original writes the bytes of the picture's path."""
         inputs = super().inputs(items)
         ids = inputs["input_ids"].clone()
         for start in (ids[0] == START).nonzero():
@@ -114,7 +117,7 @@ class TestQwenVL(FamilyContract):
             ids = self.tokenize(tokenizer, name, self.prompts[name], path_file)
         starts = np.flatnonzero(ids.numpy() == START)
         assert len(starts) == 2
-        for start in starts:  # a name, its shape, and then only <imgpad> up to the image's end
+        for start in starts:  # the words are the segment's name and shape; <imgpad> follows up to the end of the image
             assert is_segment_word(int(ids[start + 1]))
             assert decode_shape_from_int64(int(ids[start + 2])) == [1, 3, 448, 448]
             assert ids[start + 3 : start + 258].tolist() == [PAD] * 254 + [END]
@@ -135,7 +138,10 @@ class TestQwenVL(FamilyContract):
             model.read(ids)
 
     def test_a_long_prompt_scales_its_own_rotary_base_alone(self, model, tokenized):
-        """Scale the rotary base if the prompt exceeds the trained length. The answer keeps the prompt's scale."""
+        """The rotary base is scaled only for a prompt beyond the trained length.
+
+        The answer keeps the prompt's scale.
+        """
         long, short = tokenized["two_images_chatml"], tokenized["wide_raw"]
         assert len(long) > 512 > len(short)
         kept = [model.positions(len(ids), ()) for ids in (long, short)]
@@ -150,7 +156,7 @@ class TestQwenVL(FamilyContract):
         plain = tokenizer.tokenize([{"text": text}], path_file).tolist()
         chat = tokenizer.tokenize_chat([{"role": "user", "content": text}], path_file).tolist()
         assert not {START, END, PAD} & {*plain, *chat}
-        assert (plain.count(649), chat.count(649)) == (0, 2)  # the system's turn and the user's
+        assert (plain.count(649), chat.count(649)) == (0, 2)  # two turns of the chat end: the system's and the user's
         tags = tokenizer.tokenize([{"text": "<ref>a</ref><box>(1,2),(3,4)</box>"}], path_file)
         assert [token for token in tags.tolist() if token > 647] == [855, 856, 857, 858]
 

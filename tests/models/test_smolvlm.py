@@ -27,7 +27,7 @@ from tests.models.test_idefics3 import FEATURES, PIXELS, PROMPTS, SPECIAL
 from tests.models.test_llava import VISION, text_config
 from tests.transformers_reference import AutoTokenizer
 
-# The Hub's template knows no videos, and the tokenizer has no token for them.
+# The Hub's template does not support videos, and the tokenizer has no token for them.
 TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
     "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
@@ -80,7 +80,7 @@ class Reference(BaseReference):
         )
 
     def inputs(self, items):
-        """Concatenate the pixels of images and videos, because the processor keeps only the videos' pixels."""
+        """Concatenate the pixels of images and videos, because the processor returns only the pixels of the videos."""
         inputs = super().inputs(items)
         pixels = [self.pixels(item) for item in items if "text" not in item]
         if pixels:
@@ -123,7 +123,7 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
     def test_an_encoded_video_is_sampled_as_the_reference_does(
         self, options, frames, tokenizer, reference, model, path_file
     ):
-        if "num_frames" in options:  # asking for more frames than the video has is refused
+        if "num_frames" in options:  # a number larger than the number of frames is refused
             options = {"num_frames": min(3, frames)}
         video = encode_video(np.resize(moving_frames(20, 48, 32), (frames, 32, 48, 3)), fps=5)
         metadata = {"total_num_frames": frames, "fps": 5.0, "duration": frames / 5}
@@ -163,7 +163,7 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
         assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0].tolist()
 
     def test_text_alone_cannot_make_a_video(self, reference, model, tokenizer, path_file):
-        """Keep a text that spells the marker of a video as text. The marker is not a token."""
+        """A text that spells the marker of a video remains text. The marker is not a token."""
         text = "a <video> and <video"
         ids = tokenizer.tokenize([{"text": text}]).tolist()
         assert ids == reference.processor.tokenizer(text)["input_ids"]

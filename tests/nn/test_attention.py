@@ -1,4 +1,4 @@
-"""Tests of paged attention in a flat batch against plain attention of each sequence alone."""
+"""Tests of paged attention in a flat batch, against ordinary attention of each sequence alone."""
 
 import itertools
 
@@ -19,7 +19,7 @@ class Layer(torch.nn.Module):
 
 
 def reference(query, key, value, window=None, span_ids=None):
-    """Compute the attention of one whole sequence from tensors (heads, T, head_dim)."""
+    """Compute the attention of one whole sequence. The tensors have shape [heads, T, head_dim]."""
     length = query.shape[1]
     at, to = torch.arange(length)[:, None], torch.arange(length)
     mask = to <= at
@@ -32,7 +32,7 @@ def reference(query, key, value, window=None, span_ids=None):
 
 
 def chunks_of(lengths, generator):
-    """Yield random chunk borders for each sequence. The last few tokens come one by one, as in decoding."""
+    """Yield the borders of random chunks for each sequence. The last tokens come one by one, as in decoding."""
     for length in lengths:
         cut, cuts = 0, [0]
         while cut < length - 3:
@@ -95,7 +95,10 @@ def test_a_batch_without_a_cache_equals_whole_sequences():
 
 @pytest.mark.parametrize("window", [None, 3, 5, 30])
 def test_chunks_with_bidirectional_spans_and_windows_equal_whole_sequences(window):
-    """Mix bidirectional spans with causal tokens. A whole prompt and chunks that cut no span must agree."""
+    """Prompts mix bidirectional spans and causal tokens. The result is the same for a whole prompt and for chunks.
+
+    No chunk ends within a span.
+    """
     generator = torch.Generator().manual_seed(0)
     span_ids = torch.tensor([-1] * 4 + [0] * 7 + [-1] + [1] * 4 + [-1] * 4)
     length = len(span_ids)

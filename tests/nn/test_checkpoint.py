@@ -1,4 +1,4 @@
-"""Tests of the files in a checkpoint directory."""
+"""Tests of reading the files of a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checkpoint(tmp_path):
 
 @contextmanager
 def another_user() -> Iterator[None]:
-    """Run as a user who is subject to file permissions, because root is not."""
+    """Run as an unprivileged user, because file permissions do not apply to root."""
     own = os.geteuid()
     if own == 0:
         os.seteuid(65534)
@@ -37,7 +37,7 @@ def another_user() -> Iterator[None]:
 
 @pytest.mark.parametrize("closed", [".", "config.json"])
 def test_an_unreadable_folder_or_file_is_refused(checkpoint, closed):
-    """Refuse a folder that only another user may read, such as root's folder mounted into a container."""
+    """A folder may be readable only by its owner, such as a folder of root that is mounted into a container."""
     (checkpoint.path / closed).chmod(0)
     message = "cannot be read: Permission denied"
     try:
@@ -66,7 +66,7 @@ def test_a_missing_file_reads_as_empty(checkpoint):
 
 
 def test_a_path_that_is_not_utf_8_is_refused(tmp_path):
-    """Refuse a path that is not UTF-8, because tokenizers and safetensors need one."""
+    """The packages tokenizers and safetensors only accept paths that are valid UTF-8."""
     folder = tmp_path / os.fsdecode(b"m\xe8")
     folder.mkdir()
     (folder / "config.json").write_text("{}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tests of end-of-sequence tokens, which published checkpoints name in one or several of many files."""
+"""Tests of end-of-sequence tokens, which published checkpoints specify in one or more of many files."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ END = {"eos_token": "</s>"}
 AS_ADDED_TOKEN = {"eos_token": {"content": "</s>", "__type": "AddedToken", "special": True}}
 TOKENIZER = {"added_tokens": [{"content": "</s>", "id": 7, "special": True}]}
 NEW: dict[str, Any] = {"added_tokens_decoder": {}}
-"""Settings of a release that ignores special_tokens_map.json."""
+"""Settings from a release of transformers that ignores special_tokens_map.json."""
 
 
 def read_end_tokens(folder: Path, **files: Any) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def test_an_end_token_of_another_type_is_refused(tmp_path: Path, value: Any) -> 
 def test_the_class_of_the_tokenizer_may_imply_an_end_token(
     tmp_path: Path, tokenizer_class: str, stated: dict[str, Any]
 ) -> None:
-    """Use the token of the embedded tokenizer, which these classes have by default."""
+    """Some tokenizer classes have a default end token, which the embedded tokenizer contains."""
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(EMBEDDED / name, tmp_path)
     settings = stated if tokenizer_class == "None" else {"tokenizer_class": tokenizer_class, **stated}

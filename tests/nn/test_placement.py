@@ -1,4 +1,4 @@
-"""Tests of a tower and a projector on their own device or in their own precision."""
+"""Tests of a tower and a projector that have their own device or precision."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_parts_can_have_their_own_precision(random_checkpoint, ids, vision, proj
     )
     tower = moved.module.model.visual
     assert tower.blocks[0].mlp.fc1.weight.dtype == DTYPES[vision]
-    # The projector lies inside the tower, but its own placement, which names a device here, is applied last.
+    # The projector is part of the tower, but its own placement, which sets a device here, is applied last.
     assert tower.merger.mlp[0].weight.dtype == DTYPES[projector]
     assert moved.module.lm_head.weight.dtype == torch.float32
     difference = (moved.logits(ids) - plain.logits(ids)).abs().max()
@@ -77,7 +77,7 @@ def test_a_missing_device_is_refused(random_checkpoint):
 
 
 class Bare:
-    """Model with the given parts, which may include a tower."""
+    """A model that consists of the given parts, which may include a tower."""
 
     def __init__(self, **parts: nn.Module) -> None:
         self.module = nn.ModuleDict(parts)

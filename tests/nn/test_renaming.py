@@ -1,4 +1,4 @@
-"""Tests of weights under their authors' names, and of the tokens that authors add to a tokenizer."""
+"""Tests of weights that have their authors' names, and of tokens that authors add to a tokenizer."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tests of the warning about unused keys of config.json."""
+"""Tests of the warning about keys in config.json that have no effect."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ FLAT = {
 @pytest.mark.parametrize(("cls", "config"), [(LlavaConfig, LLAVA), (Qwen2VLConfig, FLAT)], ids=["sections", "flat"])
 def test_keys_that_are_read_or_translated_are_not_named(cls, config):
     assert unused_keys(config, cls.from_dict) == []
-    assert unused_keys(config, cls.from_dict) == []  # a second call shows that the first changed no argument
+    assert unused_keys(config, cls.from_dict) == []  # a second call detects whether the first changed its argument
 
 
 def test_keys_of_every_section_are_named():

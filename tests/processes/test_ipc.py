@@ -1,4 +1,4 @@
-"""Tests of the channels between a process and its workers."""
+"""Tests of the channels between a process and its worker processes."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ async def connected() -> tuple[Channel, ChildChannel]:
 
 
 class NoRoom(ArenaFull):
-    """An error of a module that the other side may not have."""
+    """An error class that the receiving process may not be able to import."""
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ async def test_a_truncated_message_raises_eof_error():
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a worker on a busy machine enough time to end, so that it is not killed."""
+    """Allow workers a long time to end, so that they are not killed if the machine is busy."""
     monkeypatch.setattr(ipc, "PATIENCE_S", 60.0)
 
 
@@ -145,7 +145,7 @@ async def test_an_error_during_the_startup_of_a_worker_is_raised(how: str, error
 async def test_an_executable_that_is_not_python_is_named_in_the_error(
     monkeypatch: pytest.MonkeyPatch, executable: str, message: str
 ) -> None:
-    """Name sys.executable, which is empty or another program if a program embeds Python."""
+    """In a program that embeds Python, sys.executable may be empty or that program, so the error mentions it."""
     monkeypatch.setattr(sys, "executable", executable)
     with pytest.raises(ProcessDied, match=message):
         await (await Child.start("tests.starting_worker", "ends")).ready(Begun, "it")
@@ -166,7 +166,7 @@ async def test_a_process_that_cannot_be_started_raises_process_died():
 
 @pytest.fixture
 def forked() -> Iterator[Callable[[], None]]:
-    """Yield a function that forks this process; each copy sleeps until the test ends."""
+    """Yield a function that forks this process. Each child sleeps until the test ends."""
     children: list[int] = []
 
     def fork() -> None:
@@ -203,7 +203,7 @@ async def test_the_end_of_a_worker_is_seen_despite_a_process_forked_at_its_start
 
 
 async def test_a_killed_parent_ends_its_child(tmp_path):
-    """Rely on the kernel, which closes the channel of a parent that dies by SIGKILL."""
+    """If a parent dies by SIGKILL, the kernel closes the parent's end of the channel."""
     checkpoint_path = write_checkpoint(tmp_path)
     script = f"""
 import asyncio

@@ -1,4 +1,4 @@
-"""Tests of how long OpenMP threads spin at a barrier, by the variables that libgomp prints."""
+"""Tests of how long OpenMP threads spin at a barrier, from the variables that libgomp prints."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def spin_counts(output: str) -> list[int]:
     return [int(count) for count in re.findall(r"GOMP_SPINCOUNT = '(\d+)'", output)]
 
 
-@pytest.mark.slow  # the service starts its processes as a script does
+@pytest.mark.slow  # the service starts its processes as it does for users
 def test_threads_of_a_service_sleep_soon(environment, tmp_path):
     with running_service({"spool": tmp_path / "spool"}, log := tmp_path / "log") as service:
         assert service.get("/health")
@@ -56,5 +56,8 @@ def test_variables_of_the_operator_are_kept(environment, name, value):
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="tests do not run in parallel")
 def test_torch_knows_the_number_of_threads_of_parallel_tests():
-    """Keep parallel tests from competing for CPUs, and let `copied_workers` copy workers."""
+    """PyTorch must use OMP_NUM_THREADS threads.
+
+    With more threads, parallel tests would compete for CPUs, and `copied_workers` could not copy workers.
+    """
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])

@@ -1,4 +1,4 @@
-"""Tests of standard streams that are unread or closed."""
+"""Tests of standard streams that nobody reads, or that are closed."""
 
 import fcntl
 import os
@@ -66,7 +66,10 @@ def test_unread_lines_wait_and_dropped_lines_are_counted():
 
 
 def test_workers_of_a_script_without_standard_streams_use_dev_null(tmp_path):
-    """Keep workers from writing into a file of the script that has the descriptor of a standard stream."""
+    """A file that the script opens may get the descriptor of a standard stream.
+
+    Workers must not write into this file.
+    """
     for kept in range(4):
         command = [
             "sh",

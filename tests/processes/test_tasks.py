@@ -13,7 +13,7 @@ from mindie_mm.processes.tasks import gather, gather_in_order, in_thread
 
 
 async def test_cancelled_work_waits_for_its_threads() -> None:
-    """Wait for the threads of nested work too, because their outputs are removed afterwards."""
+    """The threads of nested work are awaited, too, because their outputs are removed afterwards."""
     started, may_end = threading.Semaphore(0), threading.Event()
     ended: list[int] = []
 
@@ -39,7 +39,7 @@ async def test_cancelled_work_waits_for_its_threads() -> None:
 
 
 async def test_cancelled_work_that_waits_for_a_thread_never_runs() -> None:
-    """Leave the threads to other requests, whose work waits behind the canceled work."""
+    """Threads stay free for other requests, whose work would have to wait behind the canceled work."""
     began, may_end = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(1))

@@ -1,6 +1,6 @@
 """Small checkpoints made from the published configuration files in this folder.
 
-Every key except sizes stays. Weights have the published names, and special tokens have the published ids.
+All keys except dimensions stay as published. Weights have the published names, and special tokens the published ids.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl_8b_lora": _QWEN3,
     "qwen3_vl_cosmos2": _QWEN3,
 }
-"""Sizes of the small models of the served checkpoints."""
+"""Dimensions of the small models, by checkpoint. These checkpoints are supported."""
 BASES: Mapping[str, str] = {"llava15_lora": "llava15", "qwen3_vl_8b_lora": "qwen3_vl_cosmos2"}
-"""Checkpoints whose config.json completes a folder that holds only an adapter and its processor files."""
+"""Checkpoints whose config.json is used for a folder that contains only an adapter and processor files."""
 REFUSED: Mapping[str, str] = {
     "internvl_chat_2b": r"no tokenizer\.json, which .* InternLM2Tokenizer, requires.*OpenGVLab/InternVL3-1B-hf",
     "deepseek_ocr2": r"DeepseekOCR2ForCausalLM.*not supported.*deepseek-ai/deepseek-vl2-tiny",
@@ -77,14 +77,14 @@ REFUSED: Mapping[str, str] = {
     "unlimited_ocr": r"'unlimited-ocr' \(UnlimitedOCRForCausalLM\).*no family supports.*docs/families\.md",
     "videollama3_cogstream": r"'videollama3_qwen2' \(Videollama3Qwen2For.*no family supports.*docs/families\.md",
 }
-"""Error messages of published folders that are refused unchanged. To serve one, move it to SIZES."""
+"""Expected error for each published folder that is refused. To support a folder, move it to SIZES."""
 ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("florence2_04rr", "florence2_amd", "florence2_large_ft", "florence2_oracle"), "florence2"),
     "molmo_nf4": "molmo",
     "qwen3_vl_embedding": "its small model, without a head, is refused below",
     "qwen_vl_int4": "qwen_vl",
 }
-"""Checkpoints in layouts that the tests of their families cover."""
+"""Checkpoints whose layouts are tested in the tests of their families."""
 TOKENS: Mapping[str, Mapping[str, int]] = {
     "fuyu_8b": {"<s>": 1, "<0x04>": 71122, "|SPEAKER|": 71011, "|NEWLINE|": 71019},
     "gemma3_medgemma27b": {
@@ -99,10 +99,10 @@ TOKENS: Mapping[str, Mapping[str, int]] = {
     },
     "llava15": {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": 32000, "<pad>": 32001},
 }
-"""Special tokens whose ids are only in vocabularies, which this folder does not have."""
-# The weights of this LLaVA-NeXT are an adapter's quantized base, so its small model has transformers' plain names.
+"""Special tokens whose ids are only in vocabularies, which are not part of this folder."""
+# These weights of LLaVA-NeXT are the quantized base of an adapter, so the small model uses transformers' names.
 _PLAIN_NAMES = frozenset({"llava_next"})
-# Replacements that turn the names under which transformers saves weights into the published names.
+# Replacements that convert the names with which transformers saves weights to the published names.
 _PUBLISHED_NAMES = {
     "fuyu": ((r"^model\.language_model\.", "language_model.model."), (r"^lm_head", "language_model.lm_head"),
              (r"^model\.vision_embed", "vision_embed")),
@@ -116,7 +116,7 @@ _PUBLISHED_NAMES = {
 
 
 def write_small(name: str, out: Path) -> None:
-    """Write a small checkpoint from the published files of `name` into the empty directory `out`."""
+    """Write a small checkpoint into the empty directory `out`, from the published files of `name`."""
     if base := BASES.get(name):
         shutil.copyfile(FOLDER / base / "config.json", out / "config.json")
     for file in (FOLDER / name).iterdir():
@@ -132,13 +132,13 @@ def write_small(name: str, out: Path) -> None:
 
 
 def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `config` with nested `changes`."""
+    """Return `config` with `changes`, which may change single keys of a section."""
     nested = {key: _merged(config.get(key) or {}, value) for key, value in changes.items() if isinstance(value, dict)}
     return {**config, **changes, **nested}
 
 
 def special_tokens(name: str) -> dict[str, int]:
-    """Return the ids of the published special tokens."""
+    """Return the published special tokens with their ids."""
     folder = FOLDER / BASES.get(name, name)
     tokens = dict(TOKENS.get(folder.name, {}))
     if (file := folder / "tokenizer_config.json").is_file():
@@ -150,13 +150,13 @@ def special_tokens(name: str) -> dict[str, int]:
 
 
 def _write_tokenizer(name: str, config: Mapping[str, Any], out: Path) -> None:
-    """Write a BPE tokenizer of single bytes, with the special tokens at their ids."""
+    """Write a BPE tokenizer whose tokens are single bytes. Special tokens have the published ids."""
     special = special_tokens(name)
     taken = {*special.values()}
     free = (index for index in range(10, 5000) if index not in taken)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*letters, "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
-    # Fuyu's special tokens are pieces of its vocabulary, not added tokens.
+    # Fuyu's special tokens are pieces of the vocabulary instead of added tokens.
     spelled = [token for token in TOKENS[name] if token not in pieces] if name == "fuyu_8b" else []
     merges = [(token[:stop], token[stop]) for token in spelled for stop in range(1, len(token))]
     pieces = [*dict.fromkeys([*pieces, *(token[:stop] for token in spelled for stop in range(1, len(token)))])]
@@ -165,7 +165,7 @@ def _write_tokenizer(name: str, config: Mapping[str, Any], out: Path) -> None:
     is_byte_level = class_name not in {"LlamaTokenizer", "GemmaTokenizer", None}
     split: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     blanks: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    if spelled:  # Fuyu's processor drops the first piece of an encoding, which stands before every text
+    if spelled:  # Fuyu's processor drops the first piece of each encoded text, which is the same for every text
         blanks = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, blanks]}
     entry = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = {token: index for token, index in special.items() if token not in spelled}
@@ -207,7 +207,7 @@ def _settings(out: Path) -> dict[str, Any]:
 
 
 def _write_weights(name: str, config: Mapping[str, Any], out: Path) -> None:
-    """Write random weights under the published names into two files."""
+    """Write random weights with the published names, in two files."""
     cls = getattr(transformers, config["architectures"][0])
     torch.manual_seed(0)
     model = cls(cls.config_class.from_pretrained(out)).float()

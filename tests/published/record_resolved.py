@@ -1,7 +1,7 @@
-"""Print how an old release of transformers reads the published config.json files, as an entry of resolved.json.
+"""Print how the installed release of transformers reads the published config.json files, for resolved.json.
 
-Run once with each release of transformers 4: `python record_resolved.py tests/published`. An entry contains the keys
-that determine the text model.
+Run once with each release of transformers 4: `python record_resolved.py tests/published`. The printed entry contains
+the keys that determine the text model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ KEYS = (
 
 
 def resolved(folder: Path) -> dict | None:
-    """Return the release's reading of the folder's config.json, or None if the release cannot read it."""
+    """Return the settings that the release reads from the folder's config.json, or None if it cannot read the file."""
     model_type = json.loads((folder / "config.json").read_text()).get("model_type")
     if model_type not in CONFIG_MAPPING:
         return None
     try:
         config = CONFIG_MAPPING[model_type].from_pretrained(folder)
-    except Exception:  # noqa: BLE001 - each release fails in its own way
+    except Exception:  # noqa: BLE001 - each release fails differently
         return None
     text = config.get_text_config() if hasattr(config, "get_text_config") else getattr(config, "text_config", config)
     found = text.to_dict()

@@ -1,4 +1,4 @@
-"""Tests that small published checkpoints are served as in transformers, or refused by name."""
+"""Tests that small copies of published checkpoints give the same results as transformers, or are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import transformers_reference  # noqa: F401 - before transformers looks for torchvision
+from tests import transformers_reference  # noqa: F401 - must be imported before transformers looks for torchvision
 
 # isort: split
 import transformers
@@ -40,7 +40,7 @@ TEXT = [{"text": "a red square"}]
 
 
 class PublishedReference(Reference):
-    """Model and processor that transformers makes from a checkpoint directory."""
+    """Model and processor that transformers loads from a checkpoint directory."""
 
     markers: ClassVar = {}
 
@@ -49,7 +49,7 @@ class PublishedReference(Reference):
         cls = getattr(transformers, config["architectures"][0])
         read = cls.config_class.from_pretrained(path)
         if config["model_type"] == "fuyu":
-            # transformers 4 used 25000 if text_config states no rope_theta. transformers 5 uses 10000.
+            # If text_config has no rope_theta, transformers 4 uses 25000 and transformers 5 uses 10000.
             read.text_config.rope_parameters["rope_theta"] = 25_000.0
         super().__init__(
             cls.from_pretrained(path, config=read, dtype=torch.float32), AutoProcessor.from_pretrained(path)
@@ -66,7 +66,7 @@ class PublishedReference(Reference):
 
 
 def contract_of(path: Path) -> FamilyContract:
-    """Return the contract of the family that serves a checkpoint."""
+    """Return the test class of the family that a checkpoint belongs to."""
     name = family_of(Checkpoint.open(path)).__module__.rpartition(".")[2]
     module = importlib.import_module(f"tests.models.test_{name}")
     found = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, FamilyContract))
@@ -75,7 +75,7 @@ def contract_of(path: Path) -> FamilyContract:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_published_checkpoint_equals_transformers(name, tmp_path):
-    """Compare ids, arrays and logits."""
+    """Ids, arrays and logits equal those of transformers."""
     write_small(name, tmp_path)
     contract, path_file = contract_of(tmp_path), tmp_path / "shm_name.txt"
     reference = PublishedReference(tmp_path)
@@ -109,7 +109,7 @@ def test_an_unsupported_checkpoint_is_refused_by_name(name, start):
 
 
 def test_a_model_without_a_head_is_refused(tmp_path):
-    """Refuse an embedding model, which is published under the model_type and architecture of a generating model."""
+    """An embedding model may have the model_type and architecture of a generating model, but no head."""
     write_small("qwen3_vl_cosmos2", tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     shard = tmp_path / index["weight_map"].pop("lm_head.weight")
@@ -124,7 +124,7 @@ def test_a_model_without_a_head_is_refused(tmp_path):
 
 
 def test_weights_with_an_adapter_in_place_are_refused(random_checkpoint, tmp_path):
-    """Refuse weights that were saved with their adapter in place, as this LLaVA-NeXT's were."""
+    """Weights that were saved with an adapter inside the model are refused. A published LLaVA-NeXT has such weights."""
     published = json.loads((FOLDER / "llava_next" / "weight_names.json").read_text())
     wrapped = next(name for name in published if name.endswith("q_proj.base_layer.weight"))
     shutil.copytree(random_checkpoint, tmp_path / "other")

@@ -1,4 +1,4 @@
-"""Tests that published config.json files are read as by the releases of transformers they were written for."""
+"""Tests that published config.json files are read as in the releases of transformers for which they were written."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mindie_mm.nn.checkpoint.resolved import settle
 
 FOLDER = Path(__file__).parent
 RECORDED = json.loads((FOLDER / "resolved.json").read_text())
-"""Readings of old releases by release and checkpoint, printed by record_resolved.py."""
+"""Settings that old releases read, by release and checkpoint, as record_resolved.py prints them."""
 CASES = [(release, name) for release, entries in RECORDED.items() for name in entries]
 NOT_SERVED = {"llava_next_video", "florence2_04rr", "florence2_amd", "florence2_large_ft"}
-"""Checkpoints whose families or layouts this test has no configuration for."""
+"""Checkpoints for whose family or layout this test cannot create a configuration."""
 _ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
 
 
 def resolved(config: dict[str, Any], tmp_path: Path) -> Any:
-    """Return transformers' configuration of the text model, as the family passes it to its model."""
+    """Return transformers' configuration of the text model, as the family uses it."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = Checkpoint.open(tmp_path)
     family = family_of(checkpoint)
@@ -45,7 +45,7 @@ def old_rope(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_old_name(rope: dict[str, Any]) -> dict[str, Any]:
-    """Drop `type`, an old name of `rope_type` that transformers keeps in addition to the new name."""
+    """Drop `type`, the old name of `rope_type`. transformers stores both."""
     return {key: value for key, value in rope.items() if key != "type"}
 
 
@@ -86,9 +86,9 @@ QWEN3 = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"
     ids=str,
 )  # fmt: skip
 def test_the_rotary_base_is_the_stated_one_or_the_old_default(config, theta, fraction, tmp_path):
-    """Use the rotary base from the top level or `text_config`, as `rope_theta` or in `rope_parameters`.
+    """The rotary base comes from the top level or `text_config`, as `rope_theta` or in `rope_parameters`.
 
-    If config.json has none, use the default of transformers 4.
+    If config.json has none, the base is the default of transformers 4.
     """
     rope = resolved(config, tmp_path).rope_parameters
     assert rope["rope_theta"] == theta
@@ -115,7 +115,7 @@ def test_old_and_new_spellings_of_rotary_settings_are_equal(family, part, text, 
 
 @pytest.mark.parametrize("spelled", ["type", "rope_type"])
 def test_sections_of_three_axes_are_read_in_both_spellings(spelled, tmp_path):
-    """Accept the flat settings of the published Qwen2-VL and those that transformers saves today."""
+    """The published Qwen2-VL has flat settings. transformers saves a different format today."""
     sections = {spelled: "mrope" if spelled == "type" else "default", "mrope_section": [16, 24, 24]}
     for family in ("qwen2_vl", "qwen2_5_vl"):
         rope = resolved({"model_type": family, "rope_theta": 7.0, "rope_scaling": sections}, tmp_path).rope_parameters
@@ -136,7 +136,10 @@ def test_rotary_settings_of_layers_are_not_mixed_with_settings_of_all(tmp_path):
 
 
 def test_embeddings_are_tied_by_the_text_models_settings(random_checkpoint, tmp_path):
-    """Tie the head as transformers 4 does. transformers 5 ignores the setting in text_config and misses the head."""
+    """The head is tied if text_config says so, as in transformers 4.
+
+    transformers 5 ignores this setting in text_config and reports that the weights of the head are missing.
+    """
     from safetensors.torch import load_file, save_file
 
     for file in random_checkpoint.iterdir():

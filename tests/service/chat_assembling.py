@@ -1,4 +1,4 @@
-"""Assembly of a streamed chat answer, with the rules that clients depend on."""
+"""Assembles the chunks of a streamed chat answer, and asserts the rules that clients depend on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Assembled:
-    """One choice of an answer, streamed or whole."""
+    """One choice of an answer, which may have been streamed."""
 
     content: str = ""
     reasoning: str = ""
@@ -17,7 +17,7 @@ class Assembled:
     """Name and arguments of each call."""
     ids: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
-    """Kinds of the parts of a stream, in order, without repetitions."""
+    """Kinds of the parts that were streamed, in order. Parts of the same kind in a row are listed once."""
     finish_reason: str | None = None
     tokens: list[str] = field(default_factory=list)
     """Tokens with log-probabilities."""
@@ -25,7 +25,7 @@ class Assembled:
 
 
 def whole(answer: Any, index: int = 0) -> Assembled:
-    """Return a choice of a `ChatCompletion`."""
+    """Return choice `index` of a `ChatCompletion`."""
     choice = answer.choices[index]
     message = choice.message
     calls = message.tool_calls or []
@@ -43,7 +43,7 @@ def whole(answer: Any, index: int = 0) -> Assembled:
 
 
 def assembled(chunks: Iterable[Any], index: int = 0) -> Assembled:
-    """Return a choice from the chunks of a stream."""
+    """Assemble choice `index` from the chunks of a stream."""
     made = Assembled()
     for chunk in chunks:
         made.usage = chunk.usage or made.usage

@@ -1,4 +1,4 @@
-"""Fixtures of the service that all tests of this folder share, in its own process."""
+"""Fixtures for the tests of this folder, including one service, in its own process, that they share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.warm import running_service
 from tools.demo import data_url, picture, write_video
 from tools.serving import RunningService
 
-MiB = 2**20
+KiB, MiB = 2**10, 2**20
+MEDIA_UUID_BYTES = 64 * KiB
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
 SETTINGS = {
     "arena_bytes": 64 * MiB,
@@ -23,14 +24,15 @@ SETTINGS = {
     "max_item_bytes": 4 * MiB,
     "max_media_bytes": 5 * MiB,
     "max_media_items": 4,
+    "media_uuid_bytes": MEDIA_UUID_BYTES,
     "grace_s": 0.2,
-    "reclaim_interval_s": 3600.0,  # no periodic reclaim may take the leftovers that tests look for
+    "reclaim_interval_s": 3600.0,  # a periodic reclaim must not remove the leftovers that tests look for
 }
 
 
 @pytest.fixture(scope="session")
 def settings(device: str) -> dict[str, object]:
-    """Return settings with limits small enough for tests to reach, and the device under test."""
+    """Return settings with the device under test, and with limits that are small enough for tests to reach."""
     return SETTINGS | {"device": device}
 
 
@@ -76,5 +78,5 @@ def http(service: RunningService) -> Iterator[httpx2.Client]:
 
 @pytest.fixture(scope="session")
 def red_square() -> str:
-    """Return a picture as a data URL."""
+    """Return a picture of a red square as a data URL."""
     return data_url(picture("red", (220, 40, 40), "square", x=0.4))

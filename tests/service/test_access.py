@@ -41,6 +41,16 @@ def test_each_api_key_is_accepted(guarded: RunningService) -> None:
             assert client.models.list().data[0].id == "tiny"
 
 
+def test_media_by_uuid_belong_to_their_key(bare: httpx2.Client, red_square: str) -> None:
+    def status(key: str, url: str | None) -> int:
+        part = {"type": "image_url", "image_url": {"url": url}, "uuid": "a picture"}
+        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+        return bare.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}).status_code
+
+    assert [status(KEYS[0], url) for url in (red_square, None)] == [200, 200]
+    assert [status(key, None) for key in (KEYS[1], "third-key", "-")] == [400, 401, 401]
+
+
 def test_an_unknown_api_key_is_refused(guarded: RunningService) -> None:
     with (
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="third-key", max_retries=0) as client,
@@ -138,7 +148,7 @@ def test_no_origin_gets_cors_headers_without_the_setting(http: Any) -> None:
 @pytest.mark.parametrize("path", ["/", "/shm", "/metrics", "/v1/models", "/health"])
 @pytest.mark.parametrize("host", ["evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "[::1", ""])
 def test_a_foreign_host_header_is_refused(http: Any, path: str, host: str) -> None:
-    """Refuse a page that rebinds its DNS name to the service, because the browser treats the page as same-origin."""
+    """If a web page rebinds its DNS name to the service, the browser treats the page and the service as same-origin."""
     answer = http.get(path, headers={"Host": host})
     assert answer.status_code == 403
     assert answer.json()["error"]["type"] == "PermissionDeniedError"
@@ -180,7 +190,7 @@ def test_a_request_id_unfit_for_a_log_is_replaced(http: Any, given: str) -> None
 
 
 def test_two_requests_with_the_same_id_do_not_collide(http: Any) -> None:
-    """Treat the client's id as a label only and give the engine a unique id."""
+    """The client's id is only a label. The engine gets a unique id."""
     body = {"prompt": "x", "max_tokens": 1}
     answers = [http.post("/v1/completions", json=body, headers={"X-Request-Id": "same"}) for _ in range(2)]
     assert len({answer.json()["id"] for answer in answers}) == 2

@@ -1,4 +1,4 @@
-"""Tests of the requests and answers of docs/api.md, and of the examples of docs/python.md for single parts."""
+"""Tests of the requests and responses in docs/api.md, and of the library examples in docs/python.md."""
 
 import base64
 import dataclasses
@@ -23,7 +23,7 @@ ANSWERS: dict[str, Callable[[Any], object]] = {
     "/tokenize": lambda answer: answer["tokens"] and answer["token_strs"],
     "/detokenize": lambda answer: answer["prompt"],
 }
-"""Function that returns the expected content of the answer, by path."""
+"""Functions that extract from a response the part that must not be empty, by path."""
 CALLS = re.findall(r"^    curl localhost:8000(\S+) .*? -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
 PYTHON = dict(
     re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)^```$", (DOCS / "python.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -37,7 +37,7 @@ def section(title: str) -> str:
 
 
 def documented(start: str) -> dict[str, Any]:
-    """Return the indented JSON example that begins with `start`."""
+    """Return the JSON example that begins with `start`. Examples in the page are indented."""
     text = PAGE[PAGE.index("    " + start) :]
     example: dict[str, Any] = json.JSONDecoder().raw_decode(text.strip().removeprefix("data: "))[0]
     return example
@@ -137,7 +137,7 @@ def test_the_tokenizer_example_runs(tmp_path: Path, media_dir: Path, monkeypatch
 
 
 def run(source: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Run an example with the names of `given` and return its names."""
+    """Run an example with the variables in `given`, and return all variables that exist afterwards."""
     names = dict(given)
     exec(compile(source, "docs/python.md", "exec"), names)
     return names

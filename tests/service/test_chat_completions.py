@@ -210,7 +210,7 @@ ANSWER = CHAT_ANSWERS["hello"]
     ],
 )
 def test_logprobs_end_where_a_stop_string_cuts_the_text(client: openai.OpenAI, stop: str, stream: bool) -> None:
-    """End the logprobs with the text, even where the cut falls within a token.
+    """The logprobs end exactly where the text ends, even if the cut is inside a token.
 
     A token that may begin a stop string is held back together with its text.
     """

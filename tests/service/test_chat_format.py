@@ -1,4 +1,4 @@
-"""Tests of the form in which tools and reasoning reach a chat template."""
+"""Tests of how `ChatFormat` passes tools and reasoning settings to a chat template."""
 
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ def test_a_template_without_a_place_gets_text_or_nothing_or_what_it_refuses() ->
         ("{{ reasoning_effort }}{{ enable_thinking }}", "none", {"reasoning_effort": "none"}),
         ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
         ("{{ enable_thinking }}", "low", {"enable_thinking": True}),
-        ("{{ messages }}", "low", {"reasoning_effort": "low"}),  # which the template refuses
+        ("{{ messages }}", "low", {"reasoning_effort": "low"}),  # the template refuses the request later
         ("{{ enable_thinking }}", None, {}),
     ],
 )

@@ -82,7 +82,7 @@ def test_echo_includes_the_logprobs_of_the_prompt(client: openai.OpenAI) -> None
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_text_offsets_match_the_text_whole_and_streamed(client: openai.OpenAI, echo: bool) -> None:
-    """Match the text although a stop string holds text back and some tokens add no text."""
+    """The offsets match although a stop string delays text and some tokens add no text."""
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["日本 und 🎉"]}}}
     settings: dict[str, Any] = {"max_tokens": 64, "logprobs": 2, "stop": ["zzzzzzzz"], "echo": echo}
     settings["extra_body"] = {"response_format": form}
@@ -190,7 +190,7 @@ def test_a_prompts_log_probabilities_are_computed_once(client: openai.OpenAI, ht
         (line,) = [line for line in http.get("/metrics").text.splitlines() if line.startswith(HITS)]
         return float(line.split()[-1])
 
-    before, prompt = hits(), [5 + stream, *range(100, 300)]  # longer than a block on every device
+    before, prompt = hits(), [5 + stream, *range(100, 300)]  # longer than a KV block on every device
     answer = complete(client, prompt, echo=True, logprobs=2, n=3, max_tokens=2, stream=stream)
     by_choice: dict[int, list[float | None]] = {0: [], 1: [], 2: []}
     for part in answer if stream else [answer]:
@@ -202,7 +202,7 @@ def test_a_prompts_log_probabilities_are_computed_once(client: openai.OpenAI, ht
 
 
 def tokens(client: openai.OpenAI, **changes: Any) -> list[str]:
-    """Return 24 greedily drawn tokens under the sampling parameters `changes`."""
+    """Return 24 greedily drawn tokens. `changes` adds sampling parameters."""
     extra = {name: changes.pop(name) for name in ("repetition_penalty",) if name in changes} | {"ignore_eos": True}
     answer = complete(client, "What colour", max_tokens=24, logprobs=0, extra_body=extra, **changes)
     assert answer.choices[0].logprobs is not None

@@ -1,7 +1,7 @@
 """Tests of the HTTP connection.
 
-Heads of requests must arrive in time and be short. These limits do not end connections that are being answered or that
-wait for the next request.
+The head of a request must arrive in time and must not be too long. These limits do not end connections whose request is
+being answered, nor connections that wait for the next request.
 """
 
 import asyncio
@@ -25,10 +25,11 @@ WHOLE = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n"
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with the request's body.
+    """Answer with the request's body, unless the path is one of the following.
 
-    The path /early answers before the body arrives, and /late some time after. The path /lines answers with the names
-    of the headers, and /stream with the body twice and no length. The path /left waits until the client leaves.
+    /early answers `no` before the body arrives. /late answers `TIMEOUT_S` seconds after the body has arrived. /lines
+    answers with the names of the headers. /stream sends the body twice, without a Content-Length. /left sends nothing
+    and waits until the client disconnects.
     """
     content = b"no" if scope["path"] == "/early" else await Request(scope, receive).body()
     if scope["path"] == "/late":
@@ -49,7 +50,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(pause_s: int = WAIT_S) -> AsyncIterator[tuple[str, int]]:
-    """Run a server that closes a connection after `pause_s` seconds between requests. Yield its address."""
+    """Run a server and yield its address. The server closes connections that are idle for `pause_s` seconds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(
             uvicorn.Config(
@@ -69,7 +70,7 @@ async def serving(pause_s: int = WAIT_S) -> AsyncIterator[tuple[str, int]]:
 
 @pytest.fixture
 async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    """Yield the address of a server without short time limits."""
+    """Yield the address of a server with long time limits."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", WAIT_S)
     async with serving() as server_address:
         yield server_address
@@ -106,7 +107,7 @@ EARLY = WHOLE.replace(b"POST /", b"POST /early").replace(b"Length: 2", b"Length:
 
 
 async def test_a_body_after_its_answer_is_read_and_the_connection_stays_open() -> None:
-    """Read bodies that arrive in pieces or chunks. Each body has the full limit."""
+    """Bodies may arrive in pieces or chunks. The limit applies to each body separately."""
     long = b"h" * (connection.MAX_DROPPED_BYTES * 2 // 3)
     chunks = b"1\r\nh\r\n" * 100
     early_chunks = CHUNKED.replace(b"POST /", b"POST /early")
@@ -120,7 +121,7 @@ async def test_a_body_after_its_answer_is_read_and_the_connection_stays_open() -
                 await asyncio.sleep(0.01)
                 writer.write(piece)
         await writer.drain()
-        with pytest.raises(TimeoutError):  # the pause starts at the last byte
+        with pytest.raises(TimeoutError):  # the time limit for the next request starts at the last byte
             await asyncio.wait_for(reader.read(1), 0.2)
         writer.write(WHOLE + b"hi")
         assert (await reader.readuntil(b"\r\n\r\nhi")).startswith(b"HTTP/1.1 200")
@@ -161,7 +162,7 @@ async def test_an_endless_body_after_its_answer_ends_the_connection(
 
 
 async def test_too_many_small_chunks_end_the_connection_or_are_refused(address: tuple[str, int]) -> None:
-    """End the connection if the answer has been sent. Return 413 if the application still reads the body."""
+    """The server ends the connection if it has sent the answer, and returns 413 if the app still reads the body."""
     chunk = b"1\r\nh\r\n"
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
@@ -180,7 +181,7 @@ async def test_too_many_small_chunks_end_the_connection_or_are_refused(address: 
 async def test_chunks_that_are_not_small_are_unlimited(address: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
-        for _ in range(2):  # each body is counted separately
+        for _ in range(2):  # the chunks of each body are counted separately
             count = connection.MAX_SMALL_CHUNKS
             writer.write(CHUNKED + b"1\r\nh\r\n" * (count - 1) + b"0\r\n\r\n")
             await reader.readuntil(b"\r\n\r\n" + b"h" * (count - 1))
@@ -254,7 +255,7 @@ async def test_a_line_that_does_not_end_is_431(address: tuple[str, int], first: 
     writer.write(first)
     async with asyncio.timeout(WAIT_S):
         while not reader.at_eof():
-            writer.write(LONG[: 1 << 14])  # the limit holds for a line in pieces, too
+            writer.write(LONG[: 1 << 14])  # the limit also applies to a line that arrives in pieces
             with contextlib.suppress(TimeoutError):
                 head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 0.01)
                 break
@@ -286,7 +287,7 @@ async def test_bytes_that_are_not_http_are_400(address: tuple[str, int]) -> None
 
 
 async def test_heads_just_below_the_limit_are_accepted(address: tuple[str, int]) -> None:
-    """Accept several heads in a row, each in many reads, and count each separately."""
+    """The server counts each head on a connection separately, although a head takes several reads."""
     reader, writer = await asyncio.open_connection(*address)
     values = (b"a: " + b"b" * 200 + b"\r\n") * (connection.MAX_HEADERS - 2)
     url = b"/" + b"c" * 12_000
@@ -303,7 +304,7 @@ async def test_heads_just_below_the_limit_are_accepted(address: tuple[str, int])
 
 
 async def test_chunks_do_not_count_as_lines_and_trailers_do_not_become_headers(address: tuple[str, int]) -> None:
-    """Read long chunks and a few trailers, even if the size of a chunk arrives alone."""
+    """Chunks may be long, and the size of a chunk may arrive before its data."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         for _ in range(2):
@@ -376,7 +377,7 @@ async def test_a_closed_connection_ends_its_request(address: tuple[str, int], mo
 
 
 async def test_pipelined_requests_may_come_in_pieces(hasty: tuple[str, int]) -> None:
-    """Accept a head in pieces while earlier answers take longer than the time limit of a head."""
+    """A head may arrive in pieces while earlier answers take longer than the time limit for a head."""
     late = WHOLE.replace(b"/", b"/late", 1)
     sent = late + b"hi" + late + b"ho" + WHOLE + b"he" + WHOLE + b"hu"
     cuts = [len(2 * late) + 4 + cut for cut in (-1, 0, 10, len(WHOLE), len(WHOLE) + 1, len(WHOLE) + 3)]
@@ -397,14 +398,14 @@ async def test_pipelined_requests_may_come_in_pieces(hasty: tuple[str, int]) -> 
 
 
 async def test_a_missing_head_after_a_request_ends_the_connection(hasty: tuple[str, int]) -> None:
-    async with asyncio.timeout(WAIT_S / 2):  # shorter than the pause between requests
+    async with asyncio.timeout(WAIT_S / 2):  # shorter than the time limit for an idle connection
         answer = await answers_to(hasty, WHOLE.replace(b"/", b"/late", 1) + b"hi" + WHOLE + b"ho" + WHOLE[:20])
     assert answer.count(b"HTTP/1.1 200") == 2
     assert answer.endswith(b"\r\n\r\nho")
 
 
 async def test_a_half_closed_connection_ends_its_request(address: tuple[str, int]) -> None:
-    """Treat a half-closed connection as closed, because the server cannot distinguish the two."""
+    """The server treats a half-closed connection as closed, because it cannot distinguish the two."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE.replace(b"/", b"/left", 1) + b"hi")
@@ -444,7 +445,7 @@ async def test_an_upgrade_offer_is_ignored(
 async def test_a_request_that_offers_an_upgrade_is_read_like_any_other(
     address: tuple[str, int], offered: bytes
 ) -> None:
-    """Read the request the same way, wherever its packets end."""
+    """The request is read correctly no matter how it is split into packets."""
     body = b"" if offered.startswith(b"GET") else b"hi"
     sent = offered + NEXT.replace(b"b: c", b"Connection: close")
 
@@ -504,7 +505,7 @@ async def test_connect_is_refused(address: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("version", [b"1.0", b"0.9", b"2.0"])
 async def test_a_client_of_another_http_version_gets_no_chunks(address: tuple[str, int], version: bytes) -> None:
-    """End the answer by closing the connection, although the client asked for keep-alive."""
+    """The server ends the answer by closing the connection, although the client asked for keep-alive."""
     head = b"%s HTTP/" + version + b"\r\nHost: a\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\n"
     answer = await answers_to(address, head % b"POST /stream" + b"hi")
     lines, _, body = answer.partition(b"\r\n\r\n")
@@ -555,7 +556,7 @@ async def lost(reader: asyncio.StreamReader) -> bytes:
 
 
 def assert_refused(answer: bytes, status: int) -> None:
-    """Assert that the answer has the status and an error object, and closes the connection."""
+    """Assert that the answer has the status, an error object and the header `Connection: close`."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status)
     assert b"connection: close" in head.split(b"\r\n")

@@ -1,4 +1,4 @@
-"""Tests that fields absent from a request take their values from a generation_config.json."""
+"""Tests that generation_config.json provides the values of fields that a request leaves out."""
 
 import json
 from collections.abc import Iterator

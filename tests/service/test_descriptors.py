@@ -1,4 +1,4 @@
-"""Tests of the service at its limit of open files."""
+"""Tests of the service when it reaches its limit of open files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ IDLE = 80
 
 
 def is_refused(connection: socket.socket) -> bool:
-    """Return whether a connection got 503. A connection is reset instead if no descriptor was left."""
+    """Return whether the service answered 503. If it has no descriptor left, it resets the connection instead."""
     with contextlib.suppress(BlockingIOError, ConnectionResetError):
         return connection.recv(12, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b"HTTP/1.1 503"
     return False
 
 
 def warnings(service: RunningService) -> list[str]:
-    """Return the log lines about descriptors."""
+    """Return the log lines that warn about descriptors."""
     return [line for line in service.log.read_text().splitlines() if "descriptors (open files) are in use" in line]
 
 

@@ -20,12 +20,12 @@ from tools.serving import RunningService
 
 KiB = 2**10
 TOKENS = 400
-"""Tokens of the KV cache. One long answer about two pictures fits, but not two."""
-TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, width of a head, float32
+"""Number of tokens that fit into the KV cache: enough for one long answer about two pictures, but not for two."""
+TOKEN_BYTES = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, values per head, bytes of a float32
 SETTINGS: dict[str, object] = {
     "dtype": "float32",
     "kv_cache_bytes": TOKENS * TOKEN_BYTES,
-    "encoder_cache_bytes": 0,  # the features of one picture always stay, but each request has two pictures
+    "encoder_cache_bytes": 0,  # keeps the features of one picture at a time; each request has two
     "prefix_caching": False,
     "max_num_seqs": 2,
     "arena_bytes": 256 * KiB,
@@ -33,7 +33,7 @@ SETTINGS: dict[str, object] = {
 }
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 60, 220), "black": (0, 0, 0)}
 LONG = 220
-"""Tokens of an answer so long that a second running answer is preempted."""
+"""Length of an answer in tokens. Of two answers of this length that run together, the second is preempted."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def body(colour: str, **changes: Any) -> dict[str, Any]:
 
 
 def ask(service: RunningService, colour: str, **changes: Any) -> list[str]:
-    """Return the texts of an unstreamed answer."""
+    """Return the texts of the choices of an answer that is not streamed."""
     answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body(colour, **changes), timeout=300)
     assert answer.status_code == 200, answer.text
     return [choice["message"]["content"] for choice in answer.json()["choices"]]
@@ -91,12 +91,12 @@ class Stream:
         return False
 
     def until(self, index: int) -> None:
-        """Read until the choice has text."""
+        """Read until choice `index` has text."""
         while not self.texts.get(index):
             assert self.read()
 
     def rest(self) -> dict[int, str]:
-        """Read to the end and return the texts."""
+        """Read to the end and return the texts of all choices."""
         while self.read():
             pass
         return self.texts
@@ -116,7 +116,7 @@ def spooled(service: RunningService) -> list[Path]:
 
 @contextmanager
 def stopped_tokenizer(service: RunningService) -> Iterator[Callable[[], None]]:
-    """Yield a function that stops the tokenizer until the exit."""
+    """Yield a function that stops the tokenizer. The tokenizer continues when the context exits."""
     tokenizer = process(service, "mindie_mm.tokenize.")
     try:
         yield lambda: tokenizer.send_signal(signal.SIGSTOP)
@@ -126,7 +126,7 @@ def stopped_tokenizer(service: RunningService) -> Iterator[Callable[[], None]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(service: RunningService) -> dict[str, str]:
-    """Return the answers that each request gets when no other request runs."""
+    """Return each request's answer when no other request runs, by color."""
     texts = {colour: ask(service, colour)[0] for colour in COLOURS}
     assert len(set(texts.values())) == len(texts)
     assert metric(service, "num_preemptions_total") == metric(service, "media_remade_total") == 0
@@ -146,9 +146,9 @@ def test_an_answer_frees_its_blocks_at_the_first_token_and_keeps_its_files_to_th
 
 
 def test_blocks_live_until_the_last_choice_has_consumed_them(service: RunningService) -> None:
-    """Keep the blocks until the third choice has started, as only two choices run at a time."""
+    """Only two choices run at a time, so the blocks are kept until the third choice has started."""
     held = 0
-    while not held:  # a slow test may stop the engine only after the third choice has started
+    while not held:  # on a slow machine, the third choice may start before the test stops the engine
         with streaming(service, "red", n=3, max_tokens=90) as stream:
             stream.until(1)
             with stopped_engine(service):
@@ -186,9 +186,9 @@ def test_media_needed_again_wait_for_memory_that_queued_requests_hold(
 
 @contextmanager
 def two_streams(service: RunningService) -> Iterator[tuple[Stream, Stream]]:
-    """Yield the answers about the red and the green pictures after the engine has consumed their media.
+    """Yield streams of the answers about the red and the green pictures.
 
-    The second answer will be preempted.
+    The engine has consumed the media of both. It will preempt the second answer.
     """
     with streaming(service, "red") as first, streaming(service, "green") as second:
         first.until(0)

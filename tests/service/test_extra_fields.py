@@ -1,4 +1,4 @@
-"""Tests of vLLM's fields that OpenAI's requests lack."""
+"""Tests of the request fields that vLLM adds to OpenAI's API."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def refusal(http: Any, route: str = "/v1/chat/completions", **body: Any) -> dict
 
 
 def test_the_stop_string_is_included_whole_and_streamed(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    """The bytes of the log-probabilities end where the text ends, also inside a token."""
+    """The bytes of the log-probabilities end where the text ends, even if that is inside a token."""
     for size in (1, 2, 3):
         stop = GREETING[3 : 3 + size]
         expected = GREETING[: GREETING.index(stop) + size]
@@ -77,7 +77,7 @@ def test_the_stop_string_is_included_whole_and_streamed(client: openai.OpenAI, t
 
 
 def test_special_tokens_are_shown_on_request(client: openai.OpenAI) -> None:
-    """The special token that ends an answer belongs to its text only with `include_stop_str_in_output`."""
+    """Only with `include_stop_str_in_output` does the text include the special token that ends the answer."""
     shown = {"skip_special_tokens": False}
     forced = {"allowed_token_ids": [778, 780], "logit_bias": {"778": 50}, "max_tokens": 2}
     assert text(chat(client, **shown)) == GREETING
@@ -140,7 +140,7 @@ def test_tokens_may_be_written_as_ids(client: openai.OpenAI, http: Any) -> None:
 
 
 def test_bad_words_are_not_generated(client: openai.OpenAI) -> None:
-    """Ban each word of the greeting in turn, of one token or of several, at the beginning or later."""
+    """Words of one token and of several tokens are banned, at the beginning of the answer and later."""
     for word in GREETING.split():
         answer = text(chat(client, bad_words=[word]))
         assert word not in answer.split()
@@ -161,7 +161,7 @@ def test_only_allowed_tokens_are_generated(client: openai.OpenAI) -> None:
 
 def test_a_request_that_leaves_no_token_fails_alone(client: openai.OpenAI, http: Any) -> None:
     for none_left in ({"allowed_token_ids": [END], "min_tokens": 2}, {"allowed_token_ids": [64], "bad_words": ["a"]}):
-        assert "leave no token" in refusal(http, **none_left)["message"]
+        assert "exclude every token" in refusal(http, **none_left)["message"]
     assert text(chat(client)) == GREETING
 
 
@@ -180,7 +180,7 @@ def test_log_probabilities_of_the_whole_vocabulary(client: openai.OpenAI, http: 
 
 
 def test_log_probabilities_of_named_tokens(client: openai.OpenAI) -> None:
-    """They equal those among the whole vocabulary, in the order of the request, after the drawn token's."""
+    """The drawn token comes first, and then the requested tokens in order. The values are those of `top_logprobs`."""
     (every,) = chat(client, logprobs=True, top_logprobs=-1, return_tokens_as_token_ids=True, max_tokens=3).choices
     expected = [{one.token: one.logprob for one in position.top_logprobs} for position in every.logprobs.content]
     for ids in ([5, 700, 3], [64]):
@@ -222,7 +222,7 @@ def test_log_probabilities_of_the_prompt_have_vllms_form(client: openai.OpenAI, 
 
 
 def test_a_final_message_is_continued(client: openai.OpenAI, http: Any) -> None:
-    """The rest of an answer follows the first half of it, given as a text or as parts."""
+    """Given the first half of an answer, as a string or as parts, the model generates the second half."""
     half = GREETING[: len(GREETING) // 2].rstrip()
     for content in (half, [{"type": "text", "text": half}]):
         messages = [*HELLO, {"role": "assistant", "content": content}]
@@ -245,7 +245,7 @@ def test_echo_repeats_only_a_message_of_the_same_role(client: openai.OpenAI) -> 
 
 
 def test_prompts_are_cut_exactly(client: openai.OpenAI, http: Any, tokenizer: Tokenizer, red_square: str) -> None:
-    """Both sides, of texts, chats and ids; a picture stays whole or goes."""
+    """Texts, chats and token ids can be cut on both sides. A cut through a picture is refused."""
     words = "one two three four five six seven"
     ids = tokenizer.encode(words).ids
     body = {"max_tokens": 1, "temperature": 0, "return_token_ids": True, "truncate_prompt_tokens": 4}

@@ -1,4 +1,4 @@
-"""Tests of `file` parts: text files and PDFs in chats."""
+"""Tests of the content part `file`, which contains a text file or a PDF."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prompt(http: Any, *parts: Any) -> tuple[str, list[int]]:
     ],
 )
 def test_a_text_file_becomes_text(http: Any, data: bytes, text: str) -> None:
-    """The state of the type is ignored, and special tokens stay text."""
+    """The declared media type is ignored, and special tokens in the file stay text."""
     for name, head in (("list.txt", "File list.txt:\n"), (None, "")):
         for kind in ("text/plain", "application/pdf", "text/markdown;charset=utf-8"):
             found = prompt(http, QUESTION, file_part(data, name, kind))
@@ -64,7 +64,7 @@ def test_a_text_file_becomes_text(http: Any, data: bytes, text: str) -> None:
 
 
 def test_the_pages_of_a_pdf_are_pictures_in_its_place(service: RunningService, http: Any, red_square: str) -> None:
-    """The pages of a PDF made of pictures give the same answers as the pictures themselves."""
+    """A PDF whose pages are pictures has the same placeholders as the pictures, and gets the same answers."""
     one, two = pdf_of(RED, quality=100), pdf_of(RED, GREEN, quality=100)
     image = {"type": "image_url", "image_url": {"url": red_square}}
     usages = [post(http, part, QUESTION)["usage"] for part in (file_part(one), image)]
@@ -97,18 +97,14 @@ ENCRYPTED = "/Encrypt <</Filter/Standard/V 1/R 2/P -4/O<" + "00" * 32 + ">/U<" +
         ),
         (file_part(b"%PDF-1.7 and nothing else"), "cannot be read"),
         (file_part(raw_pdf("/MediaBox[0 0 99 99]").replace(b"/Count 1", b"/Count 99").replace(b"[3", b"[9")), "broken"),
-        (file_part(b"\x89PNG\r\n\x1a\n\0\0"), "neither a PDF nor a text"),
-        (file_part(b"a\0b"), "neither a PDF nor a text"),
+        (file_part(b"\x89PNG\r\n\x1a\n\0\0"), "neither a PDF nor text"),
+        (file_part(b"a\0b"), "neither a PDF nor text"),
         (file_part(b"\n"), "is empty"),
         (file_part("https://example.org/a.pdf"), "send the content of the file in file_data"),
         (file_part("data:application/pdf,%25PDF"), "not of the form data:<type>;base64"),
         (file_part("not base64!"), "not valid base64"),
         ({"type": "file", "file": {"file_id": "file-1"}}, "file_id is not supported"),
         ({"type": "file", "file": {}}, "file_data is missing"),
-        (
-            {"type": "image_url", "image_url": None, "uuid": "a"},
-            "media are not kept by uuid, so send the data each time",
-        ),
         ({"type": "file", "file": "x"}, "file is of type str"),
         (file_part(b"a", "n" * 10_000), "filename has 10000 characters; the limit is 255"),
         (file_part(b"a", fps=2), "fps"),
@@ -121,7 +117,7 @@ def test_a_file_that_cannot_be_read_is_refused(http: Any, part: Any, message: st
 
 @pytest.mark.parametrize("size", ["0 0 1e30 1e30", "0 0 0 0", "0 0 1000000 1000000", "5 5 5 5", "0 0 0.001 14400"])
 def test_the_size_of_a_page_is_bounded(http: Any, size: str) -> None:
-    """A page is rendered at a bounded size, whatever it states, or refused."""
+    """No matter what size a page declares, it is rendered at a limited size or refused."""
     answer = http.post(CHAT, json=body(file_part(raw_pdf(f"/MediaBox[{size}]")), QUESTION))
     assert answer.status_code in (200, 400), answer.text
 

@@ -1,6 +1,6 @@
 """Tests of a full arena.
 
-Requests without media are not delayed. Requests that wait for memory are answered eventually.
+A full arena does not delay requests without media. Requests that wait for memory are answered eventually.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"
 SIZE = 448
-"""Side of a picture in pixels. The embedded model's processor makes the picture smaller."""
+"""Width and height of a picture in pixels. The embedded model's processor shrinks the picture."""
 BLOCK_BYTES = 40960
-"""Size of the picture's block."""
+"""Size of the block in shared memory that stores one picture."""
 NUM_ANSWERS = 4
 SETTINGS = {
     "arena_bytes": NUM_ANSWERS * BLOCK_BYTES,
@@ -49,7 +49,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Ru
 
 
 def ask(service: RunningService, *media: dict[str, Any], stream: bool = False, max_tokens: int = 4) -> tuple[int, str]:
-    """Return status and body of an answer."""
+    """Ask about `media`, and return the status and body of the response."""
     content = [*media, {"type": "text", "text": "What is in the image?"}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens, "ignore_eos": True}
     answer = httpx2.post(service.url + CHAT, json=body | {"stream": stream}, timeout=300)
@@ -57,7 +57,7 @@ def ask(service: RunningService, *media: dict[str, Any], stream: bool = False, m
 
 
 def complete(service: RunningService, *nums_pictures: int) -> httpx2.Response:
-    """Complete a list of prompts, each with a number of pictures."""
+    """Request completions of several prompts. Prompt i has `nums_pictures[i]` pictures."""
     data = base64.b64encode(encoded(photograph(size=(SIZE, SIZE)))).decode()
     tag = f'<img src="data:image/jpeg;base64,{data}">'
     prompts = [f"{tag * count}What is in the image?" for count in nums_pictures]
@@ -75,7 +75,7 @@ def engine_of(service: RunningService) -> psutil.Process:
 
 
 def test_text_requests_overtake_pictures_that_wait_for_memory(narrow: RunningService) -> None:
-    """Tokenize text while pictures wait, as the suspended engine has not yet consumed the first pictures."""
+    """Text is tokenized while pictures wait for memory, which the suspended engine cannot release."""
     picture = image(data_url(photograph(size=(SIZE, SIZE))))
     assert ask(narrow, picture)[0] == 200
     engine = engine_of(narrow)
@@ -106,7 +106,7 @@ def test_text_requests_overtake_pictures_that_wait_for_memory(narrow: RunningSer
 
 
 def test_the_prompts_of_a_request_are_allocated_together_or_not_at_all(narrow: RunningService) -> None:
-    """Answer two requests that each need the whole arena, although the first prompts of both would fit together."""
+    """Two requests each need the whole arena. If each got memory for its first prompt, both would wait forever."""
     assert complete(narrow, 1).status_code == 200
     waits, full = (metric(narrow, name) for name in ("shm_waits_total", "shm_full_total"))
     engine = engine_of(narrow)
@@ -130,7 +130,7 @@ def test_the_prompts_of_a_request_are_allocated_together_or_not_at_all(narrow: R
 
 
 def test_prompts_that_exceed_the_arena_together_are_refused_at_once(narrow: RunningService) -> None:
-    """Refuse such a request while the arena is in use, with the same message as one prompt with all the pictures."""
+    """The request does not wait for memory. The message is the same as for one prompt with all the pictures."""
     assert complete(narrow, 1).status_code == 200
     waits, engine = metric(narrow, "shm_waits_total"), engine_of(narrow)
     with ThreadPoolExecutor(1) as pool:
@@ -145,6 +145,6 @@ def test_prompts_that_exceed_the_arena_together_are_refused_at_once(narrow: Runn
         assert held.result().status_code == 200
     assert together.status_code == 400
     assert together.json() == alone.json()
-    message = f"the request's media take {5 * BLOCK_BYTES} bytes of shared memory; the arena has {4 * BLOCK_BYTES}"
+    message = f"the request's media take {5 * BLOCK_BYTES} bytes of shared memory; the arena has only {4 * BLOCK_BYTES}"
     assert message in together.json()["error"]["message"]
     assert metric(narrow, "shm_waits_total") == waits

@@ -1,4 +1,4 @@
-"""Tests of /generate and /generate_stream in the forms of MindIE."""
+"""Tests of /generate and /generate_stream with MindIE's request formats."""
 
 import base64
 import json

@@ -128,7 +128,7 @@ def test_a_repeated_prompt_is_reported_as_cached(http: Any) -> None:
 
 def test_metrics_report_shared_memory(http: Any, service: RunningService, red_square: str) -> None:
     def read() -> dict[str, dict[str, float]]:
-        """Return the values by metric name and distinguishing label."""
+        """Return the values of all metrics, by name and then by the label that distinguishes the series."""
         found: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(http.get("/metrics").text):
             for sample in family.samples:
@@ -159,7 +159,7 @@ def test_metrics_report_shared_memory(http: Any, service: RunningService, red_sq
 
 def test_the_longest_choice_of_each_prompt_is_measured(http: Any) -> None:
     def read() -> list[float]:
-        """Return the count and the sum."""
+        """Return the count and the sum of the histogram."""
         lines = re.findall(r"request_max_num_generation_tokens_(count|sum){.*} (.*)", http.get("/metrics").text)
         return [float(value) for _, value in sorted(lines)]
 

@@ -1,4 +1,4 @@
-"""Tests that each kind of error has its status and an error object in OpenAI's form."""
+"""Tests that each kind of error has the right status and an error object in OpenAI's format."""
 
 import asyncio
 import base64
@@ -19,7 +19,7 @@ from tools.serving import RunningService
 
 CHAT = "/v1/chat/completions"
 JPEG = f"/9j/{'A' * 90}"
-"""94 characters with which the base64 of a JPEG may begin."""
+"""Text of 94 characters that may be the beginning of a JPEG in base64."""
 HELLO = [{"role": "user", "content": "Hello!"}]
 TOOLS = [{"type": "function", "function": {"name": "a"}}]
 
@@ -112,7 +112,7 @@ def test_unsupported_fields_that_would_change_the_answer_are_refused(http: Any, 
         (CHAT, {"best_of": 3}, "1 and the value of n are supported"),
         (CHAT, {"detokenize": False}, "not supported, except true"),
         (CHAT, {"modalities": ["text", "audio"]}, 'not supported, except ["text"]'),
-        (CHAT, {"function_call": {"name": "weigh"}}, 'not supported, except "none" or "auto"; use tool_choice'),
+        ("/v1/completions", {"function_call": {"name": "weigh"}}, 'not supported, except "none" or "auto"'),
         (CHAT, {"web_search_options": {}}, "not supported"),
         (CHAT, {"guidance_scale": 3}, "not supported, except 1"),
         (CHAT, {"mirostat_mode": 2}, "not supported"),
@@ -375,7 +375,7 @@ def test_another_model_is_404(client: openai.OpenAI) -> None:
 
 
 def test_every_route_answers_404_for_another_model(http: Any) -> None:
-    """Return 404 from each route. All routes can share one body, because routes ignore unknown fields."""
+    """The test sends the same body to all routes, because routes ignore unknown fields."""
     routes = [path for path, operations in http.get("/openapi.json").json()["paths"].items() if "post" in operations]
     assert len(routes) > 6
     body = {"messages": HELLO, "prompt": "x", "inputs": [{"text": "x"}], "tokens": [1], "model": "gpt-5"}
@@ -391,7 +391,7 @@ def test_unknown_routes_are_404_and_unknown_methods_405(http: Any) -> None:
 
 
 def test_a_trailing_slash_is_404_without_a_redirect(http: Any) -> None:
-    """Return 404, as a redirect would go to the Host of the request and repeat the body over plain HTTP."""
+    """A redirect would lead to the host in the Host header. Clients would send the body there over plain HTTP."""
     check(http.get("/health/", headers={"Host": "127.0.0.1"}), 404)
     check(http.post(f"{CHAT}/", json={"messages": HELLO}), 404)
 
@@ -516,7 +516,7 @@ def test_media_that_cannot_be_read_are_refused_with_the_reason(
     (media_dir / "large.png").write_bytes(bytes((4 << 20) + 1))
     if isinstance(url, str):
         url = url.format(media=media_dir)
-    body = json.dumps(with_image(url))  # ASCII, as its escapes can express lone surrogates
+    body = json.dumps(with_image(url))  # escapes all non-ASCII characters, including lone surrogates
     message = check(http.post(CHAT, content=body, headers={"Content-Type": "application/json"}), 400)["message"]
     assert reason in message
     assert "root:" not in message
@@ -577,7 +577,7 @@ def test_every_error_class_has_a_status() -> None:
 
 
 def test_every_status_has_a_type() -> None:
-    """Give a type even to statuses that no exception class has but a route may return."""
+    """The test includes statuses that no exception class has, but that a route may return."""
     kinds = {status: error_body("x", status)["error"]["type"] for status in (400, 401, 422, 429, 500, 502, 503)}
     assert list(kinds.values()) == [
         "BadRequestError",

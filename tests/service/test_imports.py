@@ -1,7 +1,7 @@
-"""Tests of the imports of the service's main process.
+"""Tests that the service's main process does not import heavy libraries.
 
-Without torch and the decoders, the process starts seconds earlier. A crash of such a library can end only a child
-process.
+Without torch and the decoding libraries, the process starts seconds earlier. A crash of such a library can then end
+only a child process.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests of /infer in the forms of MindIE."""
+"""Tests of /infer with MindIE's request formats."""
 
 import json
 import re

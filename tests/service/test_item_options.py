@@ -1,4 +1,4 @@
-"""Tests of the item options that set how many tokens a picture or a video takes."""
+"""Tests of the item options that change how many tokens a picture or a video needs."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def test_num_frames_and_fps_change_the_tokens_of_a_video(http: Any, media_dir: P
 
 
 def test_a_video_may_be_a_list_of_frames(http: Any, red_square: str, media_dir: Path) -> None:
-    """Accept lists of frames in the forms of vLLM, qwen-vl-utils and Hugging Face, as files or data URLs."""
+    """The formats of vLLM, qwen-vl-utils and Hugging Face are accepted. Frames may be files or data URLs."""
     encoded = red_square.partition(",")[2]
     frames = [red_square] * 4
     star = str(media_dir / "green_star.jpg")

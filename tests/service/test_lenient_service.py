@@ -1,6 +1,6 @@
 """Tests of a service with --truncate, --allow-private-media and other settings that are off by default.
 
-The last tests kill the processes of the service, one after another.
+The last tests kill the tokenizer and engine processes of the service.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ def test_priorities_are_accepted(lenient: RunningService, service: RunningServic
 
 
 def test_json_objects_may_have_other_properties(lenient: RunningService, service: RunningService) -> None:
-    """A bias against the closing brace shows what else may follow. `strict` closes objects in any case."""
+    """The model is biased against closing the object, so it adds a property if it may. `strict` always forbids that."""
     (brace,) = post(service, "/tokenize", {"prompt": "}"})["tokens"]
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
 
@@ -117,7 +117,8 @@ def test_truncation_never_cuts_through_a_picture(lenient: RunningService, red_sq
     pad = max(short["tokens"], key=short["tokens"].count)
     start, num_pads = short["tokens"].index(pad), short["tokens"].count(pad)
     per_word = longer["count"] - short["count"]
-    # So many words that the cut falls within the picture. The rest of the prompt then starts after its end token.
+    # The number of words is chosen so that the cut is inside the picture. The truncated prompt then starts after the
+    # token that ends the picture.
     num_words = 10 + (room + start + num_pads // 2 - short["count"]) // per_word
     whole = short["count"] + (num_words - 10) * per_word
     assert start < whole - room < start + num_pads

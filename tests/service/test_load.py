@@ -1,4 +1,4 @@
-"""Tests of the service under load: full queues, timeouts, and clients that leave or do not read."""
+"""Tests of the service under load: full queues, timeouts, and clients that disconnect or do not read."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ MORE_THAN_SOCKETS_HOLD: dict[str, Any] = {
     "ignore_eos": True,
     "stream": True,
 }
-"""Request with an answer of about 13 MB and little work, as the choices share the prompt's KV cache."""
+"""Request whose answer of about 13 MB exceeds all socket buffers. The choices share the prompt's KV cache."""
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    """Yield a service that accepts few requests and lets each run for a long time."""
+    """Yield a service that accepts few requests at a time and does not disconnect clients that read slowly."""
     folder = tmp_path_factory.mktemp("loaded")
     settings = {
         "max_concurrent_requests": LIMIT,
@@ -67,7 +67,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]
 
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    """Yield a service that limits requests to two seconds, and disconnects clients that read nothing for one second."""
+    """Yield a service that ends requests after two seconds and disconnects clients that read nothing for one second."""
     folder = tmp_path_factory.mktemp("hasty")
     settings = {
         "request_timeout_s": 2.0,
@@ -120,7 +120,7 @@ def id_of(response: http.client.HTTPResponse) -> str:
 
 
 def unfinished(service: RunningService) -> Counter[str]:
-    """Return the number of unfinished choices by reason."""
+    """Return the number of choices that did not finish normally, by reason."""
     ends = ("refused", "error", "abort")
     return Counter({end: int(metric(service, "request_success_total", finished_reason=end)) for end in ends})
 
@@ -133,7 +133,7 @@ def connections(service: RunningService) -> int:
 
 
 def announcing(service: RunningService, num_bytes: int) -> int:
-    """Announce a body without sending it, and return the status of the answer."""
+    """Announce a body of `num_bytes` without sending the body, and return the status of the response."""
     with socket.create_connection(urlsplit(service.url).netloc.rsplit(":", 1), WAIT_S) as uploading:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {num_bytes}\r\n\r\n"
         uploading.sendall(head.encode())
@@ -173,7 +173,7 @@ def test_a_stream_ends_with_a_504_event_at_its_timeout(hasty: RunningService, re
         response = http.client.HTTPResponse(connection)
         response.begin()
         text = response.read().decode()
-    assert response.status in (200, 504)  # on a busy machine the timeout precedes the first event
+    assert response.status in (200, 504)  # 504 if a busy machine reaches the timeout before the first event
     assert '"code":504' in text
     assert "the limit of 2 s" in text
     if response.status == 200:
@@ -182,7 +182,7 @@ def test_a_stream_ends_with_a_504_event_at_its_timeout(hasty: RunningService, re
         warning = f"the response was aborted: {why} [{id_of(response)}]"
         wait_until(lambda: warning in hasty.log.read_text())
         line = re.compile(rf"POST {CHAT} 200 [\d.]+ s, aborted: RequestTimeout \[{id_of(response)}\]")
-        wait_until(lambda: line.search(hasty.log.read_text()) is not None)  # written once the client has the answer
+        wait_until(lambda: line.search(hasty.log.read_text()) is not None)  # logged after the end of the answer
     assert unfinished(hasty) == before + Counter(error=8), "its client did not leave"
     assert hasty.wait_until_free()["blocks"] == 0
     wait_until(lambda: metric(hasty, "num_requests_running") == 0)
@@ -240,7 +240,7 @@ def test_a_client_that_reads_byte_by_byte_is_disconnected_at_the_timeout(hasty: 
 
 
 def test_slow_readers_delay_no_other_request(loaded: RunningService, red_square: str) -> None:
-    """Finish the answers and serve other requests before the slow clients have read a byte."""
+    """The engine finishes the answers, and another request is answered, before the slow clients have read a byte."""
     request = {**MORE_THAN_SOCKETS_HOLD, "stream_options": {"include_usage": True}}
     before = metric(loaded, "request_success_total", finished_reason="length")
     slow = [post(loaded, COMPLETIONS, request, receive_bytes=2048) for _ in range(LIMIT - 1)]
@@ -261,7 +261,7 @@ def test_slow_readers_delay_no_other_request(loaded: RunningService, red_square:
 
 
 def test_an_unread_answer_counts_as_a_concurrent_request(loaded: RunningService) -> None:
-    """Count an answer as running until its client has read the answer or left, although the engine has finished."""
+    """An answer that the engine has finished counts until the client has read all of it or has disconnected."""
     before = metric(loaded, "request_success_total", finished_reason="length")
     whole = MORE_THAN_SOCKETS_HOLD | {"stream": False}
     slow = [post(loaded, COMPLETIONS, whole, receive_bytes=2048) for _ in range(LIMIT)]
@@ -298,13 +298,13 @@ def test_the_media_of_a_slow_reader_are_freed_while_it_reads(loaded: RunningServ
     with post(loaded, COMPLETIONS, MORE_THAN_SOCKETS_HOLD | changes, receive_bytes=2048) as slow:
         wait_until(lambda: metric(loaded, "request_success_total", finished_reason="length") == before + 20)
         wait_until(lambda: loaded.shm()["blocks"] == 0)
-        with pytest.raises(httpx2.HTTPStatusError):  # the slow answer still takes one place
+        with pytest.raises(httpx2.HTTPStatusError):  # the slow answer still counts as one request
             fill_up(loaded, LIMIT)
         assert answer_of(slow)[0] == 200
 
 
 def fill_up(service: RunningService, count: int) -> None:
-    """Send `count` concurrent requests. Raise if one is refused."""
+    """Send `count` concurrent requests. Raise HTTPStatusError if the last of them is refused."""
     held = [post(service, CHAT, {"messages": [{"role": "user", "content": "x"}], **ENDLESS}) for _ in range(count - 1)]
     try:
         wait_until(lambda: metric(service, "num_requests_running") == count - 1)
@@ -316,7 +316,7 @@ def fill_up(service: RunningService, count: int) -> None:
 
 
 def test_a_client_that_reads_nothing_does_not_delay_the_stop(loaded: RunningService) -> None:
-    """Stop the service with an unread answer. This must be the last test that uses the service."""
+    """This test stops the service, so it must be the last test that uses `loaded`."""
     before = metric(loaded, "request_success_total", finished_reason="length")
     with post(loaded, COMPLETIONS, MORE_THAN_SOCKETS_HOLD, receive_bytes=2048):
         wait_until(lambda: metric(loaded, "request_success_total", finished_reason="length") == before + 20)
@@ -325,7 +325,7 @@ def test_a_client_that_reads_nothing_does_not_delay_the_stop(loaded: RunningServ
 
 @pytest.mark.usefixtures("copied_workers")
 async def test_an_abort_stops_the_engine_within_one_step() -> None:
-    """Run no further step with the request of a client that left during a step."""
+    """After a client has left, the engine finishes at most the current step with the client's request."""
     engine = await AsyncEngine.start(
         None, EngineConfig(device="cpu", kv_cache_bytes=16 * MiB, num_threads=1, measure_s=0)
     )
@@ -361,12 +361,12 @@ async def test_an_abort_stops_the_engine_within_one_step() -> None:
 
 
 async def wait_until_stopped_and_read(engine: AsyncEngine) -> None:
-    """Return once the engine is stopped and everything it had sent has been read."""
+    """Wait until the engine is stopped, and everything that it has sent has been read."""
     process = psutil.Process(engine.pid)
     await until(lambda: process.status() == psutil.STATUS_STOPPED)
     channel = engine._child.channel._writer.get_extra_info("socket")
     await until(lambda: not select.select([channel.fileno()], [], [], 0)[0])
-    for _ in range(3):  # from the stream to the queue, and from the queue to the reader
+    for _ in range(3):  # messages pass from the stream to the queue, and from the queue to the reader
         await asyncio.sleep(0)
 
 

@@ -35,9 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def talk(
     request: pytest.FixtureRequest, settings: dict[str, object], folder: Path, red_square: str
 ) -> tuple[bool, str, str, RunningService]:
-    """Return whether the service logs prompts, its whole log, the picture that was sent, and the service.
+    """Return whether the service logs prompts, its whole log, the picture that was sent, and the stopped service.
 
-    The service that logs prompts is strict too.
+    The service that logs prompts also has the setting `strict`.
     """
     log = folder / f"log-{request.param}"
     given = settings | {"log_format": "json", "log_level": "debug", "spool": folder / "spool", "api_key": KEY}
@@ -49,7 +49,7 @@ def talk(
 
 
 def converse(http: Any, picture: str, *, strict: bool) -> None:
-    """Send successful requests, and requests that fail at each stage."""
+    """Send requests that succeed, and requests that fail at each stage of processing."""
     chat = "/v1/chat/completions"
     content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": PROMPT}]
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
@@ -78,7 +78,7 @@ def converse(http: Any, picture: str, *, strict: bool) -> None:
 
 
 def send_unknown_keys(http: Any, *, strict: bool) -> None:
-    """Send a chat with unknown keys in a content part several times, to two endpoints."""
+    """Send chats with unknown keys in content parts, messages and the body. Repeat some of them."""
     part = {"type": "text", "text": PROMPT, "annotations": [], "id": "msg_1"}
     for _ in range(2):
         chat = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
@@ -172,9 +172,10 @@ def streaming(service: RunningService, n: int) -> Iterator[Any]:
 
 
 def test_interrupted_streams_are_logged_and_counted(settings: dict[str, object], tmp_path: Path) -> None:
-    """Log and count streams that fail after their status 200.
+    """Three streams fail after they were answered with status 200.
 
-    The client of the first stream leaves, the engine of the second dies, and the service stops during the third.
+    The client of the first stream disconnects, the engine dies during the second, and the service stops during the
+    third.
     """
     log = tmp_path / "log"
     with running_service(settings | {"log_format": "json", "spool": tmp_path / "spool"}, log) as service:

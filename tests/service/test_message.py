@@ -1,4 +1,4 @@
-"""Tests of messages that are read from the text of a model, in any pieces."""
+"""Tests of `MessageReader`, which turns a model's text into a message. The text arrives in pieces of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the limits of each request body and of all bodies together."""
+"""Tests of the limits on each request body and on all request bodies together."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ ADMISSION = Admission(limit=9, timeout_s=60)
 
 
 class Inside:
-    """An application that reads the body and holds it until `go` is set."""
+    """An application that reads the body and then waits until `go` is set."""
 
     def __init__(self) -> None:
         self.read = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Tests of the runbook of docs/operate.md, with each command run in the situation for which it is meant."""
+"""Tests of the runbook in docs/operate.md. Each command runs in a situation for which it is meant."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def commands() -> list[str]:
-    """Return the lines of every fenced block of the page, in order."""
+    """Return the commands in the page's fenced blocks of shell code, in order."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
 
 def dead(script: str, *arguments: object) -> Path:
-    """Return the path that a process printed before SIGKILL ended the process."""
+    """Run `script`, which prints a path and then kills its own process with SIGKILL. Return the path."""
     ended = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=60
     )
@@ -64,11 +64,11 @@ def is_attachable(ref: Ref) -> bool:
 
 @dataclass
 class Situation:
-    """A full /dev/shm with files of living and dead processes and of another program."""
+    """A /dev/shm that contains files of living and dead processes and a file of another program."""
 
     folder: Path
     arena: Arena
-    """Arena of this process, which is alive."""
+    """Arena of this process, as an example of an arena whose owner is alive."""
     url: str
     foreign: Path = field(init=False)
     """File of another program."""
@@ -94,7 +94,10 @@ class Situation:
         return f"{self.arena.path.name}:{ref.block}"
 
     def run(self, command: str) -> str:
-        """Run a command with the example names replaced, and return its output. The command must exit with 0."""
+        """Run a command, with the page's example names replaced by real names. Return its output.
+
+        The command must exit with status 0 and write nothing to standard error.
+        """
         for example, real in (
             ("/var/spool/mindie_mm/7f3c/shm_name.txt", str(self.path_file)),
             ("mindie_mm-1f2a:17", self.block_name(self.of_path_file)),
@@ -165,7 +168,7 @@ def frees_the_path_file(situation: Situation, output: str) -> None:
     assert not is_attachable(situation.of_path_file)
     assert not situation.segment.exists()
     assert is_attachable(situation.living)
-    situation.of_path_file = situation.publish(situation.path_file)  # the next command frees the block in another way
+    situation.of_path_file = situation.publish(situation.path_file)  # for the next command, which also frees the block
 
 
 def lists_blocks(situation: Situation, output: str) -> None:

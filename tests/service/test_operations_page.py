@@ -1,4 +1,4 @@
-"""Tests that the settings and metrics which the guides name exist and that the example files are valid."""
+"""Tests that the settings and metrics in the guides exist, and that the example files are valid."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ VLLM = {
     ),
     "process_resident_memory_bytes",
 }
-"""Metric names of vLLM 0.32 that mean the same here."""
+"""Names of vLLM 0.32's metrics that this service also has, with the same meaning."""
 
 
 def fenced(language: str) -> list[str]:
@@ -114,7 +114,7 @@ def test_the_documented_systemd_unit_is_valid(tmp_path: Path) -> None:
 
 
 def metric_names(http: Any) -> set[str]:
-    """Return the names of samples and of families without the prefix."""
+    """Return the names of all samples and metric families, without the prefix `mindie_mm:`."""
     http.post("/v1/completions", json={"prompt": "What?", "max_tokens": 3, "ignore_eos": True}).raise_for_status()
     names: set[str] = set()
     for family in text_string_to_metric_families(http.get("/metrics").text):
@@ -144,7 +144,7 @@ def test_the_alerts_use_existing_metrics(http: Any) -> None:
 
 
 def test_the_error_alert_ignores_probes_scrapes_and_the_web_page(service: RunningService) -> None:
-    """Leave out probes, scrapes and the web page, whose frequent successes would hide failures."""
+    """Probes, scrapes and the web page succeed so often that they would hide failures of other requests."""
     (expr,) = re.findall(r"alert: MindieMmErrors\n +expr: (.*)", PAGE)
     left_out, again = re.findall(r'handler!~"([^"]*)"', expr)
     assert left_out == again

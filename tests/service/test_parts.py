@@ -1,4 +1,4 @@
-"""Tests of what chat clients of other servers send: unknown keys, roles of their own, and model names."""
+"""Tests of requests from clients of other servers, with unknown keys, other roles and other model names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def post(http: Any, status: int = 200, path: str = CHAT, **body: Any) -> Any:
 
 
 def test_fields_that_change_no_answer_are_accepted(service: RunningService, http: Any) -> None:
-    """The log names each unknown field once, but not the fields that clients send as a matter of course."""
+    """The service warns about each unknown field once, but never about fields that OpenAI's clients often send."""
     usual = {
         "store": True,
         "metadata": {"a": "b"},
@@ -76,7 +76,7 @@ def test_a_placeholder_gets_the_served_model(http: Any, name: str | None) -> Non
 
 
 def spans(http: Any, *parts: Any, **changes: Any) -> list[int]:
-    """Return the number of tokens of each medium in a prompt."""
+    """Return the number of tokens of each media item in a prompt."""
     answer = http.post(CHAT, json={"messages": [{"role": "user", "content": [*parts]}], "media_spans": True} | changes)
     assert answer.status_code == 200, answer.text
     return [span["stop"] - span["start"] for span in answer.json()["media_spans"]]
@@ -125,7 +125,7 @@ def test_options_for_all_media_are_those_of_each(
         ({"mm_processor_kwargs": {"k" * 10_000: 1}}, "which is not supported"),
         ({"media_io_kwargs": {"image": {"mode": "L"}}}, "media_io_kwargs has the key 'image'"),
         ({"media_io_kwargs": {"video": {"video_backend": "x"}}}, "video has the key 'video_backend'"),
-        ({"media_io_kwargs": {"video": {"num_frames": -1}}}, "num_frames is -1, which takes all frames"),
+        ({"media_io_kwargs": {"video": {"num_frames": -1}}}, "num_frames is -1, which would select all frames"),
         ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "num_frames is 0"),
         (
             {"media_io_kwargs": {"video": {"fps": 1}}, "mm_processor_kwargs": {"num_frames": 4}},

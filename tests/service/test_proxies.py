@@ -1,4 +1,4 @@
-"""Tests of the nginx and HAProxy configurations of docs/operate.md in front of a service."""
+"""Tests of a service behind nginx and HAProxy, with the configurations in docs/operate.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ COMMANDS = {"nginx": ("nginx", "-c"), "haproxy": ("haproxy", "-db", "-f")}
 def proxied(
     request: pytest.FixtureRequest, service: RunningService, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx2.Client]:
-    """Yield a client of a proxy that runs the page's configuration, except for both ports."""
+    """Yield a client of a proxy that runs the page's configuration.
+
+    Only the addresses of the service and of the proxy are replaced.
+    """
     command = COMMANDS[request.param]
     program = shutil.which(command[0], path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
     if program is None:

@@ -9,7 +9,7 @@ from service.app import reclaiming
 
 
 class Unforeseen(type(Path())):  # type: ignore[misc]
-    """A spool path that raises an error which no file operation raises."""
+    """A spool path whose use raises ZeroDivisionError, which no file operation raises."""
 
     def __fspath__(self) -> str:
         raise ZeroDivisionError

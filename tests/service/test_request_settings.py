@@ -92,7 +92,7 @@ BODIES: list[tuple[type[Fields], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("body", "rest"), BODIES)
 def test_an_integer_may_be_written_as_a_float(body: type[Fields], rest: dict[str, Any]) -> None:
-    """Accept 1.0 as 1, as some languages only have floats. Refuse fractions and `true`."""
+    """1.0 is accepted as 1, because some languages only have floats. Fractions, `true` and strings are refused."""
     names = [name for name, field in body.model_fields.items() if "int" in str(field.annotation).split(" | ")[0]]
     integers = [name for name in names if name != "prompt" and not name.endswith("token_ids")]
     assert len(integers) >= 4

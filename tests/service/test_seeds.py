@@ -1,4 +1,4 @@
-"""Tests that the choices of a seeded request use consecutive seeds, which wrap around."""
+"""Tests that the choices of a request with a seed use consecutive seeds, which wrap around."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tests of start and stop. A service leaves nothing in shared memory, however it ends."""
+"""Tests of how a service starts and stops. It leaves nothing in shared memory, no matter how it ends."""
 
 import contextlib
 import json
@@ -55,12 +55,12 @@ def test_a_checkpoint_is_named_after_its_folder_or_repository(
 
 
 def start_endless_stream(service: RunningService, red_square: str) -> socket.socket:
-    """Start a long stream and return its connection once the status line has arrived."""
+    """Start a long stream with eight choices, wait for its status line, and return the connection."""
     return start_stream(service, red_square, service.get("/v1/models")["data"][0]["max_model_len"] // 2, n=8)
 
 
 def start_stream(service: RunningService, red_square: str, max_tokens: int, n: int = 1) -> socket.socket:
-    """Start a stream and return its connection once the status line has arrived."""
+    """Start a stream, wait for its status line, and return the connection."""
     connection = connect(service)
     connection.sendall(head_and_body(chat_body(red_square, max_tokens, n) | {"stream": True}))
     assert connection.recv(12) == b"HTTP/1.1 200"
@@ -144,7 +144,7 @@ def test_a_stopping_service_is_live_but_not_ready_until_a_second_signal_ends_the
         with start_endless_stream(service, red_square) as connection:
             arenas = arena_names(service.shm())
             service.process.send_signal(signal.SIGTERM)
-            while (answer := httpx2.get(f"{service.url}/health")).status_code == 200:  # the signal is not handled yet
+            while (answer := httpx2.get(f"{service.url}/health")).status_code == 200:  # signal not handled yet
                 time.sleep(0.01)
             assert answer.status_code == 503
             assert answer.json()["error"]["message"] == "the service is stopping"
@@ -164,7 +164,7 @@ def test_a_stopping_service_is_live_but_not_ready_until_a_second_signal_ends_the
 def test_a_stopping_service_closes_idle_connections_and_each_connection_after_its_answer(
     settings: dict[str, object], tmp_path: Path, red_square: str
 ) -> None:
-    """Close connections so that keep-alive clients reconnect and reach another service at the same address."""
+    """Clients with keep-alive then reconnect, and reach another service at the same address."""
     with running_service(settings | {"spool": tmp_path / "spool", "grace_s": 600}, tmp_path / "log") as service:
         asking = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with (
@@ -226,7 +226,7 @@ def test_slow_clients_do_not_delay_the_stop(settings: dict[str, object], tmp_pat
 def loading_service(
     settings: dict[str, object], log: Path, stdout: int = subprocess.PIPE
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield the process of a service that is loading, once its child processes have started."""
+    """Start a service, wait until its child processes have started, and yield its process while it is loading."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0", *flags]
     with log.open("w", encoding="utf-8") as errors, subprocess.Popen(command, stdout=stdout, stderr=errors) as process:
@@ -259,7 +259,7 @@ def test_a_signal_while_loading_ends_the_service_and_its_processes(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("logged", [False, True], ids=["reading settings", "importing"])
 def test_a_signal_before_loading_ends_the_service(tmp_path: Path, number: signal.Signals, logged: bool) -> None:
-    """Install signal handlers before slow imports, as process 1 of a container ignores signals without a handler."""
+    """Process 1 of a container ignores signals without a handler, so handlers are installed before slow imports."""
     command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--port=0", f"--spool={tmp_path / 'spool'}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
@@ -281,14 +281,14 @@ def test_a_signal_before_loading_ends_the_service(tmp_path: Path, number: signal
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
-    """Return whether a process has a handler for a signal."""
+    """Return whether the process `pid` has a handler for the signal `number`."""
     caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
     assert caught is not None
     return bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def metrics(service: RunningService) -> dict[tuple[str, str], float]:
-    """Return metric values by name and process."""
+    """Return the values of the metrics that have a label `process`, by metric name and process."""
     text = httpx2.get(f"{service.url}/metrics").text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {
@@ -311,7 +311,7 @@ def test_a_process_that_dies_repeatedly_is_restarted_with_backoff_while_the_serv
         enough = threading.Event()
 
         def kill_each() -> None:
-            """Kill each process of the role as soon as it starts, so that it never answers."""
+            """Kill the first four processes of this role as soon as they start, before they can answer."""
             while len(killed) < 4:
                 for child in psutil.Process(service.process.pid).children():
                     with contextlib.suppress(psutil.NoSuchProcess):
@@ -434,7 +434,7 @@ def test_a_closed_standard_output_does_not_stop_the_service(settings: dict[str, 
 
 
 def test_a_folder_of_data_is_refused_as_spool(settings: dict[str, object], tmp_path: Path) -> None:
-    """Refuse the folder, as its subfolders look like directories of dead requests and would be removed."""
+    """The subfolders look like directories of dead requests, so the service would remove them."""
     (tmp_path / "a" / "image").mkdir(parents=True)
     (tmp_path / "a" / "shm_name.txt").touch()
     with (
@@ -456,7 +456,7 @@ def test_zero_concurrent_fetches_are_refused() -> None:
 
 
 def test_no_websocket_library_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep uvicorn from importing an installed WebSocket library."""
+    """By default, uvicorn imports a WebSocket library if one is installed."""
     (tmp_path / "websockets.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "uvicorn.protocols.websockets.auto", raising=False)

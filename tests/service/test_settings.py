@@ -15,7 +15,7 @@ from tests import warm
 
 
 def error_of_start(*flags: object) -> str:
-    """Start a service with an invalid setting and return its one-line error."""
+    """Start a service with an invalid setting, and return its error, which must be a single line."""
     command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--port", 0, *flags]
     ended = warm.run(command, timeout=300, env=os.environ | {"MINDIE_MM_LOG_FORMAT": "text"})
     assert ended.returncode == 2, ended.stderr
@@ -34,7 +34,7 @@ def test_a_spool_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_spool_that_cannot_be_written_is_refused() -> None:
-    """Refuse a folder in sysfs, in which no user can create a folder whatever its mode."""
+    """The test uses a folder in sysfs, where nobody can create folders, not even root."""
     if os.geteuid() or not Path("/sys/kernel").is_dir():
         pytest.skip("not the owner of /sys/kernel")
     assert re.fullmatch("Error: spool /sys/kernel cannot be written: .*", error_of_start("--spool", "/sys/kernel"))
@@ -79,7 +79,7 @@ def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
 
 
 def test_a_misspelt_variable_is_logged_without_its_value(tmp_path: Path) -> None:
-    """Log a warning and continue. The start then ends at another, intended error."""
+    """The service continues after the warning. The test gives a second, invalid setting to end the start."""
     command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--spool", tmp_path, "--allowed-media-dir", "/no"]
     ended = warm.run([*command, "--port", 0], timeout=300, env=os.environ | {"MINDIE_MM_MAX_IMAGE": "a-value"})
     assert " WARNING api[" in ended.stderr

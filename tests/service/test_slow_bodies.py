@@ -1,4 +1,4 @@
-"""Tests that slow request bodies time out and that the service allows many connections."""
+"""Tests that slow request bodies time out, and that the service raises its limit of open files."""
 
 import asyncio
 import contextlib
@@ -30,8 +30,6 @@ HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\
 
 
 class Body(BaseModel):
-    """A request body."""
-
     a: str
 
 
@@ -57,13 +55,13 @@ async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, i
 
 @contextlib.asynccontextmanager
 async def connect(address: tuple[str, int]) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Connect for at most 120 s."""
+    """Connect to the server. Raise TimeoutError if the connection is used for more than 120 s."""
     reader, writer = await asyncio.open_connection(*address)
     try:
         async with asyncio.timeout(120):
             yield reader, writer
     finally:
-        writer.close()  # otherwise the server would wait for the connection when a test fails
+        writer.close()  # if a test fails, the server would otherwise wait for this connection
 
 
 @pytest.mark.parametrize("sent", [b"Content-Length: 5\r\n\r\n", b'Content-Length: 5\r\n\r\n{"a"'])
@@ -91,7 +89,7 @@ async def test_a_chunked_body_that_pauses_is_408(address: tuple[str, int]) -> No
 
 
 async def test_a_slow_body_with_short_pauses_is_accepted(address: tuple[str, int]) -> None:
-    """Accept pauses that exceed the limit only in sum, and let the connection idle afterwards."""
+    """Only the sum of the pauses exceeds the limit. After the answer, the connection may be idle for longer."""
     async with connect(address) as (reader, writer):
         writer.write(HEAD + b"Content-Length: 9\r\n\r\n")
         for piece in (b'{"a', b'":', b'"b', b'"}'):

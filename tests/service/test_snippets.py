@@ -1,4 +1,4 @@
-"""Tests that run the code blocks of README.md and docs/python.md against a real service and real engines."""
+"""Tests that run the code blocks of README.md and docs/python.md with a real service and real engines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def snippet(page: str, language: str, holding: str) -> str:
 
 
 def run(source: str) -> dict[str, Any]:
-    """Run a Python block and return its names."""
+    """Run a Python code block, and return its variables by name."""
     names: dict[str, Any] = {}
     exec(compile(source, "snippet", "exec"), names)
     return names
@@ -39,7 +39,7 @@ def run(source: str) -> dict[str, Any]:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change into a folder with the files that the pages name."""
+    """Change into a folder that contains the files used in the code blocks, and return the folder."""
     (tmp_path / "docs/images").mkdir(parents=True)
     shutil.copy(ROOT / "docs/images/red_circle.png", tmp_path / "docs/images")
     monkeypatch.chdir(tmp_path)

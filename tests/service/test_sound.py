@@ -1,4 +1,4 @@
-"""Tests of sound over HTTP with a model family that accepts audio."""
+"""Tests of audio inputs over HTTP, with a model family that accepts audio."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def audio_url(url: str) -> dict[str, Any]:
 
 
 def chat(listener: httpx2.Client, *parts: dict[str, Any]) -> tuple[int, list[float]]:
-    """Return the number of prompt tokens and the log-probabilities of the likeliest answers."""
+    """Return the number of prompt tokens, and the log-probabilities of the five likeliest first tokens."""
     body = {
         "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}],
         "temperature": 0,
@@ -115,7 +115,7 @@ def test_every_form_of_a_sound_has_the_same_answer(listener: httpx2.Client, soun
         {"type": "input_audio", "input_audio": {"data": base64.encodebytes(data).decode(), "format": "wav"}},
     ):
         assert chat(listener, part) == (num_tokens, pytest.approx(likelihoods, abs=1e-4))
-    # 80 frames of 10 ms, halved twice, between a start and an end token
+    # The sound has 80 frames of 10 ms. The tower halves the number twice, and a start and an end token are added.
     assert num_tokens - chat(listener)[0] == 80 // 4 + 2
 
 
@@ -127,7 +127,7 @@ def test_different_sounds_have_different_answers(listener: httpx2.Client) -> Non
 
 @pytest.mark.parametrize("name", FILES)
 def test_each_format_is_decoded_whatever_the_request_calls_it(listener: httpx2.Client, sounds: Path, name: str) -> None:
-    num_tokens, _ = chat(listener, input_audio((sounds / name).read_bytes()))  # the stated format is ignored
+    num_tokens, _ = chat(listener, input_audio((sounds / name).read_bytes()))  # declared as WAV
     assert 80 // 4 <= num_tokens - chat(listener)[0] - 2 <= 80 // 4 + 3
 
 

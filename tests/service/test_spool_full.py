@@ -1,4 +1,4 @@
-"""Tests of the limit of the spool. Requests that exceed the limit get 503 and may retry."""
+"""Tests of the limit of the spool, and of errors of its file system. Affected requests get 503 and may be retried."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ async def test_the_media_of_all_requests_are_bounded_and_given_back(tmp_path: Pa
     for directory in (first, second):
         directory.mkdir()
     await policy.spool([of_size(15), of_size(15)], first)
-    for _ in range(3):  # refused media take no space
+    for _ in range(3):  # media that were refused do not count
         with pytest.raises(SpoolFull, match="the media of all requests in progress have 54 bytes; the limit is 50"):
             await policy.spool([of_size(24)], second)
         policy.remove(second)
-    for _ in range(2):  # the second removal gives nothing back
+    for _ in range(2):  # the second removal must not free space again
         policy.remove(first)
     await asyncio.gather(policy.spool([of_size(30)], first), policy.spool([of_size(20)], second))
     with pytest.raises(SpoolFull, match="have 51 bytes"):
@@ -63,15 +63,18 @@ def test_the_spool_must_hold_at_least_one_request() -> None:
 async def test_a_full_disk_is_reported_as_spool_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "image").mkdir()
     (tmp_path / "image/1.bin").symlink_to("/dev/full")
-    with pytest.raises(SpoolFull, match="the spool cannot be written: No space left on device"), room_to_spool():
+    with (
+        pytest.raises(SpoolFull, match="the service cannot write to the spool: No space left on device"),
+        room_to_spool(),
+    ):
         await MediaPolicy(ServiceConfig()).spool([of_size(9)], tmp_path)
     assert [record.getMessage() for record in caplog.records] == [
-        "the spool cannot be written: [Errno 28] No space left on device"
+        "the service cannot write to the spool: [Errno 28] No space left on device"
     ]
 
 
 async def test_missing_descriptors_are_reported_as_spool_full(tmp_path: Path) -> None:
-    """Report SpoolFull, as neither the client nor the service is at fault."""
+    """SpoolFull asks the client to try again, because neither the client nor the service is at fault."""
     (tmp_path / "in.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     policy = MediaPolicy(ServiceConfig(allowed_media_dir=tmp_path))
     await policy.spool([Media("image", str(tmp_path / "in.png"))], tmp_path)  # starts the reader thread
@@ -93,7 +96,7 @@ def test_any_error_of_the_spool_is_reported_without_its_path(number: int, caplog
         wrapping = os_errors_as(SharedMemoryError, "/the/spool") if wrapped else nullcontext()
         with pytest.raises(SpoolFull) as raised, room_to_spool(), wrapping:
             raise OSError(number, os.strerror(number), "/the/spool/x")
-        assert str(raised.value) == f"the spool cannot be written: {os.strerror(number)}"
+        assert str(raised.value) == f"the service cannot write to the spool: {os.strerror(number)}"
     assert all("/the/spool" in record.getMessage() for record in caplog.records)
 
 
@@ -104,7 +107,7 @@ async def test_a_spool_that_is_not_a_folder_is_reported_as_full(tmp_path: Path) 
     with pytest.raises(SpoolFull, match="File exists"):
         await SpoolProbe(tmp_path / "file").check()
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(SpoolFull, match="its folder cannot be used"):
+    with pytest.raises(SpoolFull, match="see the log of the service"):
         await SpoolProbe(tmp_path / "link").check()
     await SpoolProbe(tmp_path / "new").check()
     assert list((tmp_path / "new").iterdir()) == []
@@ -113,7 +116,7 @@ async def test_a_spool_that_is_not_a_folder_is_reported_as_full(tmp_path: Path) 
 async def test_a_file_system_that_does_not_answer_is_reported_as_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Share one thread between concurrent checks."""
+    """While the file system does not answer, all checks wait for the same thread."""
     answer, asked = threading.Event(), []
     monkeypatch.setattr(spending, "PROBE_S", 0.01)
     monkeypatch.setattr(spending, "make_spool", lambda root: (asked.append(root), answer.wait(30)))
@@ -127,9 +130,19 @@ async def test_a_file_system_that_does_not_answer_is_reported_as_full(
     assert asked == [tmp_path]
 
 
+async def test_callers_that_overlap_all_get_an_answer(tmp_path: Path) -> None:
+    probe = SpoolProbe(tmp_path)
+
+    async def check_repeatedly() -> None:
+        for _ in range(50):
+            await probe.check()
+
+    await asyncio.gather(*(check_repeatedly() for _ in range(8)))
+
+
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
-    """Yield a folder with its own file system."""
+    """Yield a folder on which a separate file system is mounted."""
     folder = tmp_path / "mounted"
     folder.mkdir(mode=0o700)
     mount = ("mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", str(folder))
@@ -162,7 +175,7 @@ def test_a_read_only_file_system_fails_media_requests_until_it_is_writable(
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"
             error = answer.json()["error"]
-            assert error["message"] == "the spool cannot be written: Read-only file system"
+            assert error["message"] == "the service cannot write to the spool: Read-only file system"
             assert error["type"] == "ServiceUnavailableError"
         assert ask(text).status_code == 200
         remount("rw")
@@ -171,7 +184,7 @@ def test_a_read_only_file_system_fails_media_requests_until_it_is_writable(
 
 
 def test_a_folder_that_cannot_be_removed_fails_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Free the memory at once and leave the folder to the next reclaim."""
+    """The memory is freed immediately. The next reclaim removes the folder."""
     with Arena.create(2**16) as arena:
         with _directory(tmp_path / "spool") as directory:
             bind = ("mount", "--bind", str(directory.path), str(directory.path))  # makes the folder busy
@@ -187,7 +200,7 @@ def test_a_folder_that_cannot_be_removed_fails_no_request(tmp_path: Path, caplog
 
 
 def test_a_request_that_finds_the_spool_full_gets_503_with_retry_after(tmp_path: Path) -> None:
-    """Return 503 while the picture of another request is being fetched, and 200 once that request is answered."""
+    """The request gets 503 while the picture of another request is fetched, and 200 after that request is answered."""
     body = tmp_path / "a.png"
     picture("red", (220, 40, 40), "square", x=0.4).save(body)
     data = body.read_bytes()
@@ -223,7 +236,7 @@ def test_a_request_that_finds_the_spool_full_gets_503_with_retry_after(tmp_path:
         try:
             assert started.wait(120)
             refused = ask(inline)
-            while refused.status_code == 200:  # the service has not read the first piece yet
+            while refused.status_code == 200:  # the service has not read the remote picture yet
                 refused = ask(inline)
         finally:
             go_on.set()

@@ -1,4 +1,4 @@
-"""Tests that a request's media become files in its directory within the limits of the media policy."""
+"""Tests that the service writes a request's media to its directory, within the limits of the media policy."""
 
 import asyncio
 import os
@@ -110,7 +110,7 @@ async def test_a_file_that_grows_while_it_is_read_stays_within_the_limits(
 async def test_a_file_read_after_its_request_ended_is_neither_written_nor_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drop a file whose request has ended while a stalled mount delayed the read."""
+    """A stalled mount delays the read until the request has ended."""
     started, go = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
@@ -238,7 +238,7 @@ async def test_base64_of_a_jpeg_is_not_a_path(tmp_path: Path, width: int, end: s
 
 @pytest.fixture(scope="module")
 def sent() -> list[int]:
-    """Return the list of the sizes of the pieces that `/endless` has sent, in bytes."""
+    """Return a list to which `/endless` appends the size of each piece that it sends, in bytes."""
     return []
 
 
@@ -259,7 +259,7 @@ async def web_server(sent: list[int]) -> AsyncIterator[str]:
     pairs = asyncio.Barrier(2)
 
     async def crowd(_: web.Request) -> web.Response:
-        """Answer requests in pairs, with the number of requests that were open at the same time."""
+        """Wait until two requests are open, and answer each with the number of open requests that it has observed."""
         nonlocal inside
         inside += 1
         body = bytes([inside])

@@ -1,4 +1,4 @@
-"""Tests that files on a stalled mount delay only the requests that name the files."""
+"""Tests that files on a stalled mount delay only the requests that read these files."""
 
 import shutil
 import socket
@@ -19,12 +19,12 @@ from tools.serving import RunningService, running_service
 
 NUM_REQUESTS = 9
 NUM_FILES = 4
-"""Files per request. All requests together have more files than the event loop's default executor has threads (32)."""
+"""Files per request. All requests together have 36 files. The event loop's default executor has at most 32 threads."""
 
 
 @pytest.fixture
 def mount() -> Iterator[socket.socket]:
-    """Yield a listener that receives a connection from each stalled read."""
+    """Yield a listening socket, to which each stalled read connects."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         listener.settimeout(120)
         yield listener
@@ -32,7 +32,7 @@ def mount() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def folder(tmp_path: Path, media_dir: Path) -> Path:
-    """Return a media folder. Reads of its files named `stalled` stall."""
+    """Return a media folder. Reads of its files whose names begin with `stalled` block."""
     folder = tmp_path / "media"
     folder.mkdir()
     stalled = [f"stalled-{request}-{number}.jpg" for request in range(NUM_REQUESTS) for number in range(NUM_FILES)]
@@ -56,7 +56,7 @@ def stalling(tmp_path: Path, folder: Path, mount: socket.socket) -> Iterator[Run
 def test_reads_that_stall_do_not_block_other_requests_or_the_stop(
     stalling: RunningService, mount: socket.socket, folder: Path, tmp_path: Path, red_square: str
 ) -> None:
-    """Answer probes and other requests, end a request whose client has left, and stop in time."""
+    """The service answers other requests and probes, ends a request whose client has left, and stops in time."""
 
     def spooled() -> int:
         return len(list((tmp_path / "spool").iterdir()))

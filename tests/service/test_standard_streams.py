@@ -1,4 +1,4 @@
-"""Tests of a service with closed or unread standard streams."""
+"""Tests of a service whose standard streams are closed or are not read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.watching import wait_until
 
 @contextmanager
 def serving(settings: dict[str, object], stderr: IO[str], **given: Any) -> Iterator[tuple[warm.Popen, str]]:
-    """Start a service. Yield its process and URL when it is ready."""
+    """Start a service, wait until it is ready, and yield its process and URL."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     process = warm.Popen(
         [str(BIN), "serve", "--port=0", *flags],
@@ -43,7 +43,7 @@ def serving(settings: dict[str, object], stderr: IO[str], **given: Any) -> Itera
 
 @pytest.mark.slow
 def test_an_unread_log_pipe_does_not_block_the_service(settings: dict[str, object], tmp_path: Path) -> None:
-    """Start, answer and stop although the processes log more than the pipe's capacity."""
+    """The service starts, answers and stops although its processes log more than fits into the pipe."""
     read, write = os.pipe()
     size = fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     given = settings | {"spool": tmp_path / "spool", "log_level": "debug"}
@@ -55,7 +55,7 @@ def test_an_unread_log_pipe_does_not_block_the_service(settings: dict[str, objec
             for child in psutil.Process(process.pid).children()
             if "mindie_mm.engine.process.engine_process" in child.cmdline()
         ]
-        engine.kill()  # the restarted engine logs as much at its start
+        engine.kill()  # the restarted engine must also start although it cannot log
         body = {"prompt": "What?", "max_tokens": 1}
         wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
         assert httpx2.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
@@ -70,7 +70,7 @@ def test_an_unread_log_pipe_does_not_block_the_service(settings: dict[str, objec
 def test_a_service_started_without_standard_streams_opens_no_socket_there(
     settings: dict[str, object], tmp_path: Path, closed: tuple[str, ...]
 ) -> None:
-    """Open no socket on descriptors 0 to 2.
+    """A socket must not get a descriptor from 0 to 2.
 
     Libraries would print to such a socket, and libuv refuses to close it.
     """
@@ -89,9 +89,9 @@ def test_a_service_started_without_standard_streams_opens_no_socket_there(
 
 @pytest.mark.slow
 def test_closing_the_terminal_stops_the_service_like_sigterm(settings: dict[str, object], tmp_path: Path) -> None:
-    """Finish running requests after SIGHUP.
+    """The service finishes running requests after SIGHUP.
 
-    The signal reaches the whole foreground process group, and only the service's main process acts on it.
+    The signal reaches the whole foreground process group, but only the service's main process reacts.
     """
     with (
         (tmp_path / "log").open("w") as errors,

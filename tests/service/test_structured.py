@@ -106,7 +106,7 @@ async def test_answers_without_a_schema_are_not_changed_by_neighbours_with_one(
 
 @pytest.mark.parametrize("strict", [True, False, None])
 def test_objects_have_no_other_properties(client: openai.OpenAI, strict: bool | None) -> None:
-    """Close objects whose schema does not mention other properties, as in pydantic's `model_json_schema`."""
+    """A schema that does not mention additional properties, such as one that pydantic generates, forbids them."""
     schema = {
         "type": "object",
         "properties": {"colour": {"enum": ["red", "green"]}, "in": {"$ref": "#/$defs/In"}},
@@ -141,7 +141,7 @@ SHUT = {**OPEN, "additionalProperties": False}
         ({"allOf": [OPEN]}, {"allOf": [SHUT]}),
         ({"allOf": [OPEN, {"required": ["a"]}]}, {"allOf": [SHUT, {"required": ["a"]}]}),
         (OPEN | {"anyOf": [{"required": ["a"]}]}, SHUT | {"anyOf": [{"required": ["a"]}]}),
-        # Each of these names only some properties of the object.
+        # In these cases, no single schema lists all properties of the object, so the object stays open.
         ({"allOf": [OPEN, OPEN]}, {"allOf": [OPEN, OPEN]}),
         (OPEN | {"oneOf": [OPEN]}, OPEN | {"oneOf": [OPEN]}),
         (OPEN | {"allOf": [{"items": OPEN}, OPEN]}, OPEN | {"allOf": [{"items": SHUT}, OPEN]}),
@@ -159,7 +159,7 @@ def test_which_objects_are_closed(given: Any, expected: Any) -> None:
 
 
 def test_who_decides_on_other_properties() -> None:
-    """The schema's own word, then `strict`, then the service's setting."""
+    """`additionalProperties` in the schema takes precedence over `strict`, and `strict` over the service's setting."""
 
     def made(schema: dict[str, Any], strict: bool | None, *, close: bool) -> Any:
         named = {"schema": schema, "strict": strict}
@@ -199,11 +199,17 @@ def test_null_equals_an_absent_key(http: Any, given: dict[str, Any]) -> None:
     ("given", "message"),
     [
         ({"type": "json_object", "scheme": SCENE}, "response_format.scheme: Extra inputs"),
-        ({"type": "json_schema", "schema": SCENE, "value": SCENE}, "is 'json_schema' and has a schema and a value"),
-        ({"type": "regex", "schema": SCENE}, "is 'regex' and has a schema"),
-        ({"type": "regex", "value": SCENE}, "its value must be a text"),
-        ({"type": "json_object", "json_schema": {"schema": SCENE}}, "is 'json_object' and has a json_schema"),
-        ({"type": "text", "json_schema": {"schema": SCENE}}, "is 'text' and has a json_schema"),
+        (
+            {"type": "json_schema", "schema": SCENE, "value": SCENE},
+            "is 'json_schema', and response_format has schema and value",
+        ),
+        ({"type": "regex", "schema": SCENE}, "is 'regex', and response_format has schema"),
+        ({"type": "regex", "value": SCENE}, "its value must be a string"),
+        (
+            {"type": "json_object", "json_schema": {"schema": SCENE}},
+            "is 'json_object', and response_format has json_schema",
+        ),
+        ({"type": "text", "json_schema": {"schema": SCENE}}, "is 'text', and response_format has json_schema"),
         ({"type": "json_schema", "json_schema": {"name": "x", "json_schema": SCENE}}, "json_schema.json_schema: Extra"),
     ],
 )

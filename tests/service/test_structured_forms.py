@@ -1,4 +1,4 @@
-"""Every request field for structured outputs must have the same effect as vLLM's `structured_outputs`."""
+"""Tests that every request field for structured outputs has the same effect as vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VLLMS: dict[str, dict[str, Any]] = {
     "tag": {"structural_tag": json.dumps(TAG)},
     "older tag": {"structural_tag": json.dumps(OLDER_TAG)},
 }
-"""vLLM's form of each description."""
+"""Values of vLLM's `structured_outputs`, one for each kind of description, by name."""
 FORMS: list[tuple[str, dict[str, Any]]] = [
     ("json", {"structured_outputs": {"json": TEXT_OF_SCHEMA}}),
     ("json", {"structured_outputs": {"json": SCHEMA, "regex": None, "disable_any_whitespace": True}}),
@@ -105,7 +105,7 @@ def text(answer: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def answers(http: Any) -> dict[str, str]:
-    """The answer to each of vLLM's forms, by the name of the description."""
+    """Return the answers to requests with each of `VLLMS`, by the name of the description."""
     found = {}
     for name, wanted in VLLMS.items():
         answer = http.post(CHAT, json=asked(CHAT, {"structured_outputs": wanted})).raise_for_status().json()
@@ -167,7 +167,7 @@ async def test_a_batch_gives_the_same_as_each_alone(service: RunningService, ans
         ({"structured_outputs": {}}, "structured_outputs", "has none; give exactly one of json, regex"),
         ({"structured_outputs": {"whitespace_pattern": " ", "regex": "a"}}, "structured_outputs", "whitespace_pattern"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs", "must be a JSON schema"),
-        ({"guided_json": 5}, "guided_json", "must be a JSON schema, as an object or as a text"),
+        ({"guided_json": 5}, "guided_json", "must be a JSON schema, as an object or a string"),
         ({"guided_json": "{"}, "guided_json", "not valid JSON"),
         ({"guided_choice": "one"}, "guided_choice", "list"),
         ({"guided_choice": [1]}, "guided_choice", "string"),
@@ -240,12 +240,12 @@ SERVED: dict[str, dict[str, Any]] = {
     "ambiguous Lark": {"grammar": 'start: start start start | "a" | ""'},
     "1,000 choices": {"guided_choice": [f"choice {i}" for i in range(1000)]},
 }
-"""Descriptions that look bad, and whose compilation and masks are bounded all the same."""
+"""Descriptions that look expensive, but whose compilation and masks take limited time."""
 
 
 @pytest.fixture
 def regex_is_served(http: Any, answers: dict[str, str]) -> Any:
-    """Check afterwards that the service goes on."""
+    """Check after the test that the service still answers correctly."""
     yield
     answer = http.post(CHAT, json=asked(CHAT, {"structured_outputs": VLLMS["regex"]})).raise_for_status().json()
     assert text(answer) == answers["regex"]

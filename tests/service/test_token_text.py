@@ -1,4 +1,4 @@
-"""Tests of the bytes and offsets of tokens, with both kinds of vocabulary whose tokens may split characters."""
+"""Tests of the bytes and text offsets of tokens, with the two kinds of vocabulary whose tokens may split characters."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -36,7 +36,7 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def byte_fallback() -> Tokenizer:
-    """Return a tokenizer with byte pieces, like SentencePiece."""
+    """Return a tokenizer that falls back to one token per byte, as SentencePiece does."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁red", "\ufffd", "a"]
     tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
@@ -47,7 +47,10 @@ def byte_fallback() -> Tokenizer:
 
 
 async def offsets(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Return the offsets of TextOffsets once checked against the text that a Detokenizer outputs before each token."""
+    """Return the offsets that TextOffsets computes.
+
+    Check first that each offset is the length of the text that a Detokenizer outputs before the token.
+    """
     detokenizer, num_characters, expected = Detokenizer(tokenizer), 0, []
     for token_id in ids:
         expected.append(num_characters)
@@ -96,14 +99,14 @@ async def test_offsets_continue_after_an_echoed_prompt(byte_level: Tokenizer) ->
 
 
 async def test_offsets_of_incomplete_characters_take_linear_time(byte_level: Tokenizer) -> None:
-    """Take linear time, because decoding all bytes again for each token would block the service for minutes."""
+    """If all bytes were decoded again for each token, the service would be blocked for minutes."""
     (part,) = [i for i in range(byte_level.get_vocab_size()) if token_bytes(byte_level, i) == b"\x80"]
     with processor_time_below(20):
         assert (await TextOffsets(byte_level).echoed([part] * 32_768))[-1] > 32_000
 
 
 async def with_turns(work: Awaitable[Any]) -> tuple[Any, int]:
-    """Return the result of the work, and how often another task ran meanwhile."""
+    """Return the result of `work`, and how often another task ran before `work` ended."""
     turns, ended = 0, asyncio.Event()
 
     async def others() -> None:
@@ -145,7 +148,7 @@ async def test_formatting_many_log_probabilities_lets_other_tasks_run(byte_level
 
 
 async def detokenized(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], at_once: int) -> tuple[str, bytes]:
-    """Return the text that a Detokenizer outputs, and the bytes of the tokens that are released with it."""
+    """Return the text that a Detokenizer outputs, and the bytes of the tokens that a LogprobsBuffer releases."""
     detokenizer, buffer, text, spelled = (
         Detokenizer(tokenizer, stop),
         LogprobsBuffer(tokenizer, SamplingParams(stop=stop)),

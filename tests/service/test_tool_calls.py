@@ -1,4 +1,4 @@
-"""Tests of tool calls with a model whose chat template has no place for tools."""
+"""Tests of tool calls with a model whose chat template does not use the variable `tools`."""
 
 import json
 from typing import Any
@@ -110,7 +110,7 @@ def test_the_fields_of_a_plain_chat_work_beside_tools(client: openai.OpenAI) -> 
     )
     ids = [whole(answer, index).ids[0] for index in range(3)]
     assert len({*ids}) == 3
-    # The model may call a tool, or answer with JSON.
+    # If tool_choice is "auto", the model may call a tool or answer with JSON.
     schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
     shaped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     both = ask(client, response_format=shaped)
@@ -119,7 +119,7 @@ def test_the_fields_of_a_plain_chat_work_beside_tools(client: openai.OpenAI) -> 
 
 
 def test_vllms_fields_work_beside_tools(http: httpx2.Client) -> None:
-    """Continue a message with a call, and echo the message. Each token of the call is reported once in a stream."""
+    """The answer continues a message with a call and echoes the message. A stream reports each token once."""
     body: dict[str, Any] = {
         "messages": [*HELLO, {"role": "assistant", "content": "I look."}],
         "continue_final_message": True,
@@ -175,7 +175,7 @@ def test_tools_and_calls_are_described_where_the_template_has_no_place(http: htt
     assert found.endswith(history)
     bare = prompt(http, messages)
     assert bare == f"<|im_start|>system\nBe brief.<|im_end|>\n{history}"
-    # Open WebUI always sends tools, and calls with an index.
+    # Open WebUI always sends tools, and its earlier calls have an index.
     body = {"model": "tiny", "messages": messages, "tools": TOOLS, "stream": True, "max_tokens": 8}
     assert http.post(CHAT, json=body).status_code == 200
 
@@ -190,7 +190,7 @@ WIDE = {"type": "object", "properties": {f"field_{i}": {"enum": [f"{i} {j}" for 
     ("tools", "param", "message"),
     [
         ([tool(f"tool_{i}") for i in range(1000)], "tools", "Offer fewer tools"),
-        ([tool("a" * 10_000)], "tools", "has 10000 characters; give 1 to 256"),
+        ([tool("a" * 10_000)], "tools", "has 10000 characters; it must have 1 to 256"),
         ([tool("")], "tools", "has 0 characters"),
         ([tool("a\0b")], "tools", "cannot be printed"),
         ([tool("a\ud800")], None, ""),
@@ -207,6 +207,7 @@ WIDE = {"type": "object", "properties": {f"field_{i}": {"enum": [f"{i} {j}" for 
             "a tool are not supported: failed to compile JSON schema: Invalid type: c",
         ),
         ([tool("a", {"properties": 3})], "tools", ""),
+        ([tool("a", strict="yes")], "tools", "strict is of type str; it must be true or false"),
     ],
     ids=lambda given: str(given)[:40],
 )
@@ -223,7 +224,7 @@ def test_tools_that_cannot_be_served_are_refused_within_a_second(
             assert (answer.status_code, message in error["message"]) == (400, True), error
             assert "\n" not in error["message"]
             assert param in (None, error["param"])
-        else:  # other schemas are enforced lazily, or not at all
+        else:  # the service may check other schemas only when a tool is called, or not at all
             assert answer.status_code in (200, 400)
     assert http.get("/health").status_code == 200
     assert service.wait_until_free()["blocks"] == 0
@@ -236,6 +237,7 @@ def test_tools_that_cannot_be_served_are_refused_within_a_second(
         ("sometimes", "tool_choice is 'sometimes'; it must be"),
         ({"type": "web_search"}, "it must be"),
         ({"type": "function", "function": {"name": 5}}, "it must be"),
+        ({"type": "function", "function": {"name": ""}}, "names '', which is not the name of a tool"),
         ([], "it must be"),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "it must be"),
     ],

@@ -30,7 +30,10 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Hello!"}]
 
 @pytest.fixture(scope="module")
 def handy(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
-    """Run the embedded checkpoint with markers that are special tokens, and with a template that uses them."""
+    """Run the embedded checkpoint with two changes.
+
+    The markers of tool calls and reasoning are special tokens, and the chat template renders tools and reasoning.
+    """
     folder = tmp_path_factory.mktemp("handy")
     shutil.copytree(TINY, folder / "tiny")
     tokenizer_config = json.loads((folder / "tiny/tokenizer_config.json").read_text())
@@ -102,7 +105,7 @@ def test_the_reasoning_effort_reaches_the_template(handy: RunningService, handy_
 
 
 def ask(handy: RunningService, **changes: Any) -> Assembled:
-    """Return the first choice of an answer, streamed if `changes` say so."""
+    """Return the first choice of an answer. The answer is streamed if `changes` contains `stream=True`."""
     with openai.OpenAI(base_url=f"{handy.url}/v1", api_key="none", max_retries=0) as client:
         given = {"model": handy.model, "messages": MESSAGES, "temperature": 0, "max_tokens": 64} | changes
         if given.get("stream"):
@@ -121,7 +124,7 @@ def test_markers_that_are_special_tokens_frame_calls_and_never_show(handy: Runni
     assert answer.tokens[0] == "<tool_call>"
     assert "</tool_call>" in answer.tokens
     assert len(answer.tokens) == answer.usage.completion_tokens
-    # A marker that begins no call is no text either.
+    # A marker that does not begin a call is not shown as text either.
     stray = ask(handy, logit_bias={"788": 100}, max_tokens=5, **plain)
     assert (stray.content, stray.finish_reason, stray.usage.completion_tokens) == ("", "length", 5)
 
@@ -189,7 +192,7 @@ def test_structured_outputs_begin_after_the_reasoning(handy: RunningService, str
         assert (called.calls, bool(called.reasoning)) == ([("weigh", "{}")], thinks)
         shaped = ask(handy, stream=stream, extra_body=extra | {"structured_outputs": {"choice": ["yes", "no"]}})
         assert (shaped.content in ("yes", "no"), bool(shaped.reasoning)) == (True, thinks)
-    # Where the prompt leaves it to the model: it reasons first, or not at all.
+    # If the prompt does not decide whether to reason, the model may reason first or answer at once.
     for bias in ({"789": 100}, {"789": -100}):
         extra = {"thinking_token_budget": 5, "structured_outputs": {"choice": ["yes", "no"]}}
         shaped = ask(handy, stream=stream, extra_body=extra, logit_bias=bias)

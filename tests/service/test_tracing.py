@@ -1,4 +1,4 @@
-"""Tests of the OpenTelemetry spans that a collector receives."""
+"""Tests of the OpenTelemetry spans that the service sends to a collector."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 
 
 class Collector:
-    """A collector that receives OTLP over HTTP on loopback."""
+    """A collector that receives spans as OTLP over HTTP at a loopback address."""
 
     def __init__(self) -> None:
         self.bodies: queue.Queue[bytes] = queue.Queue()
@@ -36,7 +36,7 @@ class Collector:
         self.url = ""
 
     def wait_for(self, number: int) -> list[Any]:
-        """Return the spans once `number` of them have arrived."""
+        """Wait until at least `number` spans have arrived, and return all spans."""
         deadline = time.monotonic() + 30
         while len(self.spans) < number:
             body = self.bodies.get(timeout=max(0.01, deadline - time.monotonic()))
@@ -92,8 +92,8 @@ def traced(
 ) -> Iterator[list[Any]]:
     """Yield the spans of three requests.
 
-    The first streams an answer about a picture within a trace of the client. The second has two choices. The third is
-    refused.
+    The first request belongs to a trace of the client, and streams an answer about a picture. The second has two
+    choices. The third is refused.
     """
     folder = tmp_path_factory.mktemp("traced")
     environment = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=test"}

@@ -1,4 +1,4 @@
-"""Tests of usage by kind of token and of timings by stage."""
+"""Tests of the fields `usage`, which counts tokens by kind, and `timings`, which lists the time of each stage."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_usage_counts_cached_tokens(client: openai.OpenAI) -> None:
 
 
 def test_a_cache_salt_separates_cached_prompts(client: openai.OpenAI, http: Any, red_square: str) -> None:
-    text = "a blue circle, " * 60  # longer than a block on every device
+    text = "a blue circle, " * 60  # longer than a KV block on every device
     parts = [*content(red_square), {"type": "text", "text": text}]
 
     def cached(salt: str) -> bool:
@@ -89,13 +89,14 @@ def test_timings_cover_each_stage(client: openai.OpenAI, red_square: str) -> Non
         assert all(seconds >= 0 for seconds in found.values())
         assert min(found["fetch_s"], found["preprocess_s"], found["prefill_s"], found["decode_s"]) > 0
         stages = [seconds for name, seconds in found.items() if name not in ("total_s", "tower_s")]
-        # Each stage states its longest time. With two choices, one may have waited while the other was decoded.
+        # Each stage reports the longest time of all choices. With two choices, one may wait while the other is decoded,
+        # so the sum of the stages may exceed the total.
         assert (max(stages) if "n" in extra else sum(stages)) <= found["total_s"] + 0.01
         assert found["tower_s"] <= found["prefill_s"]
 
 
 def test_an_answer_that_a_stop_string_ends_is_timed(client: openai.OpenAI, service: RunningService) -> None:
-    """Time an answer that the service ends at a stop string, of which the engine does not know."""
+    """The engine does not know stop strings, so the service itself ends the answer."""
     before = metric(service, "request_decode_time_seconds_count")
     text = CHAT_ANSWERS["hello"]
     answer = ask(client, "Hello!", max_tokens=64, stop=[text[-2:]], extra_body={"timings": True})
@@ -121,7 +122,7 @@ def test_a_stream_ends_with_its_timings(client: openai.OpenAI) -> None:
 
 
 def test_continuous_usage_stats_grow_to_the_final_usage(client: openai.OpenAI) -> None:
-    """Report the usage of all choices together in each chunk, and end with the final usage."""
+    """Each chunk reports the usage of all choices together. The last chunk reports the final usage."""
     options: dict[str, Any] = {"stream": True, "n": 2, "max_tokens": 8}
     wanted = {"include_usage": True, "continuous_usage_stats": True}
     completion: dict[str, Any] = {"model": "tiny", "prompt": "What colour"}

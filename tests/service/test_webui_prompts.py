@@ -1,4 +1,4 @@
-"""Tests of pictures inside prompt strings, in the form of text-generation-webui."""
+"""Tests of prompt strings that contain pictures as `<img>` tags, as text-generation-webui sends them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHAT = "What is in the image?"
 
 
 def tag(image: Any, **settings: Any) -> str:
-    """Return an image as an <img> tag."""
+    """Return an `<img>` tag that contains `image` as a JPEG in a data URL."""
     return f'<img src="data:image/jpeg;base64,{base64.b64encode(encoded(image, "JPEG", **settings)).decode()}">'
 
 
@@ -32,7 +32,7 @@ def blue() -> str:
 
 
 def turn(question: str) -> str:
-    """Return a user's turn as text in the form of the embedded checkpoint's template, without control tokens."""
+    """Return a user's turn as the embedded checkpoint's template renders it, but without control tokens."""
     return f"user\n{question}\nassistant\n"
 
 
@@ -44,7 +44,10 @@ def ids_of(http: httpx2.Client, **body: Any) -> list[int]:
 
 
 def as_items(http: httpx2.Client, *parts: str) -> dict[str, Any]:
-    """Return the answer of /infer to the parts as items without a template. Parts that are data URLs are pictures."""
+    """Send `parts` as items to /infer without the chat template, and return the answer.
+
+    Parts that are data URLs become pictures.
+    """
     items = [{"image" if part.startswith("data:") else "text": part} for part in parts]
     body = {"inputs": items, "chat_template": False, "parameters": {"max_new_tokens": 8}}
     answer: dict[str, Any] = http.post("/infer", json=body).json()

@@ -1,4 +1,4 @@
-"""Tests of invalid settings, whose errors name the setting."""
+"""Tests of invalid settings. The error gives the name of the setting."""
 
 import math
 
@@ -14,7 +14,7 @@ from mindie_mm.settings.sources import configuration, from_environment, read_fil
 @pytest.mark.parametrize("empty", ["", ",", " , "])
 @pytest.mark.parametrize("name", ["API_KEY", "ALLOWED_MEDIA_DOMAINS"])
 def test_an_empty_list_in_the_environment_is_refused(monkeypatch, name, empty):
-    """Refuse the empty list, because ignoring an intended key would leave the service open."""
+    """If an empty list of keys meant that there are no keys, a mistake would leave the service open to everybody."""
     monkeypatch.setenv(f"MINDIE_MM_{name}", empty)
     with pytest.raises(InputError, match=f"MINDIE_MM_{name} is '{empty}', which is empty"):
         from_environment(ServiceConfig)
@@ -23,7 +23,7 @@ def test_an_empty_list_in_the_environment_is_refused(monkeypatch, name, empty):
 @pytest.mark.parametrize("empty", ["", " "])
 @pytest.mark.parametrize("name", ["allowed_media_dir", "spool", "host"])
 def test_an_empty_string_is_refused_in_every_source(monkeypatch, tmp_path, name, empty):
-    """Refuse an empty path, as from `${DIR:-}`. It would give clients all files of the working directory."""
+    """An empty path, as from `${DIR:-}`, would give clients access to all files of the working directory."""
     message = f"is '{empty}', which is empty"
     monkeypatch.setenv(f"MINDIE_MM_{name.upper()}", empty)
     with pytest.raises(InputError, match=f"MINDIE_MM_{name.upper()} {message}"):

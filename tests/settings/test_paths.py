@@ -1,4 +1,4 @@
-"""Tests of relative paths, which are resolved when they are given."""
+"""Tests of relative paths. They are resolved when a setting or an argument is given."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from tests.media_samples import encoded, photograph
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return the working directory, which contains a checkpoint and a picture."""
+    """Return the working directory. It contains a checkpoint and a picture."""
     (tmp_path / "tiny").symlink_to(EMBEDDED)
     (tmp_path / "a.jpg").write_bytes(encoded(photograph("chelsea.png", (60, 48))))
     monkeypatch.chdir(tmp_path)
@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def removed(tmp_path, monkeypatch):
-    """Change to a working directory that is then removed."""
+    """Change to a new working directory, and remove it."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -107,7 +107,10 @@ def test_absolute_paths_work_in_a_removed_directory():
     [("plugins:/a:.", "{0}/plugins:/a:{0}"), ("/a:/b/../c", "/a:/b/../c"), ("", ""), ("/a:", "/a:{0}")],
 )
 def test_child_processes_import_from_the_same_folders(folder, monkeypatch, given, kept):
-    """Make entries absolute like `site`. An empty entry is the working directory."""
+    """Entries of sys.path become absolute, as with Python's module `site`.
+
+    An empty entry means the working directory.
+    """
     monkeypatch.setenv("PYTHONPATH", given)
     keep_python_path()
     assert os.environ["PYTHONPATH"] == kept.format(folder)

@@ -1,4 +1,4 @@
-"""Tests of environment variables that look like settings. Warnings state only their names."""
+"""Tests of environment variables whose names resemble settings. Warnings contain the names but no values."""
 
 import dataclasses
 import os
@@ -37,7 +37,7 @@ def test_the_variable_of_every_setting_is_known(monkeypatch):
 
 
 def test_variables_of_kubernetes_services_are_not_reported(monkeypatch):
-    """Ignore the variables of Services named mindie-mm and mindie-mm-canary."""
+    """Kubernetes sets variables such as MINDIE_MM_SERVICE_HOST for Services named mindie-mm and mindie-mm-canary."""
     for name, value in {
         "SERVICE_HOST": "10.0.0.1",
         "SERVICE_PORT": "80",

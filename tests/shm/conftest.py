@@ -23,7 +23,7 @@ def hear(): return sys.stdin.readline().strip()
 
 
 class Process:
-    """A Python process that runs a script and exchanges lines with the test."""
+    """A Python process that runs a script, prints lines for the test and reads lines from the test."""
 
     def __init__(self, script: str, *args: object) -> None:
         command = [sys.executable, "-c", PREAMBLE + script, *map(str, args)]
@@ -36,7 +36,7 @@ class Process:
         print(*values, file=self.popen.stdin, flush=True)
 
     def kill(self) -> None:
-        """Send SIGKILL and wait until the process has ended."""
+        """Send SIGKILL, and wait until the process has ended."""
         self.popen.kill()
         self.popen.wait()
 

@@ -1,4 +1,4 @@
-"""Tests of an arena's owner: create, allocate, publish, wait and close."""
+"""Tests of what an arena's owner does: create, allocate, publish, wait and close."""
 
 from __future__ import annotations
 
@@ -133,19 +133,19 @@ def test_the_owner_frees_a_published_block_at_once_without_a_descriptor(path_fil
     with Arena.create(PAGE, quota_bytes=PAGE) as arena:
         descriptors = psutil.Process().num_fds()
         with arena.allocate(PAGE_SPECS, path_file=path_file) as block:
-            arena.free(block)  # no effect: an unpublished block belongs to its writer
+            arena.free(block)  # no effect: only the writer may free an unpublished block
             ref = block.publish()
         arena.free(block)
         assert psutil.Process().num_fds() == descriptors
         with pytest.raises(StaleReference, match="is free"):
             attach(ref)
-        # The arena and the quota of the request have room for another block.
+        # The first block is freed, so the arena and the request's quota have room for another block.
         with arena.allocate(PAGE_SPECS, path_file=path_file, timeout_s=0) as second:
             second.publish()
-        arena.free(block)  # no effect: the second block has reused the space
+        arena.free(block)  # no effect: the second block has reused the space of the first
         assert arena.num_blocks == 1
         assert release(path_file) == 1
-        arena.free(second)  # released but not swept yet
+        arena.free(second)  # the block has been released, but the owner has not swept it yet
         assert arena.num_blocks == 0
     arena.free(second)
 
@@ -184,7 +184,7 @@ def test_a_digest_has_16_to_64_bytes(arena: Arena, size: int) -> None:
         ({f"a{i}": ArraySpec((1,), "bool") for i in range(65)}, "65 arrays; it must have 1 to 64"),
         ({"": ArraySpec((1,), "bool")}, "0 bytes; it must have 1 to 255"),
         ({"n" * 256: ArraySpec((1,), "bool")}, "256 bytes; it must have 1 to 255"),
-        ({"x": ArraySpec((1 << 20,), "uint8")}, "block has [0-9]+ bytes; the arena has 1048576"),
+        ({"x": ArraySpec((1 << 20,), "uint8")}, "block has [0-9]+ bytes; the limit is 1048576"),
         ({"x": ArraySpec((1 << 41,), "uint8")}, "limit is 47"),
     ],
 )
@@ -237,7 +237,7 @@ def test_a_small_request_does_not_overtake_a_waiting_large_one(arena: Arena) -> 
 
 
 def test_a_closed_arena_refuses_allocation_while_other_threads_wait(arena: Arena) -> None:
-    arena._line.tickets.append(SimpleQueue())  # a thread that has not noticed the close yet
+    arena._line.tickets.append(SimpleQueue())  # a thread that has not yet noticed that the arena is closed
     arena.close()
     with pytest.raises(SharedMemoryError, match="is closed"):
         arena.allocate(PAGE_SPECS, path_file=None)
@@ -292,7 +292,7 @@ def test_a_removed_truncated_or_overwritten_arena_is_reported_as_lost(
 
 @pytest.mark.parametrize("size", [0, PAGE])
 def test_freeing_a_block_of_a_truncated_arena_does_nothing(arena: Arena, size: int) -> None:
-    """Leave the table of a truncated arena alone, because a write into the table would raise SIGBUS."""
+    """Freeing does not write into the table of a truncated arena, because the write would raise SIGBUS."""
     with arena.allocate(SPECS, path_file=None) as block:
         block.publish()
     os.truncate(arena.path, size)
@@ -326,7 +326,7 @@ def test_each_reuse_of_an_entry_has_another_generation(arena: Arena) -> None:
 
 
 def test_many_threads_allocate_and_free_without_corruption(arena: Arena) -> None:
-    """Allocate more blocks than fit at once and read each block back as written."""
+    """More blocks are allocated than fit at once. Each block contains the bytes that its thread wrote."""
     wrong: list[int] = []
 
     def work(seed: int) -> None:

@@ -108,7 +108,7 @@ def test_the_owner_keeps_its_counters_in_the_arena_file(arena: Arena) -> None:
 
 
 def test_freed_blocks_are_swept_long_before_the_arena_is_full() -> None:
-    """Spread sweeping over allocations, so that freed blocks return early."""
+    """Each allocation also sweeps some of the blocks, so that freed blocks are reclaimed early."""
     with Arena.create(64 * MiB) as arena:
         kept = [publish(arena, {"x": ArraySpec((10,), "uint8")}) for _ in range(500)]
         for _ in range(2000):
@@ -118,7 +118,7 @@ def test_freed_blocks_are_swept_long_before_the_arena_is_full() -> None:
 
 
 def test_a_waiting_request_is_served_when_a_lease_expires(arena: Arena) -> None:
-    """Poll for expired leases while a request waits, because no notification announces them."""
+    """No notification announces an expired lease, so the waiting request polls."""
     publish(arena, {"x": ArraySpec((900 * 1024,), "uint8")}, lease_s=0.2)
     served = threading.Event()
 
@@ -168,7 +168,7 @@ def test_an_impossible_request_is_refused_while_others_wait(arena: Arena, tmp_pa
     waiting.start()
     while not arena._line.tickets:
         threading.Event().wait(0.001)
-    with pytest.raises(LimitExceeded, match="the arena has 1048576"):
+    with pytest.raises(LimitExceeded, match="the limit is 1048576"):
         arena.allocate({"x": ArraySpec((2 * MiB,), "uint8")}, path_file=None)
     with pytest.raises(LimitExceeded, match="a request may hold at most 524288"):
         arena.allocate({"x": ArraySpec((900 * 1024,), "uint8")}, path_file=tmp_path / "shm_name.txt")
@@ -181,7 +181,7 @@ def test_an_impossible_request_is_refused_while_others_wait(arena: Arena, tmp_pa
 
 
 def test_pieces_that_cannot_be_mapped_leak_no_space(start) -> None:
-    """Use up the descriptors of a separate process, so that no piece can be mapped."""
+    """A separate process uses up its file descriptors, so that no piece can be mapped."""
     process = start("""
 import resource
 with Arena.create(1 << 20) as arena:

@@ -1,4 +1,4 @@
-"""Tests of the heap's fragmentation under weeks of mixed traffic and under adversarial patterns."""
+"""Tests of the heap's fragmentation: weeks of mixed traffic, and adversarial patterns."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mindie_mm.shm.owner.heap import Heap
 KiB, MiB = 1 << 10, 1 << 20
 START = 1 << 20
 DEADLINE_S = 10.0
-"""Time that a request waits in line before it gives up."""
+"""Time in seconds that a request waits in the queue before it gives up."""
 
 BOUNDS = {16: 0.75, 32: 0.55, 64: 0.40, 128: 0.25, 256: 0.20}
-"""Share of free bytes above which a request of at most 1/n of the capacity always fits in one piece.
+"""Bounds by n. If a larger share of the bytes is free, a request of 1/n of the capacity fits in one piece.
 
-The worst shares over 80 weeks are 0.69, 0.49, 0.36, 0.21 and 0.15. Best fit, first fit, small and large blocks from
-opposite ends, and power-of-two sizes all lie within a few hundredths of these values: blocks that cannot be moved
-allow no better result. Therefore a block may lie in several pieces.
+In simulations of 80 weeks, the worst shares were 0.69, 0.49, 0.36, 0.21 and 0.15. Other strategies lie within a few
+hundredths of these values: best fit, first fit, small and large blocks at opposite ends, and sizes that are powers of
+two. Blocks that cannot be moved allow no better result. Therefore, a block may consist of several pieces.
 """
 PIECES = 64
 
@@ -35,7 +35,7 @@ class Room:
         self.capacity = capacity
         self.heap = Heap(START, START + capacity)
         self.held: dict[int, Pieces] = {}
-        """Pieces of each block by the offset of the first piece."""
+        """Pieces of each block, by the offset of its first piece."""
         self.most_pieces = 1
 
     def allocate(self, size: int) -> int | None:
@@ -44,7 +44,7 @@ class Room:
         return None if found is None else self._hold(size, (found,))
 
     def scatter(self, size: int) -> int | None:
-        """Allocate a block in several pieces, as an arena does when no single hole is large enough."""
+        """Allocate a block in several pieces, as an arena does if no hole is large enough."""
         pieces = self.heap.scatter(size, 4096, PIECES)
         if pieces is None:
             return None
@@ -66,7 +66,7 @@ class Room:
         return self.heap.free_bytes / self.capacity
 
     def check(self) -> None:
-        """Assert that no two blocks share a byte and that every byte is in a block or free."""
+        """Assert that no two blocks share a byte, and that every other byte of the heap is free."""
         at = START
         pieces = sorted(itertools.chain.from_iterable(self.held.values()))
         for offset, nbytes in pieces:
@@ -76,7 +76,7 @@ class Room:
         assert self.heap.free_bytes == self.capacity - sum(nbytes for _, nbytes in pieces)
 
     def empty(self) -> None:
-        """Free all blocks and assert that the capacity comes back in one piece."""
+        """Free all blocks, and assert that the whole capacity is then free in one piece."""
         self.check()
         for offset in list(self.held):
             self.free(offset)
@@ -84,25 +84,25 @@ class Room:
 
 
 def pictures(draw: random.Random, pixels: float, spread: float) -> int:
-    """Return the bytes of a picture's patches: three per pixel, sides in multiples of 28, and the header."""
+    """Return the size in bytes of a picture's patches and header. The picture's sides are multiples of 28."""
     side = math.sqrt(pixels * draw.lognormvariate(0, spread))
     width, height = (28 * max(1, round(side * ratio / 28)) for ratio in (1.2, 0.85))
     return 3 * width * height + 512
 
 
 def requests(draw: random.Random, videos: float, scans: list[int]) -> Iterator[tuple[int, int, float]]:
-    """Yield (bytes, number of concurrent blocks of this size, lifetime in s) from tenants with different mixes."""
+    """Yield (bytes, number of concurrent blocks of this size, lifetime in s) for tenants with different media."""
     while True:
         tenant, lifetime, number = draw.random(), draw.expovariate(1 / 20), 1
-        if tenant < 0.35:  # thumbnails of a feed
+        if tenant < 0.35:  # thumbnails for a feed
             size, number, lifetime = pictures(draw, 200 * 200, 0.5), draw.choice((1, 1, 1, 10)), lifetime / 4
         elif tenant < 0.80:  # photographs, up to 20 MB
             size = min(pictures(draw, 1280 * 960, 0.9), 20 * MiB)
-        elif tenant < 1 - 2 * videos:  # scanned documents: few page sizes, several pages at once
+        elif tenant < 1 - 2 * videos:  # scanned documents: a few page sizes, and several pages at once
             size, number = draw.choice(scans), draw.choice((1, 4, 12))
-        elif tenant < 1 - videos:  # clips
+        elif tenant < 1 - videos:  # short videos
             size, lifetime = int(draw.uniform(4, 30) * MiB), lifetime * 3
-        else:  # videos up to the limit of 80 MB; their requests run for minutes
+        else:  # videos of up to 80 MB, whose requests take minutes
             size, lifetime = min(80 * MiB, int(draw.lognormvariate(math.log(60 * MiB), 0.8))), lifetime * 6
         if draw.random() < 0.001:
             number *= 20
@@ -112,14 +112,14 @@ def requests(draw: random.Random, videos: float, scans: list[int]) -> Iterator[t
 def week(seed: int, capacity: int, videos: float, load: float) -> Iterator[tuple[float, int, float]]:
     """Yield (time in s, bytes, lifetime in s).
 
-    `load` is the demand at noon in capacities, if every block fitted.
+    `load` is the average demand as a multiple of the capacity, if every block fitted.
     """
     draw = random.Random(seed)
     mix = requests(draw, videos, [draw.choice((1240 * 1754, 1654 * 2339, 2480 * 2640)) * 3 for _ in range(3)])
     mean = sum(size * number * lifetime for size, number, lifetime in itertools.islice(mix, 4000)) / 4000
     at = 0.0
     for size, number, lifetime in mix:
-        # A day lasts two hours and has a quiet night.
+        # A simulated day takes two hours, with less traffic at night.
         at += draw.expovariate(load * capacity / mean / 2) / (1 + 0.9 * math.sin(at / 7200 * 2 * math.pi))
         for _ in range(number):
             yield at, min(size, capacity // 2), lifetime * draw.uniform(0.5, 1.5)
@@ -135,9 +135,9 @@ WEEKS = [(1, 256, 0.0), (2, 512, 0.0), (3, 1536, 0.01), (4, 2048, 0.02), (5, 409
 def test_small_requests_do_not_wait_in_weeks_of_mixed_traffic(
     seed: int, mebibytes: int, videos: float, load: float, in_pieces: bool
 ) -> None:
-    """Let requests wait in line and give up after a while, as in an arena, for 400,000 allocations in all.
+    """If blocks may have several pieces, no request of at most 1/16 of the capacity waits while a quarter is free.
 
-    With blocks in pieces, no request of at most 1/16 of the capacity waits while a quarter of the bytes is free.
+    As in an arena, requests wait in a queue and eventually give up. All cases together make 400,000 allocations.
     """
     room = Room(mebibytes * MiB)
     bounds = {16: 0.25} if in_pieces else BOUNDS
@@ -172,7 +172,7 @@ def test_small_requests_do_not_wait_in_weeks_of_mixed_traffic(
 
 @pytest.mark.parametrize("size", [3 * KiB, 60 * KiB, 1 * MiB])
 def test_freeing_every_other_block_makes_room_only_for_blocks_of_that_size(size: int) -> None:
-    """Expect no larger hole: half of the bytes are free, but no two free blocks are adjacent."""
+    """Half of the bytes are free, but no two free blocks are adjacent, so there is no larger hole."""
     room = Room(64 * MiB)
     blocks = list(iter(lambda: room.allocate(size), None))
     for offset in blocks[::2]:
@@ -198,7 +198,7 @@ def test_blocks_of_one_size_always_find_room_again() -> None:
 
 @pytest.mark.parametrize("descending", [False, True])
 def test_repeated_filling_and_draining_uses_the_same_space(descending: bool) -> None:
-    """Fill with growing or shrinking sizes and free in the order of arrival, many times."""
+    """Fill the heap with growing or shrinking blocks and free them in the order of allocation, many times."""
     room = Room(64 * MiB)
     sizes = [4 * KiB * step for step in range(1, 200, 3)]
     filled = []
@@ -213,7 +213,7 @@ def test_repeated_filling_and_draining_uses_the_same_space(descending: bool) -> 
 
 
 def test_growing_blocks_find_room_at_half_load_up_to_a_sixteenth() -> None:
-    """Make each block slightly larger than the blocks before it, so that no hole fits the next block."""
+    """Each block is slightly larger than the blocks before it, so it does not fit where one of them was freed."""
     room = Room(64 * MiB)
     window: list[int] = []
     size = 16.0 * KiB

@@ -1,4 +1,4 @@
-"""Tests of arenas that are full, truncated, replaced, damaged, or owned by other users and namespaces."""
+"""Tests of arenas that are full, truncated, replaced or damaged, or that belong to other users and namespaces."""
 
 from __future__ import annotations
 
@@ -65,13 +65,16 @@ def info(path: Path) -> ArenaInfo | None:
 
 
 def free_paths(number: int) -> list[Path]:
-    """Return unused arena paths."""
+    """Return `number` paths that no arena uses."""
     return list(islice((path for n in range(65536) if not (path := SHM / f"mindie_mm-{n:04x}").exists()), number))
 
 
 @contextmanager
 def process(prefix: tuple[str, ...], script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
-    """Start a script in its own namespace and yield the process, which exchanges lines with the test."""
+    """Run a script in a process whose command starts with `prefix`, which may create namespaces.
+
+    Yield the process, which exchanges lines with the test.
+    """
     command = [*prefix, sys.executable, "-c", PREAMBLE + script, *map(str, args)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         try:
@@ -81,7 +84,7 @@ def process(prefix: tuple[str, ...], script: str, *args: object) -> Iterator[sub
 
 
 def run(prefix: tuple[str, ...], script: str, *args: object) -> list[str]:
-    """Run a script to its end and return the printed lines."""
+    """Run a script to its end, and return the lines that it prints."""
     command = [*prefix, sys.executable, "-c", PREAMBLE + script, *map(str, args)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"it ended with {done.returncode}: {done.stdout}"
@@ -173,7 +176,7 @@ say("closed")
 
 
 def test_a_reserved_arena_works_when_another_program_fills_the_rest() -> None:
-    """Write and read every byte of the arena from two processes without SIGBUS."""
+    """Two processes write and read every byte of the arena without SIGBUS."""
     require(FULL_SHM)
     blocks, reader, left, closed = run(FULL_SHM, FILL + RESERVED)
     assert int(blocks) >= 56
@@ -181,13 +184,13 @@ def test_a_reserved_arena_works_when_another_program_fills_the_rest() -> None:
 
 
 def test_closing_an_arena_unmaps_its_file() -> None:
-    """Unmap the file while the arena object still exists, as in a tokenizer that creates another arena."""
+    """The file is unmapped even if the arena object still exists, as in a tokenizer that replaces its arena."""
     with Arena.create(1 << 20) as arena:
         inode = arena.path.stat().st_ino
         assert arena.populated.wait(120)
         free(publish(arena))
         assert arena.used_bytes == 0
-    collect()  # the reader in this process drops its mapping at the next use
+    collect()  # the reader in this process unmaps a removed arena at its next use
     assert not arena.path.exists()
     mapped = [
         line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines() if "/dev/shm/" in line
@@ -213,7 +216,7 @@ def test_a_block_that_cannot_be_recorded_is_not_handed_out() -> None:
 
 
 def settled(arena: Arena) -> None:
-    """Wait until the owner notices a change; the owner checks its file at most once per millisecond."""
+    """Wait until the owner notices that its file has changed. It checks the file at most once per millisecond."""
     deadline = os.times().elapsed + 5
     while os.times().elapsed < deadline:
         try:
@@ -267,7 +270,10 @@ def test_a_truncated_arena_raises_instead_of_ending_the_process(size: int) -> No
 
 
 def test_another_arena_with_the_same_number_is_not_taken_for_this_one(arena: Arena) -> None:
-    """Replace the arena by a copy of another arena with a corrected header, whose blocks have other generations."""
+    """The arena is replaced by a copy of another arena with a corrected header.
+
+    The blocks of the copy have other generations.
+    """
     ref = publish(arena)
     view = attach(ref)
     with Arena.create(1 << 20) as other:
@@ -298,7 +304,7 @@ def test_another_arena_with_the_same_number_is_not_taken_for_this_one(arena: Are
 @pytest.mark.parametrize("word", [8, 16], ids=["offset", "size"])
 @pytest.mark.parametrize("value", [0, 64, PAGE, 1 << 19, 1 << 40, (1 << 64) - 1])
 def test_a_damaged_table_entry_does_not_mislead_the_owner(arena: Arena, word: int, value: int) -> None:
-    """Whatever the damaged entry contains, do not allocate any byte twice, or outside the file."""
+    """Whatever the damaged entry contains, no byte outside the file and no byte of another block is allocated."""
     damaged, other = publish(arena), publish(arena)
     with arena.path.open("r+b") as file:
         file.seek(PAGE + ENTRY_BYTES * damaged.block + word)
@@ -386,7 +392,7 @@ except InputError as error: say(error)
 
 
 def test_a_path_file_with_foreign_names_frees_only_own_blocks(arena: Arena, path_file: Path) -> None:
-    """Leave another user's arena, other programs' files and paths outside /dev/shm alone."""
+    """Another user's arena, files of other programs, and paths outside /dev/shm are not touched."""
     mine = publish(arena, path_file)
     program, users = free_paths(2)
     program.write_bytes(b"another program's" + bytes(1 << 16))
@@ -437,7 +443,7 @@ def owned(owner: subprocess.Popen[str]) -> tuple[Path, Ref]:
 
 
 def name_owner(path: Path, pid: int) -> None:
-    """Write another pid and a valid checksum into an arena's header."""
+    """Write a different pid into an arena's header, with a valid checksum."""
     with path.open("r+b") as file, mmap.mmap(file.fileno(), PAGE) as memory:
         memory[56:64] = struct.pack("<Q", pid)
         memory[112:116] = struct.pack("<I", zlib.crc32(memory[:112]))
@@ -485,14 +491,14 @@ def test_an_arena_of_another_pid_namespace_is_kept_until_its_owner_ends(death: s
             assert not path.exists(), "nobody closed it, the process's end did"
             return
         with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # the kernel drops the owner's lock shortly after unshare ends
+            fcntl.flock(file, fcntl.LOCK_SH)  # wait for the kernel to drop the owner's lock, shortly after unshare ends
         collected = collect().of("owner_dead")
         assert str(path) in collected
         assert not path.exists()
 
 
 def test_a_block_of_another_mount_namespace_is_not_freed_for_an_unseen_path_file(tmp_path: Path) -> None:
-    """Keep a container's block whose path file is not visible to this process."""
+    """A path file in a container is not visible to this process, so its absence does not prove that it was removed."""
     prefix = (*UNSHARE, "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {tmp_path} && exec "$@"', "sh")
     require(prefix)
     script = """
@@ -515,7 +521,7 @@ hear()
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may change its root")
 def test_a_block_of_a_chroot_is_not_freed_for_an_unseen_path_file(tmp_path: Path) -> None:
-    """Keep the block although the owner has the same namespaces as the collector."""
+    """The path file is not visible to the collector, although both processes have the same namespaces."""
     script = """
 arena = Arena.create(1 << 20)
 os.chroot(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Tests of arenas if a signal handler raises, the process forks, or `close` is never called."""
+"""Tests of arenas when a signal handler raises, when the process forks, and when `close` is never called."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Interrupt(BaseException):
 
 
 class InterruptAt:
-    """A trace function that raises Interrupt at the executed line with the given number."""
+    """A trace function that executes `number` lines of the arena's code, and then raises Interrupt."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -52,15 +52,19 @@ class InterruptAt:
 
 
 def _takes_a_lock(frame: FrameType) -> bool:
-    """Return whether the line acquires the arena's lock.
+    """Return whether the next line acquires the arena's lock.
 
-    The interpreter does not check for signals between the end of a `with` block and the release of its lock.
+    Such lines are skipped, because the interpreter checks no signals between the end of a `with` block and the release
+    of its lock.
     """
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() == "with self._mutex:"
 
 
 def interrupted(work: Callable[[], None], number: int) -> bool:
-    """Run the work with an Interrupt at its line `number`, and return whether it has that many lines."""
+    """Run `work`, and interrupt it after `number` lines of the arena's code. The exception is caught.
+
+    Return False if `work` ended before the interrupt.
+    """
     before = sys.gettrace()
     sys.settrace(InterruptAt(number))
     try:
@@ -73,7 +77,7 @@ def interrupted(work: Callable[[], None], number: int) -> bool:
 
 
 def fragmented(arena: Arena) -> None:
-    """Leave every second 16 KiB and half of the entries free."""
+    """Leave holes of 16 KiB between the blocks, and free half of the table entries."""
     refs = []
     for _ in range(arena.capacity_bytes >> 14):
         with arena.allocate(SMALL, path_file=None) as block:
@@ -83,7 +87,7 @@ def fragmented(arena: Arena) -> None:
 
 
 class Kept:
-    """An arena with a published block that is never freed."""
+    """An arena with a block that stays published, and the arena's state before a test."""
 
     def __init__(self, in_pieces: bool) -> None:
         self.arena = Arena.create(1 << 20)
@@ -102,7 +106,10 @@ class Kept:
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("how", ["free", "sweep", "leave"])
 def test_an_interrupt_at_any_line_leaks_nothing(path_file: Path, how: str, in_pieces: bool) -> None:
-    """Restore the arena or mark it as lost; a lost arena allocates no block and is removed when it is closed."""
+    """After an interrupt, the arena is as before or marked as lost. A lost arena is removed when it is closed.
+
+    A lost arena allocates no more blocks.
+    """
 
     def work() -> None:
         with kept.arena.allocate(SPECS, path_file=path_file) as block:
@@ -220,9 +227,9 @@ def test_a_garbage_collected_block_is_freed(arena: Arena) -> None:
 
 
 def test_an_interrupted_wait_leaves_neither_a_ticket_nor_a_lock() -> None:
-    """Keep the arena usable or mark it as lost.
+    """After an interrupt, the arena is usable or marked as lost.
 
-    A waiting thread looks for room every millisecond, and an interrupt of that change loses the arena.
+    A waiting thread looks for room every millisecond. An interrupt while it changes the arena loses the arena.
     """
 
     def handler(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the bytes in shared memory against docs/wire-format.md, and of arbitrary bytes."""
+"""Tests that shared memory has the layout of docs/wire-format.md, and that arbitrary bytes are handled."""
 
 from __future__ import annotations
 

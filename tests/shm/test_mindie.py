@@ -1,4 +1,4 @@
-"""Tests of MindIE's wire format: words, segments, and errors in place of MindIE's wrong results."""
+"""Tests of MindIE's wire format: words, segments, and errors where MindIE returns wrong results."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_an_invalid_shape_word_is_refused(vector):
 
 
 def test_each_name_and_each_shape_has_one_word():
-    """Encode each accepted value back to itself, near valid words and far from them."""
+    """Every word that is accepted encodes back to itself. The test tries damaged words and random numbers."""
     generator = random.Random(3)
     names = [encode_shm_name_to_int64(f"psm_{generator.randrange(1 << 32):08x}") for _ in range(50)]
     shapes = [encode_shape_to_int64((generator.randrange(1, 1 << 27), generator.randrange(1, 2000))) for _ in range(50)]
@@ -192,7 +192,7 @@ def test_a_word_that_is_not_an_int64_is_refused(value):
 
 
 def test_a_mindie_name_word_is_never_a_native_word():
-    """Keep the two wire formats apart by the first word of a run, as readers do."""
+    """Readers recognize the wire format by the first word, so it must be unambiguous."""
     generator = random.Random(5)
     for characters in ("00000000", "ffffffff", *(f"{generator.randrange(1 << 32):08x}" for _ in range(1000))):
         word = encode_shm_name_to_int64(characters)
@@ -206,7 +206,7 @@ def test_a_mindie_name_word_is_never_a_native_word():
 
 @pytest.fixture
 def path_file(tmp_path):
-    """Yield a path file and release the segments that a failed test leaves."""
+    """Yield a path file. After the test, release the segments that a failed test has left."""
     path_file = tmp_path / "shm_name.txt"
     yield path_file
     with suppress(CorruptReference):
@@ -214,7 +214,7 @@ def path_file(tmp_path):
 
 
 def put(array: np.ndarray, path_file: Path):
-    """Store an array in a new segment, and return the segment with its name word and shape word."""
+    """Store an array in a new segment. Return the segment, its name word and its shape word."""
     segment = create_shm(array.nbytes, path_file)
     np.ndarray(array.shape, array.dtype, segment.buf)[...] = array
     return segment, encode_shm_name_to_int64(segment.name), encode_shape_to_int64(array.shape)
@@ -283,7 +283,7 @@ def test_closing_a_segment_keeps_the_memory_of_its_arrays(path_file):
 
 
 def test_python_shared_memory_reads_and_writes_segments(path_file, start):
-    """Use another process, as MindIE does, because Python's resource tracker unlinks registered segments."""
+    """Another process opens the segment, because Python's resource tracker unlinks registered segments."""
     segment, name, word = put(np.arange(10, dtype=np.float32), path_file)
     script = """
 from multiprocessing import resource_tracker
@@ -340,7 +340,7 @@ def test_a_segment_that_cannot_be_recorded_is_not_created(tmp_path):
 
 
 def test_a_line_is_removed_when_its_segment_is_not_created(path_file):
-    """Remove the line if another program uses the name before the segment is linked."""
+    """If another program uses the name before the segment is linked, the line is removed from the path file."""
 
     def fail(after=b""):
         with recorded(path_file, "psm_00000002"):
@@ -357,7 +357,7 @@ def test_a_line_is_removed_when_its_segment_is_not_created(path_file):
 
 
 def test_a_full_dev_shm_reports_the_free_bytes(tmp_path):
-    """Fail without SIGBUS and leave no file, in a mount namespace with 1 MiB of /dev/shm."""
+    """In a mount namespace whose /dev/shm has 1 MiB, creation fails without SIGBUS and leaves no file."""
     script = """
 import os, sys
 from pathlib import Path
@@ -517,7 +517,7 @@ def test_damaged_lines_do_not_keep_segments_from_being_released(path_file):
     other = create_shm(100, path_file)
     path_file.write_bytes(b"psm_abCD123\n" + path_file.read_bytes() + b"\x00\npsm_12345678")
     with pytest.raises(
-        CorruptReference, match=r"3 lines are not references \(line 1, 4, 5\); the other 2 were released"
+        CorruptReference, match=r"3 lines are not references \(line 1, 4, 5\); the other 2 references were released"
     ):
         release(path_file)
     assert not (SHM / segment.name).exists()
@@ -537,7 +537,7 @@ def test_a_truncated_line_releases_no_segment(path_file):
 
 
 def test_release_frees_all_segments_of_a_killed_process(path_file, start):
-    """Kill a process at random moments while it creates segments; release must leave no segment."""
+    """A process is killed at random moments while it creates segments. Its path file lists all of them."""
     before = set(SHM.glob("psm_*"))
     script = """
 from mindie_mm.shm.mindie import create_shm
@@ -560,7 +560,7 @@ while True:
 
 
 def test_a_request_that_ends_while_segments_are_created_leaves_none(path_file, tmp_path, start):
-    """Rename and release the request directory while a tokenizer still creates segments in it."""
+    """The request directory is renamed and released while a tokenizer still creates segments in it."""
     before = set(SHM.glob("psm_*"))
     script = """
 from mindie_mm.shm.mindie import create_shm

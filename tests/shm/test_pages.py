@@ -1,4 +1,4 @@
-"""Tests on simulated machines with pages of 4 KiB, and of 64 KiB as on some aarch64 systems."""
+"""Tests on simulated machines with pages of 4 KiB, and with pages of 64 KiB as on some aarch64 systems."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ print(digest_of(Path(sys.argv[2])), value)
 
 
 def on_machine(page_bytes: int, script: str, path: Path, stdin: str = "") -> list[str]:
-    """Run the script on a machine with the given page size and return the printed lines."""
+    """Run a script as on a machine with pages of `page_bytes`. Return the lines that it prints."""
     command = [sys.executable, "-c", MACHINE + script, str(page_bytes), str(path)]
     return subprocess.run(command, input=stdin, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
 
@@ -83,7 +83,7 @@ def test_a_disk_file_is_laid_out_in_pages_of_4096_bytes(tmp_path: Path) -> None:
 
 
 def test_a_disk_file_of_another_page_size_is_refused(tmp_path: Path) -> None:
-    """Refuse a file laid out in 64 KiB pages, which earlier versions wrote on such machines."""
+    """Earlier versions wrote files with 64 KiB pages on machines with such pages."""
     with DiskArena.create(tmp_path / "a", 7, 1 << 20, 64):
         pass
     body = bytearray((tmp_path / "a").read_bytes()[:112])

@@ -1,4 +1,4 @@
-"""Tests of path files and their release."""
+"""Tests of path files, and of releasing the blocks that they list."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_an_invalid_line_is_reported_and_the_other_lines_are_released(
     with path_file.open("ab") as file:
         file.write(line)
     publish(arena, path_file)
-    with pytest.raises(CorruptReference, match=r"1 lines are not references \(line 2\); the other 2 were released"):
+    with pytest.raises(
+        CorruptReference, match=r"1 lines are not references \(line 2\); the other 2 references were released"
+    ):
         release(path_file)
     assert arena.num_blocks == 0
 
@@ -147,7 +149,7 @@ def test_a_path_file_may_be_a_string_and_relative(arena: Arena, tmp_path: Path, 
 def test_another_users_path_file_is_neither_released_nor_written(
     arena: Arena, path_file: Path, tmp_path: Path, mode: int
 ) -> None:
-    """Refuse the file even as root, because root would free whatever another user wrote there."""
+    """Even root refuses the file, because root would free everything that another user lists in it."""
     ref = publish(arena, tmp_path / "other.txt")
     segment = mindie.create_shm(10, tmp_path / "other.txt")
     path_file.write_bytes((tmp_path / "other.txt").read_bytes())
@@ -172,7 +174,7 @@ def test_another_users_path_file_is_neither_released_nor_written(
 
 
 def test_release_continues_past_an_arena_that_cannot_be_mapped(arena: Arena, path_file: Path) -> None:
-    """Make an arena that is larger than the address space."""
+    """The arena cannot be mapped, because it is larger than the address space."""
     number = next(n for n in range(65536) if not Path(f"/dev/shm/mindie_mm-{n:04x}").exists())
     large = Path(f"/dev/shm/mindie_mm-{number:04x}")
     path_file.write_text(f"{large.name} 0 1\n", encoding="utf-8")

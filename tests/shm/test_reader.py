@@ -1,4 +1,4 @@
-"""Tests of readers: other processes, stale references and removed arenas."""
+"""Tests of readers: readers in other processes, stale references and removed arenas."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_old_reference_is_stale_while_its_entry_is_reused(arena: Arena) -> No
     ref, _ = publish(arena)
     view = attach(ref)
     free(ref)
-    for _ in range(64):  # until the entry is reused
+    for _ in range(64):  # often enough to reuse the entry
         with arena.allocate(SPECS, path_file=None) as block:
             for stale in (lambda: attach(ref), view.verify):
                 with pytest.raises(StaleReference):

@@ -38,7 +38,7 @@ def own(start):
 
 
 def test_reading_the_counters_of_a_truncated_file_raises(tmp_path: Path) -> None:
-    """Raise when another program truncates an arena while it is surveyed."""
+    """Another program may truncate an arena while its counters are read."""
     cut = tmp_path / "cut"
     cut.write_bytes(bytes(STATS_OFFSET + 8))
     with cut.open("rb") as file, pytest.raises(SegmentMissing, match="end at byte 584"):
@@ -203,7 +203,7 @@ def test_a_published_block_with_an_expired_lease_is_freed(arena: Arena) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_an_inaccessible_path_file_is_not_taken_for_removed(tmp_path: Path, start) -> None:
-    """Keep a request whose path file this user may no longer look at."""
+    """If this user may not search the folder of a path file, the path file is not treated as removed."""
     private = tmp_path / "private"
     private.mkdir(mode=0o755)
     for folder in (tmp_path, *tmp_path.parents[:2]):

@@ -1,4 +1,4 @@
-"""Tests of blocks in several pieces, which are written and read like any other block."""
+"""Tests of blocks that consist of several pieces. They are written and read like other blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def publish(arena: Arena, size: int, path_file: Path | None = None, timeout_s: f
 
 @pytest.fixture
 def holes(arena: Arena) -> list[Ref]:
-    """Return the remaining blocks of a 1 MiB arena, half of which is free in holes of 16 KiB."""
+    """Fill a 1 MiB arena, free every other block of 16 KiB, and return the remaining blocks."""
     blocks = [publish(arena, 15 * KiB) for _ in range(64)]
     for ref in blocks[::2]:
         free(ref)
@@ -147,7 +147,7 @@ def test_a_reference_to_a_piece_is_stale(arena: Arena, holes: list[Ref]) -> None
 
 
 def test_small_blocks_never_wait_while_a_quarter_is_free(path_file: Path) -> None:
-    """Allocate blocks of up to a sixteenth of the capacity with random sizes and lifetimes."""
+    """The blocks have random sizes, up to a sixteenth of the capacity, and random lifetimes."""
     draw = random.Random(5)
     with Arena.create(32 * MiB) as arena:
         living: list[Ref] = []

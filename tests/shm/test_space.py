@@ -1,4 +1,4 @@
-"""Tests in namespaces with an unlimited /dev/shm, with a /dev/shm without free inodes, and without /proc."""
+"""Tests in namespaces: with an unlimited /dev/shm, with no free inodes in /dev/shm, and without /proc."""
 
 from __future__ import annotations
 

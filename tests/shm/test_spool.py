@@ -248,7 +248,7 @@ def test_collecting_continues_past_failures(tmp_path: Path, start) -> None:
 
 
 def test_a_dataset_is_not_taken_for_a_dead_request(tmp_path: Path) -> None:
-    """Keep a directory in which a library tokenizer wrote a path file without locking it."""
+    """A directory is kept if it has a path file, but was not created as a request directory."""
     (tmp_path / "a" / "image").mkdir(parents=True)
     (tmp_path / "a").chmod(0o700)
     (tmp_path / "a" / "shm_name.txt").touch()
@@ -259,7 +259,7 @@ def test_a_dataset_is_not_taken_for_a_dead_request(tmp_path: Path) -> None:
 
 
 def test_a_concurrent_survey_does_not_make_a_dead_file_look_alive(tmp_path: Path) -> None:
-    """Retry to acquire the lock, because a survey holds the lock for a few microseconds."""
+    """A survey holds the lock for a few microseconds, so acquiring the lock is retried."""
     path = tmp_path / "file"
     path.touch()
     stop = threading.Event()

@@ -1,4 +1,4 @@
-"""Contract tests of block stores: arenas in shared memory and files on disk."""
+"""Tests that every block store must pass: arenas in shared memory, and files on disk."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CAPACITY = 1 << 20
 
 
 def own_memory() -> int:
-    """Return the bytes of anonymous memory that this process uses."""
+    """Return the number of bytes of anonymous memory that this process uses."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 class StoreContract:
-    """Tests of every block store, one subclass per implementation."""
+    """Tests that every block store must pass. Each store has a subclass."""
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Arena | DiskArena]:
@@ -126,7 +126,7 @@ class StoreContract:
     def test_a_spec_that_is_not_an_array_is_refused(
         self, store: Arena | DiskArena, specs: dict[str, ArraySpec]
     ) -> None:
-        with pytest.raises(InputError, match="must map a name to an ArraySpec"):
+        with pytest.raises(InputError, match="must have a string as its name and an ArraySpec"):
             store.allocate(specs, path_file=None)
 
     def test_a_closed_store_refuses_allocation(self, store: Arena | DiskArena) -> None:
@@ -174,7 +174,7 @@ class TestDiskArena(StoreContract):
         assert list(tmp_path.iterdir()) == []
 
     def test_the_same_blocks_make_the_same_bytes(self, tmp_path: Path) -> None:
-        """Ignore discarded blocks and the leftovers of an earlier writer."""
+        """Discarded blocks and the leftovers of an earlier writer do not affect the file."""
 
         def write(path: Path, discarded: Callable[[DiskArena], None]) -> bytes:
             with DiskArena.create(path, 7, CAPACITY) as store:
@@ -212,7 +212,7 @@ class TestDiskArena(StoreContract):
         assert write("a", also=True) == write("b", also=False)
 
     def test_blocks_of_many_write_batches_read_back_unchanged(self, tmp_path: Path) -> None:
-        """Roll back or leave some blocks after their batch was written, and make some larger than a batch."""
+        """Some blocks are rolled back or discarded after their batch was written, and some are larger than a batch."""
         sizes = [disk_writer.WRITE_BATCH_BYTES * share // 10 for share in (3, 4, 9, 1, 12, 2, 2, 8, 11, 5)]
 
         def fill(arena: DiskArena, value: int) -> Ref:
@@ -256,7 +256,7 @@ class TestDiskArena(StoreContract):
         assert memory.take(1) is taken[0]
 
     def test_a_write_batch_waits_for_the_last_of_its_blocks(self, tmp_path: Path) -> None:
-        """Fill the last block of a batch while the next batch is being written."""
+        """The last block of a batch is filled while the next batch is being written."""
         quarter = {"x": ArraySpec((disk_writer.WRITE_BATCH_BYTES // 4,), "uint8")}
         with DiskArena.create(tmp_path / "a", 7, 4 * disk_writer.WRITE_BATCH_BYTES) as arena:
             refs = []
@@ -289,7 +289,7 @@ class TestDiskArena(StoreContract):
             arena.abandon()
 
     def test_a_block_larger_than_memory_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Report that the block is too large, not that the disk is full."""
+        """The error says that the block is too large, not that the disk is full."""
 
         def refuse(*_: object, **__: object) -> None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -316,7 +316,7 @@ class TestDiskArena(StoreContract):
         ):
             arena.allocate(SPECS)
         assert list(tmp_path.iterdir()) == []
-        DiskArena.create(tmp_path / "a", 7, CAPACITY).abandon()  # succeeds because no lock is left
+        DiskArena.create(tmp_path / "a", 7, CAPACITY).abandon()  # creation succeeds only if no lock remains
 
     @pytest.mark.parametrize("num_entries", [0, 16385])
     def test_an_invalid_number_of_blocks_is_refused(self, tmp_path: Path, num_entries: int) -> None:
@@ -337,7 +337,7 @@ class TestDiskArena(StoreContract):
     def test_a_file_that_another_writer_just_finished_is_left_alone(
         self, store: DiskArena, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Refuse a file that was opened under its temporary name and renamed before it was locked."""
+        """The file was opened under its temporary name. The other writer renamed it before the lock was acquired."""
         with store.allocate(SPECS) as block:
             block.publish()
         lock = disk.LivenessLock
@@ -402,7 +402,7 @@ class TestDiskArena(StoreContract):
             pass
 
     def test_a_symbolic_link_to_a_file_is_mounted(self, store: DiskArena, tmp_path: Path) -> None:
-        """Accept a folder of links to shards like the shards themselves."""
+        """A folder may contain links to shards instead of the shards themselves."""
         with store.allocate(SPECS) as block:
             block["grid"][...] = 3
             ref = block.publish()

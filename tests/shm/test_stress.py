@@ -1,4 +1,4 @@
-"""A short run of `make stress`, in which slow readers must never verify mixed contents."""
+"""A short version of `make stress`, in which slow readers must never accept mixed contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CYCLES = 8000
 
 
 def test_a_verified_block_is_never_torn() -> None:
-    """Free and reuse blocks while eight readers still copy them."""
+    """Blocks are freed and reused while eight readers are still copying them."""
     counts = stress(CYCLES, readers=8)
     assert counts.torn == 0
     assert counts.fresh + counts.stale + counts.stale_after_copy == CYCLES

@@ -1,4 +1,4 @@
-"""`python -m tests.soak`, `make soak`: thousands of mixed requests, and checks of the resources that stay in use."""
+"""`python -m tests.soak` or `make soak`: send thousands of mixed requests, and check that no resources stay in use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bench.report import RESULTS, plot, write
 from tests.soak.run import Report, soak
 
 GROWTH = 0.02
-"""Largest accepted growth of memory from the first measurement to the last, as a share."""
+"""Largest accepted growth of memory from the first measurement to the last, as a fraction."""
 
 
 def main() -> int:
-    """Run the command. Return the number of findings."""
+    """Run the command. Return the number of kinds of faults that were found."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--warm", type=int, default=2_000, help="requests before the first measurement that counts")
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def findings(figures: dict[str, Any]) -> dict[str, bool]:
-    """Return for each kind of fault whether the soak found one."""
+    """Return, for each kind of fault, whether the soak test found any."""
     return {
         "wrong_answers": figures["wrong_answers"] != 0,
         "leaked_blocks": figures["leaked_blocks"] != 0,

@@ -1,4 +1,4 @@
-"""Clients of a soak: complete requests, canceled requests, oversized bodies and slow readers."""
+"""Clients of a soak test: complete requests, canceled requests, oversized bodies and slow readers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ from tests.soak.mix import MAX_REQUEST_BYTES, Case
 VOLATILE = frozenset(
     {"id", "created", "timings", "prompt_tokens_details", "prefill_time", "decode_time", "seed", "top_logprobs"}
 )
-"""Fields that may differ between two equal answers. Equally unlikely tokens may change their order."""
+"""Fields that may differ between two equal answers. For example, tokens of equal probability may change their order."""
 RECEIVE_BYTES = 16384
-"""Receive buffer of a slow reader's socket."""
+"""Size in bytes of the receive buffer of a slow reader's socket."""
 
 
 def essence(value: Any) -> Any:
-    """Return an answer without its volatile fields."""
+    """Return an answer without the fields that may differ between equal answers."""
     if isinstance(value, dict):
         return {name: essence(part) for name, part in value.items() if name not in VOLATILE}
     return [essence(part) for part in value] if isinstance(value, list) else value
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Return whether two essences are the same answer. Numbers may differ slightly with the batch."""
+    """Return whether two results of `essence` are equal.
+
+    Numbers may differ slightly, because they depend on the batch.
+    """
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, abs_tol=1e-3)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -43,7 +46,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def joined(events: list[dict[str, Any]]) -> Any:
-    """Return the essence of a stream: text and finish reason of each choice, or the first error."""
+    """Return the essence of a stream: the text and finish reason of each choice, or the first error."""
     found: dict[Any, list[Any]] = {}
     for event in events:
         if "error" in event:
@@ -61,7 +64,7 @@ def joined(events: list[dict[str, Any]]) -> Any:
 
 
 async def ask(http: aiohttp.ClientSession, case: Case) -> tuple[int, Any]:
-    """Return the status and the main content of the complete answer. Repeat the request while the service is full."""
+    """Send a request, and repeat it while the service is full. Return the status and the essence of the answer."""
     while True:
         async with http.post(case.path, json=case.body) as response:
             if response.status == 429:
@@ -81,7 +84,7 @@ async def _events(lines: Any) -> AsyncIterator[dict[str, Any]]:
 
 
 async def leave(http: aiohttp.ClientSession, case: Case, draw: random.Random) -> None:
-    """Close the connection at a random moment, before, at or after the first output."""
+    """Send a request, and close the connection at a random moment: before, at or after the first output."""
     after_s, events = draw.expovariate(1 / 0.15), draw.randrange(8)
 
     async def stay() -> None:
@@ -90,7 +93,7 @@ async def leave(http: aiohttp.ClientSession, case: Case, draw: random.Random) ->
                 nonlocal events
                 events -= 1
                 if events < 0 and case.streamed:
-                    return  # leaving the response closes the connection with unread data
+                    return  # this closes the connection while some data is unread
 
     with contextlib.suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(after_s if not case.streamed or draw.random() < 0.5 else 30):
@@ -98,7 +101,7 @@ async def leave(http: aiohttp.ClientSession, case: Case, draw: random.Random) ->
 
 
 async def leave_uploading(url: str, case: Case, draw: random.Random) -> None:
-    """Close the connection in the middle of the body."""
+    """Close the connection after sending a part of the body."""
     data = json.dumps(case.body).encode()
     async with _connected(url) as (_, writer):
         writer.write(_head(case, f"Content-Length: {len(data)}") + data[: draw.randrange(len(data))])
@@ -109,8 +112,8 @@ async def leave_uploading(url: str, case: Case, draw: random.Random) -> None:
 async def oversized(url: str, draw: random.Random) -> int:
     """Send a body above the limit, with or without Content-Length, and return the status.
 
-    The status is read at once, whether or not the body is sent. A full service refuses a body without Content-Length
-    like any other request, so the request is repeated.
+    The status is read immediately, even if the body has not been sent completely. If the service is full, it refuses a
+    body without Content-Length as it refuses any other request. In this case, send the request again.
     """
     announced = draw.random() < 0.5
     while True:
@@ -140,7 +143,7 @@ async def _oversized(url: str, announced: bool) -> int:
 
 
 async def read_slowly(url: str, case: Case, draw: random.Random) -> tuple[int, Any]:
-    """Send a request like `ask`, but read the answer late and slowly, through a window of a few kilobytes."""
+    """Send a request like `ask`, but read the answer late, slowly and through a small TCP window."""
     data = json.dumps(case.body).encode()
     while True:
         async with _connected(url, receive_bytes=RECEIVE_BYTES) as (reader, writer):
@@ -185,7 +188,7 @@ async def _connected(
     parts = urlsplit(url)
     client = socket.socket()
     client.setblocking(False)
-    if receive_bytes is not None:  # set before connecting, because the size decides the TCP window
+    if receive_bytes is not None:  # must be set before connecting, because the size determines the TCP window
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     try:
         await asyncio.get_running_loop().sock_connect(client, (parts.hostname, parts.port))

@@ -1,4 +1,4 @@
-"""Requests of a soak: valid requests, and invalid requests with their statuses."""
+"""Requests of a soak test: valid requests, and invalid requests with the expected status."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHAT = "What is in the image?"
 MiB = 2**20
 MAX_REQUEST_BYTES = 2 * MiB
 SETTINGS: dict[str, object] = {
-    # Small, so that all of the memory has been in use before the first measurement that counts.
+    # These sizes are small, so that all of the memory has been used before the first measurement that counts.
     "arena_bytes": 64 * MiB,
     "kv_cache_bytes": 8 * MiB,
     "encoder_cache_bytes": 8 * MiB,
@@ -57,7 +57,7 @@ def asking(*media: dict[str, Any], text: str = WHAT) -> list[dict[str, Any]]:
 
 
 def right(folder: Path, pictures: int) -> list[Case]:
-    """Return valid requests about `pictures` pictures and other media, which are written into `folder`."""
+    """Return valid requests about `pictures` pictures and about other media, which are written into `folder`."""
     scenes = [
         base64.b64encode(encode(draw(single(random.Random(seed), TRAIN)), ("JPEG", "PNG", "WEBP")[seed % 3])).decode()
         for seed in range(pictures)
@@ -66,7 +66,7 @@ def right(folder: Path, pictures: int) -> list[Case]:
 
 
 def _of_picture(raw: str) -> Iterator[Case]:
-    """Yield a request about the picture for each endpoint that takes pictures."""
+    """Yield a request about the picture for each endpoint that accepts pictures."""
     url = f"data:image/jpeg;base64,{raw}"
     content = asking(image(url))
     yield chat("picture", content)
@@ -112,7 +112,7 @@ def _of_text() -> Iterator[Case]:
 
 
 def wrong(folder: Path) -> list[Case]:
-    """Return invalid requests, each with its status."""
+    """Return invalid requests, each with the expected status."""
 
     def pictured(name: str, data: bytes) -> Case:
         return chat(name, asking(image(base64.b64encode(data).decode())), 400)
@@ -144,5 +144,5 @@ def wrong(folder: Path) -> list[Case]:
 
 
 def endless(raw: str, *, stream: bool, **changes: Any) -> Case:
-    """Return a request that runs until its client leaves."""
+    """Return a request that runs for a long time, so that its client disconnects first."""
     return chat("endless", asking(image(raw)), max_tokens=600, ignore_eos=True, stream=stream, **changes)

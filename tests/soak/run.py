@@ -1,4 +1,4 @@
-"""A whole soak: rounds of mixed requests, with a measurement of the resources in use after each round."""
+"""A soak test: rounds of mixed requests, and a measurement of the resources in use after each round."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from tools.serving import RunningService, running_service
 SHARES = {"right": 66, "wrong": 12, "cancelled": 12, "cancelled while sending": 2, "oversized": 4, "slow": 3, "late": 1}
 TIMEOUT_S = 300.0
 KEPT = 20
-"""Number of wrong answers that the report shows in full."""
+"""Number of wrong answers that the report contains."""
 
 
 @dataclass(slots=True)
 class Report:
-    """The results of a soak."""
+    """The results of a soak test."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     """Number of requests of each kind."""
     wrong: list[str] = field(default_factory=list)
-    """Answers that differ from the answers to the same requests without load."""
+    """Answers that differ from the answer to the same request when no other request runs."""
     kills: int = 0
-    """Number of decoders killed."""
+    """Number of decoder processes that were killed."""
     samples: list[Sample] = field(default_factory=list)
     exit_status: int | None = None
 
     @property
     def first(self) -> Sample:
-        """First measurement, with which later measurements are compared."""
+        """The first measurement. Later measurements are compared with it."""
         return self.samples[0]
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures for people and for the check of findings."""
+        """Return the figures that are written to the report, and from which `findings` finds faults."""
         last = self.samples[-1]
         return {
             "requests": dict(self.kinds),
@@ -85,15 +85,14 @@ def soak(
     Args:
         requests: Number of requests.
         warm: Number of requests before the first measurement that counts.
-        every: Number of requests of a round.
+        every: Number of requests per round.
         clients: Number of clients.
         pictures: Number of different pictures.
-        seed: Seed of the draws.
+        seed: Seed of the random choices.
         say: Function that prints a line about each round.
         arena_bytes: Size of the arena. The default is the size in `SETTINGS`.
-        kill_every_s: Time in seconds between two kills of a decoder. 0 disables kills.
+        kill_every_s: Time in seconds between kills of decoder processes. 0 disables kills.
         seconds: Time in seconds after which no further round begins.
-
     """
     with tempfile.TemporaryDirectory(prefix="mindie_mm-soak-") as name:
         folder = Path(name)
@@ -101,7 +100,7 @@ def soak(
         os.sched_setaffinity(0, sorted(cores)[:2])
         media = folder / "media"
         media.mkdir()
-        # Fewer than the clients, so that the service is often full.
+        # The limit is below the number of clients, so the service is often full.
         own: dict[str, object] = {
             "spool": folder / "spool",
             "allowed_media_dir": media,
@@ -122,7 +121,7 @@ def soak(
 
 
 class _Soak:
-    """One soak on a running service."""
+    """A soak test of one running service."""
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class _Soak:
             "/infer",
             {"inputs": "x", "parameters": {"max_new_tokens": 1500, "temperature": 20.0, "timeout": 1}},
         )
-        # Too long for the sockets' buffers.
+        # The answer does not fit into the buffers of the sockets.
         self._long = chat("long", asking(image(raw)), max_tokens=150, ignore_eos=True, logprobs=True, top_logprobs=20)
         self._http: aiohttp.ClientSession
 
@@ -183,7 +182,7 @@ class _Soak:
             )
 
     async def _kill_decoders(self, root: psutil.Process, every_s: float) -> None:
-        """Kill a decoder, drawn at random, every `every_s` seconds."""
+        """Kill a random decoder process every `every_s` seconds."""
         while every_s:
             await asyncio.sleep(every_s)
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -194,7 +193,7 @@ class _Soak:
                 self._report.kills += 1
 
     def _session(self) -> aiohttp.ClientSession:
-        """Return a session for one round, whose connections end with the round."""
+        """Return an HTTP session for one round. Its connections are closed at the end of the round."""
         return aiohttp.ClientSession(
             self._service.url,
             connector=aiohttp.TCPConnector(limit=0),
@@ -202,7 +201,10 @@ class _Soak:
         )
 
     async def _ask_alone(self) -> None:
-        """Store the answer that each request must get. Fail if a status differs from the expected one."""
+        """Store the answer to each request when no other request runs.
+
+        Fail if a status differs from the expected one.
+        """
         for case in self._cases:
             status, answer = await ask(self._http, case)
             assert status == case.status, (case.name, status, answer)
@@ -219,11 +221,11 @@ class _Soak:
             try:
                 if (fault := await self._one(kind)) is not None:
                     self._report.wrong.append(f"{kind}: {fault}")
-            except Exception as error:  # noqa: BLE001 - any exception of a client is a finding
+            except Exception as error:  # noqa: BLE001 - an exception of any type is a finding
                 self._report.wrong.append(f"{kind}: {type(error).__name__}: {error}")
 
     async def _one(self, kind: str) -> str | None:
-        """Make a request, and return the fault of its answer if there is one."""
+        """Send a request of the given kind. Return what is wrong with the answer, or None."""
         draw, url = self._draw, self._service.url
         match kind:
             case "right" | "wrong":

@@ -1,4 +1,4 @@
-"""Measurements of the resources that the service's processes hold between requests."""
+"""Measurements of the resources that the service's processes use between requests."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SETTLE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A measurement while no request runs."""
+    """A measurement while no request is running."""
 
     requests: int
-    """Number of requests made so far."""
+    """Number of requests so far."""
     at_s: float
     blocks: int
-    """Blocks in use in the service's arenas, as the service and `mindie-mm shm list` report them."""
+    """Blocks in use in the service's arenas, according to the service and to `mindie-mm shm list`."""
     descriptors: int
     """Open descriptors of all processes."""
     threads: int
     memory_bytes: int
-    """Memory of all processes with /dev/shm and without files, as PSS, which counts a shared page once."""
+    """Memory of all processes in bytes, including /dev/shm but no files. A shared page counts once (PSS)."""
     processes: dict[str, int]
     """Memory of each process in bytes, by role and pid."""
     spooled: int
@@ -38,9 +38,9 @@ class Sample:
 
 
 def sample(service: RunningService, spool: Path, requests: int, began: float, descriptors: int | None) -> Sample:
-    """Return a measurement once no block, no request directory and at most `descriptors` descriptors are in use.
+    """Measure when no blocks, no request directories and at most `descriptors` descriptors are in use.
 
-    Closed connections and freed blocks take a moment. After SETTLE_S the measurement is returned as is.
+    It takes a moment until connections are closed and blocks are freed. After SETTLE_S, measure anyway.
     """
     deadline = time.monotonic() + SETTLE_S
     while True:
@@ -54,7 +54,7 @@ def sample(service: RunningService, spool: Path, requests: int, began: float, de
 def _now(service: RunningService, spool: Path, requests: int, began: float) -> Sample:
     state = service.shm()
     blocks = state["blocks"]
-    if not blocks:  # confirm with the slower view of the same arenas from outside
+    if not blocks:  # confirm this by reading the arenas in another process, which takes longer
         listed = subprocess.run([CLI, "shm", "list", "--json"], capture_output=True, check=True, timeout=60)
         own = {arena["name"] for arena in state["arenas"]}
         blocks = sum(len(arena["blocks"]) for arena in json.loads(listed.stdout) if Path(arena["file"]).name in own)
@@ -81,6 +81,6 @@ def _role(process: psutil.Process) -> str:
 
 
 def _memory_bytes(pid: int) -> int:
-    """Return the memory of a process without files, because other programs change the PSS of shared libraries."""
+    """Return the memory of a process except files, because other programs change the PSS of shared libraries."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))

@@ -1,4 +1,4 @@
-"""Whether a text is an output of a description, over the embedded checkpoint's tokens."""
+"""Fixtures that check which texts a structured output allows, with the vocabulary of the embedded checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 
 def takes_ids(grammars: Grammars, ids: Sequence[int], **wanted: Any) -> bool:
-    """Return whether the masks let an answer have these ids, and then end."""
+    """Return whether the masks allow an answer with these ids and an end token after them."""
     constraint = grammars.constraint(StructuredOutputs(**wanted))
     for token in (*ids, END):
         if grammars.refused([constraint], VOCABULARY)[0, token]:
@@ -50,7 +50,11 @@ def takes(grammars: Grammars, tokenizer: Tokenizer) -> Takes:
 
 @pytest.fixture(scope="session")
 def drawn(grammars: Grammars, tokenizer: Tokenizer) -> Callable[..., str]:
-    """Return a text drawn evenly from what a description allows, with any end but a limit."""
+    """Return a function that draws a text from the outputs that a description allows.
+
+    Each token is drawn uniformly, and the text ends as soon as the description allows its end. If this is not within
+    the limit, the function raises AssertionError.
+    """
 
     def drawn(seed: int, most: int = 400, **wanted: Any) -> str:
         constraint = grammars.constraint(StructuredOutputs(**wanted))

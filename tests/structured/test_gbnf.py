@@ -1,4 +1,4 @@
-"""GBNF has the same meaning as in llama.cpp, even where llguidance's own conversion would change the meaning."""
+"""Tests that GBNF has the same meaning as in llama.cpp, even where llguidance's conversion would change the meaning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ string ::=
 number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
 ws ::= | " " | "\n" [ \t]{0,20}
 """
-"""llama.cpp's grammar of JSON."""
+"""llama.cpp's grammar for JSON."""
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_texts(takes: Takes, grammar: str, fitting: list[str], others: list[str]
         ('root ::= "a" b', "there is no rule 'b'"),
         ("root ::= [a-z", "Unexpected end|Expected"),
         ('root ::= (("a"', "Expected '\\)'"),
-        (r'root ::= "\q"', "no escape"),
+        (r'root ::= "\q"', "not an escape sequence"),
         ("root ::= []", "the grammar is not supported"),
         ("root ::= [z-a]", "the grammar is not supported"),
         (r'root ::= "\ud800"', "the grammar is not supported"),

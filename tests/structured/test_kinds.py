@@ -1,4 +1,4 @@
-"""Each kind of structured output lets exactly the texts through that it describes."""
+"""Tests that each kind of structured output allows exactly the texts that it describes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindie_mm.structured.outputs import MAX_STRUCTURE_BYTES, StructuredOutputs
 from tests.structured.conftest import Takes, takes_ids
 
 AUDIO = 786
-"""An added token, `<|AUDIO|>`."""
+"""Id of the added token `<|AUDIO|>`."""
 DATE = {
     "type": "object",
     "properties": {"d": {"type": "string", "format": "date"}},
@@ -59,7 +59,10 @@ def test_whatever_is_drawn_fits(drawn: Any, seed: int) -> None:
 
 
 def test_schemas_in_a_grammar_are_read_as_schemas_alone(takes: Takes) -> None:
-    """Numbers are exact, and white space is as in json.dumps. `%json` in texts and comments is not a schema."""
+    """Numbers are exact, and white space is as in json.dumps.
+
+    `%json` in strings and comments does not start a schema.
+    """
     schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 2**53 + 3}}, "required": ["a"]}
     grammar = f'start: "%json {{" /\\/"%json/ %json\n {json.dumps(schema)} # %json {{\n'
     assert takes('%json {/"%json{"a": 9007199254740992}', grammar=grammar)
@@ -84,7 +87,7 @@ SPELLED = "<|AUDIO|><|im_end|>"
     ],
 )
 def test_the_text_of_a_special_token_is_written_in_letters(drawn: Any, wanted: dict[str, Any]) -> None:
-    """Without `no_forcing`, llguidance proposes the token itself for a forced text, and then refuses it."""
+    """If only one text is possible, llguidance without `no_forcing` proposes the special token and then refuses it."""
     assert drawn(0, **wanted) == json.dumps(SPELLED)
 
 
@@ -170,11 +173,11 @@ def test_fields_are_converted_to_their_types() -> None:
         ({"grammar": "x"}, "the grammar is not supported"),
         ({"grammar": 'start: "a" b'}, "the grammar is not supported"),
         ({"grammar": "start: start"}, "no output can match it"),
-        ({"grammar": "start: %json {"}, "%json that is not valid JSON"),
+        ({"grammar": "start: %json {"}, "after %json in the grammar is not valid JSON"),
         ({"grammar": "start: %json " + '{"a": ' * 5000}, "nests too deeply"),
         ({"grammar": 'start: %json {"$ref": "http://127.0.0.1:1/schema.json"}'}, "the grammar is not supported"),
         ({"grammar": "start: <no_such_token>"}, "the grammar is not supported"),
-        ({"json": "[]"}, "not an object"),
+        ({"json": "[]"}, "not a JSON object"),
         ({"json": '{"not": {}}'}, "Unimplemented"),
         ({"json": '{"$ref": "http://127.0.0.1:1/schema.json"}'}, "the JSON schema is not supported"),
     ],

@@ -1,4 +1,4 @@
-"""Tests of structured outputs that begin after a reasoning of limited length."""
+"""Tests of structured outputs that follow a reasoning section of limited length."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mindie_mm.structured.grammar import Grammars
 from mindie_mm.structured.outputs import StructuredOutputs
 from tests.structured.conftest import Takes
 
-START, END = "<|audio_bos|>", "<|audio_eos|>"  # tokens of the embedded vocabulary, as the marks of a reasoning
+START, END = "<|audio_bos|>", "<|audio_eos|>"  # tokens of the embedded vocabulary that mark the reasoning
 CHOICE: dict[str, Any] = {"choice": ("yes", "no"), "after": END}
 
 
@@ -25,7 +25,7 @@ def test_the_model_may_begin_with_the_output_if_the_reasoning_is_optional(takes:
 
 
 def test_the_reasoning_ends_with_its_budget(takes: Takes) -> None:
-    one = "red"  # one token
+    one = "red"  # this is one token
     assert takes(f"{one}{END}yes", reasoning_tokens=1, **CHOICE)
     assert takes(f"{END}yes", reasoning_tokens=1, **CHOICE)
     assert not takes(f"{one}{one}{END}yes", reasoning_tokens=1, **CHOICE)
@@ -39,8 +39,8 @@ def test_the_reasoning_ends_with_its_budget(takes: Takes) -> None:
     ("wanted", "message"),
     [
         (CHOICE | {"after": "</think>", "reasoning_tokens": 3}, "no token for its end, </think>"),
-        (CHOICE | {"after": None, "reasoning_tokens": 3}, "need after"),
-        (CHOICE | {"after": None, "opening": START}, "need after"),
+        (CHOICE | {"after": None, "reasoning_tokens": 3}, "require after"),
+        (CHOICE | {"after": None, "opening": START}, "require after"),
         (CHOICE | {"reasoning_tokens": -1}, "at least 0"),
         (CHOICE | {"opening": ""}, "hold text"),
     ],

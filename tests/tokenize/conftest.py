@@ -12,7 +12,7 @@ from tools.random_checkpoint import write_checkpoint
 
 @pytest.fixture(scope="session")
 def checkpoint_path(tmp_path_factory) -> Path:
-    """Return a small checkpoint with random weights."""
+    """Return the path of a small checkpoint with random weights."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 

@@ -54,7 +54,10 @@ def request_path(tmp_path) -> Path:
 
 
 def blocks(tokenizer: AsyncTokenizer, state: str | None = None) -> int:
-    """Return the number of blocks in the process's arena, in any state or in the given one."""
+    """Return the number of blocks in the tokenizer process's arena.
+
+    If `state` is given, count only blocks in this state.
+    """
     arenas = [arena for arena in survey() if arena.owner and arena.owner.pid in tokenizer.pids]
     return sum(state in (None, block.state) for arena in arenas for block in arena.blocks)
 
@@ -170,14 +173,14 @@ async def test_a_killed_process_fails_its_requests_and_is_restarted(tokenizer, r
 
 
 async def test_no_request_waits_for_a_process_that_cannot_restart(tokenizer, tmp_path, monkeypatch):
-    """Fail waiting and new requests immediately while the checkpoint is missing."""
+    """While the checkpoint is missing, waiting and new requests fail immediately."""
     await up(tokenizer)
     gone = msgspec.json.decode(tokenizer._setup) | {"model": str(tmp_path / "gone")}
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer, "_setup", msgspec.json.encode(gone).decode())
         for pid in tokenizer.pids:
             os.kill(pid, signal.SIGKILL)
-        while tokenizer.pids:  # noqa: ASYNC110 - there is no event for it
+        while tokenizer.pids:  # noqa: ASYNC110 - no event announces this
             await asyncio.sleep(0)
         async with asyncio.timeout(0.9 * RESTART_WAIT_S):
             for text in ("waits", "comes later"):
@@ -189,13 +192,13 @@ async def test_no_request_waits_for_a_process_that_cannot_restart(tokenizer, tmp
 
 async def up(tokenizer: AsyncTokenizer) -> None:
     async with asyncio.timeout(RESTART_WAIT_S):
-        while not tokenizer.pids:  # noqa: ASYNC110 - there is no event for it
+        while not tokenizer.pids:  # noqa: ASYNC110 - no event announces this
             await asyncio.sleep(0.01)
 
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Prevent this process from opening a file, a socket or a process."""
+    """Prevent this process from opening files and sockets, and from starting processes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
@@ -223,12 +226,12 @@ async def test_a_failed_restart_is_repeated_until_it_succeeds(tokenizer, request
 
 
 async def test_the_blocks_of_a_request_that_is_cancelled_after_its_answer_are_freed(tokenizer, request_path):
-    """Cancel while the answer is in the socket and not yet read."""
+    """The request is canceled while its answer is in the socket and has not been read yet."""
     image = {"image": str(request_path / "image" / "0.jpg")}
     request = TokenizeRequest(items=[image], path_file=str(request_path / "shm_name.txt"))
     cancelled = asyncio.create_task(tokenizer.tokenize(request))
     await asyncio.sleep(0)
-    while blocks(tokenizer, "published") != 1:  # blocks this process's event loop on purpose
+    while blocks(tokenizer, "published") != 1:  # the event loop must not run, or it would read the answer
         pass
     cancelled.cancel()
     assert len(await tokenizer.tokenize(TokenizeRequest(text="hello"))) > 0
@@ -259,7 +262,7 @@ async def test_a_cancelled_request_leaves_no_block(tokenizer, request_path):
         await task
     assert len(await tokenizer.tokenize(TokenizeRequest(text="a"))) > 0, "others need not wait for it"
     async with asyncio.timeout(300):
-        while blocks(tokenizer) != before:  # noqa: ASYNC110 - another process frees the block without an event
+        while blocks(tokenizer) != before:  # noqa: ASYNC110 - another process frees the block and sends no event
             await asyncio.sleep(0.01)
 
 
@@ -277,7 +280,7 @@ async def test_a_request_cancelled_before_it_starts_is_forgotten(tokenizer):
 
 @contextmanager
 def stopped_decoders(tokenizer: AsyncTokenizer) -> Iterator[list[psutil.Process]]:
-    """Stop the decoders, and yield the nursery and the decoders."""
+    """Suspend the decoder processes. Yield the nursery process, which starts them, and the decoder processes."""
     nursery, *decoders = psutil.Process(tokenizer.pids[0]).children(recursive=True)
     for decoder in decoders:
         decoder.suspend()
@@ -288,10 +291,10 @@ def stopped_decoders(tokenizer: AsyncTokenizer) -> Iterator[list[psutil.Process]
 
 
 async def handed_out(tokenizer: AsyncTokenizer, path: Path) -> None:
-    """Wait until the tokenizer has opened a file for a decoder."""
+    """Wait until the tokenizer has opened the file that it passes to a decoder."""
     process = psutil.Process(tokenizer.pids[0])
     async with asyncio.timeout(300):
-        while not any(file.path == str(path) for file in process.open_files()):  # noqa: ASYNC110 - another process
+        while not any(file.path == str(path) for file in process.open_files()):  # noqa: ASYNC110 - no event announces this
             await asyncio.sleep(0.01)
 
 
@@ -307,7 +310,7 @@ async def test_decoders_end_with_their_tokenizer_while_items_are_decoded(tokeniz
         with pytest.raises(ProcessDied):
             await task
         async with asyncio.timeout(300):
-            while any(process.is_running() for process in processes):  # noqa: ASYNC110 - orphans end without an event
+            while any(process.is_running() for process in processes):  # noqa: ASYNC110 - orphans send no event
                 await asyncio.sleep(0.01)
     assert len((await tokenizer.tokenize(request)).spans) == 3
 
@@ -323,14 +326,14 @@ async def test_a_nursery_ends_with_its_tokenizer_during_startup(checkpoint_path,
             await asyncio.sleep(0)
             for one in set(mine.children(recursive=True)) - before:
                 with suppress(psutil.NoSuchProcess):
-                    # The tokenizer is a child of this process, and the nursery a grandchild.
+                    # The tokenizer is a child of this process, and the nursery is a child of the tokenizer.
                     nurseries += [one] if one.ppid() != mine.pid else []
     (nursery,) = nurseries
     psutil.Process(nursery.ppid()).kill()
     with pytest.raises(ProcessDied):
         await starting
     async with asyncio.timeout(300):
-        while nursery.is_running():  # noqa: ASYNC110 - orphans end without an event
+        while nursery.is_running():  # noqa: ASYNC110 - orphans send no event
             await asyncio.sleep(0.01)
     assert "Traceback" not in capfd.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Tests of chat templates that read only strings, and of tokenizers with several templates."""
+"""Tests of chat templates that accept only strings as content, and of tokenizers with several templates."""
 
 import json
 import shutil
@@ -23,9 +23,9 @@ from mindie_mm.worker.llm import LLM
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 ADDS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-"""A template that fails for a list."""
+"""A template that fails if the content is a list."""
 WRITES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-"""A template that writes a list as Python does."""
+"""A template that writes a list as Python's `str` does."""
 SKIPS = "{% for m in messages %}{% if m.content is string %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
 STRIPS = "{% for m in messages %}{{ m.role }}: {{ m.content.strip() }}\n{% endfor %}"
 STRING_TEMPLATES = {"adds": ADDS, "writes": WRITES, "skips": SKIPS, "strips": STRIPS}
@@ -179,7 +179,7 @@ PROCESSORS = {
     "chat_template.jinja": "jinja",
     "tokenizer_config.json": "tokenizer",
 }
-"""Files with a template in order of precedence."""
+"""Files that may contain a template, in order of precedence."""
 
 
 @pytest.mark.parametrize("files", [names for n in range(1, 5) for names in combinations(PROCESSORS, n)])
@@ -198,7 +198,10 @@ def test_the_template_is_the_one_that_transformers_uses(copy: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("templates", [NAMED, {entry["name"]: entry["template"] for entry in NAMED}])
 def test_a_processor_may_have_several_templates(copy: Path, reference: Any, tmp_path: Path, templates: Any) -> None:
-    """Accept a mapping as transformers does, and the list of tokenizer_config.json, for which transformers fails."""
+    """Templates may be a mapping, as in transformers, or a list of entries with a name and a template.
+
+    tokenizer_config.json contains such lists. transformers fails if a processor's template is such a list.
+    """
     folder = tmp_path / "copy"
     shutil.copytree(copy, folder)
     with_templates(folder, "tokenizer")

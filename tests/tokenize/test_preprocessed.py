@@ -1,4 +1,4 @@
-"""Tests of the cache of preprocessed media, from which repeated media are copied instead of decoded again."""
+"""Tests of the cache of preprocessed media. Repeated media are copied from the cache instead of being decoded again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
 CAT, COFFEE, ROCKET = (encoded(photograph(name, (112, 84))) for name in ("chelsea.png", "coffee.png", "rocket.jpg"))
 NBYTES = 112 * 84 * 3
-"""Size of one picture's patches in uint8."""
+"""Bytes of one picture's patches, which are uint8."""
 
 
 class Run:
-    """A tokenizer with a cache of preprocessed media, and the number of pictures that it has decoded."""
+    """A tokenizer with a cache of preprocessed media, and a counter of decoded pictures."""
 
     def __init__(self, checkpoint_path: Path, arena: Arena, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._made_of = checkpoint_path, arena
@@ -45,7 +45,7 @@ class Run:
         self._tokenizer = Tokenizer.from_pretrained(path, NativeWire(arena, Preprocessed(capacity_bytes)))
 
     def arrays(self, *items: dict[str, Any]) -> list[dict[str, np.ndarray[Any, Any]]]:
-        """Return the arrays in shared memory of each item, and free them."""
+        """Tokenize `items`, return the arrays of each item from shared memory, and free their blocks."""
         ids = self._tokenizer.tokenize(list(items), self._path_file)
         try:
             return [*_arrays(ids[ids < 0].tolist())]
@@ -94,7 +94,7 @@ def test_other_settings_decode_a_picture_again(run: Run) -> None:
 
 
 def test_the_least_recently_used_picture_is_dropped(run: Run) -> None:
-    for picture in (CAT, COFFEE, CAT, ROCKET):  # drops COFFEE
+    for picture in (CAT, COFFEE, CAT, ROCKET):  # ROCKET evicts COFFEE
         run.arrays({"image": picture})
     assert run.num_decoded == 3
     run.arrays({"image": CAT}, {"image": ROCKET})
@@ -138,7 +138,7 @@ def test_a_repeated_video_gives_the_same_arrays(run: Run) -> None:
 
 
 def test_threads_may_keep_and_copy_at_once() -> None:
-    """Keep the cache within its size, and give every copy the content of its digest."""
+    """The cache never exceeds its size, and each copy has the content that belongs to its digest."""
     kept = Preprocessed(8 * 2**20)
     contents = [bytes([number]) * 32 for number in range(12)]
 

@@ -1,4 +1,4 @@
-"""Tests of prompts: placeholders, words, references and truncation."""
+"""Tests of prompts: placeholders, handle words, references and truncation."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_an_item_may_have_several_runs():
 
 
 def test_ids_that_spell_an_item_belong_to_its_span():
-    """Count the spelled ids around an item, then the tokens that its placeholder has around them."""
+    """A span includes the ids of the prompt that frame the item, and the framing tokens of its placeholder."""
     items = [
         Expansion("image", IMAGE, 2, Spelling(), lead=1, tail=1),
         Expansion("image", IMAGE, 1, Spelling(), lead=1, tail=1),
@@ -93,7 +93,7 @@ def test_put_words_keeps_the_plain_ids():
 
 
 def test_refs_reads_the_words_of_each_item():
-    """Read an item whose run begins with a separate token, and an item whose only slot contains the name word."""
+    """One item's placeholders follow a separator token. The other item has a single placeholder for its first word."""
     refs = [Ref(3, 7, 1, "uint8", (4,)), Ref(3, 8, 2, "float32", (2, 3))]
     items = [item("image", IMAGE, 2, runs=([9, 6, 6, 8],)), item("image", IMAGE, 1, runs=([9, 6, 8],))]
     prompt = expand([1, 6, 2, 6], items, TOKENS)
@@ -116,14 +116,14 @@ def test_truncate_never_cuts_an_item():
 
 @pytest.mark.parametrize("front", [[], [5, 5]], ids=["opening first", "item first"])
 def test_truncate_keeps_the_opening(front):
-    """Keep the opening with items after it and with items inserted before it."""
+    """The opening is kept if items follow it, and if items were inserted before it."""
     items = [item("image", IMAGE, 2)]
     at = 0 if front else 2
     prompt = insert([8, 9, 1, 1, 2], at, items, TOKENS, opening=2)
     assert prompt.opening == ((4, 6) if front else (0, 2))
     for limit in range(1, 9):
         if limit < 3:
-            with pytest.raises(ContextLengthExceeded, match=f"truncation to {limit} tokens"):
+            with pytest.raises(ContextLengthExceeded, match=f"truncated to {limit} tokens"):
                 truncate(prompt, limit)
             continue
         kept = truncate(prompt, limit)
@@ -137,7 +137,7 @@ def test_truncate_keeps_the_opening(front):
 
 
 def test_cut_keeps_exactly_the_tokens_of_one_side():
-    """Cut at every place. Only a place inside the item, which begins and ends with ids of its own, is refused."""
+    """A cut at any place is accepted, except inside the item, which begins and ends with framing ids."""
     ids = np.array([8, 1, 3, 6, 6, 4, 2, 2], np.int64)
     prompt = Prompt(ids, (MediaSpan(3, 5, "image", 6, lead=1, tail=1),), opening=(0, 1))
     for side in ("left", "right"):
@@ -156,5 +156,5 @@ def test_cut_keeps_exactly_the_tokens_of_one_side():
 
 def test_truncating_to_nothing_is_refused():
     prompt = Prompt(np.array([1, 6, 6], np.int64), (MediaSpan(1, 3, "image", 6),))
-    with pytest.raises(ContextLengthExceeded, match="truncation to 1 tokens"):
+    with pytest.raises(ContextLengthExceeded, match="truncated to 1 tokens"):
         truncate(prompt, 1)

@@ -1,4 +1,4 @@
-"""Tests of room for whole requests: all blocks or none, in order of arrival, with a bound on overtaking."""
+"""Tests that a request gets all of its blocks or none, in order of arrival, and that overtaking is limited."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def arena() -> Iterator[Arena]:
 
 
 class Asking:
-    """A client that asks for blocks of given numbers of pages, with a path file for each request."""
+    """A client that requests blocks of given numbers of pages. Each request has its own path file."""
 
     def __init__(self, arena: Arena, folder: Path, wait_s: float = 300.0) -> None:
         self.arena = arena
@@ -38,7 +38,7 @@ class Asking:
         return self.room.try_take(_specs(pages), self.path_file())
 
     def waiting(self, *pages: int) -> asyncio.Task[list[Block]]:
-        """Start a request that waits if it finds no room at once, as the stage does."""
+        """Start a request that waits if there is no room at once, as requests of the tokenizer do."""
         path_file = self.path_file()
 
         async def take() -> list[Block]:
@@ -61,7 +61,7 @@ class Asking:
 
 
 def _specs(pages: tuple[int, ...]) -> list[dict[str, ArraySpec]]:
-    """Return arrays whose blocks take these numbers of pages."""
+    """Return the specs of arrays whose blocks take the given numbers of pages."""
     return [{"bytes": ArraySpec((count * PAGE - 1024,), "uint8")} for count in pages]
 
 
@@ -79,7 +79,7 @@ def asking(arena: Arena, tmp_path: Path) -> Iterator[Asking]:
 
 
 async def turn() -> None:
-    """Let every task run until it waits."""
+    """Let every task run until it waits for something."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -104,13 +104,13 @@ async def test_a_request_may_take_all_of_the_arena(asking: Asking) -> None:
 
 
 async def test_a_request_whose_rounded_blocks_cannot_fit_is_refused(asking: Asking) -> None:
-    """Refuse immediately: a block of 63 pages needs 64 pages, so waiting would be useless."""
-    with pytest.raises(LimitExceeded, match="the arena has 262144"):
+    """A block of 63 pages needs 64 pages, so waiting would not help."""
+    with pytest.raises(LimitExceeded, match="the arena has only 262144"):
         asking.at_once(63, 1)
 
 
 async def test_a_waiting_request_holds_no_block(asking: Asking) -> None:
-    """Let two requests of two blocks wait, although one block of each would fit."""
+    """Two requests of two blocks each wait. One block of each would fit, but neither request allocates a block."""
     held = asking.at_once(20)
     waiting = [asking.waiting(30, 30), asking.waiting(30, 30)]
     await turn()
@@ -143,7 +143,7 @@ async def test_requests_are_served_in_order_of_arrival(asking: Asking) -> None:
 
 
 async def test_small_requests_overtake_a_large_one_up_to_its_size(asking: Asking) -> None:
-    """Free each small request immediately, so that the next request does not have to wait."""
+    """Each small request is freed immediately, so that the next small request does not have to wait for space."""
     held = asking.at_once(40)
     large = asking.waiting(32)
     await turn()
@@ -187,7 +187,7 @@ async def test_waiting_requests_overtake_within_the_same_bound(asking: Asking) -
 
 
 async def test_the_line_advances_at_once_when_its_first_request_leaves(asking: Asking) -> None:
-    """Serve requests that the bound of the first one held back without waiting for the next poll."""
+    """Only the limit on overtaking held the last request back. It gets its blocks without another poll."""
     held = asking.at_once(40)
     large = asking.waiting(32)
     await turn()
@@ -211,7 +211,7 @@ async def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path, o
         waiting = asking.waiting(8) if others_wait else None
         await turn()
         for pages, message in (
-            ((65,), "[0-9]+ bytes of shared memory; the arena has 262144"),
+            ((65,), "[0-9]+ bytes of shared memory; the arena has only 262144"),
             ((33,), "may hold at most"),
         ):
             with pytest.raises(LimitExceeded, match=message):
@@ -252,7 +252,7 @@ async def test_an_expired_request_does_not_disturb_the_others(arena: Arena, tmp_
 async def test_blocks_granted_at_the_deadline_are_not_lost(
     arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pass the deadline after the blocks were granted and before the request runs again."""
+    """The deadline passes after the blocks were granted, but before the request's task runs again."""
     monkeypatch.setattr("mindie_mm.tokenize.room._POLL_S", 0.1)
     asking = Asking(arena, tmp_path, 0.5)
     held = asking.at_once(60)
@@ -265,7 +265,8 @@ async def test_blocks_granted_at_the_deadline_are_not_lost(
             pass
 
     started_s, loop = time.monotonic(), asyncio.get_running_loop()
-    loop.call_later(0.1, block, started_s + 1.0)  # after the line's pause, in the same iteration of the loop
+    # Runs after the pause between polls, in the same iteration of the event loop.
+    loop.call_later(0.1, block, started_s + 1.0)
     block(started_s + 0.2)
     asking.free(await soon(task))
     asking.room.close()
@@ -274,7 +275,7 @@ async def test_blocks_granted_at_the_deadline_are_not_lost(
 async def test_room_freed_after_the_last_poll_is_granted_in_order(
     arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mindie_mm.tokenize.room._POLL_S", 300.0)  # the line polls only once, when it begins
+    monkeypatch.setattr("mindie_mm.tokenize.room._POLL_S", 300.0)  # the queue is polled only once, when it starts
     asking = Asking(arena, tmp_path)
     held = asking.at_once(60)
     first = asking.waiting(30)

@@ -1,4 +1,4 @@
-"""Tests of LLM and Tokenizer with decoders in a caller's process: a script, standard input, a running event loop."""
+"""Tests of LLM and Tokenizer with decoder processes: in a script, from standard input and in a running event loop."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ ask()
 
 
 def run_script(script: str, kind: str, checkpoint: Path, folder: Path) -> tuple[int, list[str], str]:
-    """Run a script from standard input, and return its status, lines and stderr.
+    """Run a script from standard input. Return its exit status, the lines that it prints, and its standard error.
 
-    Wait until all of its processes have ended.
+    Before returning, wait until all processes of the script have ended.
     """
     text = (HEAD + script).format(kind=kind, path=str(checkpoint), path_file=str(folder / "shm_name.txt"))
     ended = subprocess.run(
@@ -107,7 +107,7 @@ def run_script(script: str, kind: str, checkpoint: Path, folder: Path) -> tuple[
 
 @pytest.mark.parametrize("kind", ["Tokenizer", "LLM"])
 def test_a_script_without_close_leaves_no_process(kind: str, random_checkpoint: Path, tmp_path: Path) -> None:
-    """Run without a main guard inside an event loop, and get the same result as without decoders."""
+    """The script has no main guard and runs an event loop. The result is the same as without decoder processes."""
     status, lines, errors = run_script(ENDS_WITHOUT_CLOSE, kind, random_checkpoint, tmp_path)
     assert status == 0, errors
     assert lines == ["True True"]
@@ -116,7 +116,7 @@ def test_a_script_without_close_leaves_no_process(kind: str, random_checkpoint: 
 
 @pytest.mark.parametrize("kind", ["Tokenizer", "LLM"])
 def test_ctrl_c_ends_a_script_while_a_decoder_hangs(kind: str, random_checkpoint: Path, tmp_path: Path) -> None:
-    """Signal the whole process group, as a terminal does."""
+    """SIGINT goes to the whole process group, as a terminal sends it."""
     status, _, errors = run_script(INTERRUPTED, kind, random_checkpoint, tmp_path)
     assert status == -signal.SIGINT, errors
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
@@ -251,7 +251,7 @@ async def test_cancelling_a_request_of_an_in_process_worker_ends_its_decoder(
             request = TokenizeRequest(items=[{"image": CAT}], path_file=str(tmp_path / "shm_name.txt"))
             task = asyncio.create_task(stage.tokenize(request))
             async with asyncio.timeout(300):
-                while not busy(stage._decoders):  # noqa: ASYNC110 - there is no event for it
+                while not busy(stage._decoders):  # noqa: ASYNC110 - no event announces this
                     await asyncio.sleep(0.002)
             (pid,) = busy(stage._decoders)
             task.cancel()

@@ -1,4 +1,4 @@
-"""Tests that text never becomes control tokens and is otherwise encoded as in transformers."""
+"""Tests that text is never encoded as control tokens, and is otherwise encoded as in transformers."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tools.random_checkpoint import SPECIAL_TOKENS
 
 
 def test_strings_are_found_at_any_depth_of_a_value():
-    """Avoid nested generators, which would pass each string up through every level."""
+    """The depth exceeds Python's recursion limit, which nested generators would reach."""
     value: object = ["a", {"b": ("c", 1, None)}]
     for _ in range(10_000):
         value = [value]
@@ -35,7 +35,7 @@ def plain(checkpoint_path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def reference(checkpoint_path):
-    """Return the tokenizer of transformers."""
+    """Return transformers' tokenizer."""
     return AutoTokenizer.from_pretrained(checkpoint_path)
 
 
@@ -112,7 +112,7 @@ EACH_PART = "{% for p in m.content %}{{ p.text | trim }}{% endfor %}"
 
 
 def chat(*texts: str) -> str:
-    """Return a template that writes each of `texts` followed by a text of the user."""
+    """Return a template that writes each of `texts`, each followed by one text from the user's message."""
     written = f"{{% for t in {json.dumps(texts)} %}}{{{{ t }}}}{{{{ m.content[loop.index0].text }}}}{{% endfor %}}"
     return f"{{% for m in messages %}}{written}{{% endfor %}}"
 
@@ -186,9 +186,9 @@ def test_a_template_that_begins_tokens_reads_unescaped_texts(tmp_path, checkpoin
 
 
 def test_a_role_completes_a_token_that_a_template_begins(tmp_path, checkpoint_path, reference):
-    """Write the token around the role, as Phi's templates do.
+    """The template writes the token around the role, as Phi's templates do.
 
-    The template also finds the keys and values that it compares, even if a token contains them.
+    The template can also look up keys and compare values that are part of the spelling of a token.
     """
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}{% endfor %}"
@@ -335,7 +335,7 @@ def test_text_that_begins_or_ends_a_token_is_encoded_as_in_transformers(plain, r
 
 
 def test_blanks_beside_control_tokens_are_stripped_as_in_transformers(tmp_path, checkpoint_path):
-    """Do not split the prompt at a text that is escaped while the prompt is assembled."""
+    """The prompt is not split at a text that is escaped while the prompt is assembled."""
     folder = tmp_path / "copy"
     shutil.copytree(checkpoint_path, folder)
     saved = json.loads((folder / "tokenizer.json").read_text())
@@ -374,7 +374,7 @@ def test_functions_are_tools_and_their_docstrings_stay_text(tmp_path, checkpoint
 
 
 def test_a_template_variable_that_json_cannot_hold_is_refused(plain):
-    """Refuse the object, because a template would write its text unescaped."""
+    """A template would write an object that is not a JSON value as text, without escaping the text."""
 
     class Hidden:
         def __str__(self) -> str:
@@ -385,7 +385,7 @@ def test_a_template_variable_that_json_cannot_hold_is_refused(plain):
 
 
 def test_a_repeated_prompt_has_the_same_ids(plain, reference):
-    """Return copies of cached ids, and keep the ids of different texts apart."""
+    """Each caller gets a copy of the cached ids. Similar texts do not share an entry of the cache."""
     texts = ["a red square", "a red square ", "a red square<|im_end|>", "a red square" * 1000]
     expected = [plain.tokenize([{"text": text}]).tolist() for text in texts]
     assert expected[0] == reference.encode(texts[0], add_special_tokens=False)
@@ -397,7 +397,7 @@ def test_a_repeated_prompt_has_the_same_ids(plain, reference):
 
 
 def test_repeated_messages_have_the_same_ids(plain, reference):
-    """Cache rendered messages by role, text, parts and `add_generation_prompt`."""
+    """Rendered messages are cached by role, text, parts and `add_generation_prompt`."""
     conversations = [
         user("hello"),
         user("hel", "lo"),
@@ -418,7 +418,7 @@ def test_repeated_messages_have_the_same_ids(plain, reference):
 
 
 def test_a_subclass_of_str_is_read_as_its_text(plain):
-    """Accept the strings of a numpy array."""
+    """The strings of a numpy array, for example, are accepted."""
     own = [{"role": np.str_("user"), "content": [{"type": "text", "text": np.str_("hello")}]}]
     for messages in (own, [{"role": "user", "content": np.str_("hello")}]):
         assert plain.tokenize_chat(messages).tolist() == plain.tokenize_chat(user("hello")).tolist()
@@ -427,7 +427,7 @@ def test_a_subclass_of_str_is_read_as_its_text(plain):
 @pytest.mark.parametrize(
     "text",
     [
-        # LLaVA's template ignores a string, and SmolVLM's iterates over its characters.
+        # LLaVA's template ignores a string, and SmolVLM's template iterates over the characters of a string.
         "{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}{% endfor %}",
         "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}",
     ],
@@ -456,7 +456,7 @@ def test_template_options_do_not_include_the_template(plain, reference):
 
 
 def with_template(folder, checkpoint_path, template):
-    """Return a copy of the checkpoint with another chat template, or with no template for None."""
+    """Return a copy of the checkpoint with the given chat template, or without a template if `template` is None."""
     copy = shutil.copytree(checkpoint_path, folder / "copy")
     (copy / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((copy / "tokenizer_config.json").read_text())
@@ -493,7 +493,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, checkpoint_path):
 
 
 def test_ids_that_surround_a_text_surround_a_chat_too(tmp_path, checkpoint_path):
-    """Put ids such as a BOS around a chat whose template writes none."""
+    """Ids such as BOS are put around a chat whose template does not write them."""
     copy = shutil.copytree(checkpoint_path, tmp_path / "copy")
     state = json.loads((copy / "tokenizer.json").read_text())
     state["post_processor"] = {
@@ -514,4 +514,4 @@ def test_ids_that_surround_a_text_surround_a_chat_too(tmp_path, checkpoint_path)
     too_long = TokenizeRequest(text="hello " * 9, options=PromptOptions(4, add_special_tokens=False))
     with pytest.raises(ContextLengthExceeded, match="the limit is 4"):
         tokenizer.answer(too_long)
-    assert tokenizer.tokenize_chat(user("hello")).tolist()[0] == 0  # as transformers' processors do
+    assert tokenizer.tokenize_chat(user("hello")).tolist()[0] == 0  # transformers' processors do the same

@@ -37,7 +37,7 @@ from tests.media_samples import decode_all, encode_video, encoded, moving_frames
 
 @pytest.fixture(scope="session")
 def processor(checkpoint_path):
-    """Return the processor of transformers."""
+    """Return transformers' processor."""
     return reference.Qwen2VLProcessor.from_pretrained(checkpoint_path)
 
 
@@ -57,7 +57,7 @@ IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><
 
 
 def expected_inputs(processor, text: str, images=(), videos=()):
-    """Return the ids, grids and pixels of transformers, with videos sampled at 2 frames per second."""
+    """Return ids, grids and pixels from transformers. Videos are sampled at 2 frames per second."""
     frames = [decode_all(Path(video).read_bytes()) for video in videos]
     return processor(
         text=[text],
@@ -74,7 +74,7 @@ def expected_inputs(processor, text: str, images=(), videos=()):
 
 
 def assert_same(ids: torch.Tensor, expected, processor) -> None:
-    """Assert that ids are equal in every slot without a word, and that the words lead to equal grids and pixels."""
+    """Assert that all ids except handle words are equal, and that the handle words lead to equal grids and pixels."""
     assert ids.dtype == torch.int64
     assert ids.device.type == "cpu"
     plain, words = expected["input_ids"][0], (ids < 0).nonzero().flatten().tolist()
@@ -157,7 +157,7 @@ def test_sources_of_the_same_bytes_have_one_digest(tokenizer, spool):
 
 
 def test_every_form_of_the_same_frames_gives_the_same_pixels(tokenizer, spool):
-    """Find the path file next to the folder of the first frame that is a file."""
+    """The path file is beside the folder of the first frame that is given as a path."""
     frames = moving_frames(4, 56, 56)
     pictures = [Image.fromarray(frame) for frame in frames]
     files = [encoded(picture, "PNG") for picture in pictures]
@@ -220,7 +220,7 @@ def test_the_path_file_is_required_if_no_source_is_a_file(tokenizer, spool):
         ({"image": "truncated"}, MediaError, "media item 1 .image.: the JPEG image of 150x120 pixels is broken"),
         ({"image": "opened"}, MediaError, "media item 1 .image.: the JpegImageFile cannot be read: OSError"),
         ({"audio": b"sound"}, InputError, "does not accept audio"),
-        ({"image": "wide"}, LimitExceeded, "media item 1 .image.: the size is 401x2 pixels"),
+        ({"image": "wide"}, LimitExceeded, "media item 1 .image.: the image or video has 401x2 pixels"),
     ],
 )
 def test_a_failed_item_leaves_no_block(tokenizer, arena, spool, bad, error, message):
@@ -238,7 +238,7 @@ def test_a_failed_item_leaves_no_block(tokenizer, arena, spool, bad, error, mess
 
 
 def test_a_video_with_a_wrong_packet_count_is_planned_again(tokenizer, arena, spool):
-    """Sample frames without the damaged tail, although the container does not show the damage."""
+    """The damaged tail is not sampled, although the container's packet count includes it."""
     whole = encode_video(moving_frames(40), fps=10, container="mpegts")
 
     def miscounted(data: bytes) -> bool:
@@ -284,7 +284,7 @@ def test_a_long_prompt_is_refused_before_preprocessing(tokenizer, arena, spool):
 
 
 def test_a_rendered_prompt_beyond_the_limit_of_characters_is_refused(tmp_path):
-    """Check the rendered text, because numbers become text only when a template writes them."""
+    """The rendered text is checked, because numbers become text only when the template writes them."""
     folder = tmp_path / "tiny"
     shutil.copytree(Path(mindie_mm.__file__).parent / "assets/tiny", folder)
     described = json.loads((folder / "tokenizer_config.json").read_text())
@@ -328,13 +328,13 @@ tokenizer = Tokenizer.from_pretrained({str(checkpoint_path)!r})
 print(len(tokenizer.tokenize([{{"image": {str(spool / "image" / "0.jpg")!r}}}])))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
-    assert int(done.stdout) > 4  # a fixture of all tests checks that no arena is left
+    assert int(done.stdout) > 4  # a fixture of all tests checks that no arena remains
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_tokenizers_own_arena_is_removed_when_a_multiprocessing_process_ends(checkpoint_path, spool, method):
-    """End a forked process, which leaves by os._exit, and a spawned one."""
+    """A forked process ends with os._exit; a spawned process ends as usual."""
     script = f"""
 import multiprocessing
 from mindie_mm.tokenize import Tokenizer
@@ -385,7 +385,7 @@ def test_the_tokenizers_own_arena_is_replaced_if_it_is_removed_while_writing(che
     def allocate(arena, *arguments, **settings):
         if next(left, False):
             arena.path.unlink()
-            arena._file._seen_ns = 0  # as if the last check was long ago
+            arena._file._seen_ns = 0  # as if the last check had been long ago
         return own(arena, *arguments, **settings)
 
     monkeypatch.setattr(Arena, "allocate", allocate)
@@ -405,7 +405,7 @@ def test_a_request_beyond_its_quota_is_refused(checkpoint_path, spool):
 
 
 def test_transparent_pixels_show_the_configured_background(checkpoint_path, arena, tmp_path):
-    """Apply the background to files, image objects and frames, and keep different backgrounds apart in caches."""
+    """The background applies to files, image objects and frames. Different backgrounds give different digests."""
     clear = Image.new("RGBA", (56, 56))
     files = [encoded(clear, name) for name in ("PNG", "WEBP", "AVIF")]
     items = [*({"image": source} for source in (*files, clear)), {"video": [files[0], clear] * 2}]

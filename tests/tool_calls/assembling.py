@@ -1,4 +1,4 @@
-"""Answers, assembled from text that arrives in pieces."""
+"""Functions that assemble answers from text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mindie_mm.tool_calls.reasoning import ReasoningParser
 from mindie_mm.tool_calls.tool import Tool
 
 FORMAT_NAMES = {"internlm2": "internlm", "llama4_pythonic": "pythonic", "mistral_v11": "mistral", "phi4_mini": "phi4"}
-"""Names of this package for formats of tool-formats.jsonl."""
+"""Our names for formats that tool-formats.jsonl names differently."""
 
 SAMPLES = [json.loads(line) for line in (Path(__file__).parent / "tool-formats.jsonl").read_text().splitlines()]
-"""One and two calls in each format, with the calls that are meant."""
+"""In each format, a text with one call and a text with two, and the calls that the texts mean."""
 
 CROP = Tool(
     "crop_image",
@@ -61,7 +61,7 @@ def answer_of(parser: ToolCallParser, pieces: Iterable[str]) -> Answer:
 
 
 def reasoned(reasoning: ReasoningParser, parser: ToolCallParser, pieces: Iterable[str]) -> tuple[str, Answer]:
-    """Return the reasoning and the answer behind it."""
+    """Return the reasoning text, and the answer that follows it."""
     text, answer = "", Answer()
     for events in (*(reasoning.push(piece) for piece in pieces), reasoning.finish()):
         for event in events:
@@ -74,12 +74,12 @@ def reasoned(reasoning: ReasoningParser, parser: ToolCallParser, pieces: Iterabl
 
 
 def calls_of(answer: Answer) -> list[dict[str, Any]]:
-    """Return the complete calls, with decoded arguments."""
+    """Return the complete calls of an answer, with decoded arguments."""
     return [{"name": call.name, "arguments": json.loads(call.arguments)} for call in answer.calls if call.complete]
 
 
 def seen(answer: Answer) -> tuple[str, list[tuple[str, str, bool]]]:
-    """Return what must not depend on the pieces: all but the ids, which are random."""
+    """Return everything that must not depend on the pieces. The ids of calls are random, so they are left out."""
     return answer.content, [(call.name, call.arguments, call.complete) for call in answer.calls]
 
 

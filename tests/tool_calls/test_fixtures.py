@@ -1,4 +1,4 @@
-"""Outputs of real models, from the package canitoolcall, with the calls that they mean."""
+"""Tests with outputs of real models from the package canitoolcall, which also contains the expected calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindie_mm.tool_calls.registry import parser_named
 from mindie_mm.tool_calls.tool import Tool
 from tests.tool_calls.assembling import answer_of, reasoned
 
-# Characters in place of tokens: their splits are a superset of those of any tokenizer.
+# Split into characters instead of tokens: any tokenizer's splits are among the splits between characters.
 STRATEGIES = parse_strategies(["token", "rand:1:8", "rand:2:40"])
 
 NOT_SERVED = {
@@ -46,7 +46,7 @@ def test_every_fixture_of_a_served_format_passes_whole_and_streamed():
 
 
 def parsed(fixture: Fixture, pieces: list[str]) -> ParseResult:
-    """Parse an output. A call without an end counts as none: a client sees it only with `finish_reason: length`."""
+    """Parse an output, without calls that do not end. Clients see these only with `finish_reason: length`."""
     name, reasoning_name = formats_of(fixture)
     tools = [Tool(tool["function"]["name"], tool["function"].get("parameters")) for tool in fixture.tools]
     parser = parser_named(name)(tools)
@@ -62,7 +62,7 @@ def parsed(fixture: Fixture, pieces: list[str]) -> ParseResult:
 
 
 def formats_of(fixture: Fixture) -> tuple[str, str]:
-    """Return the names of the formats of calls and of reasoning, or "" for no reasoning."""
+    """Return the names of the tool call format and the reasoning format. The latter is "" if there is no reasoning."""
     model = fixture.models[0]
     match fixture.family:
         case "qwen3-hermes":

@@ -1,4 +1,4 @@
-"""What the text of a model means, in each format."""
+"""Tests of the meaning of texts in each tool call format."""
 
 from __future__ import annotations
 

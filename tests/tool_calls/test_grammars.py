@@ -1,4 +1,4 @@
-"""Grammars that force calls, compiled for the vocabulary of the embedded checkpoint."""
+"""Tests of grammars that force tool calls, compiled for the vocabulary of the embedded checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tool_calls.assembling import CROP, NOW, READ, SAMPLES, TOOLS, answer_
 TOKENIZER = Path(mindie_mm.__file__).parent / "assets/tiny/tokenizer.json"
 END = 0
 
-# Where a forced answer looks other than the sample, which is as the model writes it.
+# Functions that convert a sample, as the model writes it, to the text that the grammar forces.
 FORCED = {
     "llama3_json": lambda text: text.removeprefix("<|python_tag|>"),
     "internlm": lambda text: text.replace("> <", "><").replace("}\n<", "}<"),
@@ -33,7 +33,7 @@ FORCED = {
 
 
 class Vocabulary:
-    """The embedded vocabulary, with more special tokens."""
+    """The vocabulary of the embedded checkpoint, with additional special tokens."""
 
     def __init__(self, special: tuple[str, ...] = ()) -> None:
         self.tokenizer = Tokenizer.from_file(str(TOKENIZER))
@@ -53,7 +53,10 @@ class Vocabulary:
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     def random_answer(self, grammar: str, seed: int, max_tokens: int = 600) -> str | None:
-        """Draw tokens that the grammar allows, until it allows the end. Return None for an endless answer."""
+        """Draw tokens that the grammar allows until the text may end.
+
+        Return None if it does not end within `max_tokens`.
+        """
         matcher, chosen, tokens = self.matcher(grammar), random.Random(seed), []
         bits = allocate_token_bitmask(1, self.guided.vocab_size)
         for _ in range(max_tokens):
@@ -68,7 +71,7 @@ class Vocabulary:
 
 @cache
 def vocabularies(name: str) -> tuple[Vocabulary, Vocabulary]:
-    """Return a vocabulary without the markers of a format, and one in which they are special tokens."""
+    """Return a vocabulary without the markers of a format, and a vocabulary with the markers as special tokens."""
     return Vocabulary(), Vocabulary(parser_named(name).markers)
 
 
@@ -229,11 +232,11 @@ def test_names_that_a_format_cannot_write_are_refused():
     for name, properties in odd.items():
         for prop in (*properties, "x" * 1000):
             tool = Tool("f", {"properties": {prop: {"type": "integer"}}})
-            with pytest.raises(InputError, match="a name that this format cannot write"):
+            with pytest.raises(InputError, match="which this tool-call format cannot write"):
                 parser_named(name).grammar([tool], parallel=False, one_of=["f"], added_tokens={})
     for name in FORMATS.keys() - {"hermes", "llama3_json", "mistral_v3", "internlm", "phi4"}:
         for odd_name in ("a b", 'a"', "a\n", "", "x" * 257):
-            with pytest.raises(InputError, match="has a name that this format cannot write"):
+            with pytest.raises(InputError, match="has a name that this tool-call format cannot write"):
                 parser_named(name).grammar([Tool(odd_name)], parallel=False, one_of=[odd_name], added_tokens={})
     for name, value in {"glm45": "</arg_value>", "gemma4": '<|"|>'}.items():
         tool = Tool("f", {"properties": {"a": {"enum": ["x", f"a{value}b"]}}})

@@ -1,4 +1,4 @@
-"""Tests of earlier calls in the forms that chat templates expect, and of tools as text."""
+"""Tests of earlier calls, in the form that each chat template expects, and of tools that are described as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mindie_mm.tool_calls.described import with_described_tools
-from mindie_mm.tool_calls.history import num_calls, with_own_ids
+from mindie_mm.tool_calls.history import num_calls, with_own_ids, with_tool_calls
 from mindie_mm.tool_calls.registry import parser_named
 
 TOOL = {"type": "function", "function": {"name": "weigh"}}
@@ -76,6 +76,7 @@ def test_ids_take_the_form_that_the_template_demands() -> None:
 def test_messages_of_a_wrong_form_are_left_to_the_check_of_messages(message: Any) -> None:
     for name in ("mistral", "kimi_k2", "hermes"):
         assert with_own_ids([message], parser_named(name)) == [message]
+    assert with_tool_calls([message, message]) == [message, message]
     for takes_system in (True, False):
         with_described_tools([*HISTORY, message, message], [TOOL], takes_system=takes_system)
 
@@ -90,7 +91,7 @@ def test_calls_and_results_become_text_in_alternating_turns() -> None:
     both = "<tool_response>\n7 kg\n</tool_response>\n<tool_response>\ndone\n</tool_response>"
     assert found[2]["content"] == both
     assert found[4]["content"] == [text("<tool_response>\ndone\n</tool_response>\n"), IMAGE]
-    # Arguments that are no JSON, an object, and the older form.
+    # The arguments are invalid JSON, an object, or missing.
     odd = [call("a", arguments='{"a": '), call("b", arguments={"é": 1}), call("c", arguments=None)]
     (made,) = with_described_tools(
         [{"role": "assistant", "content": [text("Well.")], "tool_calls": odd}], [], takes_system=True
@@ -101,8 +102,6 @@ def test_calls_and_results_become_text_in_alternating_turns() -> None:
         '{"name": "weigh", "arguments": {"é": 1}}',
         '{"name": "weigh", "arguments": {}}',
     ]
-    older = {"role": "assistant", "content": None, "function_call": {"name": "weigh", "arguments": "{}"}}
-    assert "function_call" not in with_described_tools([older], [], takes_system=True)[0]
 
 
 def test_the_description_stands_where_the_template_shows_it() -> None:
@@ -115,3 +114,16 @@ def test_the_description_stands_where_the_template_shows_it() -> None:
     (without,) = with_described_tools([user], [TOOL], takes_system=False)
     assert without["content"] == [text(f"{system['content']}\n\n"), IMAGE, text("Hello!")]
     assert with_described_tools([], [TOOL], takes_system=False)[0]["role"] == "user"
+
+
+def test_messages_of_functions_become_messages_of_tools() -> None:
+    called = {"name": "f", "arguments": "{}"}
+    alone: list[Any] = [{"role": "function", "name": "f", "content": "1"}, 5, {"role": "assistant", "content": "Yes."}]
+    call, result, again = with_tool_calls(
+        [{"role": "assistant", "content": "So.", "function_call": called}, alone[0], alone[0]]
+    )
+    tool_call = call["tool_calls"][0]
+    assert call == {"role": "assistant", "content": "So.", "tool_calls": [tool_call]}
+    assert (tool_call["type"], tool_call["function"]) == ("function", called)
+    assert result == again == {"role": "tool", "name": "f", "content": "1", "tool_call_id": tool_call["id"]}
+    assert with_tool_calls(alone) == alone

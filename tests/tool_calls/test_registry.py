@@ -1,4 +1,4 @@
-"""The choice of a format for a checkpoint."""
+"""Tests of choosing a tool call format for a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tool_calls.assembling import TOOLS, answer_of, calls_of
 
 HUB = Path(__file__).parents[3] / "shared" / "hub"
 
-# The lines of published templates that write a call.
+# Lines of published chat templates that write a call.
 TEMPLATES = {
     "hermes": '{{- \'<tool_call>\\n{"name": "\' }}{{- tool_call.name }}{{- \'", "arguments": \' }}',
     "qwen3_coder": "{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n' }}{{- '<parameter=' + args_name }}",
@@ -103,7 +103,7 @@ NO_PARSER = 3
 
 @pytest.fixture
 def other_package(tmp_path, monkeypatch):
-    """Return a function that installs a package whose entry point `other` names an attribute of its module."""
+    """Return a function that installs a package. Its entry point `other` refers to an attribute of its module."""
 
     def install(attribute: str) -> None:
         info = tmp_path / "other_format-1.dist-info"

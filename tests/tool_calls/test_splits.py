@@ -1,4 +1,4 @@
-"""The pieces in which a text arrives do not change the calls in it."""
+"""Tests that the calls in a text do not depend on the pieces in which the text arrives."""
 
 from __future__ import annotations
 
@@ -126,5 +126,5 @@ def parse(name: str, pieces: list[str]) -> Answer:
 
 
 def starts(answer: Answer) -> str:
-    """Return the calls as one text, which grows while they are streamed."""
+    """Return the calls as one text, which only grows while they are streamed."""
     return "".join(f"\0{call.name}\0{call.arguments}" for call in answer.calls)

@@ -1,4 +1,4 @@
-"""Tests of the demo's check for arenas that are left behind."""
+"""Tests that the demo detects arenas that have not been removed."""
 
 from mindie_mm.shm import Arena
 from tools.demo import arenas

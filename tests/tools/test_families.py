@@ -1,4 +1,4 @@
-"""Tests of the table in docs/families.md against the families' own descriptions."""
+"""Tests that the table in docs/families.md agrees with the families' own descriptions."""
 
 from mindie_mm.models import family_named
 from tools import families

@@ -1,4 +1,4 @@
-"""Tests of the build of torch that `make install` chooses, with a pip that only prints its arguments."""
+"""Tests of the build of torch that `make install` selects. A fake pip prints its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """A handler that logs nothing."""
+    """A request handler that logs nothing."""
 
     def log_message(self, *_: object) -> None:
         pass
@@ -35,7 +35,7 @@ def programs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[str]:
-    """Yield the URL of a package index that has torch."""
+    """Yield the URL of a package index that contains torch."""
     (tmp_path / "index/torch").mkdir(parents=True)
     with HTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "index"))) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -46,7 +46,7 @@ def index(tmp_path: Path) -> Iterator[str]:
 
 
 def installed(programs: Path, index: str) -> str:
-    """Return the arguments that the last pip was called with."""
+    """Return the arguments of the last call of pip."""
     command = ["make", "--silent", "torch", f"BIN={programs}", f"CPU_INDEX={index}"]
     env = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
     ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Tests of the pages generated from the code, and of the Python reference, which has every public name."""
+"""Tests of the generated pages, and of the Python reference, which must list all public names."""
 
 import re
 

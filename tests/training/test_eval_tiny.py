@@ -1,4 +1,4 @@
-"""Tests that the embedded checkpoint answers as docs/embedded-checkpoint.md states.
+"""Tests that the embedded checkpoint answers as docs/embedded-checkpoint.md says.
 
 `python -m training.eval_tiny` asks more questions.
 """
@@ -22,7 +22,7 @@ def test_the_checkpoint_answers_unseen_scenes_and_sounds():
     samples = [
         one
         for one in held_out(SEED + 1, 120)
-        if not any(sound.speaker for sound in one.sounds)  # espeak-ng may be absent
+        if not any(sound.speaker for sound in one.sounds)  # espeak-ng, which generates speech, may not be installed
     ]
     found = judge(TINY, samples, verbose=True)
     right, asked = (sum(column) for column in zip(*found.values(), strict=True))
@@ -46,5 +46,5 @@ def test_every_task_is_judged() -> None:
 def test_the_checkpoint_is_small():
     assert sum(file.stat().st_size for file in TINY.iterdir()) <= 10 * 10**6
     with safe_open(TINY / "model.safetensors", "pt") as weights:
-        count = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 - no dict
+        count = sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 - not a dict
     assert 2e6 <= count <= 4e6

@@ -1,4 +1,4 @@
-"""Tests that scenes are reproducible, match their descriptions, and separate held-out data from training data."""
+"""Tests that scenes are reproducible and match their descriptions. Training and held-out scenes are separate."""
 
 import random
 from dataclasses import replace
@@ -31,17 +31,17 @@ SPLITS = pytest.mark.parametrize("split", [TRAIN, HELD_OUT], ids=lambda split: s
 
 
 def plain(scene: Scene) -> Scene:
-    """Return the scene on black and without JPEG damage, so that every other pixel is a thing."""
+    """Return the scene on black and without JPEG artifacts. Every pixel that is not black is then part of an object."""
     return replace(scene, ground=(0, 0, 0), quality=None)
 
 
 def lit(scene: Scene) -> np.ndarray:
-    """Return where the things are, bool [H, W]."""
+    """Return a mask of the pixels that belong to objects, bool [H, W]."""
     return np.asarray(draw(plain(scene))).max(axis=2) > 60
 
 
 def regions(mask: np.ndarray) -> int:
-    """Return the number of connected regions, where corners count as touching."""
+    """Return the number of connected regions of a mask. Pixels that share only a corner are connected."""
     left = {(int(y), int(x)) for y, x in np.argwhere(mask)}
     number = 0
     while left:
@@ -57,7 +57,7 @@ def regions(mask: np.ndarray) -> int:
 
 
 def small(scene: Scene) -> Scene:
-    """Return the scene on a canvas of at most 160 pixels, for speed."""
+    """Return the scene on a canvas of at most 160 pixels, which is faster."""
     shrink = min(1.0, 160 / max(scene.width, scene.height))
     width, height = round(scene.width * shrink), round(scene.height * shrink)
     return replace(scene, width=width, height=height)

@@ -1,4 +1,4 @@
-"""Tests that sounds are reproducible, match their descriptions, and separate held-out data from training data."""
+"""Tests that sounds are reproducible and match their descriptions. Training and held-out sounds are separate."""
 
 import math
 import random
@@ -21,7 +21,7 @@ def drawn(kind: str, split: Split, number: int) -> list[Sound]:
 
 
 def bursts(samples: np.ndarray) -> int:
-    """Return how often the samples become loud after 40 ms of quiet."""
+    """Return how often the sound becomes loud after at least 40 ms of quiet."""
     loud = np.abs(samples) > 0.2 * np.abs(samples).max()
     at = np.flatnonzero(loud)
     return 1 + int((np.diff(at) > 0.04 * RATE).sum())
@@ -68,7 +68,7 @@ def test_no_voice_speed_or_pitch_is_in_both_splits() -> None:
 def test_a_seed_gives_the_same_sound(kind: str) -> None:
     first, second = (sample(random.Random(11), TRAIN, kind) for _ in range(2))
     assert first == second
-    if first.sounds[0].speaker is None:  # only espeak-ng can generate speech
+    if first.sounds[0].speaker is None:  # without espeak-ng, there is no speech
         assert make(first.sounds[0])[0].tobytes() == make(second.sounds[0])[0].tobytes()
 
 
@@ -91,5 +91,5 @@ def test_every_digit_is_recorded_by_every_held_out_voice() -> None:
             assert 0.2 * RATE < len(middle) < 1.2 * RATE
             assert not samples[: RATE // 5].any()
             assert not samples[-RATE // 5 :].any()
-            for end in (middle[: RATE // 50], middle[-RATE // 50 :]):  # no further silence at either end
+            for end in (middle[: RATE // 50], middle[-RATE // 50 :]):  # there is no silence besides 0.2 s at each end
                 assert np.abs(end).max() > 0.005 * np.abs(middle).max()

@@ -1,4 +1,4 @@
-"""Fixtures of the web page in headless Chromium, in front of a real service."""
+"""Fixtures for tests of the web page in headless Chromium, with a real service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLAGS = (
 )
 TIMEOUT_MS = 60_000
 START_TIMEOUT_S = 300.0
-"""Limits for hangs only, as a start takes tens of seconds on a busy machine."""
+"""Limit for a service that hangs. On a busy machine, a start takes tens of seconds."""
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +66,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# One browser per module. While sync_playwright runs, this thread cannot run coroutine tests.
+# Each module has its own browser, because this thread cannot run coroutine tests while sync_playwright runs.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
@@ -81,12 +81,12 @@ def browser() -> Iterator[Browser]:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Requests and errors of a page."""
+    """Requests and errors of a page, as `opened` records them."""
 
     requests: list[str] = field(default_factory=list)
     """URLs of the requests."""
     complaints: list[str] = field(default_factory=list)
-    """Errors and warnings of the console and uncaught exceptions, without failed requests."""
+    """Uncaught exceptions, and errors and warnings in the console. Failed requests are not included."""
 
 
 def opened(browser: Browser, url: str, noted: Noted, **context: object) -> Page:
@@ -111,7 +111,7 @@ def opened(browser: Browser, url: str, noted: Noted, **context: object) -> Page:
 
 
 def ask(page: Page, question: str) -> Locator:
-    """Ask a question and return its turn once the question is answered."""
+    """Ask a question, wait for the end of the answer, and return the turn with the question and the answer."""
     page.get_by_label("Question", exact=True).fill(question)
     page.get_by_role("button", name="Ask").click()
     expect(page.locator("#status")).to_contain_text("Answered in")
@@ -130,7 +130,7 @@ def noted() -> Noted:
 
 @pytest.fixture
 def page(browser: Browser, service: RunningService, noted: Noted) -> Iterator[Page]:
-    """Yield the ready page. Assert afterwards that the page contacted no other host and logged no error."""
+    """Yield the page when it is ready. After the test, assert that it contacted no other host and logged no error."""
     page = opened(browser, service.url, noted)
     expect(page.locator("#health")).to_have_text("Ready")
     yield page

@@ -1,4 +1,4 @@
-"""Tests of questions asked with the page, by mouse and by keyboard."""
+"""Tests that ask questions on the page, with the mouse and with the keyboard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TAG = re.compile(r'<img src="data:image/jpeg;base64,([A-Za-z0-9+/=]+)">')
 
 
 def drop_or_paste(page: Page, path: Path, kind: str, way: str) -> None:
-    """Drop a file on the page like a mouse, or paste the file."""
+    """Drop a file on the page, as a user does with the mouse, or paste the file."""
     data = page.evaluate_handle(
         """([name, type, text]) => {
             const transfer = new DataTransfer();
@@ -75,7 +75,8 @@ def test_chosen_files_of_each_kind_are_answered_together(page: Page, files: Path
     expect(turn.get_by_text("video right.mp4")).to_be_visible()
 
 
-# Clipboard contents after copying cells of a spreadsheet, a picture on a page, or a file in a file manager.
+# Texts that the clipboard contains beside a picture after a user has copied cells of a spreadsheet, a picture on a web
+# page, or a file in a file manager.
 COPIES = {
     "cells": {"text/plain": "a\tb", "text/html": "<table><tr><td>a</td><td>b</td></tr></table>"},
     "picture": {"text/html": "<img src='scene.png'>"},
@@ -86,7 +87,7 @@ COPIES = {
 @pytest.mark.parametrize("copied", sorted(COPIES))
 @pytest.mark.parametrize("field", ["Question", None])
 def test_only_cells_pasted_into_a_text_field_stay_text(page: Page, files: Path, copied: str, field: str | None) -> None:
-    """Paste the picture in every other case, through the clipboard and the keyboard of the browser."""
+    """In all other cases, the picture is attached. The test uses the browser's real clipboard and keyboard events."""
     page.evaluate(
         """([texts, picture]) => {
             const bytes = Uint8Array.from(atob(picture), (one) => one.charCodeAt(0));
@@ -128,7 +129,7 @@ def test_timings_and_tokens_are_those_of_the_answer(page: Page, service: Running
     assert shown["tower"] == pytest.approx(timings["tower_s"] / timings["total_s"], abs=0.005)
     assert sum(shown.values()) == pytest.approx(1, abs=0.01)
 
-    # The positions of the placeholders, computed independently.
+    # Compute the positions of the placeholders from the token ids.
     body = caught.value.request.post_data_json
     ids = httpx2.post(f"{service.url}/tokenize", json={"messages": body["messages"]}).json()["tokens"]
     assert usage["prompt_tokens"] == len(ids)
@@ -169,7 +170,7 @@ def test_the_copied_history_is_a_valid_prompt_with_its_pictures(
 
 
 def test_screen_readers_skip_the_figures(page: Page) -> None:
-    """Turn off `aria-live` for the figures within the log, whose new text screen readers read out."""
+    """Screen readers read out new text in a log, so the figures in the log have `aria-live` set to `off`."""
     turn = ask(page, "Hello!")
     region = "(one) => one.closest('[aria-live], [role=log]').getAttribute('aria-live')"
     assert [figure.evaluate(region) for figure in turn.locator("figure").all()] == ["off", "off"]
@@ -181,7 +182,7 @@ POLICY = {"Content-Type": "text/html", "Permissions-Policy": "clipboard-write=()
 
 @pytest.mark.parametrize("barred", ["missing", "refused"])
 def test_the_history_is_shown_when_the_clipboard_is_unavailable(page: Page, noted: Noted, barred: str) -> None:
-    """Show the history when the clipboard is missing, as over plain HTTP, or access to the clipboard is refused."""
+    """Over plain HTTP, the browser does not offer a clipboard. A permissions policy may also refuse access."""
     if barred == "missing":
         page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
     else:
@@ -215,14 +216,14 @@ def test_the_conversation_is_sent_only_on_request(page: Page) -> None:
 
 
 def test_the_page_is_usable_with_the_keyboard_alone(page: Page, files: Path) -> None:
-    """Use Tab, Space, Enter and letters only, with visible focus."""
+    """The test uses only Tab, Space, Enter and letters, and checks that the focus is visible."""
     keys = page.keyboard
-    page.on("filechooser", lambda _: None)  # intercepts choosers before the key is pressed
+    page.on("filechooser", lambda _: None)  # keeps the browser from opening a file dialog
     keys.press("Tab")
     expect(page.get_by_role("link", name="Skip to the question")).to_be_focused()
     keys.press("Enter")
     keys.press("Tab")
-    if page.evaluate("document.activeElement.id") == "question":  # a fragment may not move the focus itself
+    if page.evaluate("document.activeElement.id") == "question":  # following the link may not move the focus
         keys.press("Tab")
     expect(page.get_by_label("Attach files")).to_be_focused()
     outline = page.locator("label[for=files]").evaluate("(one) => getComputedStyle(one).outlineStyle")
@@ -277,7 +278,7 @@ def test_errors_are_shown_in_words(page: Page, files: Path) -> None:
     ],
 )
 def test_an_invalid_option_is_named_and_unfolded(page: Page, label: str, value: str, words: str | None) -> None:
-    """Unfold the options at the invalid field. The browser reports an `e` as an empty value."""
+    """The page unfolds the options and focuses the invalid field. If the field contains `e`, its value is empty."""
     page.get_by_text("Options").click()
     field = page.get_by_label(label)
     field.fill(value)
@@ -326,7 +327,8 @@ def test_stop_ends_the_answer_and_frees_its_memory(page: Page, service: RunningS
     page.get_by_label("Question", exact=True).fill(WHAT)
     page.get_by_role("button", name="Ask").click()
     expect(page.locator(".answer")).not_to_be_empty()
-    # A click waits for two frames without movement. On a busy machine the answer would end before.
+    # Playwright delays a click until the button has not moved for two frames. On a busy machine, the answer could end
+    # before that, so the test presses Enter.
     page.get_by_role("button", name="Stop", exact=True).press("Enter")
     expect(page.locator("#status")).to_have_text("Stopped.")
     expect(page.locator("article")).to_contain_text("Stopped.")

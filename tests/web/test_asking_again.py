@@ -1,4 +1,4 @@
-"""Tests that an unanswered question returns to the form with its attachments."""
+"""Tests that the text and attachments of a question that was not answered are put back into the input form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def submit(page: Page, question: str) -> None:
 
 
 def hold(page: Page) -> list[Route]:
-    """Return a list that collects all further questions instead of sending them."""
+    """Intercept all further questions, and return the list that collects them."""
     held: list[Route] = []
 
     def take(route: Route) -> None:
@@ -50,7 +50,7 @@ def test_a_refused_question_returns_to_the_form(page: Page, files: Path, status:
 
 
 def test_a_recording_survives_a_lost_connection(page: Page) -> None:
-    """Keep the recording in the form even after the conversation is cleared."""
+    """The recording is put back into the form, and stays there even if the conversation is cleared."""
     page.get_by_role("button", name="Record sound").click()
     expect(page.locator("#status")).to_have_text("Recording sound.")
     page.get_by_role("button", name="Stop recording").click()
@@ -83,7 +83,7 @@ def test_a_failed_question_returns_before_later_text_and_files(page: Page, files
     held[0].abort()
     expect(page.locator("#status")).to_have_text(BACK)
     expect(page.locator("#items li")).to_contain_text(["scene.png", "star.jpg"])
-    page.keyboard.type("!")  # the caret is where it was
+    page.keyboard.type("!")  # the text cursor has kept its place
     expect(field).to_have_value(f"{question}\nAnd then!?".strip())
     page.get_by_role("button", name="Remove scene.png").click()
     expect(page.locator("#items li")).to_contain_text(["star.jpg"])
@@ -93,7 +93,7 @@ def test_a_failed_question_returns_before_later_text_and_files(page: Page, files
 
 
 def test_a_broken_answer_returns_its_question_to_the_form(page: Page) -> None:
-    """Keep the start of an answer whose connection is lost midway."""
+    """The connection is lost before the answer is complete. The page still shows the text that has arrived."""
     chunk = {"choices": [{"index": 0, "delta": {"content": "red"}, "finish_reason": None}]}
     body = f"data: {json.dumps(chunk)}\n\n"
     page.route(COMPLETIONS, lambda route: route.fulfill(content_type="text/event-stream", body=body))

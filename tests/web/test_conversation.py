@@ -1,4 +1,4 @@
-"""Tests of the conversation on the page, in requests and in the copied history."""
+"""Tests of the conversation, as the page shows it, sends it in requests and copies it as the history."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END = "document.getElementById('clear').getBoundingClientRect().bottom"
 
 
 def ask_at_length(page: Page, question: str) -> Locator:
-    """Ask a question that is answered for many seconds, and return the answer once its text starts."""
+    """Ask a question whose answer takes many seconds, wait until its text starts, and return the answer."""
     page.route(
         COMPLETIONS, lambda route: route.continue_(post_data=json.dumps(route.request.post_data_json | LONG)), times=1
     )
@@ -34,7 +34,7 @@ def ask_at_length(page: Page, question: str) -> Locator:
 
 
 def wait_until(page: Page, comparison: str, number: int) -> None:
-    """Wait until the comparison is true. The page's Content Security Policy blocks `wait_for_function`."""
+    """Wait until the comparison is true. `wait_for_function` cannot be used, because the page's CSP blocks it."""
     for _ in range(TIMEOUT_MS // 20):
         if page.evaluate(f"{comparison} {number}"):
             return
@@ -48,7 +48,7 @@ def stop(page: Page) -> None:
 
 
 def answer_with(page: Page, *chunks: dict[str, Any], end: str = "\n\n") -> None:
-    """Answer the next question with the given chunks, as another kind of server might."""
+    """Answer the next question with `chunks` instead of the service's answer. `end` terminates each event."""
     events = [f"data: {json.dumps(chunk)}" for chunk in chunks]
     body = "".join(event + end for event in [*events, "data: [DONE]"])
     page.route(COMPLETIONS, lambda route: route.fulfill(content_type="text/event-stream", body=body), times=1)
@@ -67,7 +67,10 @@ def copied(page: Page) -> str:
 
 
 def test_the_conversation_contains_stopped_answers_but_no_failed_questions(page: Page) -> None:
-    """Send and copy the text generated before a stop, but no question that returned to the form."""
+    """A stopped answer is sent and copied as far as it was generated.
+
+    A failed question, which is put back into the input form, is not sent or copied.
+    """
     expect(page.get_by_role("button", name="Copy history")).to_be_disabled()
     page.route(COMPLETIONS, lambda route: route.fulfill(status=429, json={"error": {"message": "full"}}), times=1)
     question = page.get_by_label("Question", exact=True)
@@ -93,7 +96,7 @@ def test_the_conversation_contains_stopped_answers_but_no_failed_questions(page:
 
 
 def test_the_page_follows_the_answer_only_while_scrolled_to_the_end(page: Page) -> None:
-    """Keep the position of a reader who scrolls up, with Stop in reach, and follow again at the end."""
+    """If a reader scrolls up, the page stays there, and Stop stays visible. At the end, the page follows again."""
     page.set_viewport_size({"width": 390, "height": 664})
     answer = ask_at_length(page, HELLO)
     end, button = page.locator("#clear"), page.get_by_role("button", name="Stop", exact=True)
@@ -103,7 +106,7 @@ def test_the_page_follows_the_answer_only_while_scrolled_to_the_end(page: Page) 
         wait_until(page, f"-{END} >=", -665)
         expect(button).to_be_in_viewport(ratio=1)
         page.mouse.wheel(0, -10_000)
-        wait_until(page, "scrollY <", 100)  # the page may have followed one more step meanwhile
+        wait_until(page, "scrollY <", 100)  # the page may have followed the answer once more
         wait_until(page, LENGTH, len(str(answer.text_content())) + 100)
         left_at = page.evaluate("scrollY")
         wait_until(page, LENGTH, len(str(answer.text_content())) + 200)
@@ -121,7 +124,7 @@ def test_the_page_follows_the_answer_only_while_scrolled_to_the_end(page: Page) 
 
 
 def test_an_attached_file_keeps_its_content(page: Page, tmp_path: Path) -> None:
-    """Send, show and copy the attached content although the file is overwritten and then removed."""
+    """Even if the file is overwritten and then removed, the page sends, shows and copies the attached content."""
     path = tmp_path / "edit.png"
     picture("red", (220, 40, 40), "square", x=0.35).save(path)
     attach(page, path)
@@ -146,7 +149,7 @@ def test_an_unreadable_file_is_named(page: Page, files: Path) -> None:
 
 
 def test_media_that_the_history_cannot_contain_are_named(page: Page, files: Path, tmp_path: Path) -> None:
-    """Name a sound, and a picture wider than the browser's canvas allows."""
+    """The history only names a sound, and a picture that is wider than the browser's canvas allows."""
     Image.new("RGB", (70_000, 10)).save(tmp_path / "wide.png")
     attach(page, tmp_path / "wide.png", files / "beeps.wav")
     answer_with(page, chunk_of("black"))
@@ -171,7 +174,7 @@ def test_an_answer_without_timings_is_shown_with_either_line_end(page: Page, end
 
 
 def test_dropped_items_are_counted_but_not_named(page: Page, files: Path) -> None:
-    """Name only the last items, which `--truncate` keeps."""
+    """With `--truncate`, the service keeps only the last items of a prompt. The page lists only these items."""
     attach(page, files / "scene.png", files / "star.jpg")
     span = {"type": "image", "start": 2, "stop": 14, "features": 12, "block": "mindie_mm-1f2a:0"}
     usage = {"prompt_tokens": 20, "completion_tokens": 1, "total_tokens": 21}

@@ -1,4 +1,4 @@
-"""Tests of the page's files over HTTP."""
+"""Tests of how the service serves the page's files over HTTP."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_file_is_served_with_its_type_and_security_headers(service: Running
     ],
 )
 def test_other_paths_are_404(service: RunningService, path: str) -> None:
-    connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=300)  # keeps the path as is
+    connection = http.client.HTTPConnection(urlsplit(service.url).netloc, timeout=300)  # does not normalize the path
     connection.request("GET", path)
     answer = connection.getresponse()
     assert answer.status == 404

@@ -1,4 +1,4 @@
-"""Tests of sound and video recording, with the fake microphone and camera of Chromium."""
+"""Tests that record sound and video with Chromium's fake microphone and camera."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from playwright.sync_api import Page, expect
 from tests.web.conftest import ask, attach
 from tools.demo import write_sound
 
-# Permission for the microphone is granted when `allow` is called. Each stream is kept in `streams`.
+# Script that makes the browser grant the microphone only when `window.allow` is called, and collects all streams in
+# `window.streams`.
 ASKED_FIRST = """() => {
     const real = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
     const asked = new Promise((resolve) => (window.allow = resolve));
@@ -43,7 +44,7 @@ def test_a_recording_is_attached_and_answered(page: Page, button: str, kind: str
 
 @pytest.mark.parametrize("way", ["double click", "Enter twice"])
 def test_a_second_press_starts_no_second_recording(page: Page, way: str) -> None:
-    """Ignore a second press while the browser asks for permission, and turn the microphone off after the recording."""
+    """A second press is ignored while the browser asks for permission. After the recording, the microphone is off."""
     page.evaluate(ASKED_FIRST)
     button = page.get_by_role("button", name="Record sound")
     if way == "double click":
@@ -92,7 +93,7 @@ def test_a_recorder_that_fails_leaves_the_microphone_off(page: Page, step: str) 
 
 
 def test_recording_works_without_any_preferred_format(page: Page) -> None:
-    """Record in the browser's default format if no format that the page prefers is supported."""
+    """If the browser supports none of the formats that the page prefers, the page uses the browser's default format."""
     page.evaluate("MediaRecorder.isTypeSupported = () => false")
     page.get_by_role("button", name="Record sound").click()
     expect(page.locator("#status")).to_have_text("Recording sound.")
@@ -112,7 +113,7 @@ def test_asking_ends_and_attaches_a_running_recording(page: Page) -> None:
 
 
 def test_a_video_may_be_attached_as_sound(page: Page, tmp_path: Path) -> None:
-    """Accept a clip without pictures that has a video's file extension."""
+    """The file has the extension of a video but contains only sound."""
     write_sound(tmp_path / "beeps.wav", "beeps", hertz=880.0, spans=[(0.1, 0.13), (0.45, 0.13)], seconds=1.2)
     with av.open(tmp_path / "beeps.wav") as source, av.open(tmp_path / "voice.mp4", "w") as clip:
         stream = clip.add_stream("aac", rate=16000)

@@ -1,4 +1,4 @@
-"""Tests of the page's view of shared memory, queue and throughput, and of its form for the API key."""
+"""Tests of the parts of the page that show shared memory, the queue and the throughput, and of the API key form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = {"ignore_eos": True, "max_tokens": 3900, "stream": True, "media_spans": T
 
 @pytest.fixture
 def busy(service: RunningService) -> Iterator[ExitStack]:
-    """Start two long streamed answers about a picture and yield the stack that ends them."""
+    """Start two long streamed answers about a picture, and yield an ExitStack that ends the answers."""
     body = {"messages": [{"role": "user", "content": PICTURE}]} | LONG
     with ExitStack() as stack:
         client = stack.enter_context(httpx2.Client(base_url=service.url, timeout=300))
@@ -42,7 +42,7 @@ def busy(service: RunningService) -> Iterator[ExitStack]:
 
 @pytest.fixture
 def held(service: RunningService) -> Iterator[ExitStack]:
-    """Start two requests with a picture to a stopped engine, and yield the stack that resumes the engine."""
+    """Stop the engine, send two requests with a picture, and yield an ExitStack that resumes the engine."""
     body = {"messages": [{"role": "user", "content": PICTURE}], "max_tokens": 4}
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor())
@@ -100,7 +100,7 @@ def test_the_queue_and_the_throughput_are_shown(page: Page, busy: ExitStack) -> 
 
 def test_unchecking_live_pauses_polling(page: Page, noted: Noted) -> None:
     page.get_by_label("Live").uncheck()
-    for _ in range(TIMEOUT_MS // 1500):  # a request that was already under way may still end
+    for _ in range(TIMEOUT_MS // 1500):  # a request that has already started may still be recorded
         before = len(noted.requests)
         page.wait_for_timeout(1500)
         if len(noted.requests) == before:
@@ -112,9 +112,9 @@ def test_unchecking_live_pauses_polling(page: Page, noted: Noted) -> None:
 
 
 def test_a_question_triggers_polling_at_once(page: Page) -> None:
-    """Poll before the first token, without waiting for the polling timer, which is disabled here."""
+    """The page polls before the first token arrives, without its polling timer, which the test disables."""
     page.evaluate("() => void (window.setTimeout = () => 0)")
-    page.wait_for_timeout(1500)  # lets a timer that is already running expire
+    page.wait_for_timeout(1500)  # until a timer that is already running has expired
     page.route("**/v1/chat/completions", lambda _: None)
     page.get_by_label("Question", exact=True).fill("Hello!")
     with page.expect_request("**/shm?blocks=true"):
@@ -122,7 +122,7 @@ def test_a_question_triggers_polling_at_once(page: Page) -> None:
 
 
 def test_a_part_that_cannot_be_polled_is_marked_stale(page: Page) -> None:
-    """Mark each part separately, keep showing the rest, and let only /health change the badge."""
+    """Each part is marked separately, and the other parts are still updated. Only /health changes the badge."""
     memory, queue = (page.locator("section", has=page.locator(one)) for one in ("#arenas", "#queue"))
     page.evaluate("""() => {
         window.badges = [];
@@ -143,7 +143,7 @@ def test_a_part_that_cannot_be_polled_is_marked_stale(page: Page) -> None:
 
 
 def test_an_unhealthy_service_is_not_polled_more_often(page: Page, noted: Noted) -> None:
-    """Poll /health and /metrics at their usual rate while a question waits, and keep polling /shm more often."""
+    """While a question waits, /health and /metrics are polled at the usual rate, and /shm is polled more often."""
     words = "the engine process died, and another one is being started"
     page.route("**/health", lambda route: route.fulfill(status=503, json={"error": {"message": words}}))
     page.route("**/v1/chat/completions", lambda _: None)
@@ -176,7 +176,7 @@ def test_the_model_is_updated_when_a_service_returns(page: Page) -> None:
 def test_axe_finds_no_violation(
     browser: Browser, service: RunningService, files: Path, noted: Noted, scheme: str
 ) -> None:
-    """Pass axe-core on a wide and a narrow screen, with an answer on the page and every part unfolded."""
+    """axe-core checks the page on a wide and a narrow screen, with an answer and with every section unfolded."""
     page = opened(browser, service.url, noted, color_scheme=scheme, reduced_motion="reduce")
     expect(page.locator("#health")).to_have_text("Ready")
     page.get_by_label("Attach files").set_input_files([files / "scene.png", files / "right.mp4", files / "beeps.wav"])
@@ -199,7 +199,7 @@ def test_axe_finds_no_violation(
 
 
 def test_long_names_fit_a_narrow_screen(page: Page, files: Path, tmp_path: Path) -> None:
-    """Wrap long names in attachments, refusals, errors and answers."""
+    """Long names are wrapped in attachments, refusals, errors and answers."""
     name = "IMG_20261122_143055_0001_HDR_portrait_edited_and_edited_again"
     for ending in ("png", "mp4"):
         (tmp_path / f"{name}.{ending}").write_bytes(
@@ -271,7 +271,7 @@ def test_the_api_key_is_requested_and_kept_in_the_tab_only(
     page.keyboard.press("Enter")
     page.get_by_label("Question", exact=True).press("Enter")
     expect(page.locator(".answer")).not_to_be_empty()
-    # The key is stored for the tab, and nowhere that outlives the tab.
+    # The key is only in the tab's session storage, which the browser deletes when the tab is closed.
     assert page.evaluate("Object.values(sessionStorage)") == [KEY]
     assert page.evaluate("localStorage.length") == 0
     assert page.evaluate("document.cookie") == ""
@@ -283,7 +283,7 @@ def test_the_api_key_is_requested_and_kept_in_the_tab_only(
 def test_a_key_that_is_no_valid_header_value_is_refused(
     browser: Browser, guarded: RunningService, noted: Noted
 ) -> None:
-    """Refuse a key with a zero-width space, as copied from a web page."""
+    """The key contains a zero-width space, which a user may copy from a web page by accident."""
     page = opened(browser, guarded.url, noted)
     field = page.get_by_label("API key", exact=True)
     expect(field).to_be_focused()
@@ -300,7 +300,7 @@ def test_a_key_that_is_no_valid_header_value_is_refused(
 
 
 def test_a_late_request_for_the_key_does_not_move_the_focus(page: Page) -> None:
-    """Keep the focus in the question that a user is writing."""
+    """The focus stays in the question that the user is writing."""
     question = page.get_by_label("Question", exact=True)
     question.focus()
     refusal = {"error": {"message": "no key", "code": 401}}

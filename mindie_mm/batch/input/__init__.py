@@ -1,1 +1,1 @@
-"""The input of a batch: files, the rows in them, and the state of each file."""
+"""The input of a run: files, their rows, and the state of each file."""

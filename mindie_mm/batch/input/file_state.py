@@ -1,4 +1,4 @@
-"""Attributes of input files that show a run whether a file has changed."""
+"""The attributes of input files that show whether a file has changed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mindie_mm.batch.input.files import replacing
 from mindie_mm.errors import StorageError, os_errors_as
 
 STATES_FILE = "input-states.json"
-"""File with the states of a run's input files. It stays in the run's folder until the run is finished."""
+"""Name of the file in a run's folder that records the states of the input files until the run is finished."""
 _PIECE_BYTES = 1 << 16
 _MAX_PIECES = 1024
 DIGESTED_BYTES = _PIECE_BYTES * _MAX_PIECES
-"""Maximum size in bytes of a file of which `digest_of` reads every byte."""
+"""Maximum size in bytes of files that `digest_of` reads completely."""
 
 
 class FileState(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes of a file that differ if the file was changed or another file has taken its path."""
+    """Attributes of a file that differ if the file has been changed or replaced."""
 
     size: int
     mtime_ns: int
@@ -35,32 +35,32 @@ class FileState(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, descriptor: int) -> Self:
         """Return the state of an open file."""
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         return cls(
-            size=found.st_size,
-            mtime_ns=found.st_mtime_ns,
-            ctime_ns=found.st_ctime_ns,
-            device=found.st_dev,
-            inode=found.st_ino,
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            ctime_ns=status.st_ctime_ns,
+            device=status.st_dev,
+            inode=status.st_ino,
         )
 
     def may_equal(self, other: FileState) -> bool:
-        """Return whether the content may be the same, although the states differ.
+        """Return whether the content may be the same even though the states differ.
 
-        A hard link or a new mode changes the ctime, and some network file systems renumber inodes.
+        A new hard link or a new mode changes `ctime_ns`, and some network file systems renumber inodes.
         """
         return (self.size, self.mtime_ns) == (other.size, other.mtime_ns)
 
     def difference(self, now: FileState) -> str:
         """Describe how a file that had this state has changed."""
-        found = []
+        changes = []
         if (self.device, self.inode) != (now.device, now.inode):
-            found.append("another file replaced it")
+            changes.append("another file replaced it")
         if self.size != now.size:
-            found.append(f"its size was {self.size}, now {now.size}")
+            changes.append(f"its size was {self.size}, now {now.size}")
         if self.mtime_ns != now.mtime_ns:
-            found.append(f"it was modified at {_time(now.mtime_ns)}")
-        return ", ".join(found) or f"its content was replaced at {_time(now.ctime_ns)}"
+            changes.append(f"it was modified at {_time(now.mtime_ns)}")
+        return ", ".join(changes) or f"its content was replaced at {_time(now.ctime_ns)}"
 
 
 class InputStates(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ def _time(time_ns: int) -> str:
 
 
 def digest_of(file: BinaryIO) -> str:
-    """Return a digest of the whole file, or of the size and `_MAX_PIECES` pieces of a larger file."""
+    """Return a digest of the whole file. For a file above `DIGESTED_BYTES`, digest its size and pieces of the file."""
     size = file.seek(0, os.SEEK_END)
     digest = blake3(str(size).encode())
     # The last piece ends at the end of the file, because the end of a Parquet file describes each of its pages.

@@ -1,4 +1,4 @@
-"""Atomic replacement of files, and locks that exclude a second writer."""
+"""Replaces files atomically, and locks folders against a second writer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WRONG_PATH = frozenset(
 
 @contextmanager
 def creating(path: Path, advice: str) -> Iterator[None]:
-    """Turn an OSError from creating or opening an output into an error of this package.
+    """Turn an OSError that is raised while an output is created or opened into an error of this package.
 
     Raises:
         InputError: The user must choose another path or change permissions. The message ends with `advice`.
@@ -64,7 +64,7 @@ def replacing(path: Path, writer: str = "") -> Iterator[Path]:
 
     Args:
         path: Path of the finished file.
-        writer: Name of this writer. Processes that write `path` at the same time need different names.
+        writer: Name of this writer. Processes that write `path` at the same time must have different names.
 
     Raises:
         StorageError: The file cannot be written, synced or renamed.
@@ -87,7 +87,7 @@ def replacing(path: Path, writer: str = "") -> Iterator[Path]:
 def locked(descriptor: int, what: Path) -> bool:
     """Lock an open file, so that no other call can write to `what`.
 
-    If the file system has no locks, log a warning and return True.
+    If the file system does not support locks, log a warning and return True.
 
     Returns:
         False if another process holds the lock.

@@ -1,4 +1,4 @@
-"""Conversion of media folders, standard input and pipes to files of rows, which any process can read in parts."""
+"""Converts media folders, standard input and pipes to files of rows, which any process can read in parts."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def gathered_path(folder: Path, index: int) -> Path:
 
 
 def input_named(given: str) -> str:
-    """Return the name that a run records for an input: its absolute path, or `-` for standard input under any name.
+    """Return the name that a run records for an input: its absolute path, or `-` for any name of standard input.
 
     Raises:
-        InputError: `given` is empty, or a relative path in a working directory that was removed.
+        InputError: `given` is empty, or is a relative path and the working directory was removed.
 
     """
     if not given:
-        raise InputError("an input is an empty string. Remove it, or give the name of a file")
+        raise InputError("an input is an empty string. Remove this input, or give the name of a file")
     return STDIN if given == STDIN or given in _STDIN_PATHS else str(absolute(given))
 
 
@@ -77,7 +77,7 @@ def is_gathered(given: str) -> bool:
 
 
 def called(given: str) -> str:
-    """Return the name of an input in messages."""
+    """Return the name that messages use for an input."""
     return "standard input" if given == STDIN else given
 
 
@@ -87,10 +87,10 @@ def gather(
     """Convert all `inputs` that are not files of rows. Read at most `limit` rows from standard input or a pipe.
 
     Returns:
-        Number of files in media folders that are not media, by extension.
+        The number of files in media folders that were left out because they are not media, for each extension.
 
     Raises:
-        InputError: An input cannot be read, or a folder has no media.
+        InputError: An input cannot be read, or a folder contains no media.
         StorageError: The converted rows cannot be written.
 
     """
@@ -122,14 +122,14 @@ def left_out_summary(left_out: Counter[str]) -> str:
 
 
 def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
-    """Remove the files that `gather` wrote. Call this when the run is finished."""
+    """Remove the files that `gather` wrote. Call this function when the run is finished."""
     for index, given in enumerate(inputs):
         if is_gathered(given):
             gathered_path(folder, index).unlink(missing_ok=True)
 
 
 def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
-    """Yield pieces of a stream up to its end or to the end of row `limit`. The stream may have no end."""
+    """Yield pieces of a stream until the stream ends or `limit` rows have been read. The stream may be endless."""
     rows, blank = 0, True
     with os_errors_as(InputError, f"{called(given)} cannot be read"):
         while rows != limit and (piece := stream.readline(_PIECE_BYTES)):
@@ -140,18 +140,18 @@ def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
 
 
 def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
-    """Write one row per media file, sorted by name. Return the number of other files by extension."""
+    """Write one row per media file, sorted by name. Count all other files by extension, and return the counts."""
     before, _, after = template.rpartition(MEDIA_MARK)
-    encoder, found, left_out = msgspec.json.Encoder(), False, Counter[str]()
+    encoder, has_media, left_out = msgspec.json.Encoder(), False, Counter[str]()
     for found_path, kind in _media_files(os.fspath(root), left_out):
-        # JSON cannot hold a name that is not UTF-8. No file has the escaped name, so its row fails.
+        # JSON cannot contain a name that is not UTF-8, so the name is escaped. No file has this name, so the row fails.
         name = os.fsencode(os.path.relpath(found_path, root)).decode(errors="backslashreplace")
         items: list[dict[str, Any]] = [{kind: f"./{name}"}]  # "./", so that no name is read as a URL or base64
         items = [{"text": before}, *items] if before else items
         items += [{"text": after}] if after else []
         file.write(encoder.encode({"id": name, "inputs": items}) + b"\n")
-        found = True
-    if not found:
+        has_media = True
+    if not has_media:
         tables = [ending for ending in left_out if ending in _ROWS]
         advice = f". If these files hold rows, give their names: {root}/*{tables[0]}" if tables else ""
         raise InputError(f"{root} has no file with a media extension; it has {left_out_summary(left_out)}{advice}")
@@ -161,7 +161,7 @@ def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
 def _media_files(folder: str, left_out: Counter[str]) -> Iterator[tuple[str, Kind]]:
     """Yield the media files of a folder and its subfolders, sorted by name.
 
-    Count all other files by extension in `left_out`.
+    Count all other files in `left_out`, by extension.
     """
     with os_errors_as(InputError, f"{folder} cannot be listed"):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -175,7 +175,7 @@ def _media_files(folder: str, left_out: Counter[str]) -> Iterator[tuple[str, Kin
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
-    """Return whether `entry` is a file. A broken link, or a link to itself, is not."""
+    """Return whether `entry` is a file. Return False for a broken link or a link to itself."""
     try:
         return entry.is_file()
     except OSError:

@@ -1,4 +1,4 @@
-"""Insertion of media from a row's columns into the row's chat. Data sets for TRL have such rows."""
+"""Inserts media from a row's columns into the row's chat. Data sets for TRL have such rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import KINDS, Kind
 
 _PLACE = frozenset({"type", "index"})
-"""Keys of a part that marks the place of a media item. The index is ignored, because exports number the items in the
-order of the chat."""
+"""Keys of a message part that marks the place of a media item. The index is ignored, because exports number the items
+in the order of the chat."""
 
 
 def has_places(messages: Any) -> bool:
@@ -21,7 +21,7 @@ def has_places(messages: Any) -> bool:
 
 
 def with_media(messages: Sequence[Any], columns: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Replace the places for media in `messages`, in order, with the items of `columns`, which have one key each.
+    """Replace the places for media in `messages` with the items of `columns`, in order. Each item has one key.
 
     Raises:
         InputError: The number of places differs from the number of items.

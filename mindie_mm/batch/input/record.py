@@ -1,4 +1,4 @@
-"""Records of an input: rows as they were read from a file."""
+"""Records of the input: rows as they were read from a file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ class Files:
 
     key: str
     files: dict[str, bytes]
-    """Contents by name, in the order of the tar."""
+    """Name and content of each file, in the order of the tar."""
     repeated: str | None = None
-    """A name that several files of the row have, or None. `files` contains only the last of these files."""
+    """A name that several files of the row share, or None. `files` contains only the last of these files."""
 
     def own(self, suffix: str) -> bytes | None:
-        """Return the content of the file named key + `suffix`, such as `3.json` but not `3.meta.json`, or None."""
+        """Return the content of the file whose name is the key and `suffix`. Return None if there is no such file.
+
+        For the key `3` and the suffix `.json`, this is `3.json` but not `3.meta.json`.
+        """
         return next((data for name, data in self.files.items() if name.removeprefix(self.key).lower() == suffix), None)
 
 
@@ -32,7 +35,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=repr)
 
 
 class RecordsDigest:
-    """Digest of consecutive records. It shows a later call whether a shard was made from the same records."""
+    """Digest of consecutive records. It shows a later call whether a shard was written from the same records."""
 
     def __init__(self) -> None:
         self._hash = xxh3_128()

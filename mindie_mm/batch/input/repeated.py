@@ -1,4 +1,4 @@
-"""Detection of ids that several rows of a run have."""
+"""Finds ids that several rows of a run share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RepeatedIds:
     num_rows: int
     """Number of rows that repeat an earlier id."""
     examples: Sequence[tuple[int, int]]
-    """Up to three pairs of rows with the same id: the first row that has the id, and a later row."""
+    """Up to three pairs of rows that have the same id. Each pair is the first row with this id, and a later row."""
 
     @classmethod
     def of(cls, ids: Iterable[Sequence[str]]) -> RepeatedIds:

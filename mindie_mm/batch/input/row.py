@@ -1,4 +1,4 @@
-"""Conversion of one record of the input, in any format, to one prompt."""
+"""Converts a record of the input, in any format, to a prompt."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ _VARIABLES = frozenset({"tools", "tool_choice", "reasoning_effort", "chat_templa
 _NOT_SERVED = {**PROMPT_FIELDS, "add_special_tokens": OFF}
 _KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
 _FILE_KEYS = frozenset({"file_name", "img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
-"""Keys that other formats use for the path of a media file. A row with a text may have any other unknown key."""
+"""Keys that other formats use for the path of a media file. Any other unknown key is allowed in a row with a text."""
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2"})
 _EXACT = 2**53
 """Above this absolute value, a float may represent several integers."""
 _KEPT = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
-"""Keys of JSON whose values go to the chat template unchanged, because a null in them may have a meaning."""
+"""JSON keys whose values are passed to the chat template unchanged, because nulls in them may have a meaning."""
 
 _Locate = Callable[[Media], Media]
-"""Function that replaces the file name in a media item with the file's path or bytes."""
+"""Function that replaces the file name in a media item with the path or the bytes of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Row:
     add_generation_prompt: bool = True
     """Whether the prompt ends with the header of the assistant's turn."""
     template_kwargs: Mapping[str, Any] | None = None
-    """More variables for the chat template, such as `tools`."""
+    """Further variables for the chat template, such as `tools`."""
 
 
 def row_id(record: Record) -> str | None:
     """Return the id of a row in the input, or None if there is no id.
 
-    If a row is not valid JSON, its id is returned if it can still be read. Unpaired surrogates in an id are escaped.
+    Even if a row is not valid JSON, its id is returned if the id can be read. Unpaired surrogates in an id are escaped.
     """
     if isinstance(record, Files):
         described = record.own(".json")
@@ -86,20 +86,20 @@ def row_id(record: Record) -> str | None:
 
 
 def _damaged_id(record: bytes) -> str | None:
-    """Return the `id` of an object with NaN or text that is not Unicode. Python's own decoder accepts both."""
+    """Return the `id` of an object that contains NaN or text that is not Unicode, which Python's decoder accepts."""
     try:
         value = json.loads(record.decode(errors="surrogateescape"))
-        found = _id(value.get("id")) if isinstance(value, dict) else None
+        row_id = _id(value.get("id")) if isinstance(value, dict) else None
     except (ValueError, RecursionError, InputError):
         return None
-    return None if found is None else printable(found)
+    return None if row_id is None else printable(row_id)
 
 
 def _id(value: Any) -> str | None:
     """Return the value of a row's `id` as a string, or None if it is missing.
 
-    Integers may be given as floats or decimals: pandas turns a column of integers with missing values into floats with
-    NaN, and databases export integers as decimals.
+    Integers may be given as floats or decimals. If integers are missing in a column, pandas turns the column into
+    floats with NaN. Databases export integers as decimals.
 
     Raises:
         InputError: The id is neither a string nor an integer.
@@ -123,7 +123,7 @@ def _number(value: Decimal) -> int | float:
 
 
 def printable(text: str) -> str:
-    """Escape all parts of a text that are not Unicode, such as bytes of a file name. Tables can hold only Unicode."""
+    """Escape all parts of a text that are not Unicode, such as bytes of a file name, because tables require Unicode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -134,19 +134,19 @@ class _Named(msgspec.Struct):
 def parse(record: Record, folder: Path, template: str) -> Row:
     """Convert a record to a row.
 
-    A record is a list of items, or an object with one of these: `inputs` (a list of items), `messages`, or text and
-    media under the keys `text` (or `prompt`), `image`, `video_url`, `audio`, `images` and so on. In an object with text
+    A record is a list of items or an object. An object contains `inputs` (a list of items), `messages`, or text and
+    media under keys such as `text` (or `prompt`), `image`, `images`, `video_url` and `audio`. In an object with text
     and media, the media precede the text in the prompt, in the order of the keys. In an object with `messages` and
     media, the media replace parts such as `{"type": "image"}`.
 
-    `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt` may be added, as in the body of a chat
-    request. A null at any depth counts as a missing key, because a table has a column for each key of any row. A media
-    object in which all values are null also counts as missing. All other keys are ignored, unless a key seems to
-    contain half of the prompt.
+    An object may also contain `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt`, as in the
+    body of a chat request. A null at any depth counts as a missing key, because a table has a column for each key of
+    any row. A media object in which all values are null also counts as missing. All other keys are ignored, unless a
+    key seems to contain half of the prompt.
 
     Args:
         record: Record to convert.
-        folder: Base folder of relative paths.
+        folder: Base folder for relative paths.
         template: Prompt for records of type `Files`.
 
     Raises:
@@ -200,44 +200,54 @@ def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
     chosen = ",".join(key for key in record if key == "id" or key in flat)
     if others and not any(key in _TEXTS for key in flat):
         raise InputError(
-            f"the row has media, no text, and {others}, which would be ignored. Rename the key of the text to "
+            f"the row has media but no text, and its keys {others} would be ignored. Rename the key of the text to "
             f"text, or use --select-columns {chosen} to read the row without a text"
         )
     if _MEDIA.isdisjoint(flat) and (named := [key for key in others if key in _FILE_KEYS]):
         raise InputError(
-            f"the row has a text, no media, and {named}, which would be ignored. Rename the key of the media "
-            f"to image, video or audio, or use --select-columns {chosen} to read the row without media"
+            f"the row has a text but no media, and its keys {named} would be ignored. Rename the key of the media to "
+            f"image, video or audio, or use --select-columns {chosen} to read the row without media"
         )
 
 
 def _from_files(record: Files, folder: Path, template: str) -> Row:
     """Convert the files of a tar's row.
 
-    A .json file with a prompt may use the other files as media. Without a prompt in the .json file, the other files are
-    the media, and the text comes from the .json file, from `template` or from a .txt file.
+    If the row's .json file contains a prompt, the prompt may refer to the other files as media. If not, all media files
+    of the row are used, and the text comes from the .json file, from `template` or from a .txt file.
     """
-    if record.repeated is not None:  # for example if all rows have the same name
-        raise InputError(f"{record.key} has several files named {record.repeated}")
+    if record.repeated is not None:  # for example, because all rows have the same name
+        raise InputError(
+            f"the row {record.key} has several files named {record.repeated}; the names in a row must be different"
+        )
     media = [Media(kind, data) for name, data in record.files.items() if (kind := kind_of(name))]
     described: Any = {}
     if (own := record.own(".json")) is not None:
         described = _without_nulls(_decoded(own, f"{record.key}.json"))
-        # If the row has media files, a text in its .json file is the prompt for them.
+        # If the row has media files, a text in its .json file is only the text for these media.
         if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
             return _from_object(described, partial(_located_file, files=record.files, folder=folder))
     if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
-        raise InputError(f"{record.key} has {packed[0]}, which is compressed and may hold part of the row. Unpack it")
+        raise InputError(
+            f"the row {record.key} has the compressed file {packed[0]}, which may contain part of the row. Unpack "
+            "this file"
+        )
     if not media:
-        raise MediaError(f"{record.key} has no media file, only {sorted({*map(ending_of, record.files)})}")
+        raise MediaError(
+            f"the row {record.key} has no media file; its files have the extensions "
+            f"{sorted({*map(ending_of, record.files)})}"
+        )
     text = _own_text(record, described) or template or _text_file(record)
     if not text and (others := sorted(described.keys() - _KNOWN)):
         raise InputError(
-            f"{record.key} has media, no text, and {others} in its .json, which would be ignored. Rename the "
-            "key of the text to text, give a text with --template, or use --select-columns id to read the row "
-            "without a text"
+            f"the row {record.key} has media but no text, and the keys {others} in its .json file would be ignored. "
+            "Rename the key of the text to text, give a text with --template, or use --select-columns id to read the "
+            "row without a text"
         )
     if text.count(MEDIA_MARK) > 1:
-        raise InputError(f"the text of {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; the limit is 1")
+        raise InputError(
+            f"the text of the row {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; the limit is 1"
+        )
     before, _, after = text.rpartition(MEDIA_MARK)
     items: list[Item] = [Text(before), *media, Text(after)]
     return Row([item for item in items if item != Text("")], **_variables(described))
@@ -252,26 +262,35 @@ def _is_meant(name: str) -> bool:
 def _own_text(record: Files, described: Mapping[str, Any]) -> str:
     texts = [value for key, value in described.items() if key in _TEXTS] or [""]
     if len(texts) > 1:
-        raise InputError(f"{record.key}.json has both text and prompt, which is an alias of text. Remove one")
+        raise InputError(
+            f"{record.key}.json has both text and prompt, which is an alias of text. Remove one of these keys"
+        )
     if not isinstance(texts[0], str):
         raise InputError(f"the text in {record.key}.json is {type(texts[0]).__name__}; it must be a string")
     return texts[0]
 
 
 def _text_file(record: Files) -> str:
-    """Return the text of the row's .txt file. Raise InputError if there are several and none is named after the key."""
+    """Return the text of the row's .txt file. If there are several .txt files, use the file named after the key.
+
+    Raises:
+        InputError: No file is named after the key, or the file is not UTF-8.
+
+    """
     texts = {name: data for name, data in record.files.items() if ending_of(name) == ".txt"}
     text = record.own(".txt")
     if text is None and len(texts) > 1:
-        raise InputError(f"{record.key} has the texts {sorted(texts)}; one of them must be {record.key}.txt")
+        raise InputError(
+            f"the row {record.key} has the text files {sorted(texts)}; rename one of them to {record.key}.txt"
+        )
     try:
         return (b"".join(texts.values()) if text is None else text).decode()
     except UnicodeDecodeError:
-        raise InputError(f"{record.key}.txt is not UTF-8") from None
+        raise InputError(f"{record.key}.txt is not UTF-8. Convert this file to UTF-8") from None
 
 
 def _located_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Media:
-    """Replace the name in `media`, with or without a folder, with the bytes of the row's file of that name."""
+    """Replace the file name in `media` with the bytes of the row's file of this name. The name may omit the folder."""
     for name, data in files.items():
         if media.source in (name, name.rpartition("/")[2]):
             return replace(media, source=data)
@@ -291,9 +310,14 @@ def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Row` for the chat template, read as in the body of a chat request. Raise InputError."""
+    """Return the fields of a `Row` that the chat template uses. They are read as in the body of a chat request.
+
+    Raises:
+        InputError: A field is not valid or not supported.
+
+    """
     if refused := refused_fields(record, _NOT_SERVED):
-        raise InputError(f"the row has {refused[0]}, which is not supported")
+        raise InputError(f"the row has the key {refused[0]}, which is not supported. Remove this key")
     if _VARIABLES.isdisjoint(record):
         return {}
     opens = _typed(record, "add_generation_prompt", bool)
@@ -304,7 +328,12 @@ def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
-    """Return the value under `key` as type `kind`, or None. The value may be given as JSON text. Raise InputError."""
+    """Return the value under `key` as type `kind`, or None if the key is missing. The value may be JSON text.
+
+    Raises:
+        InputError: The value has another type.
+
+    """
     value = record.get(key)
     if isinstance(value, str):
         value = _decoded(value, f"the row's {key}")
@@ -317,9 +346,9 @@ def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
 def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat: bool = True) -> Any:
     """Remove nulls from `value`, convert decimals to numbers, and convert media of the `datasets` library to bytes.
 
-    The `datasets` library writes a media item as an object with bytes and a path. Such an object counts as null if both
-    are null. Values under the keys in `kept` are not changed. In a `flat` row, nulls are removed from lists of media.
-    In a list inside an item, nulls are kept, because they represent missing frames of a video.
+    The `datasets` library writes a media item as an object with bytes and a path. If both are null, the object counts
+    as null. Values under the keys in `kept` are not changed. In a `flat` row, nulls are removed from lists of media. In
+    a list inside an item, nulls are kept, because they represent missing frames of a video.
     """
     if isinstance(value, Mapping):
         if key in _MEDIA and value:

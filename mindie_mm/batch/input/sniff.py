@@ -1,4 +1,4 @@
-"""Detection of common mistakes in files of rows and in single rows."""
+"""Detects common mistakes in files of rows and in single rows."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def packing(data: bytes) -> str | None:
-    """Detect the compression or archive format of a file from its first bytes. Return it with advice, or None."""
+    """Return the compression or archive format that the first bytes of a file show, with advice, or None."""
     return next((message for magic, message in _MAGICS.items() if data.startswith(magic)), None)
 
 
 def no_lines(head: bytes) -> str | None:
-    """Return the format of a file that does not begin like JSON lines, with advice, or None."""
+    """Return the format of a file that does not begin as JSON lines do, with advice, or None."""
     if head[_TAR_MAGIC] == b"ustar":
         return "a tar file. Save it under a name that ends in .tar"
     first, newline, _ = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")
@@ -53,10 +53,10 @@ def _no_text(head: bytes) -> str | None:
 
 
 def no_json(text: str | bytes) -> str | None:
-    """Describe the mistake in a row's JSON, such as a NaN from Python's `json.dumps`, or return None."""
+    """Describe the mistake in a row's JSON, such as a NaN from Python's `json.dumps`. Return None if none is found."""
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
-    if found := _no_text(data):
-        return f"it is {found}"
+    if content := _no_text(data):
+        return f"it is {content}"
     constants = list[str]()
     try:
         value = json.loads(data.decode(), parse_constant=constants.append)
@@ -74,8 +74,8 @@ def no_json(text: str | bytes) -> str | None:
 def are_tables(file: BinaryIO, metadata: Any) -> bool:
     """Return whether a file with this Parquet metadata consists of several concatenated Parquet files.
 
-    A reader would combine the footer of the last file with the data of the first file. If both happen to match, the
-    rows of the other files would be lost without an error.
+    A reader would combine the footer of the last file with the data of the first file. If the two happen to match, the
+    rows of all other files are lost without an error.
 
     Raises:
         OSError: The file cannot be read.
@@ -91,7 +91,7 @@ def are_tables(file: BinaryIO, metadata: Any) -> bool:
 
 
 def _data_stop(metadata: Any) -> int:
-    """Return the offset in a single Parquet file at which the column data of its last row group ends."""
+    """Return the offset at which the column data of the last row group ends, if the file is a single Parquet file."""
     if not metadata.num_row_groups:
         return 0
     group = metadata.row_group(metadata.num_row_groups - 1)

@@ -26,7 +26,7 @@ from mindie_mm.settings.config import MAX_SOURCE_BYTES
 MEDIA_MARK = "{media}"
 """Placeholder for the media in a prompt template."""
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError)
-"""Exceptions that msgspec raises for bytes that are not JSON, or are JSON of another type."""
+"""Exceptions that msgspec raises if bytes are not JSON, or are JSON of another type."""
 _PIECE_BYTES = 1 << 16
 _RESTORE = "Restore the file, or give another output folder for its new content"
 _MOST_ROWS_AT_ONCE = 64
@@ -43,7 +43,7 @@ class Chunk(msgspec.Struct, frozen=True):
     """Number of the chunk's first row in the whole input."""
     num_rows: int
     start: int
-    """Start of the chunk in its file, as an offset in bytes or as a row of a table."""
+    """Start of the chunk in its file: an offset in bytes, or a row of a table."""
     stop: int
 
     @property
@@ -67,10 +67,10 @@ class Source(ABC):
 
         Args:
             path: File to read.
-            columns: Columns to read, or all columns if empty.
-            name: Name of the file in messages, by default its path.
-            state: State that the file must have, by default its current state.
-            digest: Fingerprint of the file in this state, if it is known.
+            columns: Columns to read. If empty, all columns are read.
+            name: Name of the file in messages. The default is its path.
+            state: State that the file must have. The default is its current state.
+            digest: Fingerprint of the file in this state, if known.
 
         Raises:
             InputError: The file cannot be read.
@@ -87,7 +87,7 @@ class Source(ABC):
 
     @property
     def size(self) -> int:
-        """Size of the file, in bytes or in rows of a table. This is the `stop` of its last chunk."""
+        """Size of the file in bytes, or in rows for a table. This is the `stop` of the last chunk."""
         return self.state.size
 
     @property
@@ -104,9 +104,9 @@ class Source(ABC):
 
         """
         with _reading(self.path), self.opened() as file:
-            found = digest_of(file)
-        self.digest = found
-        return found
+            digest = digest_of(file)
+        self.digest = digest
+        return digest
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:
@@ -114,7 +114,7 @@ class Source(ABC):
 
         Raises:
             OSError: The file cannot be opened.
-            StorageError: The file has changed, or another file has taken its path.
+            StorageError: The file has been changed or replaced.
 
         """
         with self.path.open("rb") as file:
@@ -124,7 +124,7 @@ class Source(ABC):
             self._require_state(file)
 
     def require_unchanged(self) -> None:
-        """Raise StorageError if the file has changed since the run began, or was removed."""
+        """Raise StorageError if the file has been changed or removed since the run began."""
         try:
             with self.opened():
                 pass
@@ -146,11 +146,14 @@ class Source(ABC):
         """Close the file between two chunks. The next chunk opens it again."""
 
     def check(self) -> None:
-        """Raise InputError if the file has damage that would otherwise stop the run halfway."""
+        """Raise InputError if the file is damaged in a way that would otherwise stop the run halfway."""
 
     @abstractmethod
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (number of rows, start, stop) for chunks of `num_rows` rows. The last chunk may have fewer rows."""
+        """Divide the file into chunks of `num_rows` rows, and yield the number of rows, start and stop of each chunk.
+
+        The last chunk may have fewer rows.
+        """
 
     @abstractmethod
     def records(self, start: int, stop: int) -> Iterator[Record]:
@@ -173,7 +176,7 @@ def _chosen(text: bytes, columns: Sequence[str]) -> bytes:
 
 
 def _without_mark(line: bytes) -> bytes:
-    """Return a line without a byte order mark. Any line may begin with one, because files may be concatenated."""
+    """Return a line without its byte order mark. Any line may begin with a mark, because files may be concatenated."""
     return line.removeprefix(BOM_UTF8)
 
 
@@ -183,8 +186,8 @@ class JSONLines(Source):
     def check(self) -> None:
         with _reading(self.path), self.opened() as file:
             head = file.read(_BYTES_AT_ONCE)
-        if found := no_lines(head):
-            raise InputError(f"{self.name} is not JSON lines: it is {found}")
+        if content := no_lines(head):
+            raise InputError(f"{self.name} is not JSON lines: it is {content}")
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         with self.opened() as file:
@@ -231,7 +234,7 @@ class Table(Source):
         except (OSError, ValueError, pa.ArrowException) as error:
             raise InputError(f"{path} cannot be read as Parquet: {error}") from None
         if missing := set(columns) - set(names):
-            raise InputError(f"{path} has no column {sorted(missing)}; it has {names}")
+            raise InputError(f"{path} has no columns named {sorted(missing)}; its columns are {names}")
         if twice := [name for name, count in Counter(names).items() if count > 1 and (not columns or name in columns)]:
             raise InputError(f"{path} has several columns named {twice[0]!r}; rename them, or drop all but one")
         groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
@@ -249,7 +252,8 @@ class Table(Source):
         with _reading(self.path), self.opened() as file:
             if are_tables(file, self._metadata):
                 raise InputError(
-                    f"{self.path} is several concatenated Parquet files. Split it, and give each file separately"
+                    f"{self.path} contains several concatenated Parquet files. Split the file, and give each part "
+                    "separately"
                 )
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
@@ -258,8 +262,7 @@ class Table(Source):
             yield stop - start, start, stop
 
     def records(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
-        # Within one row group, continue after the worker's last chunk, because a new reader would decode all rows
-        # before it.
+        # Within a row group, continue after the worker's last chunk. A new reader would decode all rows before `start`.
         first = self._group_starts[bisect_right(self._group_starts, start) - 1]
         if not first < self._at <= start:
             self._at, self._rows = first, self._read(self._group_starts.index(first))
@@ -272,7 +275,7 @@ class Table(Source):
         self._at, self._rows = 0, iter(())
 
     def _parquet(self, **options: Any) -> Any:
-        """Open the file as Parquet. pyarrow opens the checked descriptor again, not the path."""
+        """Open the file as Parquet. pyarrow reopens the descriptor that was checked, instead of the path."""
         import pyarrow.parquet as pq
 
         with self.opened() as file:
@@ -280,7 +283,7 @@ class Table(Source):
 
     def _read(self, first_group: int) -> Iterator[dict[str, Any]]:
         groups = list(range(first_group, self._metadata.num_row_groups))
-        # Read in pieces, because a row group with pictures may not fit into memory.
+        # The file is read in pieces, because a row group with pictures may not fit into memory.
         pieces = {"buffer_size": _PIECE_BYTES, "pre_buffer": False}
         with self._parquet(metadata=self._metadata, **pieces) as file:
             for batch in file.iter_batches(self._rows_at_once, row_groups=groups, columns=[*self.columns] or None):
@@ -297,9 +300,9 @@ def _single(batch: Any) -> Iterator[Any]:
 
 
 def _cell(name: str, scalar: Any) -> Any:
-    """Return the value of a cell, or empty bytes if Python cannot represent it, such as text that is not UTF-8.
+    """Return the value of a cell. If Python cannot represent it, such as text that is not UTF-8, return empty bytes.
 
-    In an id, such text is escaped instead, so that the row keeps its id.
+    In an id, text that is not UTF-8 is escaped instead, so that the row keeps its id.
     """
     try:
         return scalar.as_py()
@@ -310,10 +313,10 @@ def _cell(name: str, scalar: Any) -> Any:
 
 
 class Tar(Source):
-    """A tar in WebDataset format. Contiguous files whose names are equal up to the first dot form a row."""
+    """A tar in WebDataset format. Consecutive files whose names are equal up to the first dot form a row."""
 
     _starts: Sequence[int] = ()
-    """Offsets in bytes of all rows, followed by the end of the last row. Empty until `check` has run."""
+    """Offset in bytes of each row, followed by the end of the last row. Empty until `check` has run."""
 
     def check(self) -> None:
         with _reading(self.path), self.opened() as file:
@@ -338,7 +341,7 @@ class Tar(Source):
                         yield Files(key, files, repeated)
                     key, files, repeated = name, {}, None
                 file.seek(member.offset_data)
-                data = file.read(min(member.size, MAX_SOURCE_BYTES + 1))  # the row of a larger file fails
+                data = file.read(min(member.size, MAX_SOURCE_BYTES + 1))  # a row with a larger file fails
                 repeated = member.name if member.name in files else repeated
                 files[member.name] = _chosen(data, self.columns) if ending_of(member.name) == ".json" else data
         if files:
@@ -348,7 +351,7 @@ class Tar(Source):
 def open_source(
     path: Path, columns: Sequence[str], name: str = "", state: FileState | None = None, digest: str = ""
 ) -> Source:
-    """Open a file of rows. Its extension determines the format. `Source` describes the arguments.
+    """Open a file of rows. Its extension determines the format. The arguments are as in `Source`.
 
     Raises:
         InputError: The file does not exist, cannot be read, or has an unknown extension.
@@ -375,14 +378,19 @@ def open_source(
 
 
 def _but(path: Path) -> str:
-    """Return text that names the detected format, for the error about an unknown extension."""
+    """Return text about the format that the file's content shows, for the error about an unknown extension."""
     with _reading(path), path.open("rb") as file:
-        found = packing(file.read(_PIECE_BYTES))
-    return f". It is {found}" if found else ""
+        packed_as = packing(file.read(_PIECE_BYTES))
+    return f". It is {packed_as}" if packed_as else ""
 
 
 def chunks(sources: Sequence[Source], num_rows: int, limit: int | None) -> Iterator[Chunk]:
-    """Yield chunks of `num_rows` rows, up to `limit` rows in total. No chunk spans two files. Raise InputError."""
+    """Yield chunks of `num_rows` rows, up to `limit` rows in total. No chunk spans two files.
+
+    Raises:
+        InputError: A file cannot be read.
+
+    """
     number = first_row = 0
     for index, source in enumerate(sources):
         with _reading(source.path):

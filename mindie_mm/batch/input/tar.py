@@ -1,4 +1,4 @@
-"""Members and rows of tars in WebDataset format."""
+"""Reads the members and the rows of tars in WebDataset format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def key_of(name: str) -> str:
-    """Return the key that the files of a row share: the folder, and the file name up to its first dot."""
+    """Return the key that the files of a row share. It consists of the folder and the file name up to the first dot."""
     base = base_of(name)
     return name.removesuffix(base) + base.partition(".")[0]
 
@@ -55,15 +55,15 @@ def members(file: BinaryIO, path: Path, start: int = 0) -> Iterator[tarfile.TarI
 
 
 def _next_tar(path: Path, file: BinaryIO, end: int) -> int | None:
-    """Return the offset of the next concatenated tar, or None. The members of the current tar stop at `end`."""
+    """Return the offset of the next concatenated tar, or None. `end` is where the members of the current tar end."""
     file.seek(end)
     mark = file.read(tarfile.BLOCKSIZE)
     if any(mark):  # tarfile treats a damaged header as the end of the tar
         raise InputError(f"{path} is damaged: there is no tar header at byte {end}")
     if not mark:
         raise InputError(
-            f"{path} ends at byte {end} without the zero blocks that end a tar. It may be truncated. If it is whole, "
-            "add them with `truncate -s +1024`"
+            f"{path} ends at byte {end} without the zero blocks that end a tar. The file may be truncated. If the "
+            "file is complete, add the zero blocks with `truncate -s +1024`"
         )
     while piece := file.read(_PIECE_BYTES):
         if rest := piece.lstrip(b"\0"):
@@ -100,9 +100,9 @@ def row_starts(file: BinaryIO, path: Path) -> list[int]:
 
 
 class _DottedNames:
-    """Detector of rows that may combine the files of several rows by mistake.
+    """Detects rows that may contain the files of several rows by mistake.
 
-    File names with two dots, such as `cat 1.5x.png`, cause such rows.
+    The cause is file names with two dots, such as `cat 1.5x.png`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,18 +117,18 @@ class _DottedNames:
         media = [name for name in names if kind_of(name)]
         numbered = key[-1:].isdigit() and all(name[len(key) + 1 :][:1].isdigit() for name in media)
         joined = media if len(media) > 1 and numbered and not whole else []
-        if found := passed_over or joined:
+        if reason := passed_over or joined:
             self._count += 1
             why = "is ignored" if passed_over else "shares a row with other media"
             self._example = (
-                self._example or f"{found[0]!r} {why}, because its row is {key!r}, the name up to the first dot"
+                self._example or f"{reason[0]!r} {why}, because its row is {key!r}, the name up to the first dot"
             )
 
     def warn(self) -> None:
         """Log a warning with the number of suspicious rows, if any."""
         if self._count:
             _log.warning(
-                "%s: %s. This affects %d rows. If it is not intended, remove the dot from the file names",
+                "%s: %s. This affects %d rows. If this is not intended, remove the dot from the file names",
                 self._path,
                 self._example,
                 self._count,

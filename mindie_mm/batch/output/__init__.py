@@ -1,1 +1,1 @@
-"""The output of a batch: shards, their manifest, and the Dataset class that reads them."""
+"""The output of a run: shards, their manifest, and the class Dataset, which reads shards."""

@@ -1,4 +1,4 @@
-"""A finished run as a sequence of samples, for training or inspection."""
+"""Reads a finished run as a sequence of samples, for training or inspection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mindie_mm.tokenize.prompt import MediaSpan
 
 _OPEN_ARENAS = 8
 _TABLE_BYTES = 128 << 20
-"""Maximum size in bytes of the tables kept in memory. Reading a table takes far longer than taking a row from it."""
+"""Maximum total size in bytes of the tables in memory. Reading a table takes far longer than reading a row of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Sample:
     row: int
     id: str
     ids: NDArray[np.int64] | None
-    """int64 [T]. Positions of features hold placeholder ids. None if the row has an error."""
+    """Token ids, int64 [T], with placeholder ids at the positions of features. None if the row has an error."""
     spans: Sequence[MediaSpan]
     """Positions of each media item in `ids`."""
     arrays: Sequence[Mapping[str, NDArray[Any]]]
-    """Arrays of each media item, by name. They are read-only views of the mapped file."""
+    """For each media item, its arrays by name. The arrays are read-only views of the mapped file."""
     error: str | None = None
-    """Error of the row, or None."""
+    """Error of the row, or None if the row has no error."""
 
 
 class Dataset(Sequence[Sample]):
@@ -65,11 +65,11 @@ class Dataset(Sequence[Sample]):
     def __getitem__(self, row: slice) -> list[Sample]: ...
 
     def __getitem__(self, row: SupportsIndex | slice) -> Sample | list[Sample]:
-        """Return the sample of a row, or a list for a slice. Negative numbers count from the end.
+        """Return the sample of a row, or a list of samples for a slice. Negative numbers count from the end.
 
         Raises:
             IndexError: There is no such row.
-            CorruptReference, SegmentMissing: A file is missing or was changed after the run.
+            CorruptReference, SegmentMissing: A file is missing, or has been changed since the run.
 
         """
         if isinstance(row, slice):
@@ -94,7 +94,12 @@ class Dataset(Sequence[Sample]):
         return self.manifest.shards[bisect_right(self._firsts, number) - 1]
 
     def views(self, record: ShardRow) -> list[View]:
-        """Return views of the blocks of a row's media items. Raise CorruptReference or SegmentMissing."""
+        """Return views of the blocks of a row's media items.
+
+        Raises:
+            CorruptReference, SegmentMissing: A file is missing, or has been changed since the run.
+
+        """
         assert record.prompt is not None
         arena = self._arena(self.shard(record.row).info.first_row)
         return [View(arena, ref) for ref in record.prompt.refs()]
@@ -135,7 +140,7 @@ class Dataset(Sequence[Sample]):
         return arena
 
     def renew_lock(self) -> None:
-        """Replace the lock after a fork, and repair the count. The thread that held the lock is not in the child."""
+        """Replace the lock after a fork, and correct `_table_bytes`. The child has no thread to release the lock."""
         self._lock = Lock()
         self._table_bytes = sum(table.nbytes for table in self._tables.values())
 
@@ -146,7 +151,7 @@ class Dataset(Sequence[Sample]):
         _datasets.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without open files. The receiving process opens the files itself."""
+        """Return the state without open files. The process that receives it opens the files itself."""
         return {name: value for name, value in self.__dict__.items() if name not in _OF_THE_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of a finished run, with its counts, settings and digests. The same input produces the same manifest."""
+"""The manifest of a finished run, with counts, settings and digests. The same input produces the same manifest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shard(msgspec.Struct, frozen=True):
         """Check that both files in `folder` have the content that the run wrote.
 
         Raises:
-            CorruptReference: A file differs or cannot be read.
+            CorruptReference: A file has different content or cannot be read.
             SegmentMissing: The file of blocks is missing or truncated.
 
         """
@@ -46,14 +46,14 @@ class Shard(msgspec.Struct, frozen=True):
             (arena, self.info.arena_digest, blocks_digest),
         ):
             try:
-                found = digest(path)
+                actual = digest(path)
             except SegmentMissing as error:
                 raise SegmentMissing(f"{path}: {error}") from error
             except OSError as error:
                 raise CorruptReference(f"{path} cannot be read: {error.strerror}") from error
-            if found != written:
+            if actual != written:
                 raise CorruptReference(
-                    f"{path} is not the file that the run wrote: its digest is {found}; the manifest has {written}"
+                    f"{path} is not the file that the run wrote: its digest is {actual}; the manifest has {written}"
                 )
 
 
@@ -78,15 +78,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         A warning is logged if rows share an id.
 
         Raises:
-            StorageError: Shards of the `num_rows` rows are missing, for example because other nodes wrote them to their
-                own disks.
+            StorageError: Some shards are missing, for example because other nodes wrote them to their own disks.
 
         """
         shards = _shards(folder, run.digest)
         infos = [shard.info for shard in shards]
-        if (found := sum(info.num_rows for info in infos)) != num_rows:
+        if (num_present := sum(info.num_rows for info in infos)) != num_rows:
             raise StorageError(
-                f"{folder} has the first {found} of {num_rows} rows. Copy the shards from the same folder on "
+                f"{folder} has the first {num_present} of {num_rows} rows. Copy the shards from the same folder on "
                 "the other nodes, then run the command again"
             )
         repeated = RepeatedIds.of(_ids(folder, shard) for shard in shards)
@@ -114,7 +113,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Digest of the rows. It depends on the shards' content, but not on the paths of the inputs."""
+        """Digest of the rows. It depends on the content of the shards, but not on the paths of the inputs."""
         return blake3(msgspec.json.encode((self.run.digest, self.shards))).hexdigest(16)
 
     @classmethod
@@ -162,9 +161,9 @@ def _warn(repeated: RepeatedIds) -> None:
 
 
 def drop_changed(folder: Path, run: Run) -> None:
-    """Remove tables that were changed after a finished run wrote them, so that their shards are written again.
+    """Remove tables that were changed after the run was finished, so that their shards are written again.
 
-    Otherwise the next manifest would record the changed tables as valid. The files of blocks are not checked here.
+    The next manifest would otherwise record the changed tables as valid. The files of blocks are not checked here.
 
     Raises:
         CorruptReference: The manifest is damaged.
@@ -177,25 +176,25 @@ def drop_changed(folder: Path, run: Run) -> None:
     for shard in manifest.shards if manifest.run.digest == run.digest else ():
         path = table_path(folder, shard.info.first_row)
         with os_errors_as(StorageError, f"{path} cannot be read or removed"):
-            if path.exists() and (found := file_digest(path)) != shard.table_digest:
+            if path.exists() and (actual := file_digest(path)) != shard.table_digest:
                 _log.warning(
                     "%s is not the file that the run wrote: its digest is %s; the manifest has %s. The shard "
                     "is written again",
                     path,
-                    found,
+                    actual,
                     shard.table_digest,
                 )
                 path.unlink()
 
 
 def _shards(folder: Path, run: str) -> list[Shard]:
-    """Return the shards of the run with the digest `run`, from row 0 up to the first gap."""
-    found: list[Shard] = []
+    """Return the consecutive shards from row 0 on that belong to the run with the digest `run`."""
+    shards: list[Shard] = []
     row = 0
     while (path := table_path(folder, row)).is_file():
         info = read_info(path)
         if info.run != run:
             break
-        found.append(Shard(path.name, file_digest(path), info))
+        shards.append(Shard(path.name, file_digest(path), info))
         row = info.stop_row
-    return found
+    return shards

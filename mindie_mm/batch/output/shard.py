@@ -1,4 +1,7 @@
-"""Shards. Each shard is a table of rows and a file of blocks. A shard is complete once its table has its final name."""
+"""Writes and reads shards. A shard consists of a table of rows and a file of blocks.
+
+A shard is complete as soon as its table has its final name.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ from mindie_mm.shm.format.words import MAX_ARENA
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words
 
 MAX_ROW_BYTES = 1 << 34
-"""Maximum number of bytes by which the last row may exceed the size of a shard."""
+"""Maximum number of bytes that the last row may add beyond the size at which a shard ends."""
 MAX_BLOCKS = 2048
-"""Maximum number of media items of a shard. A shard with more than half of this number ends before its next row."""
+"""Maximum number of media items of a shard. If a shard has more than half of this number, the next row goes into a new
+shard."""
 
 _SPAN = pa.struct([("kind", pa.string()), *((name, pa.int64()) for name in ("start", "stop", "token", "lead", "tail"))])
 _ARRAY = pa.struct([("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int64()))])
@@ -45,8 +49,8 @@ SCHEMA = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
-"""Columns of a table. `input_ids` contain handle words. `spans`, `digests` (of the content) and `arrays` have one entry
-for each media item."""
+"""Columns of a table. `input_ids` contain handle words. `spans`, `digests` and `arrays` have one entry per media item.
+A digest covers the content of an item."""
 
 _COLUMNS, _SPAN_NAMES = tuple(SCHEMA.names), tuple(_SPAN.names)
 _INFO = b"mindie_mm"
@@ -63,11 +67,11 @@ class ShardInfo(msgspec.Struct, frozen=True):
     num_tokens: int
     num_items: int
     num_bytes: int
-    """Size of the blocks in bytes, in whole pages."""
+    """Size of the blocks in bytes, rounded up to whole pages."""
     arena_digest: str
     """`DiskArena.digest` of the file of blocks."""
     records_digest: str = ""
-    """`RecordsDigest` of the input's rows. It is empty for shards that older releases wrote."""
+    """`RecordsDigest` of the input's rows. Empty if an older release wrote the shard."""
 
     @property
     def stop_row(self) -> int:
@@ -86,7 +90,7 @@ def arena_path(folder: Path, first_row: int) -> Path:
 
 
 def read_info(path: Path) -> ShardInfo:
-    """Return the description of a shard from its table. Raise CorruptReference if the file is not such a table."""
+    """Return the description in a shard's table. Raise CorruptReference if the file is not the table of a shard."""
     try:
         metadata = pq.read_metadata(path).metadata or {}
         return msgspec.json.decode(metadata[_INFO], type=ShardInfo)
@@ -98,23 +102,23 @@ def read_info(path: Path) -> ShardInfo:
 
 def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | None:
     """Return the shards of a chunk of the run with the digest `run`, or None if the chunk is incomplete."""
-    found: list[ShardInfo] = []
+    shards: list[ShardInfo] = []
     row = chunk.first_row
     while row < chunk.stop_row and (path := table_path(folder, row)).is_file():
         try:
-            found.append(read_info(path))
+            shards.append(read_info(path))
         except CorruptReference:
             return None  # the shard is written again, as if it were missing
-        if found[-1].run != run:
+        if shards[-1].run != run:
             return None  # a node's disk may still contain shards of another run
-        if not _has_blocks(arena_path(folder, row), found[-1].num_bytes):
+        if not _has_blocks(arena_path(folder, row), shards[-1].num_bytes):
             return None
-        row = found[-1].stop_row
-    return found if row == chunk.stop_row else None
+        row = shards[-1].stop_row
+    return shards if row == chunk.stop_row else None
 
 
 def _has_blocks(path: Path, num_bytes: int) -> bool:
-    """Return whether `path` is a complete file with `num_bytes` of blocks. The blocks are not read."""
+    """Return whether `path` is a complete file of blocks with `num_bytes` bytes. The blocks are not read."""
     try:
         with path.open("rb") as file:
             header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()), DISK_PAGE)
@@ -131,14 +135,14 @@ class ShardRow:
     """Number of the row in the whole input."""
     id: str
     prompt: Prompt | None
-    """None if the row has an error."""
+    """Prompt of the row, or None if the row has an error."""
     error: str | None
     digests: Sequence[bytes]
     arrays: Sequence[Sequence[Mapping[str, Any]]]
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """Convert a table's record to a row. Raise CorruptReference for a row that no run could have written."""
+        """Convert a record of a table to a row. Raise CorruptReference if no run could have written this record."""
         error, ids, spans = record["error"], record["input_ids"], record["spans"]
         prompt = None
         if error is None:
@@ -158,7 +162,12 @@ class ShardRow:
         return Prompt(self.prompt.plain_ids, self.prompt.spans)
 
     def mounted_prompt(self, arena: int) -> Prompt:
-        """Return the prompt with handle words that refer to arena number `arena`. Raise CorruptReference."""
+        """Return the prompt with handle words that refer to arena number `arena`.
+
+        Raises:
+            CorruptReference: The handle words in the table are damaged.
+
+        """
         assert self.prompt is not None
         refs = [replace(ref, arena=arena) for ref in self.prompt.refs()]
         words = [(ref.name_word,) if ref.shape is None else ref.to_words() for ref in refs]
@@ -166,19 +175,19 @@ class ShardRow:
 
 
 def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the table of a shard, with all columns or with `columns`. Raise CorruptReference for a damaged file."""
+    """Return the table of a shard, with all columns or only `columns`. Raise CorruptReference if it is damaged."""
     try:
         with pq.ParquetFile(path) as file:  # takes half the time of `pq.read_table`
             schema, table = file.schema_arrow, file.read(columns)
     except (OSError, pa.ArrowException) as error:
         raise CorruptReference(f"{path} cannot be read: {error}") from error
     if not schema.equals(SCHEMA) or table.num_rows != num_rows:
-        raise CorruptReference(f"{path} is not a table of {num_rows} rows written by a run")
+        raise CorruptReference(f"{path} is not the table of {num_rows} rows that the run wrote")
     return table
 
 
 class ShardWriter:
-    """A shard that is being written. Use it as a context manager: without `finish`, it removes its files on exit."""
+    """A shard that is being written. Use the writer as a context manager. On exit, an unfinished shard is removed."""
 
     def __init__(
         self,
@@ -194,8 +203,8 @@ class ShardWriter:
         Args:
             folder: Folder to write to.
             run: Digest of the run.
-            number: Number of the arena in handle words. It need not be unique, because the table determines which file
-                is meant.
+            number: Number of the arena in handle words. The number may be used again, because each table has a file of
+                blocks of its own.
             first_row: Number of the first row.
             shard_bytes: Total size of the blocks in bytes at which the shard is full.
             memory: Buffers that successive shards can share.
@@ -208,14 +217,14 @@ class ShardWriter:
         self._records: list[dict[str, Any]] = []
         self._num_items = 0
         self.records = RecordsDigest()
-        """Digest of the records from which the rows are made."""
+        """Digest of the records that the rows were converted from."""
         path = arena_path(folder, first_row)
         self.arena = DiskArena.create(path, number % (MAX_ARENA + 1), shard_bytes + MAX_ROW_BYTES, MAX_BLOCKS, memory)
         """Arena for the blocks of the rows."""
 
     @property
     def is_full(self) -> bool:
-        """Whether the next row belongs to another shard."""
+        """Whether the next row must go into another shard."""
         return self.arena.used_bytes >= self._shard_bytes or self.arena.num_free < MAX_BLOCKS // 2
 
     @property
@@ -223,7 +232,7 @@ class ShardWriter:
         return len(self._records)
 
     def add(self, row_id: str | None, prompt: Prompt, items: Sequence[tuple[bytes, Mapping[str, ArraySpec]]]) -> None:
-        """Add a row whose blocks were written. `items` has the digest and the array specs of each media item."""
+        """Add a row whose blocks have been written. `items` are the digest and the array specs of each media item."""
         self._num_items += len(items)
         self._append(
             row_id,
@@ -246,10 +255,15 @@ class ShardWriter:
         self._records.append(record | columns)
 
     def finish(self) -> ShardInfo:
-        """Complete and sync both files, and give them their final names, the table last. Raise StorageError."""
+        """Complete and sync both files, and rename them to their final names. The table is renamed last.
+
+        Raises:
+            StorageError: A file cannot be written.
+
+        """
         with replacing(self._table_path) as unfinished:
             try:
-                self.arena.flush()  # a thread writes the last blocks while the table is built
+                self.arena.flush()  # a thread writes the last blocks while the table is being built
                 with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
                     writer.write_table(self._table())
                     self.arena.close()
@@ -288,7 +302,7 @@ class ShardWriter:
 
 
 def _lists(rows: Sequence[NDArray[np.int64] | None]) -> pa.ListArray:
-    """Return a column of arrays and nulls. Conversion from Python objects would take twenty times as long."""
+    """Return a column of arrays and nulls. Converting Python objects would take twenty times as long."""
     starts = list(accumulate((0 if row is None else len(row) for row in rows), initial=0))
     values = np.concatenate([np.empty(0, np.int64), *(row for row in rows if row is not None)])
     return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), values, mask=pa.array([row is None for row in rows]))

@@ -34,27 +34,27 @@ class BlockPool:
 
     def find(self, keys: abc.Iterable[bytes]) -> list[int]:
         """Return the blocks of `keys` in order, up to the first key that no block has."""
-        found: list[int] = []
+        blocks: list[int] = []
         for key in keys:
             if (block := self._blocks.get(key)) is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def can_grow(self, sequence: Sequence, num_tokens: int, shared: abc.Sequence[int] = ()) -> bool:
         """Return whether the free blocks suffice for `num_tokens` tokens of `sequence`, which first shares `shared`."""
         free = len(self._free) - sum(not self._holders[block] for block in shared)
-        return self.num_needed(num_tokens) - len(sequence.blocks) - len(shared) <= free
+        return self.num_needed(num_tokens) - len(sequence.kv_blocks) - len(shared) <= free
 
     def share(self, sequence: Sequence, blocks: abc.Sequence[int]) -> None:
         """Add blocks from `find` to `sequence`, which must not have blocks yet."""
-        assert not sequence.blocks, sequence.blocks
+        assert not sequence.kv_blocks, sequence.kv_blocks
         for block in blocks:
             self._hold(sequence, block)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Allocate the blocks that `sequence` lacks for `num_tokens` tokens in total. Call `can_grow` first."""
-        for _ in range(self.num_needed(num_tokens) - len(sequence.blocks)):
+        for _ in range(self.num_needed(num_tokens) - len(sequence.kv_blocks)):
             block = next(iter(self._free))
             self.forget([block])
             self._hold(sequence, block)
@@ -74,15 +74,15 @@ class BlockPool:
     def free(self, sequence: Sequence) -> None:
         """Release all blocks of `sequence`."""
         # Free in reverse order, so that later blocks are reused first. A block is useless without the prefix before it.
-        for block in reversed(sequence.blocks):
+        for block in reversed(sequence.kv_blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._free[block] = None
                 if block not in self._keys:
                     self._free.move_to_end(block, last=False)
-        sequence.blocks.clear()
+        sequence.kv_blocks.clear()
 
     def _hold(self, sequence: Sequence, block: int) -> None:
         self._free.pop(block, None)
         self._holders[block] += 1
-        sequence.blocks.append(block)
+        sequence.kv_blocks.append(block)

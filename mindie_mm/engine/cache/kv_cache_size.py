@@ -35,7 +35,7 @@ def block_size(spec: ModelSpec, config: EngineConfig) -> int:
 
 
 def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
-    """Return the number of blocks that all sequences at full length use. More blocks would never be used."""
+    """Return the number of KV blocks that all sequences at full length use. More blocks would never be used."""
     return config.max_num_seqs * -(-context_length(spec, config) // block_size(spec, config))
 
 

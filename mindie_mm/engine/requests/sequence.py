@@ -42,7 +42,7 @@ class Sequence:
     """Random generator of this sequence, or None if sampling is greedy."""
     constraint: Constraint | None = None
     """Constraint on the output, if the request asks for a structured output."""
-    blocks: list[int] = field(default_factory=list)
+    kv_blocks: list[int] = field(default_factory=list)
     """KV blocks of the sequence, in order."""
     media_consumed: bool = False
     """Whether the shared-memory blocks of `items` may be freed, because the KV cache covers all features."""

@@ -186,11 +186,11 @@ def _resolve(host: str, port: int, family: int) -> list[ResolveResult]:
             hostname=host,
             host=socket.getnameinfo(address, numeric)[0],  # includes the zone of an IPv6 address
             port=port,
-            family=found,
+            family=address_family,
             proto=protocol,
             flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
         )
-        for found, _, protocol, _, address in socket.getaddrinfo(
+        for address_family, _, protocol, _, address in socket.getaddrinfo(
             host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
         )
     ]

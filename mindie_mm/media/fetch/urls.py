@@ -27,7 +27,7 @@ _MAX_DATA_HEAD = 256
 
 def scheme_of(source: str) -> str:
     """Return the scheme of a URL in lower case, or an empty string if `source` is not a URL. Any scheme is allowed."""
-    return found[1].lower() if (found := _SCHEME.match(source)) else ""
+    return match[1].lower() if (match := _SCHEME.match(source)) else ""
 
 
 def file_url_path(url: str) -> str:

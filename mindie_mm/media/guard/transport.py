@@ -36,14 +36,14 @@ def whole_packets(data: bytes) -> bytes:
     """
     stride, start = _order(data)
     listed, num_lists = b"", 0
-    for found in _LIST.finditer(data):
-        place = found.start()
+    for match in _LIST.finditer(data):
+        place = match.start()
         if (place - start) % stride == 0:
             before, listed = listed, data[place + _HEAD_BYTES : place + _PACKET_BYTES]
             num_lists += listed != before
             if num_lists > MAX_LISTS:
                 raise LimitExceeded(
-                    f"the container repeats its program list more often than the limit of {MAX_LISTS} times"
+                    f"the container changes its program list more often than the limit of {MAX_LISTS} times"
                 )
     if stride == _ANYWHERE or (stride, start) == (_PACKET_BYTES, 0):
         return data

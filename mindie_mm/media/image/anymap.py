@@ -57,19 +57,21 @@ class Anymap:
 
         """
         head = data[:_MAX_HEAD]
-        found = next(filter(None, (pattern.match(head) for pattern in _HEADS)), None)
-        if found is None:
+        match = next(filter(None, (pattern.match(head) for pattern in _HEADS)), None)
+        if match is None:
             raise MediaError(
                 f"the {len(data)} bytes cannot be read as an image (a portable anymap without a valid header)"
             )
-        width, height = int(found[2]), int(found[3])
+        width, height = int(match[2]), int(match[3])
         if not width or not height:
-            raise MediaError(f"the portable anymap has {width}x{height} pixels")
-        if found[1] in b"123" and (num_comments := data.count(b"#", found.end())) > MAX_COMMENTS:
+            raise MediaError(
+                f"the portable anymap has {width}x{height} pixels; its width and height must be at least 1"
+            )
+        if match[1] in b"123" and (num_comments := data.count(b"#", match.end())) > MAX_COMMENTS:
             raise LimitExceeded(f"the portable anymap has {num_comments} comments; the limit is {MAX_COMMENTS}")
         add_picture(width, height)
-        scale = found[4] if found.re.groups == 4 else b""
-        return cls(height, width, found[1], scale, memoryview(data)[found.end() :])
+        scale = match[4] if match.re.groups == 4 else b""
+        return cls(height, width, match[1], scale, memoryview(data)[match.end() :])
 
     def decode(self) -> NDArray[np.uint8]:
         """Return RGB pixels, uint8 [height, width, 3].
@@ -99,8 +101,8 @@ class Anymap:
             raise ValueError(most)
         channels = 3 if self.kind in b"36" else 1
         plain = self.kind in b"23"
-        found = self._plain(channels) if plain else self._binary("u1" if most < 256 else ">u2", channels)
-        values = np.minimum(found, most)
+        samples = self._plain(channels) if plain else self._binary("u1" if most < 256 else ">u2", channels)
+        values = np.minimum(samples, most)
         if most == 255:
             as_they_are: NDArray[np.uint8] = values.astype(np.uint8)
             return as_they_are

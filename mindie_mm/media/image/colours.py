@@ -71,9 +71,9 @@ def mend_transparency(image: Image.Image) -> None:
     colour = image.info.get("transparency")
     tiles = getattr(image, "tile", None)
     raw_mode = tiles[0][3] if image.format == "PNG" and tiles else None
-    if not isinstance(raw_mode, str) or (found := _PNG_DEPTH.fullmatch(raw_mode)) is None:
+    if not isinstance(raw_mode, str) or (match := _PNG_DEPTH.fullmatch(raw_mode)) is None:
         return
-    depth = int(found[1])
+    depth = int(match[1])
 
     def in_eight_bits(value: int) -> int:
         return value >> 8 if depth > 8 else value * 255 // (2**depth - 1)  # Pillow keeps the upper byte
@@ -117,10 +117,10 @@ def scaled_integers(deep: NDArray[np.integer[Any]], significant_bits: int | None
     most 255, they are kept, as in Pillow.
     """
     offset = min(0, int(deep.min()))
-    found = (int(deep.max()) - offset).bit_length()
+    num_bits = (int(deep.max()) - offset).bit_length()
     if significant_bits is None:
-        bits = max(8, found)
-    elif found <= significant_bits:
+        bits = max(8, num_bits)
+    elif num_bits <= significant_bits:
         bits = significant_bits
     else:  # the writer has scaled the samples to the full range, as the PNG specification requires
         bits = 8 * deep.dtype.itemsize

@@ -161,13 +161,13 @@ def check_output_size(output_size: tuple[int, int] | None, side: int, where: str
     """Raise UnsupportedCheckpoint unless every preprocessed image is a square of `side` pixels, as the tower needs."""
     if output_size != (side, side):
         raise UnsupportedCheckpoint(
-            f"{where}: images are resized to {output_size or 'several sizes'}, but the tower takes squares of "
-            f"{side} pixels"
+            f"{where}: images are resized to {output_size or 'several sizes'}, but the tower takes images of "
+            f"{side}x{side} pixels"
         )
 
 
 def check_settings(config: Mapping[str, Any], needed: Mapping[str, Any], where: str) -> None:
     """Raise UnsupportedCheckpoint if a value in a configuration differs from `needed`. Missing and null values pass."""
     for name, value in needed.items():
-        if (found := config.get(name)) is not None and found != value:
-            raise UnsupportedCheckpoint(f"{where}: {name} is {found!r}; only {value!r} is supported")
+        if (configured := config.get(name)) is not None and configured != value:
+            raise UnsupportedCheckpoint(f"{where}: {name} is {configured!r}; only {value!r} is supported")

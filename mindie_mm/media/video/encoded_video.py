@@ -108,7 +108,9 @@ class EncodedVideo:
                     f"the video is truncated: its header declares {stated} frames, but it has {packets.number}"
                 )
             if not (height and width):  # FFmpeg does not parse frames that are above the limit
-                raise LimitExceeded(f"the frame size is unknown or above the limit of {max_pixels} pixels")
+                raise LimitExceeded(
+                    f"the size of the video's frames is unknown, or above the limit of {max_pixels} pixels"
+                )
             num_frames, times = packets.num_shown, packets.times
             is_counted = packets.are_frames and not num_missing and not decodes_to_count()
             if num_frames and not is_counted:
@@ -171,7 +173,7 @@ class EncodedVideo:
     def _frames_at(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
         """Yield the frames at `indices`. Stop before the first frame that is missing.
 
-        Errors of PyAV are raised unchanged.
+        PyAV errors are propagated unchanged.
 
         Raises:
             FramesMiscounted: The video has more frames than its packets indicated.
@@ -336,10 +338,10 @@ def _decoded(data: bytes, max_pixels: int, num_packets: int) -> tuple[int, NDArr
 
     """
     with reading(lambda: _unreadable(data)), open_container(data, CONTAINERS, max_pixels) as container:
-        found = decoded_times(container, _stream_to_decode(container, max_pixels), len(data), num_packets)
-    known = [time for time in found if time is not None]
+        packet_times = decoded_times(container, _stream_to_decode(container, max_pixels), len(data), num_packets)
+    known = [time for time in packet_times if time is not None]
     times = np.array(known, np.int64)
-    return len(found), times if len(known) == len(found) and (np.diff(times) > 0).all() else None
+    return len(packet_times), times if len(known) == len(packet_times) and (np.diff(times) > 0).all() else None
 
 
 def _orientation(data: bytes, max_pixels: int) -> Orientation:

@@ -42,8 +42,8 @@ class Keyframes:
 
     def before(self, indices: Sequence[int]) -> NDArray[np.int64]:
         """Return the index of the last keyframe at or before each of `indices`, or -1 if there is no such keyframe."""
-        found = np.searchsorted(self.places, indices, side="right")
-        return np.concatenate(([-1], self.places))[found]
+        positions = np.searchsorted(self.places, indices, side="right")
+        return np.concatenate(([-1], self.places))[positions]
 
     def spare(self, indices: Sequence[int]) -> bool:
         """Return whether seeking pays off for any gap between the ascending `indices`."""
@@ -63,7 +63,7 @@ def sought(
 ) -> Iterator[av.VideoFrame]:
     """Yield the frames at the ascending `indices`. Stop before the first frame that is not found at its exact time.
 
-    Errors of PyAV are raised unchanged.
+    PyAV errors are propagated unchanged.
     """
     left = 2 * len(keyframes.times)  # packets: even with a wrong index, no more than twice the video is decoded
 

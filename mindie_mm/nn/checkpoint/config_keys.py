@@ -85,11 +85,11 @@ class Keys:
 
         """
         for name, served in self.only.items():
-            found = config.get(name)
-            stated = name in config if True in served else found is not None
-            if stated and found not in served:
+            configured = config.get(name)
+            stated = name in config if True in served else configured is not None
+            if stated and configured not in served:
                 values = " or ".join(repr(value) for value in served) or "null"
-                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {found!r}; supported: {values}")
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {configured!r}; supported: {values}")
         completed = dict(config)
         for name, default in self.read.items():
             if name not in config:

@@ -129,8 +129,8 @@ class Checkpoint:
             UnsupportedCheckpoint: No file has the settings, or their class is not supported.
 
         """
-        found, source = self._stated(kind)
-        settings = {name: value for name, value in found.items() if value is not None}
+        content, source = self._stated(kind)
+        settings = {name: value for name, value in content.items() if value is not None}
         key = _CLASS_KEYS[kind]
         stated = str(settings.get(key) or _implied_class(kind, settings) or next(iter(classes)))
         name = stated.removesuffix("Fast").removesuffix("Pil")
@@ -146,12 +146,12 @@ class Checkpoint:
         """Return the settings of `kind` and the name of their file. Raise UnsupportedCheckpoint if there are none."""
         joint = self.json("processor_config.json")
         for part in _PARTS[kind]:
-            if (found := joint.get(part)) is not None:
-                if not isinstance(found, dict):
+            if (part_settings := joint.get(part)) is not None:
+                if not isinstance(part_settings, dict):
                     raise UnsupportedCheckpoint(
-                        f"{self.path}: {part} in processor_config.json is {found!r}; it must be an object"
+                        f"{self.path}: {part} in processor_config.json is {part_settings!r}; it must be an object"
                     )
-                return found, "processor_config.json"
+                return part_settings, "processor_config.json"
         for file in _FILES[kind]:
             if self.has(file):
                 return self.json(file), file

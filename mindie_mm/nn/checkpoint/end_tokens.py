@@ -77,8 +77,8 @@ def tokenizers_eos(checkpoint: Checkpoint) -> int | None:
     added = {entry["content"]: entry["id"] for entry in described.get("added_tokens", ())}
     decoder = checkpoint.json("tokenizer_config.json").get("added_tokens_decoder") or {}
     added |= {entry["content"]: int(token_id) for token_id, entry in decoder.items()}
-    found = {**_vocabulary(described), **checkpoint.json("added_tokens.json"), **added}.get(token)
-    return None if found is None else int(found)
+    end_id = {**_vocabulary(described), **checkpoint.json("added_tokens.json"), **added}.get(token)
+    return None if end_id is None else int(end_id)
 
 
 def _of_class(checkpoint: Checkpoint) -> int | None:
@@ -88,12 +88,12 @@ def _of_class(checkpoint: Checkpoint) -> int | None:
     from transformers import AutoTokenizer  # imported late: nearly all checkpoints name the token
 
     try:
-        found: int | None = AutoTokenizer.from_pretrained(
+        token_id: int | None = AutoTokenizer.from_pretrained(
             checkpoint.path, local_files_only=True, trust_remote_code=False
         ).eos_token_id
     except Exception:  # noqa: BLE001 - the class may be code in the checkpoint, or its files incomplete
         return None
-    return found
+    return token_id
 
 
 def _vocabulary(described: Mapping[str, Any]) -> Mapping[str, int]:

@@ -74,8 +74,8 @@ def no_checkpoint(root: Path) -> UnsupportedCheckpoint:
         return UnsupportedCheckpoint(message + _download(root))
     with os_errors_as(UnsupportedCheckpoint, f"{root} cannot be read"):
         names = sorted(entry.name for entry in root.iterdir())
-    found = _cached(root, names) or _other_format(root, names) or _incomplete(root, names)
-    return UnsupportedCheckpoint(f"{message}; {found}" if found else message)
+    reason = _cached(root, names) or _other_format(root, names) or _incomplete(root, names)
+    return UnsupportedCheckpoint(f"{message}; {reason}" if reason else message)
 
 
 def _other_format(root: Path, names: list[str]) -> str | None:
@@ -144,10 +144,10 @@ def _cached(root: Path, names: list[str]) -> str | None:
     """Return advice if `root` is a folder of the Hugging Face cache, or None."""
     if root.name == "snapshots" and _CACHED.fullmatch(root.parent.name):
         root, names = root.parent, ["snapshots"]
-    if (found := _CACHED.fullmatch(root.name)) and "snapshots" in names:
+    if (match := _CACHED.fullmatch(root.name)) and "snapshots" in names:
         if snapshot := _snapshot(root):
             return f"it is a folder of the Hugging Face cache; give {snapshot}"
-        repository = "/".join(found.groups())
+        repository = "/".join(match.groups())
         return (
             "it is a folder of the Hugging Face cache, and none of its snapshots has a config.json; download "
             f"the repository with `hf download {repository}`, and give the folder that the command prints"

@@ -106,6 +106,6 @@ def rename(
 def _rule(name: str, renamings: Sequence[Renaming]) -> tuple[str, Change]:
     """Return the published name and the change of the module's weight `name`, by the first rule that matches."""
     for renaming in renamings:
-        if found := re.fullmatch(renaming.pattern, name):
-            return found.expand(renaming.published), renaming.change
+        if match := re.fullmatch(renaming.pattern, name):
+            return match.expand(renaming.published), renaming.change
     return name, SAME

@@ -66,15 +66,15 @@ def _leaves(stated: Mapping[str, Any], sections: Path = ()) -> Iterator[tuple[Pa
 
 def _makes_difference(stated: Mapping[str, Any], path: Path, translate: Callable[[dict[str, Any]], Any]) -> bool:
     """Return whether another value of the key is refused or changes the translation."""
-    found = []
+    translations = []
     for value in (_ABSENT, _PROBE):
         contents = deepcopy(dict(stated))
         _put(contents, path, value)
         try:
-            found.append(translate(contents))
+            translations.append(translate(contents))
         except Exception:  # noqa: BLE001 - a translation may compute with the value
             return True
-    return bool(found[0] != found[1])
+    return bool(translations[0] != translations[1])
 
 
 def _strange(config: Any, stated: Mapping[str, Any], sections: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -88,8 +88,8 @@ def _strange(config: Any, stated: Mapping[str, Any], sections: Path = ()) -> Ite
             yield (*sections, name), value
 
 
-def _same(found: Any, value: Any) -> bool:
-    return type(found) is type(value) and bool(found == value)
+def _same(actual: Any, value: Any) -> bool:
+    return type(actual) is type(value) and bool(actual == value)
 
 
 def _is_translated(stated: Mapping[str, Any], path: Path, resolve: Callable[[dict[str, Any]], Any]) -> bool:
@@ -102,12 +102,12 @@ def _is_translated(stated: Mapping[str, Any], path: Path, resolve: Callable[[dic
         contents = deepcopy(dict(stated))
         _put(contents, path, value)
         try:
-            found = resolve(contents).to_dict()
+            settled = resolve(contents).to_dict()
         except Exception:  # noqa: BLE001 - transformers' classes refuse values in many ways
             return True
-        if _put(found, path, _ABSENT) and value is _ABSENT:
+        if _put(settled, path, _ABSENT) and value is _ABSENT:
             return True
-        resolved.append(found)
+        resolved.append(settled)
     return bool(resolved[0] != resolved[1])
 
 

@@ -70,9 +70,9 @@ class _Weight4bit(PackedWeight):
         needed["absmax"] = (state.absmax.numel(), num_blocks := -(-size // state.blocksize))
         if state.nested:
             needed["nested_absmax"] = (state.state2.absmax.numel(), -(-num_blocks // state.state2.blocksize))
-        for part, (found, expected) in needed.items():
-            if found < expected:
-                raise ValueError(f"it has {found} {part}; a weight of shape {list(self.shape)} needs {expected}")
+        for part, (actual, expected) in needed.items():
+            if actual < expected:
+                raise ValueError(f"it has {actual} {part}; a weight of shape {list(self.shape)} needs {expected}")
 
     def dequantized(self) -> Tensor:
         from bitsandbytes.functional import dequantize_4bit

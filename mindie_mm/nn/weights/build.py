@@ -48,7 +48,7 @@ def build(
     with torch.device("meta"):
         module = make()
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     packed: set[str] = set()
     unexpected: list[str] = []
     misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
@@ -59,15 +59,15 @@ def build(
             misfits.append((name, tuple(weight.shape), expected[name]))
         elif isinstance(weight, Tensor):
             require_floats(checkpoint, name, weight.dtype)
-            found[name] = weight.to(device.torch_device, dtype)
+            tensors[name] = weight.to(device.torch_device, dtype)
         elif type(layer := module.get_submodule(name.rpartition(".")[0])) is nn.Linear:
             module.set_submodule(name.rpartition(".")[0], weight.layer(layer, device.torch_device))
             packed.add(name)
         else:  # not the weight of an nn.Linear, for example of an nn.MultiheadAttention
-            found[name] = weight.dequantized().to(device.torch_device, dtype)
+            tensors[name] = weight.dequantized().to(device.torch_device, dtype)
     check_shapes(checkpoint, misfits)
-    check_weights(checkpoint, sorted(expected.keys() - found.keys() - packed), unexpected, unused)
-    module.load_state_dict(found, assign=True, strict=not packed)
+    check_weights(checkpoint, sorted(expected.keys() - tensors.keys() - packed), unexpected, unused)
+    module.load_state_dict(tensors, assign=True, strict=not packed)
     return module.requires_grad_(False).eval()
 
 

@@ -288,10 +288,10 @@ def check_shapes(checkpoint: Checkpoint, misfits: Collection[tuple[str, Sequence
 
     """
     if misfits:
-        name, found, needed = min(misfits)
+        name, actual, needed = min(misfits)
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} has {len(misfits)} weights whose shape does not match config.json; the first "
-            f"is {name}: {list(found)}, not {list(needed)}"
+            f"is {name}: {list(actual)}, not {list(needed)}"
         )
 
 

@@ -35,9 +35,9 @@ def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
     config = checkpoint.config
     for holder in (config, *(config.get(name) for name in _TEXT_MODELS)):
         for key in ("quantization_config", "compression_config"):
-            found = holder.get(key) if isinstance(holder, Mapping) else None
-            if isinstance(found, dict) and found and not _is_off(found):
-                return found
+            method = holder.get(key) if isinstance(holder, Mapping) else None
+            if isinstance(method, dict) and method and not _is_off(method):
+                return method
     if settings := checkpoint.json("quantize_config.json"):
         return {"quant_method": "gptq", **settings}
     if settings := checkpoint.json("quant_config.json"):
@@ -180,7 +180,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     method = method_of(settings)
     if not method.startswith("bitsandbytes"):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantized with {method!r}; this family has layers of its own and supports "
+            f"{checkpoint.path} is quantized with {method!r}; this family implements its own layers, which support "
             "only unquantized weights and weights quantized with bitsandbytes. Use the unquantized checkpoint"
         )
     if settings.get("llm_int8_has_fp16_weight"):

@@ -128,9 +128,9 @@ class _Extents:
 
     def take_at(self, offset: int, size: int) -> None:
         """Take the first `size` bytes of the extent at `offset`."""
-        found = self._remove(offset)
-        if found > size:
-            self._insert(offset + size, found - size)
+        old_size = self._remove(offset)
+        if old_size > size:
+            self._insert(offset + size, old_size - size)
 
     def give(self, offset: int, size: int) -> None:
         before = self._stops.get(offset)

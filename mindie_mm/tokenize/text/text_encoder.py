@@ -213,16 +213,16 @@ class TextEncoder:
         }
         first = {own[0] for own in spelled.values()}
         pieces: list[Sequence[int]] = []
-        found: list[str] = []
+        marker_texts: list[str] = []
         behind = 0
         for at in (index for index, own in enumerate(ids) if own in first):
             here = next((name for name, own in spelled.items() if list(ids[at : at + len(own)]) == own), None)
             if here is not None and at >= behind:
-                found.append(here)
+                marker_texts.append(here)
                 pieces += [ids[behind:at], spelled[here]]
                 behind = at + len(spelled[here])
         pieces.append(ids[behind:])
-        check_order(found, markers, len(markers))
+        check_order(marker_texts, markers, len(markers))
         pieces[1::2] = [
             self._encode(text, plain=False) if marker in replaced else spelled[marker]
             for marker, text in zip(markers, texts, strict=True)
@@ -305,12 +305,17 @@ class TextEncoder:
         whole = self._encoding(text, plain=True)
         if self._never_text.isdisjoint(whole.ids):
             return [(0, whole)]
-        found = (start for index, (start, _) in zip(whole.ids, whole.offsets, strict=True) if index in self._never_text)
-        starts = {*found, *(match.start() for match in self._control.finditer(text))}
+        starts_of_tokens = (
+            start for index, (start, _) in zip(whole.ids, whole.offsets, strict=True) if index in self._never_text
+        )
+        starts = {*starts_of_tokens, *(match.start() for match in self._control.finditer(text))}
         cuts = [0, *sorted(start + 1 for start in starts), len(text)]
         pieces = [(start, self._encoding(text[start:stop], plain=True)) for start, stop in pairwise(cuts)]
         if made := self._never_text.intersection(index for _, piece in pieces for index in piece.ids):
-            raise InputError(f"the text would produce the control token {self.spell(sorted(made)[:1])}")
+            raise InputError(
+                f"the text contains a character that becomes the control token {self.spell(sorted(made)[:1])}; remove "
+                "this character"
+            )
         return pieces
 
     def _as_meant(self, text: str, ids: Sequence[int]) -> bool:

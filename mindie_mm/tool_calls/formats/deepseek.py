@@ -19,9 +19,9 @@ _FENCED = re.compile(r"<｜tool▁sep｜>.{0,80}?```json", re.DOTALL)
 class DeepSeekV3Parser(ToolCallParser):
     r"""A parser of calls between markers. The arguments are in a fenced block.
 
-    A call is `<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`, a newline, a fenced block of JSON and
+    A call consists of `<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`, a newline, a fenced block of JSON and
     `<｜tool▁call▁end｜>`. The calls are between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`. The format of
-    DeepSeek-V3.1 is also accepted. This format is `deepseek_v3` in vLLM and `deepseekv3` in SGLang.
+    DeepSeek-V3.1 is also accepted. vLLM calls this format `deepseek_v3`, and SGLang calls it `deepseekv3`.
     """
 
     markers = (_BEGIN, _END, _CALL, _SEPARATOR, _CALL_END)
@@ -32,7 +32,7 @@ class DeepSeekV3Parser(ToolCallParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the markers, and a fenced block after the separator."""
+        """Return whether the template contains the markers, and a fenced block after the separator."""
         return _BEGIN in template and bool(_FENCED.search(template))
 
     @classmethod
@@ -66,8 +66,8 @@ class DeepSeekV3Parser(ToolCallParser):
 class DeepSeekV31Parser(DeepSeekV3Parser):
     """A parser of `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>`.
 
-    The markers around the calls are the same as in DeepSeek-V3. This format is `deepseek_v31` in vLLM and `deepseekv31`
-    in SGLang.
+    The markers around the calls are the same as in DeepSeek-V3. vLLM calls this format `deepseek_v31`, and SGLang calls
+    it `deepseekv31`.
     """
 
     around = (_BEGIN, "", _END)
@@ -75,5 +75,5 @@ class DeepSeekV31Parser(DeepSeekV3Parser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the markers."""
+        """Return whether the template contains the markers."""
         return _BEGIN in template

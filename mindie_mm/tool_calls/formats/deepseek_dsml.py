@@ -18,9 +18,9 @@ _ATTRIBUTE = re.compile(r'\s*([a-z]+)="([^"]*)"')
 class DsmlParser(TypedTextParser, ABC):
     """A parser of calls in DSML.
 
-    A call is an element `invoke` with one element `parameter` per argument: `<｜DSML｜parameter name="a"
-    string="false">1</｜DSML｜parameter>`. The attribute `string` is true for raw text, and false for JSON. The calls
-    are within an element whose name depends on the version.
+    A call is an element `invoke` that contains one element `parameter` per argument: `<｜DSML｜parameter name="a"
+    string="false">1</｜DSML｜parameter>`. The attribute `string` is true if the value is raw text, and false if it is
+    JSON. The name of the element around the calls depends on the version.
     """
 
     section: ClassVar[str]
@@ -29,7 +29,7 @@ class DsmlParser(TypedTextParser, ABC):
     markers = ("｜DSML｜",)
 
     def __init_subclass__(cls) -> None:
-        """Derive the tags of a subclass."""
+        """Derive the tags of a subclass from its `section` and `prefix`."""
         super().__init_subclass__()
         cls.openings = (f"<{cls.prefix}{cls.section}>",)
         cls.closings = (f"</{cls.prefix}{cls.section}>",)
@@ -42,7 +42,7 @@ class DsmlParser(TypedTextParser, ABC):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the name of the element around the calls."""
+        """Return whether the template contains the name of the element around the calls."""
         return f"{cls.prefix}{cls.section}" in template
 
     @classmethod
@@ -89,7 +89,7 @@ class DsmlParser(TypedTextParser, ABC):
 class DeepSeekV32Parser(DsmlParser):
     """A parser of DSML in which the element around the calls is named `function_calls`.
 
-    This format is `deepseek_v32` in vLLM and `deepseekv32` in SGLang.
+    vLLM calls this format `deepseek_v32`, and SGLang calls it `deepseekv32`.
     """
 
     section = "function_calls"
@@ -102,7 +102,7 @@ class DeepSeekV4Parser(DsmlParser):
 
 
 class DeepSeekV41Parser(DsmlParser):
-    """A parser of DSML in which the element around the calls is named `calls`, and a space precedes names."""
+    """A parser of DSML in which the element around the calls is named `calls`, and a space precedes element names."""
 
     section = "calls"
     prefix = "｜DSML｜ "

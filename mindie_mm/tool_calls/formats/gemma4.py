@@ -22,7 +22,7 @@ _KEY = re.compile(r"[^:{}\[\],\n]+")
 class Gemma4Parser(ToolCallParser, LiteralScanner):
     """A parser of `<|tool_call>call:f{a:1,s:<|"|>x<|"|>}<tool_call|>`.
 
-    Keys are not quoted. Strings are raw text between two markers. This format is `gemma4` in vLLM and SGLang.
+    Keys are not quoted. Strings are raw text between two markers. vLLM and SGLang call this format `gemma4`.
     """
 
     quote: ClassVar[str] = '<|"|>'
@@ -33,7 +33,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the marker."""
+        """Return whether the template contains the marker."""
         return cls.openings[0] in template
 
     @classmethod
@@ -52,7 +52,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
         value = branch.get("const")
         if isinstance(value, str):
             if cls.quote in value:
-                raise InputError(f"the value {value!r} has {cls.quote!r}, which ends strings in this format")
+                raise InputError(f"the value {value!r} has {cls.quote!r}, which ends strings in this tool-call format")
             return rules.text(cls.quote + value + cls.quote)
         if branch.get("type") == "string":
             return f"{rules.text(cls.quote)} {rules.raw(branch, cls.quote, cls.excluded)}"
@@ -100,7 +100,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
 class FunctionGemmaParser(Gemma4Parser):
     """A parser of `<start_function_call>call:f{a:<escape>x<escape>}<end_function_call>`.
 
-    This format is `functiongemma` in vLLM.
+    vLLM calls this format `functiongemma`.
     """
 
     quote = "<escape>"

@@ -14,8 +14,8 @@ from mindie_mm.tool_calls.typed_text import TypedTextParser
 class Glm45Parser(TypedTextParser):
     r"""A parser of `<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>`.
 
-    Whitespace within a value is part of the value. Newlines between the tags may be missing, as in GLM-4.7. This format
-    is `glm45` in vLLM and SGLang.
+    Whitespace within a value is part of the value. Newlines between the tags may be missing, as in GLM-4.7. vLLM and
+    SGLang call this format `glm45`.
     """
 
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -28,7 +28,7 @@ class Glm45Parser(TypedTextParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the tags."""
+        """Return whether the template contains the tags."""
         return "<arg_key>" in template
 
     @classmethod
@@ -60,7 +60,7 @@ class Glm45Parser(TypedTextParser):
         start = self._at - self._kept
         if not (yield from self.accept("</tool_call>")):
             return False
-        # Without </arg_value>, the value ends only if the call ends, too.
+        # If </arg_value> is missing, the value ends only where the call ends.
         yield from self.space()
         ends = (yield from self.at_end()) or (yield from self.follows("<tool_call>"))
         self._at = self._kept + start
@@ -70,7 +70,7 @@ class Glm45Parser(TypedTextParser):
 class Glm47Parser(Glm45Parser):
     """A parser of `<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`.
 
-    This format is `glm47` in vLLM and SGLang.
+    vLLM and SGLang call this format `glm47`.
     """
 
     around = ("", "", "")
@@ -79,5 +79,5 @@ class Glm47Parser(Glm45Parser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the tags without newlines between them."""
+        """Return whether the template contains the tags without newlines between them."""
         return "</arg_key><arg_value>" in template

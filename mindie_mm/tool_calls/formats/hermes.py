@@ -11,8 +11,8 @@ from mindie_mm.tool_calls.scanner import Step
 class HermesParser(JsonCallParser):
     r"""A parser of `<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>`.
 
-    A call ends where its JSON ends, so arguments may contain the markers. This format is `hermes` in vLLM and `qwen25`
-    in SGLang.
+    A call ends where its JSON ends, so arguments may contain the markers. vLLM calls this format `hermes`, and SGLang
+    calls it `qwen25`.
     """
 
     markers = ("<tool_call>", "</tool_call>")
@@ -23,7 +23,7 @@ class HermesParser(JsonCallParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the marker."""
+        """Return whether the template contains the marker."""
         return "<tool_call>" in template
 
     def calls(self, opening: str) -> Step[None]:

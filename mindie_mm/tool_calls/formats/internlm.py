@@ -11,7 +11,7 @@ from mindie_mm.tool_calls.scanner import Step
 class InternLMParser(JsonCallParser):
     r"""A parser of `<|action_start|><|plugin|>\n{"name": "f", "parameters": {"a": 1}}<|action_end|>`.
 
-    There may be whitespace between the first two markers. This format is `internlm` in vLLM and SGLang.
+    There may be whitespace between the first two markers. vLLM and SGLang call this format `internlm`.
     """
 
     markers = ("<|action_start|>", "<|plugin|>", "<|action_end|>")
@@ -23,7 +23,7 @@ class InternLMParser(JsonCallParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the marker."""
+        """Return whether the template contains the marker."""
         return "<|action_start|>" in template
 
     def calls(self, opening: str) -> Step[None]:

@@ -19,8 +19,8 @@ class KimiK2Parser(ToolCallParser):
     """A parser of `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>`.
 
     The calls are between `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`. `functions.f:0` is the id of
-    the call. The number of a call counts all calls of the chat. The model expects ids in this format in earlier
-    messages. This format is `kimi_k2` in vLLM and SGLang.
+    the call. Its number counts all earlier calls of the chat. Earlier messages must also have ids in this format. vLLM
+    and SGLang call this format `kimi_k2`.
     """
 
     markers = (_BEGIN, _END, _CALL, _ARGUMENTS, _CALL_END)
@@ -30,7 +30,7 @@ class KimiK2Parser(ToolCallParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the markers."""
+        """Return whether the template contains the markers."""
         return _BEGIN in template
 
     @classmethod
@@ -41,12 +41,12 @@ class KimiK2Parser(ToolCallParser):
         return f"{before} {number} {separator} {json_value(tool.schema)} {after}"
 
     def call_id(self, name: str) -> str:
-        """Return an id with the number of the call in the chat."""
+        """Return an id that contains the number of the call in the chat."""
         return f"functions.{name}:{self.num_earlier_calls + self.num_calls}"
 
     @classmethod
     def history_id(cls, call_id: str, name: str, number: int) -> str:
-        """Return an id with the number of the call."""
+        """Return an id that contains the number of the call in the chat."""
         return f"functions.{name}:{number}"
 
     def calls(self, opening: str) -> Step[None]:

@@ -11,8 +11,8 @@ from mindie_mm.tool_calls.scanner import Step
 class Llama3JsonParser(JsonCallParser):
     """A parser of `{"name": "f", "parameters": {"a": 1}}`. Several calls are separated by `; `.
 
-    The calls are at the beginning of the answer or after `<|python_tag|>`. Other JSON is content. This format is
-    `llama3_json` in vLLM and `llama3` in SGLang.
+    The calls are at the beginning of the answer or after `<|python_tag|>`. JSON anywhere else is content. vLLM calls
+    this format `llama3_json`, and SGLang calls it `llama3`.
     """
 
     markers = ("<|python_tag|>",)
@@ -23,7 +23,7 @@ class Llama3JsonParser(JsonCallParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the marker, or asks for this format like the template of Llama 3.2."""
+        """Return whether the template contains the marker, or asks for this format as Llama 3.2's template does."""
         return "<|python_tag|>" in template or '{"name": function name, "parameters":' in template
 
     def calls(self, opening: str) -> Step[None]:

@@ -11,7 +11,7 @@ from mindie_mm.tool_calls.typed_text import TypedTextParser
 
 
 class MiniCPM5Parser(TypedTextParser):
-    """A parser of `<function name="f"><param name="a">1</param></function>`. This format is `minicpm5` in vLLM."""
+    """A parser of `<function name="f"><param name="a">1</param></function>`. vLLM calls this format `minicpm5`."""
 
     markers = ("<function", "</function>", "<param", "</param>")
     openings = ('<function name="',)
@@ -21,7 +21,7 @@ class MiniCPM5Parser(TypedTextParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the tags."""
+        """Return whether the template contains the tags."""
         return "<function name=" in template
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The formats of Mistral, for versions of its tokenizer up to 3 and from 11 on."""
+"""The formats of Mistral: one for tokenizer versions up to 3, and one for versions from 11 on."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 class MistralV3Parser(JsonCallParser):
-    """A parser of `[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]`, the format of versions up to 3.
+    """A parser of `[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]`, the format of tokenizer versions up to 3.
 
-    The format of version 11 is also accepted. Ids consist of 9 letters and digits, because the templates refuse other
-    ids. This format is `mistral` in vLLM and SGLang.
+    The format of version 11 is also accepted. Ids consist of 9 letters and digits, because the templates refuse all
+    other ids. vLLM and SGLang call this format `mistral`.
     """
 
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
@@ -29,7 +29,7 @@ class MistralV3Parser(JsonCallParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the marker."""
+        """Return whether the template contains the marker."""
         return "[TOOL_CALLS]" in template
 
     def call_id(self, name: str) -> str:
@@ -38,7 +38,7 @@ class MistralV3Parser(JsonCallParser):
 
     @classmethod
     def history_id(cls, call_id: str, name: str, number: int) -> str:
-        """Return an id of 9 letters and digits, the same for the same id."""
+        """Return an id of 9 letters and digits. For the same `call_id`, the id is always the same."""
         if _ID.fullmatch(call_id):
             return call_id
         return hashlib.blake2b((call_id or str(number)).encode(errors="replace"), digest_size=8).hexdigest()[:9]
@@ -62,7 +62,7 @@ class MistralV3Parser(JsonCallParser):
 
 
 class MistralParser(MistralV3Parser):
-    """A parser of `[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}`, the format of versions from 11 on.
+    """A parser of `[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}`, the format of tokenizer versions from 11 on.
 
     `[CALL_ID]` and an id may precede `[ARGS]`.
     """
@@ -72,7 +72,7 @@ class MistralParser(MistralV3Parser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the marker of calls, and the vocabulary has the marker of arguments."""
+        """Return whether the template contains `[TOOL_CALLS]`, and the vocabulary contains `[ARGS]`."""
         return "[TOOL_CALLS]" in template and "[ARGS]" in vocabulary
 
     @classmethod

@@ -11,8 +11,8 @@ from mindie_mm.tool_calls.scanner import Step
 class Phi4Parser(JsonCallParser):
     """A parser of `functools[{"name": "f", "arguments": {"a": 1}}]`.
 
-    The model may write `<|tool_call|>` or `<|tool_calls|>` instead of `functools`. This format is `phi4_mini_json` in
-    vLLM.
+    The model may write `<|tool_call|>` or `<|tool_calls|>` instead of `functools`. vLLM calls this format
+    `phi4_mini_json`.
     """
 
     markers = ("<|tool_call|>", "<|/tool_call|>", "<|tool_calls|>", "<|/tool_calls|>")
@@ -21,7 +21,7 @@ class Phi4Parser(JsonCallParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template puts tools between Phi's markers."""
+        """Return whether the template contains the markers that Phi puts around the tools."""
         return "<|tool|>" in template and "<|/tool|>" in template
 
     def calls(self, opening: str) -> Step[None]:

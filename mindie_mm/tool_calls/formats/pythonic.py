@@ -18,8 +18,8 @@ _CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
 class PythonicParser(ToolCallParser, LiteralScanner):
     """A parser of `[f(a=1, s='x'), g()]`, whose values are Python literals.
 
-    The list is at the beginning of the answer, or between `<|python_start|>` and `<|python_end|>`. This format is
-    `llama4_pythonic` and `pythonic` in vLLM, and `pythonic` in SGLang.
+    The list is at the beginning of the answer, or between `<|python_start|>` and `<|python_end|>`. vLLM calls this
+    format `llama4_pythonic` and `pythonic`, and SGLang calls it `pythonic`.
     """
 
     markers = ("<|python_start|>", "<|python_end|>")
@@ -29,12 +29,12 @@ class PythonicParser(ToolCallParser, LiteralScanner):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the marker, or describes the list like the template of Llama."""
+        """Return whether the template contains the marker, or describes the list as the template of Llama does."""
         return "<|python_start|>" in template or "[func_name1(params_name1=params_value1" in template
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule that matches calls of a tool. Values are JSON, but constants are Python constants."""
+        """Return a rule that matches calls of a tool. Values are JSON, except that constants are Python constants."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, NAME).items():
             value = _CONSTANTS.get(schema.get("type", "")) or json_value(schema)

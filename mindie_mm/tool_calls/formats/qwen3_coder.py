@@ -1,4 +1,4 @@
-"""The format of Qwen3-Coder and of Qwen3.5 and later."""
+"""The format of Qwen3-Coder, Qwen3.5 and later."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mindie_mm.tool_calls.typed_text import TypedTextParser
 class Qwen3CoderParser(TypedTextParser):
     r"""A parser of `<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>`.
 
-    One newline before and one after a value are not part of the value. The model sometimes omits `<tool_call>` or
-    `</parameter>`. A closing tag ends a value only if it is followed by the next tag. This format is `qwen3_coder` in
-    vLLM and SGLang.
+    A value does not include the newline before it and the newline after it. The model sometimes omits `<tool_call>` or
+    `</parameter>`. A closing tag ends a value only if the next tag follows. vLLM and SGLang call this format
+    `qwen3_coder`.
     """
 
     markers = ("<tool_call>", "</tool_call>")
@@ -28,7 +28,7 @@ class Qwen3CoderParser(TypedTextParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template writes the tags."""
+        """Return whether the template contains the tags."""
         return "<function=" in template and "<parameter=" in template
 
     @classmethod

@@ -1,7 +1,8 @@
 """Build a simulator of CANN's shared libraries, so that PyPI's torch_npu runs without an Ascend device.
 
-libhccl.so contains the simulator: this folder's C files, and a counted function that returns 0 for every other symbol
-of CANN that torch_npu links or looks up by name. The other libraries are empty and depend on libhccl.so.
+libhccl.so contains the simulator: the C files of this folder, and a function that counts its calls and returns 0 for
+every other symbol of CANN that torch_npu links or looks up by name. The other libraries are empty and depend on
+libhccl.so.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NAMED = re.compile(rb"acl(?:rt)?[A-Z][A-Za-z0-9]+")
 
 
 def build() -> Path:
-    """Build the libraries, unless a build exists, and return their folder.
+    """Build the libraries, unless they have been built before, and return their folder.
 
     Raises:
         FileNotFoundError: torch_npu is not installed.
@@ -72,12 +73,16 @@ def _compile(sources: list[Path], folder: Path) -> None:
         library = f"lib{name}.so"
         needs = (f"-L{folder}", "-Wl,--no-as-needed", "-lhccl", f"-Wl,-soname,{library}")
         _gcc("-shared", "-fPIC", "-o", str(folder / library), str(empty), *needs)
-    for name in ("opp", "runtime", "compiler"):  # torch_npu looks for these folders of CANN
+    for name in ("opp", "runtime", "compiler"):  # torch_npu checks that these folders of CANN exist
         (folder / name).mkdir()
 
 
 def _wanted(package: Path) -> set[str]:
-    """Return the symbols of CANN that torch_npu looks up by name, or links without a definition in another library."""
+    """Return the symbols that the simulator must define.
+
+    These are the symbols of CANN that torch_npu looks up by name, and the symbols that torch_npu links and no other
+    library defines.
+    """
     modules = [*package.glob("_C*.so"), *(package / "lib").glob("*.so")]
     linked = {name for module in modules for name in _symbols(module, "--undefined-only", kind="U")}
     system = [Path(_gcc(f"-print-file-name={name}").strip()) for name in _SYSTEM_LIBRARIES]
@@ -93,7 +98,7 @@ def _wanted(package: Path) -> set[str]:
 
 
 def _stubs(names: list[str]) -> str:
-    # Assembler labels name the symbols, because the headers declare many of them with other arguments.
+    # Assembler labels set the symbols' names, because CANN's headers declare many of these functions with arguments.
     stub = (
         "#define STUB(number, symbol) long stub_##number(void) __asm__(#symbol); long stub_##number(void) { "
         'static struct sim_function function = {.name = #symbol}; return sim_enter(&function, "%s", ""); }'

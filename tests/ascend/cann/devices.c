@@ -7,7 +7,7 @@
 
 static _Thread_local int current = -1;
 static int default_device = -1;
-static char contexts[SIM_MAX_DEVICES]; /* a context is the address of its device's entry */
+static char contexts[SIM_MAX_DEVICES]; /* the address of a device's entry is the device's context */
 
 int sim_device_count(void) {
     int devices = (int)sim_setting("ASCEND_SIM_DEVICES", 1, 0, SIM_MAX_DEVICES), visible = 0;
@@ -25,7 +25,7 @@ int sim_device_count(void) {
 
 int sim_current_device(void) { return current < 0 ? default_device : current; }
 
-/* The file may set the default device of threads: {"defaultDevice": {"default_device": "0"}}. */
+/* The file at `path` may set the default device of threads: {"defaultDevice": {"default_device": "0"}}. */
 aclError aclInit(const char *path) {
     CALLED("path=%s", path ? path : "");
     FILE *file = path ? fopen(path, "r") : NULL;
@@ -103,7 +103,7 @@ aclError aclrtDeviceCanAccessPeer(int32_t *can, int32_t device, int32_t peer) {
 
 aclError aclrtGetDeviceInfo(uint32_t device, aclrtDevAttr attribute, int64_t *value) {
     CALLED("device=%u attribute=%d", device, (int)attribute);
-    switch ((int)attribute) { /* an Ascend 910B1: 24 cube and 48 vector cores, 192 MiB of L2 */
+    switch ((int)attribute) { /* an Ascend 910B1 has 24 cube cores, 48 vector cores and 192 MiB of L2 cache */
     case ACL_DEV_ATTR_AICPU_CORE_NUM: *value = 6; break;
     case ACL_DEV_ATTR_AICORE_CORE_NUM:
     case ACL_DEV_ATTR_CUBE_CORE_NUM: *value = 24; break;
@@ -128,7 +128,7 @@ aclError aclrtGetDeviceUtilizationRate(int32_t device, aclrtUtilizationInfo *rat
     return 0;
 }
 
-/* Returns ASCEND_SIM_CANN, or by default "9.1.0", the release for torch_npu 2.13. */
+/* Returns ASCEND_SIM_CANN. The default is "9.1.0", the release for torch_npu 2.13. */
 static const char *cann(void) {
     const char *version = getenv("ASCEND_SIM_CANN");
     return version && *version ? version : "9.1.0";
@@ -148,7 +148,7 @@ aclError aclsysGetCANNVersion(aclCANNPackageName package, aclCANNPackageVersion 
     return 0;
 }
 
-/* Queries of the operator compiler: the length of an option's value, and the value. */
+/* These functions return the length of a compiler option's value, and the value. */
 size_t aclGetCompileoptSize(aclCompileOpt option) {
     (void)option;
     return 16;

@@ -1,10 +1,10 @@
-/* Events: the place in a stream of the last record, and the time at which the stream reached it. */
+/* Events: the last place in a stream at which an event was recorded, and the time when the stream reached that place. */
 #include "sim.h"
 
 #include <stdlib.h>
 
 struct sim_event {
-    atomic_int references; /* one of the creator, and one of each record that has not run */
+    atomic_int references; /* one for the creator, and one for each record that has not run */
     struct sim_stream *stream; /* NULL before the first record */
     uint64_t seq;
     uint64_t reached_ns; /* 0 until the stream reaches the event */
@@ -134,7 +134,7 @@ aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t ms) {
     return synchronize(event);
 }
 
-/* Runs one task of the device, so that polling ends. */
+/* Returns whether the stream has reached the event. If not, runs one task, so that polling ends. */
 static bool is_reached(struct sim_event *event) {
     pthread_mutex_lock(&sim_lock);
     if (event->stream && !sim_has_run(event->stream, event->seq)) sim_run_one(event->stream);

@@ -1,4 +1,4 @@
-/* HCCL: communicators, and collectives as tasks of streams. */
+/* HCCL: communicators, and collectives, which are tasks of streams. */
 #include "hccl.h"
 
 #include <sched.h>
@@ -106,7 +106,7 @@ struct collective {
     size_t unit;           /* bytes of an element */
 };
 
-/* Converts an error of HCCL to the code that synchronising the stream returns. */
+/* Converts an error of HCCL to the code that synchronizing the stream returns. */
 static int as_acl(int error) {
     return error == HCCL_E_TIMEOUT ? ACL_ERROR_RT_FFTS_PLUS_TIMEOUT : error ? ACL_ERROR_RT_SUSPECT_REMOTE_ERROR : 0;
 }
@@ -126,7 +126,7 @@ static int agree(struct collective *collective) {
     return error ? error : hccl_meet(communicator);
 }
 
-/* Copies this rank's share of the `bytes` in all slots, which are at offset `at` of each rank's block for rank `block`. */
+/* Copies this rank's part of the slots. The slots contain `bytes` bytes from offset `at` of each rank's block `block`. */
 static void take(struct collective *collective, uint32_t block, size_t at, size_t bytes) {
     struct communicator *communicator = collective->communicator;
     char (*slots)[SLOT_BYTES] = communicator->region->slots;
@@ -146,7 +146,7 @@ static void take(struct collective *collective, uint32_t block, size_t at, size_
     case ALL_GATHER:
         for (uint32_t rank = 0; rank < communicator->ranks; rank++) memcpy(target + rank * whole, slots[rank], bytes);
         break;
-    default: /* reductions, in the order of the ranks, so that all ranks get identical bits */
+    default: /* reductions run in the order of the ranks, so that all ranks get identical bits */
         if ((statement->operation == REDUCE && !root) || (statement->operation == REDUCE_SCATTER && !mine)) break;
         memcpy(target, slots[0], bytes);
         for (uint32_t rank = 1; rank < communicator->ranks; rank++)
@@ -187,7 +187,7 @@ static void drop_collective(struct sim_task *task) {
     free(task);
 }
 
-/* Queues a collective. send holds `sends` times count elements, and receive holds `receives` times count elements. */
+/* Queues a collective. `send` has `sends` * count elements, and `receive` has `receives` * count elements. */
 static int queue(enum operation operation, void *send, uint64_t sends, void *receive, uint64_t receives, uint64_t count,
                  HcclDataType type, HcclReduceOp reduction, uint32_t root, HcclComm comm, aclrtStream stream) {
     struct communicator *communicator = comm;
@@ -282,7 +282,7 @@ struct exchange {
     } item[];
 };
 
-/* Sends one parcel of an item if there is room, or receives one that has come. */
+/* Sends the next parcel of an item if there is room for it, or receives the next parcel if it has arrived. */
 static bool pass(struct exchange *exchange, uint32_t number) {
     struct region *region = exchange->communicator->region;
     uint32_t here = exchange->communicator->rank, there = exchange->item[number].remote;
@@ -319,7 +319,7 @@ static int run_exchange(struct sim_task *task) {
         for (uint32_t i = 0; i < exchange->items; i++) {
             if (!exchange->item[i].left) continue;
             unfinished = true;
-            bool waits = false; /* items between the same two ranks are transferred in order */
+            bool waits = false; /* whether an earlier item between the same two ranks must be transferred first */
             for (uint32_t j = 0; j < i; j++)
                 waits |= exchange->item[j].left && exchange->item[j].sends == exchange->item[i].sends &&
                          exchange->item[j].remote == exchange->item[i].remote;

@@ -1,4 +1,4 @@
-/* Types of HCCL, whose own header is C++ only, and internal interfaces of the simulated HCCL. */
+/* Types of HCCL, and internal interfaces of the simulated HCCL. HCCL's own header can only be used in C++. */
 #pragma once
 #include "sim.h"
 
@@ -47,7 +47,7 @@ typedef struct {
 #define SLOT_BYTES ((size_t)1 << 20)    /* largest part of a buffer that a rank shares at a time */
 #define PARCEL_BYTES ((size_t)64 << 10) /* largest part of a message to one rank at a time */
 
-/* Collective that a rank is about to run. All ranks must agree on it. */
+/* The collective that a rank is about to run. It must be the same on all ranks. */
 struct statement {
     uint64_t number, count;
     int32_t operation, data_type, reduction, root;
@@ -58,7 +58,7 @@ struct parcel {
     uint32_t size;
 };
 
-/* Memory that the ranks of a communicator share. It has no name, so that a killed process leaves no file behind. */
+/* Memory that the ranks of a communicator share. It has no name, so no file remains if a process is killed. */
 struct region {
     atomic_uint attached; /* number of ranks */
     atomic_uint arrived;  /* number of ranks at the current barrier */
@@ -71,7 +71,7 @@ struct region {
 };
 
 struct communicator {
-    atomic_int references; /* one of the owner, and one of each collective that has not run */
+    atomic_int references; /* one for the owner, and one for each collective that has not run */
     struct region *region;
     uint32_t ranks, rank;
     uint64_t operations;
@@ -82,7 +82,8 @@ struct communicator {
 int hccl_new_region(HcclRootInfo *info);
 struct region *hccl_attach(const HcclRootInfo *info, uint32_t ranks, int *error);
 void hccl_detach(struct region *region);
-/* Waits until all ranks call it. Returns HCCL_E_TIMEOUT after HCCL_EXEC_TIMEOUT seconds, or the error of another rank. */
+/* Waits until all ranks have called this function. Returns HCCL_E_TIMEOUT after HCCL_EXEC_TIMEOUT seconds, or another
+ * rank's error. */
 int hccl_meet(struct communicator *communicator);
 int hccl_fail(struct region *region, int error);
 uint64_t hccl_deadline_ns(const char *setting, long fallback_seconds);
@@ -90,5 +91,5 @@ uint64_t hccl_deadline_ns(const char *setting, long fallback_seconds);
 /* hccl_reduce.c */
 size_t hccl_size(HcclDataType type); /* in bytes, or 0 for an unknown type */
 bool hccl_reduces(HcclDataType type, HcclReduceOp op);
-/* Sets target[i] = target[i] op source[i], rounded to the type each time, as the device does in its memory. */
+/* Sets target[i] = target[i] op source[i]. Each result is rounded to `type`, as on the device. */
 void hccl_reduce(void *target, const void *source, size_t count, HcclDataType type, HcclReduceOp op);

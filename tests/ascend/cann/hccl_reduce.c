@@ -21,7 +21,7 @@ size_t hccl_size(HcclDataType type) {
     }
 }
 
-/* Returns whether Atlas A2 supports the reduction, by the pages of HcclAllReduce and HcclReduce (CANN 8.5). */
+/* Returns whether Atlas A2 supports the reduction, according to CANN 8.5's pages about HcclAllReduce and HcclReduce. */
 bool hccl_reduces(HcclDataType type, HcclReduceOp op) {
     if (op < HCCL_REDUCE_SUM || op > HCCL_REDUCE_MIN) return false;
     if (op == HCCL_REDUCE_PROD && (type == HCCL_INT16 || type == HCCL_BFP16)) return false;
@@ -50,7 +50,7 @@ static float widen(uint16_t bits) {
     return value;
 }
 
-/* Rounds to the nearest bfloat16, ties to even. */
+/* Rounds to the nearest bfloat16, and ties to even. */
 static uint16_t narrow(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

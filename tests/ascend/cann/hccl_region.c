@@ -1,4 +1,4 @@
-/* Shared memory of the ranks: its creation, its address, and barriers in it. */
+/* Memory that ranks share: its creation, its address, and barriers that use it. */
 #include "hccl.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Address of a region: an open file of the process that created it. */
+/* Address of a region: the process that created it, and a file descriptor of that process. */
 struct address {
     char magic[16];
     int32_t pid, fd;

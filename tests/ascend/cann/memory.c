@@ -1,6 +1,6 @@
-/* Memory. Device memory is host memory that counts against the limit of its device. A table holds the ranges of device,
- * pinned and registered memory. Freed memory is unmapped. A copy looks its ranges up when it runs, so that a copy from freed
- * memory is an error of the stream and not a crash of the process. */
+/* Memory. Device memory is host memory that counts towards the limit of its device. A table contains the ranges of device
+ * memory, pinned memory and registered memory. Freed memory is unmapped. When a copy runs, it looks up its ranges in the
+ * table, so that a copy from freed memory causes an error of the stream instead of a crash of the process. */
 #include "sim.h"
 
 #include <errno.h>
@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #define PAGE 4096u
-#define GRANULARITY (2u << 20) /* of memory from aclrtMallocPhysical: a huge page of the device */
+#define GRANULARITY (2u << 20) /* of memory from aclrtMallocPhysical: the size of a huge page on the device */
 
 pthread_mutex_t sim_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -75,7 +75,7 @@ static struct sim_range take_range(const void *p, enum sim_kind kind) {
     return range;
 }
 
-/* Fills fresh device memory with NaN or -1. The size is limited, because every written page needs real memory. */
+/* Fills newly allocated device memory with 0xFF: NaN or -1. The size is limited, because written pages need real memory. */
 static void poison(char *start, size_t size) {
     size_t most = (size_t)sim_setting("ASCEND_SIM_POISON_BYTES", 32L << 20, 0, 1L << 46);
     memset(start, 0xff, size < most ? size : most);
@@ -166,7 +166,7 @@ aclError aclrtGetMemInfo(aclrtMemAttr attribute, size_t *free_bytes, size_t *tot
     return 0;
 }
 
-/* Current and peak bytes of a device that this process uses. */
+/* Current and largest number of bytes that this process uses on a device. */
 SIM_EXPORT size_t sim_memory_used(int device) { return used[device]; }
 SIM_EXPORT size_t sim_memory_peak(int device) { return peak[device]; }
 

@@ -1,4 +1,5 @@
-/* Operators: Python runs the simulated ones. CANN refuses every other operator by name, because its output would be garbage. */
+/* Operators. Python runs the simulated operators. All operators that are called by name are refused here, because their
+ * output would be garbage. */
 #include "sim.h"
 
 aclError aclopCompileAndExecute(const char *type, int inputs, const aclTensorDesc *const input_descriptions[],

@@ -1,6 +1,7 @@
-/* Race detection: the last accesses of each range of memory. A conflicting use is an error unless it waits for them.
- * Each stream counts its steps. A clock holds a step of each stream, and its owner comes after these steps. Each stream has a
- * clock, an event keeps the clock of its record, and the host has a clock of the work that it has waited for. */
+/* Race detection, from the last accesses to each range of memory. A conflicting access is an error unless it waits for the
+ * earlier accesses. Each stream counts its steps. A clock contains one step of each stream, and work with this clock runs
+ * after these steps. Each stream has a clock. An event stores the clock of the stream at its last record. The host has a
+ * clock for the work that it has waited for. */
 #include "sim.h"
 
 #include <stdlib.h>
@@ -92,7 +93,7 @@ static void erase(char *start, char *stop) {
 
 void sim_forget(const void *p, size_t n) { erase((char *)p, (char *)p + n); }
 
-/* Removes accesses that the host has waited for, because all later work comes after them. */
+/* Removes accesses that the host has waited for. All later work runs after them, so they cannot be part of a race. */
 static void prune(void) {
     static size_t enough = 1024;
     if (count < enough) return;
@@ -112,7 +113,7 @@ static int race(const char *what, int stream, const struct access *access, const
                      what, (void *)access->start, other, before);
 }
 
-/* Checks that `clock` includes all conflicting accesses of the range. It is the clock of `stream`, or of the host (-1). */
+/* Checks that work with `clock` runs after all conflicting accesses to the range. `stream` is -1 for the host's clock. */
 static int check(const struct sim_clock *clock, int stream, const char *start, const char *stop, bool writes) {
     const char *what = writes ? "writes" : "reads";
     for (size_t at = find(start); at < count && accesses[at].start < stop; at++) {
@@ -145,7 +146,7 @@ int sim_note_read(struct sim_stream *stream, const void *p, size_t n) {
     split(start);
     split(stop);
     uint64_t step = sim_step(stream);
-    for (size_t at = find(start); start < stop; at++) { /* keeps the last reader only, which is enough to show a race */
+    for (size_t at = find(start); start < stop; at++) { /* only the last reader is stored, which is enough to detect a race */
         if (at == count || accesses[at].start > start) {
             char *end = at == count || accesses[at].start > stop ? stop : accesses[at].start;
             insert(at, (struct access){start, end, -1, id, 0, step});
@@ -158,7 +159,7 @@ int sim_note_read(struct sim_stream *stream, const void *p, size_t n) {
     return 0;
 }
 
-/* Notes a use by the host, or by a copy that blocks the host. */
+/* Notes an access by the host, or by a copy that blocks the host. */
 int sim_note_host(const void *p, size_t n, bool writes) {
     if (!watching() || !n) return 0;
     int code = check(&host, -1, p, (const char *)p + n, writes);

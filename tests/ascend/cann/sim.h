@@ -1,5 +1,5 @@
-/* Internal interfaces of the simulated CANN. One lock, sim_lock, guards devices, memory, streams and events. The lock is
- * released while a task runs, so that a collective that waits for its peers does not block other threads. */
+/* Internal interfaces of the simulated CANN. One lock, sim_lock, protects devices, memory, streams and events. The lock is
+ * released while a task runs, so that a collective that waits for other ranks does not block other threads. */
 #pragma once
 #include <pthread.h>
 #include <stdatomic.h>
@@ -26,7 +26,7 @@ struct sim_function {
 /* Counts one call and returns the code of its injected failure, or 0. The format describes the call's arguments. */
 int sim_enter(struct sim_function *function, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* First statement of each function of CANN. */
+/* The first statement of each CANN function. */
 #define CALLED(...)                                                          \
     do {                                                                     \
         static struct sim_function function = {.name = __func__};            \
@@ -38,7 +38,7 @@ int sim_enter(struct sim_function *function, const char *format, ...) __attribut
 int sim_error(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 long sim_setting(const char *name, long fallback, long least, long most);
 void sim_count_sync(void);
-/* Counts a blocking copy to the host, unless torch_npu has just synchronised the stream for it. */
+/* Counts a blocking copy to the host as a wait, unless torch_npu has just synchronized the stream for this copy. */
 void sim_count_copy_to_host(void);
 void sim_work(void); /* notes new work, so that the next blocking copy counts as a wait */
 
@@ -56,39 +56,39 @@ struct sim_range {
     enum sim_kind kind;
     int device; /* set for SIM_DEVICE only */
 };
-/* Returns the range that holds all of [p, p + n), or SIM_FREE. sim_lock is held. */
+/* Returns the range that contains all of [p, p + n), or SIM_FREE. sim_lock must be held. */
 struct sim_range sim_range_of(const void *p, size_t n);
-/* Returns the current kind of [p, p + n). sim_lock is not held, here and below. */
+/* Returns the current kind of [p, p + n). For this function and the next ones, sim_lock must not be held. */
 enum sim_kind sim_kind_of(const void *p, size_t n);
 /* Returns 0 if the copy is allowed, or the code of its refusal. */
 int sim_check_copy(const void *dst, size_t room, const void *src, size_t n, aclrtMemcpyKind kind);
 /* Copies n bytes if source and target still have the kinds that they had when the copy was queued. */
 int sim_move(void *dst, enum sim_kind dst_kind, const void *src, enum sim_kind src_kind, size_t n);
 
-/* streams.c: a stream is a queue of tasks that run when the stream is synchronised, drained or waited for. */
+/* streams.c: a stream is a queue of tasks. They run when something synchronizes, drains or waits for the stream. */
 struct sim_stream;
 struct sim_task {
     int (*run)(struct sim_task *task);   /* called without sim_lock; returns a code of ACL */
     void (*drop)(struct sim_task *task); /* frees the task and its resources */
     struct sim_stream *other;            /* if set, its tasks up to other_seq run first */
     uint64_t other_seq;
-    bool impatient; /* a collective, which the device runs by itself because other ranks wait */
+    bool impatient; /* also runs if nothing waits for the stream, because other ranks or the host may wait for the task */
     uint64_t seq;   /* the queue sets the remaining fields */
     struct sim_task *next;
 };
-struct sim_stream *sim_stream_of(aclrtStream stream); /* NULL is the default stream of this thread's device; sim_lock is held */
+struct sim_stream *sim_stream_of(aclrtStream stream); /* NULL: the default stream of this thread's device; sim_lock must be held */
 void *sim_new_task(size_t size, int (*run)(struct sim_task *), void (*drop)(struct sim_task *));
-/* sim_lock is held in all of these. It is released while a task runs. */
+/* sim_lock must be held for these functions. It is released while a task runs. */
 uint64_t sim_queue(struct sim_stream *stream, struct sim_task *task); /* returns the task's number in the stream */
 bool sim_has_run(const struct sim_stream *stream, uint64_t seq);
 int sim_run(struct sim_stream *stream, uint64_t seq); /* runs all tasks up to seq; returns the stream's error or 0 */
 void sim_run_one(struct sim_stream *stream);          /* runs the next task unless it is impatient */
 
-/* Checks that this thread's device is the stream's, as launches, records and waits of the host require. */
+/* Checks that the stream belongs to this thread's device, which launches, records and waits of the host require. */
 int sim_check_device(const struct sim_stream *stream);
 int sim_stream_id(const struct sim_stream *stream);
 
-/* order.c: a clock holds the step of each stream that its owner comes after. sim_lock is held in all of these. */
+/* order.c: work with a clock runs after the step of each stream in the clock. sim_lock must be held for these functions. */
 struct sim_clock {
     uint64_t *steps;
     size_t count;
@@ -98,9 +98,9 @@ void sim_clock_join(struct sim_clock *clock, const struct sim_clock *other);
 void sim_clock_set(struct sim_clock *clock, int stream, uint64_t step);
 struct sim_clock *sim_host_clock(void);
 void sim_host_has_waited(const struct sim_clock *clock);
-struct sim_clock *sim_stream_clock(struct sim_stream *stream); /* includes the host's clock; in streams.c, like */
-uint64_t sim_step(struct sim_stream *stream);                  /* starts the stream's next step */
-/* Return 0, or the code of a race with another stream's access of the range. */
+struct sim_clock *sim_stream_clock(struct sim_stream *stream); /* includes the host's clock; defined in streams.c */
+uint64_t sim_step(struct sim_stream *stream);                  /* starts the stream's next step; defined in streams.c */
+/* Return 0, or the code of a race with another stream's access to the range. */
 int sim_note_read(struct sim_stream *stream, const void *p, size_t n);
 int sim_note_write(struct sim_stream *stream, void *p, size_t n);
 int sim_note_host(const void *p, size_t n, bool writes);

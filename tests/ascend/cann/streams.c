@@ -1,6 +1,6 @@
-/* Streams: queues of tasks that run when the host synchronises, drains or queries a stream, or another stream waits for it.
- * Tasks run as late as possible, so that a missing synchronisation shows every time. Only collectives, for which other
- * processes wait, run by themselves after ASCEND_SIM_PATIENCE_MS. */
+/* Streams: queues of tasks. They run when the host synchronizes, drains or queries a stream, or when another stream waits for
+ * it. Tasks run as late as possible, so that a missing synchronization has an effect every time. Other processes wait for
+ * collectives, so only these also run after ASCEND_SIM_PATIENCE_MS if nothing waits for the stream. */
 #include "sim.h"
 
 #include <stdlib.h>
@@ -11,7 +11,7 @@ struct sim_stream {
     int id, device;
     struct sim_task *head, **tail;
     uint64_t queued, done; /* numbers of the last queued task and the last finished task */
-    int error;             /* of the first failed task; later tasks do not run */
+    int error;             /* the error of the first failed task; later tasks do not run */
     uint64_t steps;        /* number of steps, see order.c */
     struct sim_clock clock;
     bool running, gets_on;
@@ -194,7 +194,7 @@ static int wait_for(struct sim_stream *stream) {
     return code;
 }
 
-/* Waits for all queued tasks. Timeouts are ignored, because only a collective takes time, and it has its own limit. */
+/* Waits for all queued tasks. Timeouts are ignored: only collectives take time, and they have their own limit. */
 static int synchronize(aclrtStream stream) {
     sim_count_sync();
     pthread_mutex_lock(&sim_lock);
@@ -260,7 +260,7 @@ aclError aclrtStreamGetId(aclrtStream stream, int32_t *id) {
 
 aclError aclrtGetStreamId(aclrtStream stream, int32_t *id) { return aclrtStreamGetId(stream, id); }
 
-/* Queues a task that reads or writes n bytes, unless that would be a race. NULL means no access. sim_lock is held. */
+/* Queues a task that reads or writes n bytes, unless this is a race. NULL means no access. sim_lock must be held. */
 static int launch(struct sim_stream *queue, struct sim_task *task, void *writes, const void *reads, size_t n) {
     int code = reads ? sim_note_read(queue, reads, n) : 0;
     if (!code && writes) code = sim_note_write(queue, writes, n);
@@ -367,7 +367,7 @@ static int launch_host_call(aclrtStream stream, void (*function)(void *), void *
     struct host_call *call = sim_new_task(sizeof *call, run_host_call, free_task);
     call->function = function;
     call->argument = argument;
-    call->task.impatient = true; /* the host may wait for the call */
+    call->task.impatient = true; /* the host may wait for this call without synchronizing */
     return launch_on(stream, &call->task, NULL, NULL, 0);
 }
 
@@ -381,7 +381,7 @@ aclError aclrtLaunchCallback(aclrtCallback function, void *argument, aclrtCallba
     return launch_host_call(stream, function, argument);
 }
 
-/* ---- for operators in Python, which compute on the host: these calls do not count as synchronisations ---- */
+/* ---- for operators in Python, which compute on the host: these calls do not count as synchronizations ---- */
 
 SIM_EXPORT int sim_drain(void *stream) {
     sim_work();
@@ -392,7 +392,7 @@ SIM_EXPORT int sim_drain(void *stream) {
     return code;
 }
 
-/* Poisons dst until the stream runs the write. Both happen under one lock, because another thread may drain the stream. */
+/* Fills dst with 0xFF and queues the write, under one lock, because another thread may drain the stream. */
 SIM_EXPORT int sim_enqueue_write(void *stream, void *dst, const void *src, size_t n) {
     struct sim_task *task = &new_copy(dst, src, n, true)->task;
     pthread_mutex_lock(&sim_lock);

@@ -1,4 +1,4 @@
-/* Calls of CANN functions: counters, the trace in ASCEND_SIM_TRACE, and the failures of ASCEND_SIM_FAIL. */
+/* Calls of CANN functions: counters, the trace that ASCEND_SIM_TRACE requests, and the failures in ASCEND_SIM_FAIL. */
 #include "sim.h"
 
 #include <errno.h>
@@ -61,7 +61,7 @@ uint64_t sim_now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* Returns the code of the rule for call number `call` of `name`, or 0. list_lock is held. */
+/* Returns the code of the rule for call number `call` of `name`, or 0. list_lock must be held. */
 static int injected(const char *name, long call) {
     size_t length = strlen(name);
     for (const char *rule = rules; rule && *rule;) {
@@ -115,7 +115,7 @@ int sim_error(int code, const char *format, ...) {
     va_start(arguments, format);
     vsnprintf(line, sizeof line, format, arguments);
     va_end(arguments);
-    size_t length = strlen(message); /* collects causes until aclGetRecentErrMsg reads them */
+    size_t length = strlen(message); /* messages are appended until aclGetRecentErrMsg reads them */
     if (!strstr(message, line)) snprintf(message + length, sizeof message - length, "%s%s", length ? "\n" : "", line);
     return code;
 }
@@ -129,7 +129,7 @@ const char *aclGetRecentErrMsg(void) {
     return told;
 }
 
-static _Thread_local bool just_synced; /* and no work was queued since */
+static _Thread_local bool just_synced; /* whether the host has just synchronized, and has queued no work since */
 
 void sim_count_sync(void) {
     atomic_fetch_add(&syncs, 1);

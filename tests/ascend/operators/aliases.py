@@ -1,4 +1,4 @@
-"""Host tensors over the memory of device tensors. The simulated device's memory is host memory."""
+"""Host tensors that share the memory of device tensors. This works because the simulated device uses host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def on_device(value: object) -> bool:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a host tensor with the memory, sizes and strides of the device tensor `tensor`."""
+    """Return a host tensor that has the memory, sizes and strides of the device tensor `tensor`."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
@@ -22,7 +22,10 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def span(tensor: Tensor) -> tuple[int, int] | None:
-    """Return address and size in bytes of a tensor without gaps, whatever the order of its axes, or None."""
+    """Return the address and the size in bytes of a tensor's memory, or None if the memory has gaps.
+
+    The axes may be in any order in memory.
+    """
     size = tensor.numel() * tensor.element_size()
     if size and not tensor.is_contiguous():
         strides = sorted(

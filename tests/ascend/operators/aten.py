@@ -1,4 +1,4 @@
-"""Operators of torch. The host computes each operator for which torch_npu has a kernel."""
+"""Operators of torch. If torch_npu has a kernel for an operator, the host computes the operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TORCH_NPUS = {
     *("is_pinned", "_pin_memory", "record_stream", "is_set_to"),
     *("set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor"),
 }
-"""Operators on memory and streams, which stay torch_npu's own code over the simulated CANN."""
+"""Operators on memory and streams. They keep torch_npu's own kernels, which call the simulated CANN."""
 
 
 def install(library: torch.library.Library) -> None:
@@ -29,7 +29,7 @@ def install(library: torch.library.Library) -> None:
         "_to_copy": moves.to_copy,
         "contiguous": copies.contiguous,
         "zeros": _zeros,
-        "_fused_sdp_choice": lambda *_, **__: 0,  # 0 selects plain mathematics
+        "_fused_sdp_choice": lambda *_, **__: 0,  # 0 selects the implementation in plain operators
     }
     for key in KEYS:
         for name, op in _registered(key):
@@ -42,21 +42,21 @@ def install(library: torch.library.Library) -> None:
 
 
 def _registered(key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the operators of torch that a kernel of torch_npu computes."""
+    """Yield the name and the operator of each torch operator for which torch_npu has a kernel."""
     for qualified in torch._C._dispatch_get_registrations_for_dispatch_key(key):
         namespace, _, name = qualified.partition("::")
         base, _, overload = name.partition(".")
         if namespace != "aten" or name in _TORCH_NPUS or not hasattr(torch.ops.aten, base):
             continue
         if not hasattr(getattr(torch.ops.aten, base), overload or "default"):
-            continue  # torch_npu also registers its own operators under torch's namespace
+            continue  # torch_npu also registers some operators of its own in torch's namespace
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
         if name == "contiguous" or not any(_is_view(argument) for argument in op._schema.arguments):
             yield name, op
 
 
 def _refusing(op: Any) -> Callable[..., Any]:
-    """Return a kernel that raises torch_npu's error for a missing package of CANN."""
+    """Return a kernel that raises the error of torch_npu for an operator that CANN lacks."""
     function = f"aclnn{op._schema.name.removeprefix('aten::').title()}"
     words = f"{function} or {function}GetWorkspaceSize not in libopapi.so, or libopapi.so not found."
 
@@ -67,7 +67,7 @@ def _refusing(op: Any) -> Callable[..., Any]:
 
 
 def _idle(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel that leaves the memory of its result unwritten."""
+    """Return a kernel that does not write its result, which therefore contains old memory."""
     return lambda *arguments, **named: torch.empty_like(compute(*arguments, **named))
 
 
@@ -83,5 +83,5 @@ def _zeros(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> Tensor:
-    """Zero the tensor in place, because building a cache of pages on the host first would be slow."""
+    """Zero a new tensor on the device, because building a cache of pages on the host first would be slow."""
     return torch.empty(size, dtype=dtype, device=device).zero_()

@@ -1,4 +1,4 @@
-"""Reference attention of the fused operators, one sequence at a time in float32, with the documented masks."""
+"""Reference attention for the fused operators: one sequence at a time, in float32, with the documented masks."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ import torch
 from torch import Tensor
 
 COMPRESSED = 2048
-"""Side of the mask for sparse modes 2 to 4, and for 6 to 8 of npu_fusion_attention. It is 1 above the diagonal."""
+"""Side length of the mask for sparse modes 2 to 4, and for modes 6 to 8 of npu_fusion_attention.
+
+The mask is 1 above the diagonal.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Visibility of keys. Positions count from the upper left corner or from the lower right one, by the mode."""
+    """Rule for which keys a query sees. By the mode, positions count from the upper left or the lower right corner."""
 
     mode: int
     mask: Tensor | None
-    """Mask, bool [B or 1, ..., Sq, Skv] or any tail of these axes. True hides a key."""
+    """Mask, bool [B or 1, ..., Sq, Skv], in which leading axes may be missing. True hides a key."""
     before: int
     after: int
 
     def seen(self, item: int, queries: int, keys: int) -> Tensor | None:
-        """Return the visible keys of the sequence `item`, bool [heads or 1, queries, keys], or None for all."""
+        """Return which keys of the sequence `item` are visible, bool [heads or 1, queries, keys].
+
+        None means all keys.
+        """
         if self.mask is None and self.mode != 4:
             return None
         at = torch.arange(queries).unsqueeze(1)
@@ -32,7 +38,7 @@ class Sparse:
             hidden = self.mask
             if hidden.dim() == 4:
                 hidden = hidden[min(item, len(hidden) - 1)]
-            elif hidden.dim() == 3:  # (B or 1, Sq, Skv)
+            elif hidden.dim() == 3:  # [B or 1, Sq, Skv]
                 hidden = hidden[min(item, len(hidden) - 1)].unsqueeze(0)
             else:
                 hidden = hidden.unsqueeze(0)
@@ -50,14 +56,14 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """Attention of one sequence."""
+    """Result of the attention of one sequence."""
 
     out: Tensor
     """Output, float32 [heads, queries, value_dim]."""
     largest: Tensor
-    """Maxima of the scaled scores, float32 [heads, queries]."""
+    """Maximum of the scaled scores of each query, float32 [heads, queries]."""
     total: Tensor
-    """Sums of exp(score - largest), float32 [heads, queries]."""
+    """Sum of exp(score - largest) of each query, float32 [heads, queries]."""
 
     @property
     def lse(self) -> Tensor:
@@ -69,8 +75,8 @@ def attend(
 ) -> Attended:
     """Attend with query [heads, queries, dim] to key [kv_heads, keys, dim] and value [kv_heads, keys, value_dim].
 
-    A row without visible keys becomes zero, as in modes where the operator corrects such rows. In other modes, the
-    device's document promises no result.
+    The output is zero for a query that sees no keys, as in the modes in which the operator corrects such rows. For
+    other modes, the documentation of the device does not define the output.
     """
     groups = query.shape[0] // key.shape[0]
     keys, values = (part.float().repeat_interleave(groups, dim=0) for part in (key, value))
@@ -87,5 +93,5 @@ def attend(
 
 
 def lengths(cumulative: list[int]) -> list[int]:
-    """Return the length of each sequence from the sequences' ends."""
+    """Return the length of each sequence. `cumulative` contains the ends of the sequences."""
     return [stop - start for start, stop in zip([0, *cumulative], cumulative, strict=False)]

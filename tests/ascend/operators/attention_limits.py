@@ -34,7 +34,7 @@ _TRAINING = ("npu::npu_fusion_attention",)
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """Arguments of a call of fused attention, read by its layout."""
+    """Arguments of a call of fused attention, interpreted according to the call's layout."""
 
     layout: str
     heads: int
@@ -43,9 +43,9 @@ class _Attention:
     key_dim: int
     value_dim: int
     queries: list[int]
-    """Number of queries per sequence. A layout that is not packed has one number for all."""
+    """Number of queries of each sequence. If the layout is not packed, one number applies to all sequences."""
     keys: list[int] | None
-    """Number of keys per sequence, if lengths are given."""
+    """Number of keys of each sequence, or None if the call does not give these numbers."""
     table: Tensor | None
     block_size: int
     mask: Tensor | None
@@ -69,7 +69,7 @@ class _Attention:
         width = query.shape[-1] // (heads if layout == "BSH" else 1)
         flat = key.dim() == 3 and (table is not None or layout == "BSH")
         key_dim, value_dim = (part.shape[-1] // (kv_heads if flat else 1) for part in (key, value))
-        if key.dim() == 5:  # NZ: (blocks, heads, dim / 16, block_size, 16)
+        if key.dim() == 5:  # NZ format: [blocks, heads, dim / 16, block_size, 16]
             key_dim, value_dim = (part.shape[2] * part.shape[4] for part in (key, value))
         rope = given.get("query_rope") is not None
         settings = given.get("block_size") or 0, given.get("atten_mask"), given.get("sparse_mode") or 0, rope
@@ -81,7 +81,7 @@ class _Attention:
 
     @property
     def single(self) -> bool:
-        """Whether each sequence has one query in a layout with a batch axis, which selects incremental inference."""
+        """Whether each sequence has one query in a layout with a batch axis. Such calls run incremental inference."""
         return not self.packed and self.queries == [1]
 
 
@@ -136,7 +136,7 @@ def _packed(given: Arguments) -> Iterator[str]:
         )
     if (call.mode, call.mask is not None) not in {(0, False), (3, True), (4, True)}:
         yield f"When layout is TND, sparseMode({call.mode}) must be 0 without a mask, or 3 or 4 with one."
-    # The document requires fewer queries than keys, but vllm-ascend prefills whole prompts with as many.
+    # The documentation requires fewer queries than keys, but vllm-ascend prefills whole prompts with equal numbers.
     if call.mode == 3 and any(count > length for count, length in zip(queries, keys, strict=False)):
         yield f"When layout is TND and sparseMode is 3, a sequence has more queries than keys: {queries}, {keys}"
 
@@ -233,7 +233,7 @@ def _training_lengths(given: Arguments) -> Iterator[str]:
     rows, kv_rows = given["query"].shape[0], given["key"].shape[0]
     if not stops or not kv_stops or len(stops) != len(kv_stops):
         yield "actual_seq_qlen and actual_seq_kvlen must be given, of the same length, when the layout is TND."
-    elif len(stops) > 1024:  # the document says "1 to 2K", and then "in varlen 1K at most"
+    elif len(stops) > 1024:  # the documentation says "1 to 2K" in one place, and "in varlen 1K at most" in another
         yield f"actual_seq_qlen has {len(stops)} sequences, 1024 at most."
     elif max(stops) > rows or max(kv_stops) > kv_rows:
         yield f"the sequences end at {max(stops)} and {max(kv_stops)}, beyond {rows} and {kv_rows}."

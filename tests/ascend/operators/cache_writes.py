@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 
-def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:  # noqa: A002 - the schema's
-    """Set input[indices[i]] = updates[i]. The last axis of `indices` indexes the first axes of `input`."""
+def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:  # noqa: A002 - the schema's name
+    """Set input[indices[i]] = updates[i]. The last axis of `indices` selects positions in the first axes of `input`."""
     where = indices.long().unbind(-1)
     for axis, places in enumerate(where):
         if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < input.shape[axis]:
-            # The document forbids such an index. The device would write to any address.
+            # The documentation forbids such an index, with which the device would write to an arbitrary address.
             raise RuntimeError(
                 f"indices go from {int(places.min())} to {int(places.max())} in {input.shape[axis]} rows"
             )
@@ -20,7 +20,7 @@ def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tenso
     return input
 
 
-def scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:  # noqa: A002 - the schema's
+def scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:  # noqa: A002 - the schema's name
     return scatter_nd_update_(input.clone(), indices, updates)
 
 
@@ -34,12 +34,15 @@ def scatter_pa_kv_cache(
     cache_mode: str | None = "PA_NZ",
     **unused: Any,
 ) -> None:
-    """Write rows [T, heads, dim] to slots of pages (blocks, block_size, heads, dim), or of pages in the NZ format."""
+    """Write rows [T, heads, dim] to slots of pages.
+
+    Pages are [blocks, block_size, heads, dim], or have the NZ format.
+    """
     if any(extra is not None for extra in unused.values()):
         raise NotImplementedError("compressed caches are not simulated")
     slots = slot_mapping.long()
     for new, pages in ((key, key_cache), (value, value_cache)):
-        if cache_mode == "PA_NZ":  # (blocks, heads * dim / 16, block_size, 16)
+        if cache_mode == "PA_NZ":  # [blocks, heads * dim / 16, block_size, 16]
             rows = new.flatten(1).unflatten(1, (pages.shape[1], pages.shape[3]))
             pages[slots // pages.shape[2], :, slots % pages.shape[2]] = rows
         else:
@@ -47,7 +50,7 @@ def scatter_pa_kv_cache(
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor) -> None:
-    """Write rows [T, heads, dim] to slots of pages (blocks, block_size, heads, dim)."""
+    """Write rows [T, heads, dim] to slots of pages [blocks, block_size, heads, dim]."""
     scatter_pa_kv_cache(key, value, key_cache, value_cache, slot_indices, cache_mode="Norm")
 
 

@@ -1,4 +1,7 @@
-"""Copies of tensors. torch_npu's code copies between host and device, and the host copies on the device."""
+"""Kernels that copy tensors.
+
+torch_npu's own code copies between host and device. The host makes copies within the device.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
 
 
 class Copies:
-    """Kernels that copy tensors. `_transfer` is torch_npu's own kernel of copy_."""
+    """Kernels that copy tensors. `_transfer` is torch_npu's own kernel for copy_."""
 
     def __init__(self) -> None:
         self._transfer = torch.library.get_kernel("aten::copy_", "PrivateUse1")
@@ -24,14 +27,14 @@ class Copies:
     def copy_(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if on_device(target) and on_device(source):
             return _between(target, source)
-        if on_device(target):  # the host casts in both directions
+        if on_device(target):  # the host converts the dtype, whatever the direction of the copy
             source = source.to(target.dtype)
         source = source.expand_as(target).contiguous()
         if target.is_contiguous() and target.dtype == source.dtype:
             self._transfer.call_boxed(_KEYS, target, source, non_blocking)
             return target
         piece = torch.empty(target.shape, dtype=source.dtype, device=target.device)
-        # On the host, the second copy needs a wait for the first. On the device, the stream orders them.
+        # On the host, the second copy must wait for the first. On the device, the stream keeps the copies in order.
         self._transfer.call_boxed(_KEYS, piece, source, non_blocking and on_device(target))
         target.copy_(piece)
         return target
@@ -47,7 +50,10 @@ class Copies:
         non_blocking: bool = False,
         memory_format: torch.memory_format | None = None,
     ) -> Tensor:
-        """Convert as torch_npu's ToKernelNpu.cpp (csrc/aten/common) does. A dtype alone never produces float64."""
+        """Convert as ToKernelNpu.cpp of torch_npu does (csrc/aten/common).
+
+        If only a dtype is given, float64 becomes float32.
+        """
         if dtype is not None and layout is None and device is None:
             if tensor.dtype == dtype:
                 return tensor
@@ -60,14 +66,14 @@ class Copies:
             strides = torch.empty_like(shape, memory_format=memory_format or torch.preserve_format).stride()
             out = torch.empty_strided(tensor.size(), strides, dtype=dtype or tensor.dtype, device=device)
         else:
-            # As in torch, a copy without a wait needs pinned memory.
+            # As in torch, a copy that does not wait needs pinned memory.
             pinned = bool(pin_memory) or non_blocking
             out = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device, pin_memory=pinned)
         return out.copy_(tensor, non_blocking)
 
 
 def _between(target: Tensor, source: Tensor) -> Tensor:
-    """Copy between devices on the target's stream, after the queued work of the source's stream."""
+    """Copy between devices on the stream of the target, after the work that is queued on the stream of the source."""
     order.note_read(order.begin(source.device), source)
     stream = order.begin(target.device)
     alias(target).copy_(alias(source))
@@ -80,5 +86,5 @@ def contiguous(tensor: Tensor, *, memory_format: Any = torch.contiguous_format) 
 
 
 def dtype_cast(tensor: Tensor, dtype: Any, input_dtype: int | None = None) -> Tensor:
-    """Cast as `to` does (npu_dtype_cast)."""
+    """Convert the dtype as `to` does (npu_dtype_cast)."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)

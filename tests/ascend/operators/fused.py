@@ -1,4 +1,4 @@
-"""Simulated operators of torch_npu, under their registered schemas."""
+"""Simulated operators of torch_npu, with the schemas that torch_npu registers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COMPUTED: Mapping[str, Callable[..., Any]] = {
     "npu::npu_scatter_pa_kv_cache": cache_writes.scatter_pa_kv_cache,
     "atb::_npu_reshape_and_cache": cache_writes.reshape_and_cache,
 }
-"""Operators that the host computes over the device's memory."""
+"""Operators that the host computes in the device's memory."""
 
 _ON_TENSORS: Mapping[str, Callable[..., Any]] = {
     "npu::_npu_dtype_cast": copies.dtype_cast,
@@ -53,14 +53,14 @@ _ON_TENSORS: Mapping[str, Callable[..., Any]] = {
     "npu::npu_format_cast_.acl_format": formats.npu_format_cast_,
     "npu::npu_format_cast_": formats.npu_format_cast_like_,
 }
-"""Operators that are composed of torch's operators on device tensors."""
+"""Operators that consist of torch operators on device tensors."""
 
 _OLDER_WAY: Mapping[str, str] = {
     "npu_rms_norm": "aclnnRmsNorm",
     "npu_add_rms_norm": "aclnnAddRmsNorm",
     "npu_rotary_mul": "aclnnRotaryPositionEmbedding",
 }
-"""Operators that torch_npu runs by name through aclopCompileAndExecute if CANN lacks their function."""
+"""Operators that torch_npu runs by name through aclopCompileAndExecute if CANN does not have their function."""
 
 
 def install(libraries: Mapping[str, torch.library.Library]) -> None:
@@ -74,7 +74,7 @@ def install(libraries: Mapping[str, torch.library.Library]) -> None:
 
 @cache
 def _implementation(name: str) -> Callable[..., Any] | None:
-    """Return the replacement of torch_npu's kernel, or None to keep the kernel."""
+    """Return a replacement for torch_npu's kernel, or None if the kernel is not replaced."""
     namespace, _, rest = name.partition("::")
     if name in _ON_TENSORS:
         return _ON_TENSORS[name]
@@ -83,11 +83,11 @@ def _implementation(name: str) -> Callable[..., Any] | None:
     ours = kernel(operator(name), COMPUTED[name], limits.of(name))
     if function := _OLDER_WAY.get(rest):
         torch_npus = _refusing(f"{function} or {function}GetWorkspaceSize not in libopapi.so")
-    else:  # torch_npu's own kernel looks for the function in CANN's library and reports that it is missing
+    else:  # torch_npu's own kernel looks for the function in CANN's library, and reports that it is missing
         own = torch.library.get_kernel(operator(name), "PrivateUse1")
         torch_npus = partial(own.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1))
 
-    # The dispatcher leaves out arguments that equal their default.
+    # The dispatcher omits arguments that equal their default.
     defaults = {a.name: a.default_value for a in operator(name)._schema.arguments if a.has_default_value()}
 
     def launch(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def _lacks(name: str, args: Sequence[Any]) -> bool:
 
 
 def _trace(name: str, settings: Mapping[str, Any]) -> None:
-    """Write a line to the trace of CANN's calls, because the simulated operators of torch_npu make no such call."""
+    """Append a line to the trace, because the simulated operators do not call CANN."""
     if path := os.environ.get("ASCEND_SIM_TRACE"):
         text = " ".join(f"{key}={value}" for key, value in settings.items() if isinstance(value, str | int))
         with open(path, "a", encoding="utf-8") as trace:  # noqa: PTH123 - a single write keeps the line whole
@@ -120,7 +120,7 @@ def _refusing(why: str) -> Callable[..., Any]:
 
 
 def operator(name: str) -> Any:
-    """Return the overload `namespace::name[.overload]`."""
+    """Return the operator overload with the name `namespace::name[.overload]`."""
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")

@@ -1,4 +1,4 @@
-"""Fused inference attention: npu_fused_infer_attention_score and its v2, npu_prompt_ and npu_incre_flash_attention."""
+"""Attention for inference: npu_fused_infer_attention_score, its v2, npu_prompt_ and npu_incre_flash_attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ascend.operators.layouts import join, pages_of, split
 
 
 def _spread(given: Sequence[int] | None, count: int, default: int) -> list[int]:
-    """Return a length for each sequence, from a length for each, one for all, or none."""
+    """Return the length of each sequence. `given` has a length for each sequence, one for all, or is None."""
     if given is None:
         return [default] * count
     return [int(given[0])] * count if len(given) == 1 else [int(length) for length in given[:count]]
@@ -45,14 +45,14 @@ def fused_infer_attention_score(
 ) -> tuple[Tensor, Tensor]:
     """Return attention_out and softmax_lse.
 
-    attention_out has the query's shape with the value's width. softmax_lse is float32, and a zero of shape [1] unless
-    requested.
+    attention_out has the shape of the query, with the width of the value. softmax_lse is float32. If it is not
+    requested, it is a zero of shape [1].
     """
     _refuse_unused(unused)
     kv_heads = num_key_value_heads or num_heads
     layout, _, out_layout = input_layout.partition("_")
     packed = layout in {"TND", "NTD"}
-    if query_rope is not None:  # the rotated part of MLA's keys extends their width
+    if query_rope is not None:  # in MLA, the rotated part of the keys is appended to their last axis
         assert key_rope is not None
         query = _widened(query, query_rope, layout, num_heads)
         key = _widened(key, key_rope, "pages" if block_table is not None else layout, kv_heads)
@@ -76,10 +76,10 @@ def fused_infer_attention_score(
             keys, values = (
                 [part[:, :n] for part, n in zip(parts, kv_lengths, strict=True)] for parts in (keys, values)
             )
-    # One query per sequence selects incremental inference, which ignores the mode and the window.
+    # One query per sequence selects incremental inference, which ignores the sparse mode and the window.
     single = not packed and queries[0].shape[1] == 1 and query_rope is None
     mask = atten_mask
-    if single and mask is not None and mask.dim() == 2:  # (B, KV_S)
+    if single and mask is not None and mask.dim() == 2:  # [B, KV_S]
         mask = mask[:, None, None]
     sparse = Sparse(
         0 if single else sparse_mode, mask, 2**31 - 1 if single else pre_tokens, 2**31 - 1 if single else next_tokens
@@ -119,7 +119,7 @@ def _one(
     found = attend(query, key, value, scale, sparse.seen(item, count, keys), shift)
     if rows == count:
         return found
-    # The operator does not compute rows after a sequence's end.
+    # The operator does not compute rows beyond the end of a sequence.
     pad = rows - count
     out = torch.nn.functional.pad(found.out, (0, 0, 0, pad), value=torch.nan)
     largest, total = (torch.nn.functional.pad(part, (0, pad), value=torch.nan) for part in (found.largest, found.total))
@@ -134,7 +134,7 @@ def _widened(part: Tensor, rope: Tensor, layout: str, heads: int) -> Tensor:
 
 
 def _refuse_unused(named: dict[str, Any]) -> None:
-    """Refuse quantisation, shared prefixes and left padding, because a result without them would be wrong."""
+    """Refuse quantization, shared prefixes and left padding, because ignoring them would give wrong results."""
     for name, value in named.items():
         if isinstance(value, Tensor) or (isinstance(value, list | tuple) and value):
             raise NotImplementedError(f"{name} is given, which the simulated operator has not")
@@ -152,7 +152,7 @@ def fused_infer_attention_score_v2(
     return_softmax_lse: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Call the first version, whose arguments have other names."""
+    """Call the first version of the operator, which has other argument names."""
     return fused_infer_attention_score(
         query,
         key,
@@ -182,7 +182,7 @@ def incre_flash_attention(
     scale_value: float = 1.0,
     **others: Any,
 ) -> Tensor:
-    """Attend with one query per sequence. `actual_seq_lengths` are the lengths of the keys."""
+    """Attend with one query per sequence. `actual_seq_lengths` contains the number of keys of each sequence."""
     return fused_infer_attention_score(
         query, key, value, actual_seq_lengths_kv=actual_seq_lengths, scale=scale_value, **others
     )[0]

@@ -1,4 +1,4 @@
-"""Forward pass of training attention, npu_fusion_attention."""
+"""Forward pass of the attention for training, npu_fusion_attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.ascend.operators.attention import Sparse, attend
 from tests.ascend.operators.layouts import join, split
 
 _STATISTICS = 8
-"""Copies of each row's statistics, which fill a block of the vector unit in float32."""
+"""Number of copies of each row's statistics. In float32, the copies fill a block of the vector unit."""
 
 
 def fusion_attention(
@@ -36,7 +36,10 @@ def fusion_attention(
     softmax_layout: str = "",
     **unused: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Return attention_out, softmax_max, softmax_sum float32 [..., 8], an empty softmax_out, seed, offset, numels."""
+    """Return attention_out, softmax_max and softmax_sum, an empty softmax_out, the seed, the offset and numels.
+
+    softmax_max and softmax_sum are float32 [..., 8].
+    """
     del inner_precise, unused
     if padding_mask is not None or prefix or keep_prob != 1 or sparse_mode > 4:
         raise NotImplementedError("padding_mask, prefix, dropout and sparse modes above 4 are not simulated")
@@ -46,7 +49,7 @@ def fusion_attention(
     keys, values = (
         split(part, input_layout, kv_heads, _stops(actual_seq_kvlen) if packed else None) for part in (key, value)
     )
-    # Without a mask, the operator ignores the mode and the window.
+    # If there is no mask, the operator ignores the sparse mode and the window.
     sparse = Sparse(sparse_mode if atten_mask is not None else 0, atten_mask, pre_tockens, next_tockens)
     parts = []
     for i, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
@@ -57,14 +60,14 @@ def fusion_attention(
     statistics = []
     for rows in ([part.largest for part in parts], [part.total for part in parts]):
         wide = [row.unsqueeze(-1).expand(-1, -1, _STATISTICS) for row in rows]
-        # The memory of a [T, N, 8] tensor is in the order NTD unless softmax_layout differs.
+        # A [T, N, 8] tensor has the memory order NTD, unless softmax_layout says otherwise.
         joined = join(wide, "TND" if softmax_layout == "TND" else "NTD", tokens) if packed else torch.stack(wide)
         statistics.append(joined.reshape(-1, head_num, _STATISTICS) if packed else joined)
     return out, *statistics, torch.empty(0, dtype=query.dtype), 0, 0, 0
 
 
 def _stops(given: Sequence[int] | None) -> list[int]:
-    """Return the ends of the sequences. Zeros after the last sequence are dropped."""
+    """Return the ends of the sequences, without the zeros that follow the last sequence."""
     stops = [int(stop) for stop in given or ()]
     while stops and not stops[-1]:
         stops.pop()

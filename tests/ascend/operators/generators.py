@@ -1,14 +1,17 @@
-"""Random numbers of the device. As on a real device, they depend on a generator's seed and offset only."""
+"""Random numbers of the device. As on a real device, they depend only on the seed and the offset of a generator."""
 
 from __future__ import annotations
 
 import torch
 
-_DRAW = 4  # offsets advance by 4 per draw, because Philox counts in fours
+_DRAW = 4  # a draw advances the offset by 4, because Philox generates four numbers at a time
 
 
 def host_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """Return a host generator for one operator, and advance the device's `generator` or the default one."""
+    """Return a host generator for one operator.
+
+    Advance `generator`, or the device's default generator if it is None.
+    """
     if generator is None:
         generator = torch.npu.default_generators[device.index]
     if generator.device.type != "npu":

@@ -1,4 +1,4 @@
-"""Launch of an operator: on the host, over the device's memory, in the order of its stream."""
+"""Launch of an operator. The host computes the operator in the device's memory, in the order of the stream."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tests.ascend.operators.generators import host_generator
 
 _UNKNOWN_SIZES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-"""Advanced indexing of torch. Only these operators accept indices of the host, which they copy with a wait."""
+"""Advanced indexing in torch. Only these operators accept indices on the host, and copy them with a synchronization."""
 
 
 class Launch:
-    """One call, with the device tensors that it uses and changes."""
+    """One call of an operator, with the device tensors that it reads and writes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = order.begin(device)
         self.lent: dict[int, Tensor] = {}  # device tensors by the address of their storage
-        self.aliases: dict[int, Tensor] = {}  # device tensors by the id() of their alias
-        self.changed: list[tuple[Tensor, Tensor]] = []  # device tensors with their aliases
+        self.aliases: dict[int, Tensor] = {}  # device tensors by the id() of their host alias
+        self.changed: list[tuple[Tensor, Tensor]] = []  # device tensors, each with its host alias
         self._kept: list[Tensor] = []
 
     def host(self, value: Any, *, written: bool = False, indices: bool = False) -> Any:
-        """Convert an argument for the host's operator."""
+        """Convert an argument for the operator on the host."""
         if isinstance(value, Tensor):
             return value if indices and not on_device(value) else self._host_tensor(value, written=written)
         if isinstance(value, list | tuple):
@@ -53,7 +53,7 @@ class Launch:
             )
         if not written:
             order.note_read(self.stream, tensor)
-        # The operator resizes an empty target of out=, and an alias cannot be resized.
+        # The operator resizes an empty tensor that is passed as out=, and an alias cannot be resized.
         same = torch.empty(0, dtype=tensor.dtype) if written and tensor.shape == (0,) else alias(tensor)
         self.lent[same.untyped_storage().data_ptr()] = tensor
         self.aliases[id(same)] = tensor
@@ -63,7 +63,7 @@ class Launch:
         return same
 
     def finish(self) -> None:
-        """Publish the tensors that were changed in place."""
+        """Publish the contents of the device tensors that the operator has written."""
         for tensor, same in self.changed:
             if not tensor.numel() and same.numel():
                 tensor.resize_(same.shape)
@@ -72,7 +72,7 @@ class Launch:
                 order.publish(self.stream, tensor)
 
     def device_result(self, value: Any) -> Any:
-        """Convert a result of the host's operator for the caller."""
+        """Convert a result of the operator on the host to a device tensor for the caller."""
         if isinstance(value, list | tuple):
             return type(value)(self.device_result(item) for item in value)
         if not isinstance(value, Tensor) or value.device.type != "cpu":
@@ -90,7 +90,7 @@ class Launch:
 
 
 def device_of(arguments: Any) -> torch.device | None:
-    """Return the device of the first device tensor in `arguments`, or the device that they name."""
+    """Return the device of the first device tensor in `arguments`. Without one, return the device argument."""
     named = None
     for value in arguments:
         if isinstance(value, list | tuple):
@@ -105,14 +105,17 @@ def device_of(arguments: Any) -> torch.device | None:
 
 
 def _needs_the_host(index: Tensor | None) -> bool:
-    """Return whether indexing waits for the device: to copy host indices, or to count the elements of a mask."""
+    """Return whether indexing must wait for the device.
+
+    It waits to copy indices from the host, and to count the true elements of a mask.
+    """
     return index is not None and (not on_device(index) or index.dtype in {torch.bool, torch.uint8})
 
 
 def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[..., None] | None = None) -> Any:
-    """Make a device kernel for the operator `op` that runs `function`, or the operator itself, on the host.
+    """Return a device kernel for the operator `op`, which runs `function` or the operator itself on the host.
 
-    `check` gets the arguments by name and raises for those that the device refuses.
+    `check` gets the arguments by name, and raises an error if the device would refuse them.
     """
     schema = op._schema
     names = [argument.name for argument in schema.arguments]

@@ -1,4 +1,4 @@
-"""Limits of norms, rotations, activations and writes to a cache."""
+"""Limits of norms, rotary embeddings, activations and writes to a cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _rotary_counts(given: Arguments) -> Iterator[str]:
     values, cos = given["input"], given["r1"]
     if values.dim() != 4 or cos.dim() != 4:
         return
-    # The layout is not an argument. The cosines differ along the axis of the tokens.
+    # The layout is not an argument. It follows from the cosines, which differ along the axis of the tokens.
     tokens = [axis for axis in range(3) if cos.shape[axis] != 1] or [0, 1, 2]
     others = [[size for axis, size in enumerate(values.shape[:3]) if axis != one] for one in tokens]
     whole = given["rotary_mode"] == "interleave"

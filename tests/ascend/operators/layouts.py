@@ -1,4 +1,4 @@
-"""Conversion between the layouts of fused attention and sequences [heads, tokens, dim]."""
+"""Conversion between the layouts of fused attention and a list of sequences [heads, tokens, dim]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def split(tensor: Tensor, layout: str, heads: int, stops: Sequence[int] | None) -> list[Tensor]:
-    """Split a tensor into sequences [heads, tokens, dim]. `stops` are the sequences' ends in packed layouts."""
+    """Split a tensor into sequences [heads, tokens, dim]. For packed layouts, `stops` contains the sequences' ends."""
     if layout in {"TND", "NTD"}:
         rows = tensor.transpose(0, 1) if layout == "TND" else tensor
         assert stops is not None
@@ -24,7 +24,10 @@ def split(tensor: Tensor, layout: str, heads: int, stops: Sequence[int] | None) 
 
 
 def join(parts: Sequence[Tensor], layout: str, tokens: int | None = None) -> Tensor:
-    """Join sequences, which is the inverse of `split`. Zeros fill a packed layout up to `tokens` rows."""
+    """Join sequences into a tensor, as the inverse of `split`.
+
+    A packed layout is padded with zeros to `tokens` rows.
+    """
     if layout in {"TND", "NTD"}:
         rows = torch.cat(list(parts), dim=1)
         if tokens is not None and tokens > rows.shape[1]:
@@ -43,15 +46,15 @@ def join(parts: Sequence[Tensor], layout: str, tokens: int | None = None) -> Ten
 
 
 def pages_of(pages: Tensor, table: Tensor, length: int, heads: int, block_size: int) -> Tensor:
-    """Return the first `length` tokens of the sequence with the blocks `table`, as [heads, length, dim].
+    """Return the first `length` tokens of a sequence as [heads, length, dim]. `table` lists its blocks.
 
-    `pages` is (blocks, block_size, heads * dim), (blocks, heads, block_size, dim) or, in the NZ format,
-    (blocks, heads, dim / 16, block_size, 16).
+    `pages` has the shape [blocks, block_size, heads * dim], [blocks, heads, block_size, dim] or, in the NZ format,
+    [blocks, heads, dim / 16, block_size, 16].
     """
     count = -(-length // block_size)
     which = table[:count].long()
     if count and not 0 <= int(which.min()) <= int(which.max()) < len(pages):
-        # The device does not check block numbers and would read any memory.
+        # The device does not check block numbers, and would read arbitrary memory.
         raise RuntimeError(f"block_table names the blocks {which.tolist()}, the cache has {len(pages)}")
     if pages.dim() == 3:
         blocks = pages[which].unflatten(-1, (heads, -1)).permute(2, 0, 1, 3)

@@ -1,7 +1,8 @@
-"""Limits of an Ascend 910B (Atlas A2), each with its source. A call beyond a limit raises torch_npu's error.
+"""Limits of an Ascend 910B (Atlas A2), each with its source. A call that exceeds a limit raises torch_npu's error.
 
-Where documents differ, the newest CANN counts, which is the release for torch_npu 2.13. Older releases accept less: in
-TND only heads of 192 (issue 8045 of vllm-project/vllm-ascend) and no pages (issue 4373).
+If sources differ, the limits are those of the newest CANN, which is the release for torch_npu 2.13. Older releases have
+further limits. For example, the layout TND needs a head size of 192 (issue 8045 of vllm-project/vllm-ascend) and does
+not support pages (issue 4373).
 """
 
 from __future__ import annotations
@@ -91,16 +92,16 @@ _INDEX_FILL = (
     "the host (Ascend/op-plugin, op_plugin/ops/opapi/IndexFillKernelNpuOpApi.cpp: get_index_vector)"
 )
 DEAR: Mapping[str, str] = {"aten::index_fill": _INDEX_FILL, "aten::index_fill_": _INDEX_FILL}
-"""Operators that are slow on the device, with the reason and its source. The simulator would not show their cost.
+"""Operators that are slow on the device, with the reason and its source.
 
-Calls are refused, so that code uses other operators.
+The simulator cannot show that an operator is slow, so calls of these operators are refused.
 """
 
 LIMITS: tuple[Limit, ...] = (*_TORCHS, *attention_limits.LIMITS, *layer_limits.LIMITS)
 
 
 class Refused(RuntimeError):
-    """Error as torch_npu raises it, with its limit for the tests."""
+    """The error that torch_npu raises. It also contains the limit, which tests compare."""
 
     def __init__(self, words: str, limit: Limit) -> None:
         super().__init__(words)
@@ -108,7 +109,7 @@ class Refused(RuntimeError):
 
 
 def of(operator: str) -> Callable[[Arguments], None] | None:
-    """Return a check of a call's arguments, or None for an operator without known limits."""
+    """Return a function that checks the arguments of a call, or None if the operator has no known limits."""
     if operator in DEAR:
         return lambda _: _too_dear(operator)
     found = [limit for limit in LIMITS if operator in limit.operators]

@@ -1,10 +1,11 @@
-"""Visibility of results: after earlier work of the same stream, and only to code that waits.
+"""When results become visible: after earlier work on the same stream, and only to code that waits for the stream.
 
-A launch drains its stream, which runs its queued copies and the work that they wait for. The host computes the result
-immediately. The result's bytes are queued on the stream, and the memory is poisoned until they arrive. A stream that
-reads without waiting reads 0xFF, which is NaN as a float and -1 as an integer. Results of more than DEFERRED_BYTES, and
-results with gaps, are written at once, because poisoning a cache of pages for one row would be too slow. A launch
-reports all its reads and writes to the simulator, which refuses memory that another stream may still write or read.
+Before an operator is launched, its stream is drained: the queued copies run, and also the work that these copies wait
+for. The host then computes the result immediately, but the bytes of the result are queued on the stream. Until the
+queue has written them, the memory is filled with 0xFF. Code that reads without waiting therefore reads NaN as a float
+and -1 as an integer. A result of more than DEFERRED_BYTES, or with gaps, is written immediately, because filling a
+cache of pages for every row would be too slow. Each launch reports all its reads and writes to the simulator, which
+refuses memory that another stream may still read or write.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ def _library() -> ctypes.CDLL:
 
 
 def begin(device: torch.device) -> int:
-    """Drain the current stream of `device` and return the stream."""
+    """Drain the current stream of `device`, and return the stream."""
     stream: int = torch_npu._C._npu_getCurrentRawStream(device.index)
     _library().sim_drain(stream)
     return stream
 
 
 def note_read(stream: int, tensor: Tensor) -> None:
-    """Report that a launch on `stream` reads the device tensor `tensor`. Raise RuntimeError for a race."""
+    """Report that a launch on `stream` reads the device tensor `tensor`. Raise RuntimeError if this is a race."""
     _check(_library().sim_reads(stream, *_reach(tensor)))
 
 
@@ -49,7 +50,7 @@ def _note_write(stream: int, tensor: Tensor) -> None:
 
 
 def _reach(tensor: Tensor) -> tuple[int, int]:
-    """Return address and size in bytes from the first element to the last, including gaps."""
+    """Return the address and the size in bytes of a tensor's memory, from the first element to the last."""
     if not tensor.numel():
         return tensor.data_ptr(), 0
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -57,7 +58,7 @@ def _reach(tensor: Tensor) -> tuple[int, int]:
 
 
 def publish(stream: int, tensor: Tensor) -> None:
-    """Make the contents of the device tensor `tensor` appear in the order of `stream`."""
+    """Make the contents of the device tensor `tensor` visible in the order of `stream`."""
     piece = span(tensor)
     if piece is not None and 0 < piece[1] <= DEFERRED_BYTES:
         _defer(stream, piece[0], piece[0], piece[1])
@@ -66,7 +67,7 @@ def publish(stream: int, tensor: Tensor) -> None:
 
 
 def put(stream: int, tensor: Tensor, value: Tensor) -> None:
-    """Write the host tensor `value` to the device tensor `tensor`. Both have the same strides and no gaps."""
+    """Write the host tensor `value` to the device tensor `tensor`. Both must have the same strides, without gaps."""
     target, source = span(tensor), span(value)
     assert target is not None
     assert source is not None
@@ -82,10 +83,10 @@ def _defer(stream: int, target: int, source: int, size: int) -> None:
 
 
 def _check(code: int) -> None:
-    if code:  # another stream still uses the memory, and the call queued no work
+    if code:  # another stream may still use the memory, and nothing was queued
         raise RuntimeError(_library().aclGetRecentErrMsg().decode())
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for the device, as an operator does if the host needs the shape of its result."""
+    """Wait for the device, as an operator does if the host needs to know the shape of its result."""
     torch.npu.current_stream(device).synchronize()

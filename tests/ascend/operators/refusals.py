@@ -1,4 +1,4 @@
-"""Parts of the tables of limits: the class of a limit, and checks that many operators share."""
+"""The class of a limit, and checks that many operators share."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 Arguments = Mapping[str, Any]
-"""Arguments of a call by the schema's names, including defaults."""
+"""Arguments of a call by their names in the schema, including arguments that have their default value."""
 
 HALF = (torch.float16, torch.bfloat16)
 FLOAT = (torch.float32, *HALF)
 
 DOCS = "torch_npu 2.13.0, _op_plugin_docs.py"
-"""Source of torch_npu's Chinese documentation of its operators, by the operator's name."""
+"""Source of limits: torch_npu's documentation in Chinese, in which operators are found by name."""
 
 PARAMETER, TILING, KERNEL = 161002, 561002, 561103
-"""Codes of aclnn: a parameter check fails, the kernel's tiling refuses a parameter, a launch fails."""
+"""Error codes of aclnn: the parameter check fails, the kernel's tiling refuses a parameter, or the launch fails."""
 
 _DT = {
     torch.float64: "DT_DOUBLE",
@@ -35,22 +35,22 @@ _DT = {
     torch.complex64: "DT_COMPLEX64",
     torch.complex128: "DT_COMPLEX128",
 }
-"""CANN's names of dtypes, from aclDataType in CANN's Runtime API reference."""
+"""CANN's names of dtypes, from aclDataType in the Runtime API reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """One limit of some operators."""
+    """A limit that applies to some operators."""
 
     operators: tuple[str, ...]
     source: str
     code: int
     refusals: Callable[[Arguments], Iterable[str]]
-    """Function that yields the errors of a call, in CANN's words where these are known."""
+    """Function that yields the error messages for a call, in CANN's wording if it is known."""
 
 
 def dtypes(supported: Iterable[torch.dtype], *names: str) -> Callable[[Arguments], Iterator[str]]:
-    """Return a check that the tensors among the arguments `names` have one of the dtypes."""
+    """Return a check that each tensor among the arguments `names` has a supported dtype."""
     allowed = tuple(supported)
 
     def refusals(arguments: Arguments) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Installer of the simulated operators, which runs when a process with the simulated NPU imports torch_npu."""
+"""Install the simulated operators as soon as a process with the simulated NPU imports torch_npu."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Installing(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        # The engine's child processes have another working directory and may lack the project in their path.
+        # The engine's child processes have another working directory, so the project may not be in sys.path.
         if (root := str(Path(__file__).parents[3])) not in sys.path:
             sys.path.append(root)
         from tests.ascend.operators import install
@@ -35,7 +35,7 @@ class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != "torch_npu" or self._asking:
             return None
-        self._asking = True  # the next finders in sys.meta_path locate the package
+        self._asking = True  # the spec comes from the other finders in sys.meta_path
         try:
             spec = importlib.util.find_spec(fullname)
         finally:

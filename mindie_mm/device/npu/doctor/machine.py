@@ -63,8 +63,8 @@ class Machine:
 
     def setting(self, absolute: str, key: str) -> str | None:
         """Return the value of the line KEY=VALUE in a file, or None. The case of the key is ignored."""
-        found = re.search(rf"^{key}\s*=\s*(.+?)\s*$", self.read(absolute), re.MULTILINE | re.IGNORECASE)
-        return found.group(1) if found else None
+        match = re.search(rf"^{key}\s*=\s*(.+?)\s*$", self.read(absolute), re.MULTILINE | re.IGNORECASE)
+        return match.group(1) if match else None
 
     def device_ids(self) -> list[int]:
         """Return the number N of each /dev/davinciN, ascending."""

@@ -51,8 +51,8 @@ def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
 
 def _answer(stdout: str) -> dict[str, Any] | None:
     """Return the report in the output of the probe, or None if there is no report."""
-    found = re.search(rf"^{re.escape(ANSWER)}(.*)$", stdout, re.MULTILINE)
-    return json.loads(found.group(1)) if found else None
+    match = re.search(rf"^{re.escape(ANSWER)}(.*)$", stdout, re.MULTILINE)
+    return json.loads(match.group(1)) if match else None
 
 
 def _failed(subject: str, stderr: str, status: int) -> Finding:

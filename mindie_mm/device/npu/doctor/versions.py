@@ -114,14 +114,14 @@ def _suits(inner: str, drivers: str) -> bool:
 
 
 def _counted(inner: str) -> tuple[int, ...]:
-    found = re.match(r"V(\d+)R(\d+)C(\d+)", inner.strip())
-    return tuple(map(int, found.groups())) if found else ()
+    match = re.match(r"V(\d+)R(\d+)C(\d+)", inner.strip())
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def _release(version: str) -> str:
     """Return the release part of a version, such as 2.10.0 for 2.10.0.post4 and for 2.10.0+cpu."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return found.group() if found else version
+    match = re.match(r"\d+(\.\d+)*", version)
+    return match.group() if match else version
 
 
 def _series(version: str) -> str:

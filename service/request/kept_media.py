@@ -1,0 +1,114 @@
+"""Media that clients have named by a `uuid`. Later requests may leave out the data."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mindie_mm.errors import InputError, naming
+from mindie_mm.inputs import Media, Message, Paths, with_media
+from mindie_mm.processes.tasks import in_thread
+from mindie_mm.salt import salted
+
+MAX_ENTRIES = 4096
+"""Maximum number of items, because each takes some memory beside its bytes."""
+_MAX_SHOWN = 40
+
+_Data = bytes | tuple[bytes, ...]
+"""The file of an item, or the files of its frames."""
+
+
+class KeptMedia:
+    """The encoded bytes of the items that were used last, at most `max_bytes`.
+
+    An item belongs to the API key, the `cache_salt`, the kind and the `uuid` of the request that sent it. A `uuid` is
+    never the identity of a content: whatever comes after this index works with the bytes.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._items: OrderedDict[bytes, _Data] = OrderedDict()
+        """Items by `_key`. The item that was used last stands at the end."""
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def filled(self, messages: Sequence[Message], owner: bytes, salt: str) -> list[Message]:
+        """Return messages with the data of the items that have only a `uuid`.
+
+        Args:
+            messages: Messages of a chat.
+            owner: Digest of the API key.
+            salt: The request's `cache_salt`.
+
+        Raises:
+            InputError: An item is not kept.
+
+        """
+        index = -1
+
+        def with_data(media: Media) -> Media:
+            nonlocal index
+            index += 1
+            if media.source is not None:
+                return media
+            with naming(f"media item {index} ({media.kind})"):
+                return replace(media, source=self._data(media, owner, salt), uuid=None)
+
+        return with_media(messages, with_data)
+
+    async def keep(self, media: Sequence[Media], paths: Sequence[Paths], owner: bytes, salt: str) -> None:
+        """Keep the items that have a `uuid`. `paths` has the files of each item. `owner` and `salt` are as in `filled`.
+
+        An item that is larger than all the room is not kept. It still replaces the earlier item of its name.
+        """
+        for item, files in zip(media, paths, strict=True):
+            if item.uuid is None or not self._max_bytes:
+                continue
+            data = await in_thread(partial(_read, files, self._max_bytes))
+            self._put(_key(item, owner, salt), data)
+
+    def _data(self, media: Media, owner: bytes, salt: str) -> _Data:
+        assert media.uuid is not None, "an item without data has a uuid"
+        if not self._max_bytes:
+            raise InputError("media are not kept by uuid (--media-uuid-bytes is 0), so send the data each time")
+        key = _key(media, owner, salt)
+        if (found := self._items.get(key)) is None:
+            shown = media.uuid[:_MAX_SHOWN]
+            raise InputError(f"no data are kept for the uuid {shown!r}; send the data once more, with the same uuid")
+        self._items.move_to_end(key)
+        return found
+
+    def _put(self, key: bytes, data: _Data | None) -> None:
+        if (older := self._items.pop(key, None)) is not None:
+            self.num_bytes -= _size(older)
+        if data is None:
+            return
+        self._items[key] = data
+        self.num_bytes += _size(data)
+        while self.num_bytes > self._max_bytes or len(self._items) > MAX_ENTRIES:
+            _, oldest = self._items.popitem(last=False)
+            self.num_bytes -= _size(oldest)
+
+
+def _key(media: Media, owner: bytes, salt: str) -> bytes:
+    """Return the digest of everything that an item belongs to. No part may contain the separator."""
+    assert media.uuid is not None
+    parts = [owner.hex(), media.kind, media.uuid]
+    return salted(salt).update("\0".join(parts).encode()).digest()
+
+
+def _size(data: _Data) -> int:
+    return len(data) if isinstance(data, bytes) else sum(map(len, data))
+
+
+def _read(files: Paths, max_bytes: int) -> _Data | None:
+    """Return the content of an item's files, or None if it has more than `max_bytes`."""
+    paths = [files] if isinstance(files, Path) else files
+    if sum(path.stat().st_size for path in paths) > max_bytes:
+        return None
+    return files.read_bytes() if isinstance(files, Path) else tuple(path.read_bytes() for path in paths)

@@ -1,0 +1,173 @@
+"""openai for Python."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import openai
+import pydantic
+from scenarios import (
+    BASE_URL,
+    HELLO,
+    HELLO_BACK,
+    HOW_MANY,
+    KEY,
+    MODEL,
+    PDF,
+    PICTURE,
+    RED_SQUARE,
+    SOUND,
+    THREE,
+    WEATHER,
+    WHAT,
+    check_weather,
+    report,
+)
+
+CLIENT = openai.OpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
+CHAT: Any = {"model": MODEL, "temperature": 0, "messages": [{"role": "user", "content": HELLO}]}
+TOOL: Any = {"type": "function", "function": {"name": "get_weather", "description": "Weather.", "parameters": WEATHER}}
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+class Thing(pydantic.BaseModel):
+    """A structured answer."""
+
+    color: Literal["red", "blue"]
+    sides: int | None
+    parts: list[Literal["a", "b"]] = pydantic.Field(max_length=2)
+
+
+class GetWeather(pydantic.BaseModel):
+    """A tool with strict arguments."""
+
+    city: Literal["Oslo", "Rome"]
+    days: Literal[1, 2, 3]
+
+
+def models() -> None:
+    assert [model.id for model in CLIENT.models.list()] == [MODEL]
+    assert CLIENT.models.retrieve(MODEL).id == MODEL
+
+
+def chat() -> None:
+    answer = CLIENT.chat.completions.create(**CHAT)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (HELLO_BACK, "stop")
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def chat_streamed() -> None:
+    with CLIENT.chat.completions.stream(**CHAT, stream_options={"include_usage": True}) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        answer = stream.get_final_completion()
+    assert "".join(deltas) == answer.choices[0].message.content == HELLO_BACK
+    assert len(deltas) > 3
+    assert answer.usage.completion_tokens > 0
+
+
+async def chat_async() -> None:
+    async with openai.AsyncOpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0) as client:
+        stream = await client.chat.completions.create(**CHAT, stream=True)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == HELLO_BACK
+
+
+def completion() -> None:
+    answer = CLIENT.completions.create(model=MODEL, prompt="Hello", max_tokens=4, temperature=0)
+    stream = CLIENT.completions.create(model=MODEL, prompt="Hello", max_tokens=4, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
+
+
+def picture() -> None:
+    parts: Any = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": WHAT}]
+    answer = CLIENT.chat.completions.create(**CHAT | {"messages": [{"role": "user", "content": parts}]})
+    assert answer.choices[0].message.content == RED_SQUARE
+
+
+def pdf() -> None:
+    file = {"filename": "red_square.pdf", "file_data": f"data:application/pdf;base64,{PDF}"}
+    parts: Any = [{"type": "file", "file": file}, {"type": "text", "text": WHAT}]
+    answer = CLIENT.chat.completions.create(**CHAT | {"messages": [{"role": "user", "content": parts}]})
+    assert answer.choices[0].message.content == RED_SQUARE
+
+
+def sound() -> None:
+    heard = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
+    parts: Any = [heard, {"type": "text", "text": HOW_MANY}]
+    answer = CLIENT.chat.completions.create(**CHAT | {"messages": [{"role": "user", "content": parts}]})
+    assert answer.choices[0].message.content == THREE
+
+
+def log_probabilities_streamed() -> None:
+    with CLIENT.chat.completions.stream(**CHAT, logprobs=True, top_logprobs=2) as stream:
+        assert "logprobs.content.done" in {event.type for event in stream}
+        tokens = stream.get_final_completion().choices[0].logprobs.content
+    assert "".join(token.token for token in tokens).startswith(HELLO_BACK)
+
+
+def tool_left_to_the_model() -> None:
+    answer = CLIENT.chat.completions.create(**CHAT, tools=[TOOL], tool_choice="auto", max_tokens=8)
+    assert answer.choices[0].message.content
+    with CLIENT.chat.completions.stream(**CHAT, tools=[TOOL]) as stream:
+        assert stream.get_final_completion().choices[0].message.content
+
+
+def tool_called() -> None:
+    for choice in ("required", NAMED):
+        answer = CLIENT.chat.completions.create(**CHAT, tools=[TOOL], tool_choice=choice)
+        assert answer.choices[0].finish_reason == "tool_calls"
+        for call in answer.choices[0].message.tool_calls:
+            assert call.function.name == "get_weather"
+            check_weather(call.function.arguments)
+
+
+def tool_called_streamed() -> None:
+    for choice in ("required", NAMED):
+        with CLIENT.chat.completions.stream(**CHAT, tools=[TOOL], tool_choice=choice) as stream:
+            kinds = {event.type for event in stream}
+            answer = stream.get_final_completion()
+        assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+        assert answer.choices[0].finish_reason == "tool_calls"
+        for call in answer.choices[0].message.tool_calls:
+            check_weather(call.function.arguments)
+
+
+def tool_parsed() -> None:
+    tools = [openai.pydantic_function_tool(GetWeather)]
+    answer = CLIENT.chat.completions.parse(**CHAT, tools=tools, tool_choice="required")
+    for call in answer.choices[0].message.tool_calls:
+        assert isinstance(call.function.parsed_arguments, GetWeather)
+    with CLIENT.chat.completions.stream(**CHAT, tools=tools, tool_choice="required") as stream:
+        for call in stream.get_final_completion().choices[0].message.tool_calls:
+            assert isinstance(call.function.parsed_arguments, GetWeather)
+
+
+def tool_result() -> None:
+    message = CLIENT.chat.completions.create(**CHAT, tools=[TOOL], tool_choice=NAMED).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "Sunny."} for call in message.tool_calls]
+    turns: Any = CHAT | {"messages": [*CHAT["messages"], message, *results], "max_tokens": 16}
+    assert CLIENT.chat.completions.create(**turns, tools=[TOOL]).choices[0].message.content
+    with CLIENT.chat.completions.stream(**turns | {"max_tokens": None}, tools=[TOOL]) as stream:
+        assert stream.get_final_completion().choices[0].message.content
+
+
+def structured() -> None:
+    answer = CLIENT.chat.completions.parse(**CHAT, response_format=Thing)
+    assert isinstance(answer.choices[0].message.parsed, Thing)
+
+
+def structured_streamed() -> None:
+    with CLIENT.chat.completions.stream(**CHAT, response_format=Thing) as stream:
+        answer = stream.get_final_completion()
+    assert isinstance(answer.choices[0].message.parsed, Thing)
+
+
+def refusals_are_explained() -> None:
+    message = ""
+    try:
+        CLIENT.chat.completions.create(**CHAT, extra_body={"use_beam_search": True})
+    except openai.BadRequestError as error:
+        message = error.message
+    assert "use_beam_search" in message
+
+
+report(globals())
