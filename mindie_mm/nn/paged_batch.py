@@ -159,11 +159,13 @@ class PagedBatch:
     @cached_property
     def rows(self) -> Rows:
         """The rows in the form that fused attention kernels need."""
+        assert self.cache is not None
         chunks = self._chunks
         return Rows.build(
             [chunk.stop - chunk.start for chunk in chunks],
             [chunk.stop for chunk in chunks],
             [chunk.blocks for chunk in chunks],
+            self.cache.block_size,
             self._device,
         )
 
