@@ -1,6 +1,6 @@
 """Benchmark of the tokenizer process with its decoders, compared with a tokenizer that decodes in its own process.
 
-The images are different JPEGs of 1420x720 pixels. The contestants take turns, and the results are medians.
+The images are different JPEGs of 1420x720 pixels. The variants run alternately, and the results are medians.
 """
 
 from __future__ import annotations

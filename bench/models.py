@@ -353,7 +353,7 @@ def layers(model: Any, ids: torch.Tensor) -> Callable[[], object]:
 def milliseconds(
     contestants: Contestants, clock: Callable[[], float], path_file: Path | None = None
 ) -> dict[str, float]:
-    """Return the milliseconds of each contestant. They take turns in random order.
+    """Return the milliseconds of each contestant. The contestants run alternately, in random order.
 
     For CPU time, return the median. For wall time, return the minimum, because other load increases wall time. The
     blocks in `path_file` are released after each turn.

@@ -2,8 +2,8 @@
 
 It is compared with both backends of transformers, and with decoding and resizing alone. The torchvision backend of
 transformers runs on tests/stubs, which resizes with the same function as torchvision. Its pixels come from
-libjpeg-turbo, as in torchvision's own decoder. The contestants take turns in random order, and each runs a few times
-per turn. The results are medians.
+libjpeg-turbo, as in torchvision's own decoder. The variants run alternately in random order, each a few times in a row.
+The results are medians.
 """
 
 from __future__ import annotations

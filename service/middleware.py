@@ -101,7 +101,7 @@ class Middleware:
             if begun or isinstance(error, HTTPException):  # the application itself answers HTTPException
                 status = 500
                 raise
-            _log.exception("the request failed")
+            _log.exception("the request failed with an unexpected error")
             await error_response(error)(scope, receive, sending)
         finally:
             self.held_bytes -= body.num_bytes

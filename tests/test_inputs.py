@@ -242,9 +242,9 @@ def test_the_frames_of_a_list_are_limited():
 def test_the_frames_of_all_lists_of_a_call_are_limited_together():
     video = {"video": "data:video/jpeg;base64," + "," * (MAX_LISTED_FRAMES - 1)}
     assert len(parse_inputs([video.copy() for _ in range(16)])) == 16
-    with pytest.raises(LimitExceeded, match="inputs has more frames in all its lists than the limit of 32768"):
+    with pytest.raises(LimitExceeded, match="inputs has more frames in its lists of frames than the limit of 32768"):
         parse_inputs([video.copy() for _ in range(17)])
-    with pytest.raises(LimitExceeded, match="messages has more frames in all its lists than the limit of 32768"):
+    with pytest.raises(LimitExceeded, match="messages has more frames in its lists of frames than the limit of 32768"):
         parse_messages([{"role": "user", "content": [video, video]} for _ in range(9)])
 
 
@@ -277,7 +277,7 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
             r"inputs\[0\] has the unknown key 'fps'; .* accepts min_pixels, max_pixels, detail",
         ),
         ([{"video": "a", "nframes": 2}], "unknown key 'nframes'"),
-        ([{"video": []}], r"inputs\[0\].video is an empty list; a video has at least one frame"),
+        ([{"video": []}], r"inputs\[0\].video is an empty list; a video must have at least one frame"),
         ([{"video": ["a", ""]}], r"inputs\[0\].video\[1\] is empty"),
         ([{"video": ["a", 5]}], r"inputs\[0\].video\[1\] is of type int; it must be a path"),
         ([{"video": ["a", ["b"]]}], r"inputs\[0\].video\[1\] is of type list; it must be a path"),
@@ -308,12 +308,12 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"video": "a", "min_frames": 5, "max_frames": 4}], "min_frames 5 is above max_frames 4"),
         ([{"video": "a", "min_frames": 5, "num_frames": 4}], "min_frames 5 is above num_frames 4"),
         ([{"video": "a", "num_frames": 5, "max_frames": 4}], "num_frames 5 is above max_frames 4"),
-        ([{"type": "image", "text": "a"}], r"inputs\[0\].type is 'image', but the item has 'text'"),
-        ([{"type": "text", "image": "a"}], r"inputs\[0\].type is 'text', but the item has 'image'"),
-        ([{"type": "video", "image": "a"}], r"inputs\[0\].type is 'video', but the item has 'image'"),
+        ([{"type": "image", "text": "a"}], r"inputs\[0\].type is 'image', but the item has the key 'text'"),
+        ([{"type": "text", "image": "a"}], r"inputs\[0\].type is 'text', but the item has the key 'image'"),
+        ([{"type": "video", "image": "a"}], r"inputs\[0\].type is 'video', but the item has the key 'image'"),
         ([{"type": ["image"], "image": "a"}], r"inputs\[0\].type is of type list"),
         ([{"type": "image_url", "image_url": {"uri": "a"}}], r"inputs\[0\].image_url.url is missing"),
-        ([{"image_url": {"url": "a", "detail": "low"}, "detail": "low"}], "'detail' twice"),
+        ([{"image_url": {"url": "a", "detail": "low"}, "detail": "low"}], "'detail' both next to 'image_url'"),
         (
             [{"image_url": {"url": "a", "max_pixel": 9}}],
             "unknown key 'max_pixel'; did you mean 'max_pixels'.; an item of",
@@ -362,7 +362,7 @@ def test_messages_are_parsed():
         (["hello"], r"messages\[0\] is of type str"),
         ([{"content": "a"}], r"messages\[0\].role is None; it must be one of system"),
         ([{"role": "<|image_pad|>", "content": "a"}], r"messages\[0\].role is '<|image_pad|>'"),
-        ([{"role": "r" * 65, "content": "a"}], "a name that the chat template takes, of at most 64 letters"),
+        ([{"role": "r" * 65, "content": "a"}], "another role that the chat template accepts, with at most 64 letters"),
         ([{"role": "user"}], r"messages\[0\] has no content"),
         ([{"role": "user", "content": []}], r"messages\[0\].content is an empty list"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content is of type int"),

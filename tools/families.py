@@ -1,4 +1,4 @@
-"""Writer of the table in docs/families.md: `python -m tools.families`.
+"""Script that writes the table in docs/families.md: `python -m tools.families`.
 
 With --check it writes nothing, and exits with 1 if the table is out of date.
 """

@@ -1,4 +1,4 @@
-"""Writer of Qwen2-VL checkpoints with random weights: `python -m tools.random_checkpoint OUT [tiny|wide|small|mid]`.
+"""Generator of Qwen2-VL checkpoints with random weights: `python -m tools.random_checkpoint OUT [tiny|wide|small|mid]`.
 
 Parity tests and benchmarks use them. The weights are seeded and untrained. The tokenizer is byte-level, with about 300
 tokens.

@@ -1,4 +1,4 @@
-"""Writer of docs/settings.md and docs/errors.md: `python -m tools.reference`.
+"""Script that writes docs/settings.md and docs/errors.md: `python -m tools.reference`.
 
 With --check it writes nothing, and exits with 1 if a page is out of date.
 """

@@ -1,8 +1,8 @@
 """Benchmark of `mindie-mm tokenize` on JPEGs of mixed sizes, compared with transformers and Ray Data.
 
-It measures time, bytes on disk and memory. The contestants take turns on each slice of the pictures, because the speed
-of a shared machine may change by half within minutes. A time in the results is the median over the slices. A ratio is
-computed within each slice, and the result is the median of these ratios.
+It measures time, bytes on disk and memory. The variants run alternately on each slice of the pictures, because the
+speed of a shared machine may change by half within minutes. A time in the results is the median over the slices. A
+ratio is computed within each slice, and the result is the median of these ratios.
 
 The main comparison for one worker is the fused path alone. Half of its slice runs before the worker and half after it.
 Its time is reported without and with reading the files, because the worker must read the files.

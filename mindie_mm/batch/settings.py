@@ -85,12 +85,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             for value in values:
                 if not _is_utf8(value):
                     raise InputError(
-                        f"{name} has {value!r}, which is not UTF-8 and cannot be written to the run's file. Rename it"
+                        f"{name} has {value!r}, which is not UTF-8 and cannot be written to the run's file. Rename "
+                        "this file or folder"
                     )
         if (marks := self.template.count(MEDIA_MARK)) > 1:
             raise InputError(f"template has {MEDIA_MARK} {marks} times; the limit is 1")
         if self.truncate and not self.max_tokens:
-            raise InputError("truncate needs max_tokens: without it, no row is too long")
+            raise InputError("truncate requires max_tokens, because without max_tokens no row is too long")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit is {self.limit}; it must be at least 1")
 
@@ -153,7 +154,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             InputError: An input or the checkpoint cannot be read, or the settings do not fit the input.
-            StorageError: An input changes while it is read.
+            StorageError: An input changes while it is being read.
 
         """
         sources = settings.sources(folder) if sources is None else sources

@@ -119,7 +119,7 @@ class Stage:
                 raise StorageError(str(error)) from error
             failed = printable(f"{error_name(error)}: {error}")
         except Exception as error:  # noqa: BLE001 - only this row fails, not the run
-            _log.exception("row %s", name)
+            _log.exception("row %s failed with an unexpected error", name)
             failed = f"OperationalError: the tokenizer failed: {type(error).__name__}"
         else:
             shard.add(name, prompt, self._wire.stored)

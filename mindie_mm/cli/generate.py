@@ -68,7 +68,9 @@ def command(
 
     if output.name == "-":
         raise click.BadParameter(
-            "- is not a file; answers go to a file, so that a later call can continue them", param_hint="--output"
+            "- (standard output) is not supported, because a later call could not continue the answers; give the "
+            "name of a file",
+            param_hint="--output",
         )
     dataset = Dataset(folder)
     settings = dataset.manifest.run.settings

@@ -29,7 +29,7 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
         from mindie_mm.batch import Dataset
 
     if row is None and png is not None:
-        raise click.UsageError("--png needs a ROW")
+        raise click.UsageError("--png writes the pictures of one row; give the number of the row as the argument ROW")
     dataset = Dataset(folder)
     if row is None:
         _show_run(dataset.manifest)

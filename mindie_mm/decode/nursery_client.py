@@ -63,7 +63,7 @@ class NurseryClient:
         """Futures of the callers that wait for a `Forked`, in the order of their requests."""
         self._statuses: dict[int, asyncio.Future[int | None]] = {}
         """Futures of exit statuses that the nursery has not reported yet, by pid."""
-        self._starter = Starter("the decoders' nursery")
+        self._starter = Starter("the process that starts the decoders")
         self._keeper: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -113,7 +113,9 @@ class NurseryClient:
 
         def look() -> None:
             if not answer.done():
-                _log.error("the decoders' nursery did not answer within %g s and was killed", ANSWER_LIMIT_S)
+                _log.error(
+                    "the process that starts the decoders did not answer within %g s and was killed", ANSWER_LIMIT_S
+                )
                 child.kill()
 
         asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, look)
@@ -125,7 +127,7 @@ class NurseryClient:
             await asyncio.gather(self._keeper, return_exceptions=True)
         if self._child is not None:
             await self._child.end()
-            self._forget(f"the decoders' nursery was stopped with status {self._child.status}")
+            self._forget(f"the process that starts the decoders was stopped with status {self._child.status}")
 
     def _tell(self, message: ToNursery, *descriptors: int) -> None:
         assert self._child is not None
@@ -135,7 +137,7 @@ class NurseryClient:
         environment = single_threaded()
         self._child = await Child.start("mindie_mm.decode.nursery", self._setup, environment=environment)
         try:
-            await self._child.ready(Ready, "the decoders' nursery")
+            await self._child.ready(Ready, "the process that starts the decoders")
         except BaseException:
             await self._child.end()
             raise
@@ -154,12 +156,12 @@ class NurseryClient:
     async def _keep(self) -> None:
         """Receive the messages of the nursery, and restart it when it dies, until canceled."""
         while True:
-            with logged("the connection to the decoders' nursery failed"):
+            with logged("the connection to the process that starts the decoders failed"):
                 await self._receive()
             self._up.clear()
             assert self._child is not None
             await self._child.end()
-            self._forget(f"the decoders' nursery died with status {self._child.status}")
+            self._forget(f"the process that starts the decoders died with status {self._child.status}")
             await self._starter.again(self._restart)
 
     def _forget(self, why: str) -> None:

@@ -101,12 +101,12 @@ class Kernels:
         Args:
             query: [heads, T, head_dim].
             keys: Pages of the keys, [blocks, block_size, kv_heads, head_dim].
-            values: Pages of the values, of the same shape.
+            values: Pages of the values, [blocks, block_size, kv_heads, value_head_dim].
             rows: The sequences that the rows belong to, and the KV blocks of each sequence.
-            scaling: Factor of the scores.
+            scaling: Factor by which the attention scores are multiplied.
 
         Returns:
-            [T, heads, head_dim].
+            [T, heads, value_head_dim].
 
         """
         raise NotImplementedError

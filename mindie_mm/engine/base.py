@@ -159,7 +159,7 @@ class BaseEngine(ABC):
         except MindieMMError as error:
             failure = error
         except Exception as error:  # noqa: BLE001 - an unreadable request must not end the others
-            _log.exception("request %s", request_id)
+            _log.exception("request %s failed with an unexpected error", request_id)
             failure = OperationalError(f"the request failed: {type(error).__name__}")
         # A block of shared memory may be freed after one rank has read it and before another rank reads it.
         failure = self._ranks.all_reduce_error(failure)
@@ -167,7 +167,9 @@ class BaseEngine(ABC):
 
     def _new(self, message: Add) -> Sequence:
         if message.params.bad_words:
-            raise InputError("bad_words is text, which the engine does not know; give bad_token_ids", param="bad_words")
+            raise InputError(
+                "bad_words is set, but the engine accepts only token ids; give bad_token_ids instead", param="bad_words"
+            )
         sequence = self._sequence(message)
         if (wanted := sequence.params.structure) is not None:
             sequence.constraint = self._constraint(wanted)
@@ -280,7 +282,13 @@ class BaseEngine(ABC):
             return self._fail(sequence, OperationalError("the model returned non-finite logits for this request"))
         token, logprobs = draw
         if token == _NO_TOKEN:
-            return self._fail(sequence, InputError("allowed_token_ids, bad_words and the other limits leave no token"))
+            return self._fail(
+                sequence,
+                InputError(
+                    "allowed_token_ids, bad_words and the request's other constraints exclude every token; allow at "
+                    "least one"
+                ),
+            )
         if (constraint := sequence.constraint) is not None:
             # Only rank 0 computes which tokens may follow, so only rank 0 detects that a grammar exceeds a limit.
             error = self._ranks.broadcast(str, lambda: constraint.accept(token))

@@ -170,7 +170,7 @@ class Seq2SeqEngine(BaseEngine):
             try:
                 rows[sequence] = self._next_logits(sequence, features)
             except Exception as error:  # noqa: BLE001 - each sequence runs alone, and so fails alone
-                _log.exception("request %s", sequence.request_id)
+                _log.exception("request %s failed with an unexpected error", sequence.request_id)
                 failed[sequence] = DeviceError(f"the step failed: {type(error).__name__}")
         progress += self._take_out(failed)
         if not rows:

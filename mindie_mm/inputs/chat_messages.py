@@ -56,8 +56,8 @@ def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool) -> M
     role = message.get("role")
     if not isinstance(role, str) or (role not in ROLES and not _CUSTOM_ROLE.fullmatch(role)):
         raise InputError(
-            f"{where}.role is {_shortened(role)!r}; it must be one of {', '.join(ROLES)}, or a name that the chat "
-            "template takes, of at most 64 letters, digits, '_', '-' and '.'"
+            f"{where}.role is {_shortened(role)!r}; it must be one of {', '.join(ROLES)}, or another role that the "
+            "chat template accepts, with at most 64 letters, digits, '_', '-' and '.'"
         )
     content = message.get("content")
     if role == "assistant" and isinstance(content, list | tuple) and not content:
@@ -67,7 +67,7 @@ def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool) -> M
     elif content is not None:
         content = parse_parts(content, f"{where}.content", strict=strict)
     if content is None and role != "assistant":
-        raise InputError(f"{where} has no content")
+        raise InputError(f"{where} has no content; only the content of an assistant message may be missing")
     extra = {key: value for key, value in message.items() if key not in {"role", "content"} and value is not None}
     if strict:
         require_known_keys(extra, where)

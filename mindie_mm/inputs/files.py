@@ -51,7 +51,7 @@ def parse_file(file: Any, options: MediaOptions, where: str, *, strict: bool) ->
                 f"{where}.{key} is not supported, because this service does not store or fetch files; {_NO_DATA}"
             )
     unknown = (key for key in given if key not in {"file_data", "filename", "format", "mime_type"})
-    pass_over(unknown, where, "a file takes file_data and filename", strict=strict, foreign=())
+    pass_over(unknown, where, "a file may have the keys file_data and filename", strict=strict, foreign=())
     if not isinstance(data := given.get("file_data"), str):
         raise InputError(f"{where}.file_data is {type_of(data)}; it must be a string: {_NO_DATA}")
     name = _name(given.get("filename"), where)
@@ -62,7 +62,7 @@ def parse_file(file: Any, options: MediaOptions, where: str, *, strict: bool) ->
     ):
         return Media("image", data, options, is_document=True)
     if len(data) - start > MAX_TEXT_FILE_BYTES * 4 // 3 + 4:
-        raise LimitExceeded(f"{where} has more than {MAX_TEXT_FILE_BYTES} bytes, which is the limit for text files")
+        raise LimitExceeded(f"{where} is larger than the limit of {MAX_TEXT_FILE_BYTES} bytes for text files")
     text = _text(_decoded(data[start:], f"{where}.file_data"), where)
     return Text(f"File {name}:\n{text}\n" if name else f"{text}\n")
 
@@ -80,7 +80,7 @@ def _start(data: str, where: str) -> int:
     if (match := _SCHEME.match(data)) is None:
         return 0
     if match[1].lower() != "data":
-        raise InputError(f"{where} is a URL of scheme {match[1][:16]!r}; {_NO_DATA}")
+        raise InputError(f"{where} is a URL with the scheme {match[1][:16]!r}; {_NO_DATA}")
     stop = data.find(",", 0, _MAX_DATA_HEAD)
     if not data[: max(0, stop)].lower().endswith(";base64"):
         raise InputError(f"{where} is a data: URL that is not of the form data:<type>;base64,<data>")
@@ -104,7 +104,7 @@ def _text(data: bytes, where: str) -> str:
         text = "\0"
     if "\0" in text:
         raise InputError(
-            f"{where} is neither a PDF nor a text in UTF-8; send pictures as image_url and sound as input_audio"
+            f"{where} is neither a PDF nor text in UTF-8; send pictures as image_url and audio as input_audio"
         )
     if not text.strip():
         raise InputError(f"{where} is empty")

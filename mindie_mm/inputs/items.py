@@ -73,11 +73,11 @@ class Embeddings:
         shape, dtype = getattr(self.array, "shape", ()), str(getattr(self.array, "dtype", "no array"))
         if len(shape) != 2 or 0 in shape or dtype not in {"float16", "float32"}:
             raise InputError(
-                f"embeddings have dtype {dtype} and shape {tuple(shape)}; they must be a numpy array of "
-                "float16 or float32 [features, width]"
+                f"the embeddings have dtype {dtype} and shape {tuple(shape)}; they must be a numpy array of float16 "
+                "or float32 [features, width]"
             )
         if not abs(float(self.array.astype("float64").sum())) < math.inf:
-            raise InputError("embeddings contain non-finite values")
+            raise InputError("the embeddings contain infinite values or NaN")
         if not all(type(number) is int for number in self.grid):
             raise InputError(f"the embeddings' grid is {self.grid}; it must contain only integers")
 

@@ -51,7 +51,10 @@ def media_defaults(mm_processor_kwargs: Any, media_io_kwargs: Any) -> MediaDefau
         reading = _of_reading(_given(media_io_kwargs, "media_io_kwargs"))
         pixels = {name: videos[name] for name in _OF_IMAGES if name in videos}
         if reading and len(pixels) < len(videos):
-            raise InputError("mm_processor_kwargs and media_io_kwargs both choose frames of videos; choose them in one")
+            raise InputError(
+                "mm_processor_kwargs and media_io_kwargs both choose frames of videos; use only one of these fields "
+                "to choose frames"
+            )
         rate = {"sample_fps": reading["fps"]} if "fps" in reading else {}
         if rate and "num_frames" in reading:  # vLLM takes no more than so many frames at this rate
             reading["max_frames"] = reading.pop("num_frames")
@@ -118,7 +121,8 @@ def _of_reading(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     _require_known(video, _OF_READING, "media_io_kwargs.video")
     if video.get("num_frames") == -1 and video.get("fps", -1) == -1:
         raise InputError(
-            "media_io_kwargs.video.num_frames is -1, which takes all frames; give fps or a number of frames"
+            "media_io_kwargs.video.num_frames is -1, which would select all frames; set fps, or give the number of "
+            "frames"
         )
     return {key: value for key, value in video.items() if value != -1}
 

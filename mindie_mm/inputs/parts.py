@@ -80,7 +80,9 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
     """Return `num_frames` plus the number of frames in lists of `media`. Raise LimitExceeded if the sum is too high."""
     num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
     if num_frames > _MAX_LISTED_IN_ALL:
-        raise LimitExceeded(f"{where} has more frames in all its lists than the limit of {_MAX_LISTED_IN_ALL}")
+        raise LimitExceeded(
+            f"{where} has more frames in its lists of frames than the limit of {_MAX_LISTED_IN_ALL} in total"
+        )
     return num_frames
 
 
@@ -105,18 +107,20 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
         return _parse_text(part, key, where, strict=strict)
     if key == _FILE:
         if declared not in (None, _FILE):
-            raise InputError(f"{where}.type is {declared!r}, but the item has 'file'")
+            raise InputError(f"{where}.type is {declared!r}, but the item has the key 'file'")
         options = {name: value for name, value in part.items() if name not in {"type", key}}
         return parse_file(
             part[key], parse_options("image", options, where, strict=strict), f"{where}.file", strict=strict
         )
     kind: Kind = _SOURCES.get(key, declared)  # type: ignore[arg-type] # a bare source has its kind declared
     if declared is not None and _SOURCES.get(declared) != kind:
-        raise InputError(f"{where}.type is {declared!r}, but the item has {key!r}")
+        raise InputError(f"{where}.type is {declared!r}, but the item has the key {key!r}")
     options = {name: value for name, value in part.items() if name not in {"type", key}}
     source, nested = _parse_source(part[key], key, kind, f"{where}.{key}")
     if both := options.keys() & nested.keys():
-        raise InputError(f"{where} has {min(both)!r} twice, beside {key!r} and inside it; give it once")
+        raise InputError(
+            f"{where} has {min(both)!r} both next to {key!r} and inside {key!r}; give this option only once"
+        )
     if key == DOCUMENT and not isinstance(source, (str, bytes)):
         raise InputError(f"{where}.{key} is {type_of(source)}; it must be a path, bytes or a URL of a PDF")
     parsed = parse_options(kind, options | nested, where, strict=strict)
@@ -125,7 +129,7 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool) -> Item:
 
 def _parse_text(part: Mapping[str, Any], key: str, where: str, *, strict: bool) -> Text:
     if part.get("type", key) != key:
-        raise InputError(f"{where}.type is {part['type']!r}, but the item has {key!r}")
+        raise InputError(f"{where}.type is {part['type']!r}, but the item has the key {key!r}")
     unknown = (name for name in part if name not in ("type", key))
     pass_over(unknown, where, "a text has no options", strict=strict, foreign=())
     if not isinstance(part[key], str):
@@ -150,7 +154,7 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str) -> tuple[Any, di
             value = _as_url(value)
     if kind == "video" and (frames := _frames(value)) is not None:
         if not frames:
-            raise InputError(f"{where} is an empty list; a video has at least one frame")
+            raise InputError(f"{where} is an empty list; a video must have at least one frame")
         if len(frames) > MAX_LISTED_FRAMES:
             raise LimitExceeded(f"{where} has more frames than the limit of {MAX_LISTED_FRAMES} for a list")
         return tuple(_parse_value(frame, key, f"{where}[{index}]") for index, frame in enumerate(frames)), nested

@@ -39,12 +39,11 @@ def template_variables(
     """
     if tool_choice not in (None, "auto", "none"):
         raise InputError(
-            "tool_choice must be 'auto' or 'none'; forced tool calls are not supported", param="tool_choice"
+            f"tool_choice is {tool_choice!r}; it must be 'auto' or 'none', because forced tool calls are not supported",
+            param="tool_choice",
         )
     if not isinstance(reasoning_effort, str | None):
-        raise InputError(
-            f"reasoning_effort is {reasoning_effort!r}; it must be a single word", param="reasoning_effort"
-        )
+        raise InputError(f"reasoning_effort is {reasoning_effort!r}; it must be a string", param="reasoning_effort")
     variables = dict(given or {})
     if tools and tool_choice != "none":
         variables["tools"] = tools

@@ -76,7 +76,7 @@ def require_known_keys(keys: Iterable[str], where: str) -> None:
     for key in keys:
         if key not in MESSAGE_KEYS:
             known = ", ".join(sorted(MESSAGE_KEYS))
-            raise InputError(f"{where} has the unknown key {key[:_MAX_SHOWN]!r}; a message takes {known}")
+            raise InputError(f"{where} has the unknown key {key[:_MAX_SHOWN]!r}; a message may have the keys {known}")
 
 
 def warn_once(key: str, owner: str) -> None:

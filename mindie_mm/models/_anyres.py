@@ -27,7 +27,7 @@ def tokens_of_tower(config: Any, where: str) -> int:
     vision = config.vision_config
     if vision.model_type not in _TOWERS:
         raise UnsupportedCheckpoint(
-            f"{where}: the tower is {vision.model_type!r}; only {', '.join(_TOWERS)} are supported"
+            f"{where}: vision_config.model_type is {vision.model_type!r}; only {', '.join(_TOWERS)} are supported"
         )
     # "default" drops the first token of any tower, although only CLIP has a first token that is not a patch.
     dropped = config.vision_feature_select_strategy == "default"
@@ -65,8 +65,9 @@ class AnyresProcessor(Processor):
         self.rows: int = vision.image_size // vision.patch_size
         if (tokens := tokens_of_tower(config, where)) != self.rows**2:
             raise UnsupportedCheckpoint(
-                f"{where}: vision_feature_select_strategy is {config.vision_feature_select_strategy!r}, which "
-                f"gives {tokens} tokens per tile; a tile has {self.rows}x{self.rows} patches"
+                f"{where}: vision_feature_select_strategy is {config.vision_feature_select_strategy!r}, which gives "
+                f"{tokens} tokens per tile; the number must equal that of the {self.rows}x{self.rows} patches of a "
+                "tile"
             )
         check_stated(checkpoint.json("processor_config.json"), config, where)
         settings = checkpoint.preprocessor("image", {self.image_type: self.defaults})
@@ -75,7 +76,7 @@ class AnyresProcessor(Processor):
             size = Size.read(settings[name], where) if name in settings else None
             if size is not None and size.of(self.side, self.side) != (self.side, self.side):
                 raise UnsupportedCheckpoint(
-                    f"{where}: {name} is {settings[name]}, but the tower takes squares of {self.side} pixels"
+                    f"{where}: {name} is {settings[name]}, but the tower takes images of {self.side}x{self.side} pixels"
                 )
         pinpoints = [tuple(pinpoint) for pinpoint in config.image_grid_pinpoints]
         if (stated := [tuple(pinpoint) for pinpoint in settings["image_grid_pinpoints"]]) != pinpoints:

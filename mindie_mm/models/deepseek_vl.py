@@ -152,7 +152,7 @@ class DeepseekVLProcessor(Processor):
         vision = config.vision_config
         if vision.model_type != "siglip_vision_model":
             raise UnsupportedCheckpoint(
-                f"{where}: the tower is {vision.model_type!r}; only siglip_vision_model is supported"
+                f"{where}: vision_config.model_type is {vision.model_type!r}; only siglip_vision_model is supported"
             )
         self._num_features: int = (vision.image_size // vision.patch_size) ** 2
         check_settings(checkpoint.json("processor_config.json"), {"num_image_tokens": self._num_features}, where)
@@ -207,8 +207,8 @@ class DeepseekVLProcessor(Processor):
         size = Size.read(self.settings[name], self.where).fixed
         if size != (expected, expected) or self._min_size > expected:
             raise UnsupportedCheckpoint(
-                f"{self.where}: {name} is {self.settings[name]} and min_size is {self._min_size}, but the "
-                f"tower takes squares of {expected} pixels"
+                f"{self.where}: {name} is {self.settings[name]} and min_size is {self._min_size}, but the tower takes "
+                f"images of {expected}x{expected} pixels"
             )
         return int(expected)
 

@@ -576,6 +576,7 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     ):
         if actual != needed:
             raise UnsupportedCheckpoint(
-                f"{where}: {name} is {actual!r}; it must be {needed!r}, the width of the part that it connects"
+                f"{where}: {name} is {actual!r}; it must be {needed!r}, the width of the part that the projector "
+                "connects"
             )
     return config

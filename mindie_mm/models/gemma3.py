@@ -68,15 +68,16 @@ class Gemma3Processor(Processor):
         if self._scanning and not 0 < self._most_crops <= self._least:
             # With more crops than the minimum size of a crop in pixels, the last crop could be empty.
             raise UnsupportedCheckpoint(
-                f"{where}: pan_and_scan_max_num_crops is {self._most_crops}; it must be from 1 to "
-                f"pan_and_scan_min_crop_size, {self._least}"
+                f"{where}: pan_and_scan_max_num_crops is {self._most_crops}; it must be between 1 and "
+                f"pan_and_scan_min_crop_size ({self._least})"
             )
         self._start, image, self._end = (checkpoint.special_token(name) or text for name, text in _TOKENS.items())
         for token in (self._start, self._end):
             checkpoint.token_id(token)
         if (token_id := checkpoint.token_id(image)) != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{where}: image_token_index is {config.image_token_id}, but the tokenizer has {token_id}"
+                f"{where}: image_token_index is {config.image_token_id}, but the tokenizer's id of {image!r} is "
+                f"{token_id}"
             )
         self._image, self._token = image, token_id
         self.placeholders = {"image": Placeholder((), token_id, (), self._start)}
@@ -146,7 +147,9 @@ def _features(config: Any, where: str) -> int:
     """
     vision, tokens = config.vision_config, config.mm_tokens_per_image
     if vision.model_type != _TOWER:
-        raise UnsupportedCheckpoint(f"{where}: the tower is {vision.model_type!r}; only {_TOWER} is supported")
+        raise UnsupportedCheckpoint(
+            f"{where}: vision_config.model_type is {vision.model_type!r}; only {_TOWER} is supported"
+        )
     side, patch = vision.image_size, vision.patch_size
     rows = side // patch if isinstance(side, int) and isinstance(patch, int) else 0
     pooled = math.isqrt(max(tokens, 0))
@@ -161,7 +164,8 @@ def _check_text(text: Any, where: str) -> None:
     """Raise UnsupportedCheckpoint for settings that transformers' layers ignore or that do not fit a decoder."""
     if text.attn_logit_softcapping is not None:
         raise UnsupportedCheckpoint(
-            f"{where}: attn_logit_softcapping is {text.attn_logit_softcapping}, which transformers ignores"
+            f"{where}: attn_logit_softcapping is {text.attn_logit_softcapping}, which transformers ignores; only null "
+            "is supported"
         )
     if text.sliding_window is None and "sliding_attention" in text.layer_types:
         raise UnsupportedCheckpoint(f"{where}: sliding_window is None, but layer_types has sliding_attention layers")

@@ -71,14 +71,16 @@ class Idefics3Processor(Processor):
         rows = self.side // patch if isinstance(patch, int) else 0
         if not rows or rows % scale:
             raise UnsupportedCheckpoint(
-                f"{where}: tiles of {self.side} pixels, patch_size {patch} and scale_factor {scale} do not fit together"
+                f"{where}: a side of a tile has {self.side} pixels, which is {rows} patches of {patch} pixels; this "
+                f"number of patches must be a positive multiple of scale_factor, {scale}"
             )
         self.tile_features: int = (rows // scale) ** 2
         check_settings(checkpoint.json("processor_config.json"), {"image_seq_len": self.tile_features}, where)
         self.image_token, self._fake, self._global = (self._spelled(checkpoint, name) for name in self.tokens)
         if (token := checkpoint.token_id(self.image_token)) != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{where}: image_token_id is {config.image_token_id}, but the tokenizer has {token}"
+                f"{where}: image_token_id is {config.image_token_id}, but the tokenizer's id of {self.image_token!r} "
+                f"is {token}"
             )
 
     def max_tokens(self, kind: Kind) -> int:

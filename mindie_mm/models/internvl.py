@@ -185,7 +185,8 @@ class InternVLProcessor(Processor):
         context, start, end = (checkpoint.token_id(spelled[name]) for name in _TOKENS[:3])
         if context != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{where}: image_token_id is {config.image_token_id}, but the tokenizer has {context}"
+                f"{where}: image_token_id is {config.image_token_id}, but the tokenizer's id of "
+                f"{spelled[_TOKENS[0]]!r} is {context}"
             )
         self.placeholders = {
             "image": Placeholder((), context, ()),
@@ -282,7 +283,10 @@ class InternVLProcessor(Processor):
         """
         indices = stepped(total, count, total / count / 2 if self._shift is True else self._shift)
         if not indices:
-            raise InputError(f"the video has {total} frames, and initial_shift, {self._shift}, skips all of them")
+            raise InputError(
+                f"initial_shift of the checkpoint is {self._shift}, which skips all {total} frames of the video; send "
+                "a longer video"
+            )
         return indices
 
 

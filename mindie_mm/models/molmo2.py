@@ -93,7 +93,8 @@ class Molmo2Processor(Processor):
         patch, column = checkpoint.token_id(_PATCH), checkpoint.token_id("<im_col>")
         if patch != config.image_token_id:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: image_patch_id is {config.image_token_id}, but the tokenizer has {patch}"
+                f"{checkpoint.path}: image_patch_id is {config.image_token_id}, but the tokenizer's id of {_PATCH!r} "
+                f"is {patch}"
             )
         columns: bool = stated.get("image_use_col_tokens", True)
         whole_columns = stated.get("use_single_crop_col_tokens")

@@ -384,8 +384,8 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise LimitExceeded(
-            f"the size is {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} times the "
-            "shorter one"
+            f"the image or video has {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} "
+            "times the shorter one"
         )
     factor, min_pixels, max_pixels = settings.factor, settings.min_pixels, settings.max_pixels
     if settings.total_pixels is not None:

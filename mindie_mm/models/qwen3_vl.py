@@ -97,8 +97,8 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
             height, width = int(height * scale), int(width * scale)
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise LimitExceeded(
-                f"the size is {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} times "
-                "the shorter one"
+                f"the video has {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} times the "
+                "shorter one"
             )
         max_pixels = self._video_pixels(num_frames, settings)
         new_height, new_width = round(height / factor) * factor, round(width / factor) * factor

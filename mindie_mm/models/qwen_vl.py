@@ -480,7 +480,9 @@ def _read_ranks(data: bytes, checkpoint: Checkpoint) -> dict[bytes, int]:
     except ValueError as error:
         raise UnsupportedCheckpoint(f"{checkpoint.path} has an unreadable qwen.tiktoken: {error}") from error
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise UnsupportedCheckpoint(f"{checkpoint.path}: the ranks in qwen.tiktoken are not 0 to {len(ranks) - 1}")
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path}: the ranks in qwen.tiktoken are not the numbers from 0 to {len(ranks) - 1}"
+        )
     return ranks
 
 

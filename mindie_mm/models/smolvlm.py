@@ -1,4 +1,4 @@
-"""SmolVLM: images as in Idefics3, and videos whose frames the prompt introduces with their times.
+"""SmolVLM: images as in Idefics3, and videos. In the prompt, each frame of a video is preceded by its time.
 
 Source: arXiv 2504.05299. Token ids, pixels and logits match transformers' `smolvlm`.
 """
@@ -134,7 +134,9 @@ class SmolVLMProcessor(Idefics3Processor):
         most = options.num_frames or options.max_frames or self._num_frames
         rate = options.fps or self._fps
         if most is None or rate is None:
-            raise InputError("the checkpoint has no fps or no num_frames for sampling videos")
+            raise InputError(
+                "the checkpoint's video settings lack fps or num_frames; give fps and num_frames with the video"
+            )
         count = num_taken(min(round(rate * total / fps), most), video, options, self._limit)
         start, end = 0, total - 1
         if total / fps - 2 * _SKIPPED_S > most * rate:

@@ -41,7 +41,7 @@ def attend(
         key: [1, kv_heads, T, head_dim].
         value: [1, kv_heads, T, head_dim].
         attention_mask: Ignored, because `paged` determines the mask.
-        scaling: Factor of the scores.
+        scaling: Factor by which the attention scores are multiplied.
         paged: The tokens that each row attends to, and the KV cache.
         sliding_window: Maximum number of tokens that a token attends to, counted backwards from the token itself.
             Attention to later tokens of the same bidirectional span is not limited. None means no limit.
@@ -80,7 +80,7 @@ def paged_attention(
         key: [kv_heads, T, head_dim].
         value: [kv_heads, T, value_head_dim].
         paged: The tokens that each row attends to, and the KV cache.
-        scaling: Factor of the scores.
+        scaling: Factor by which the attention scores are multiplied.
         sliding_window: As in `attend`.
 
     Returns:

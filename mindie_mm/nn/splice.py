@@ -51,12 +51,14 @@ class MediaShape:
 
         """
         if ITEM not in view:
-            raise CorruptReference(f"the block holds {', '.join(view)}, but no {ITEM} that describes them")
+            raise CorruptReference(
+                f"the block contains the arrays {', '.join(view)}, but no array {ITEM!r}, which describes them"
+            )
         kind, token, num_features, *grid = view[ITEM].tolist()
         if not 0 <= kind < len(KINDS) or token < 0 or num_features < 1:
             raise CorruptReference(
-                f"the {ITEM} of the block has kind {kind}, token {token} and {num_features} features, which is not "
-                "valid"
+                f"the array {ITEM!r} of the block states kind {kind}, token {token} and {num_features} features, "
+                "which is not valid"
             )
         return cls(KINDS[kind], token, num_features, tuple(grid))
 
@@ -159,12 +161,12 @@ def read_media(
         slots = start + np.flatnonzero((own < 0) | (own == shape.token))
         if len(slots) != shape.num_features:
             raise FeatureCountMismatch(
-                f"the {shape.kind} at token {start} has {len(slots)} placeholder tokens, but "
-                f"{shape.num_features} features"
+                f"the {shape.kind} at token {start} has {len(slots)} placeholder tokens, but {shape.num_features} "
+                "features; the numbers must be equal"
             )
         if not np.array_equal(words[:num_words], slots[:num_words]):
             raise CorruptReference(
-                f"the handle words of the {shape.kind} at token {start} are not in its first placeholder tokens"
+                f"the handle words of the {shape.kind} at token {start} are not at its first placeholder positions"
             )
         items.append(MediaItem(slots, view, shape))
         words = rest

@@ -75,7 +75,7 @@ def _respelled_character(match: re.Match[str], opening: str) -> str:
     if match[5] == "-" and opening != '"':
         return "-"
     if match[4] is not None and match[4] not in _ESCAPES:
-        raise InputError(f"the grammar is not valid GBNF: there is no escape \\{match[4]}")
+        raise InputError(f"the grammar is not valid GBNF: \\{match[4]} is not an escape sequence")
     digits = match[1] or match[2] or match[3]
     code = int(digits, 16) if digits else ord(_ESCAPES[match[4]] if match[4] else match[5])
     return f"\\U{code:08x}"

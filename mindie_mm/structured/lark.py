@@ -22,7 +22,10 @@ _decoder = json.JSONDecoder()
 
 
 def literal(text: str) -> str:
-    """Return a regular expression that matches `text`, or an empty literal."""
+    """Return a regular expression that matches exactly `text`.
+
+    If `text` is empty, return an empty string literal instead.
+    """
     characters = (c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
     return f"/{''.join(characters)}/" if text else '""'
 
@@ -58,7 +61,7 @@ def schema(text: str) -> dict[str, Any]:
     """
     read = json.loads(with_exact_numbers(text))
     if not isinstance(read, dict):
-        raise InputError("the JSON schema is not valid JSON: it is not an object")
+        raise InputError("the JSON schema is not a JSON object")
     style = read.get("x-guidance", {})
     return {**read, "x-guidance": {**_STYLE, **style} if isinstance(style, dict) else style}
 
@@ -77,7 +80,7 @@ def with_exact_schemas(grammar: str) -> str:
         except RecursionError as error:
             raise InputError("the grammar nests too deeply") from error
         except ValueError as error:
-            raise InputError(f"the grammar has a %json that is not valid JSON: {error}") from error
+            raise InputError(f"the text after %json in the grammar is not valid JSON: {error}") from error
         written += " " + json.dumps(schema(grammar[begin:end]))
         at = end
     return written + grammar[at:]

@@ -138,7 +138,7 @@ class TagWriter:
     def _any_text(self, given: Mapping[str, Any]) -> str:
         for limit in ("max_tokens", "max_chars"):
             if given.get(limit) is not None:
-                raise InputError(f"the structural tag has {limit}, which is not supported")
+                raise InputError(f"the structural tag has the key {limit}, which is not supported; remove this key")
         if not (excluded := _texts(given, "excludes", empty=True)):
             return lark.TEXT
         return f"({lark.TEXT} & ~({lark.TEXT} ({lark.any_of(excluded)}) {lark.TEXT}))"

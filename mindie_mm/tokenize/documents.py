@@ -45,7 +45,7 @@ class Pages:
         self._num_documents += 1
         with naming(f"PDF {self._num_documents}"):
             if not limit:
-                raise LimitExceeded("this service reads no PDFs (--max-pdf-pages)")
+                raise LimitExceeded("this service does not accept PDFs (--max-pdf-pages is 0)")
             num_pages = await self._stage.num_pages(document)
             self._num_pages += num_pages
             if self._num_pages > limit:

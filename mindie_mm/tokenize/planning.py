@@ -110,7 +110,10 @@ class Planner:
         if width != self._processor.feature_width:
             raise InputError(f"the embeddings have width {width}; the model needs {self._processor.feature_width}")
         if self._processor.spelling(kind, num_features, source.grid) is None:
-            raise InputError(f"no {kind} of this model has {num_features} features and the grid {source.grid}")
+            raise InputError(
+                f"the embeddings have {num_features} features and the grid {source.grid}, which no {kind} of this "
+                "model can have"
+            )
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             arrays[EMBEDDINGS][...] = array

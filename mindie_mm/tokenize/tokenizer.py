@@ -95,7 +95,9 @@ class Tokenizer:
         if not isinstance(wire, Wire) and wire not in get_args(WireName):
             raise InputError(f"wire is {wire!r}; it must be one of {', '.join(get_args(WireName))}")
         if arena is not None and wire != "native":
-            raise InputError(f"arena is given, but the wire {wire!r} does not use one: every array has its own segment")
+            raise InputError(
+                f"arena is given, but the wire {wire!r} stores every array in its own segment; leave arena out"
+            )
         if decoders and wire != "native":
             raise InputError(f"decoders is {decoders}; it must be 0 with the wire {wire!r}, which has no arena")
         checkpoint, caps = Checkpoint.open(path), caps or MediaCaps()

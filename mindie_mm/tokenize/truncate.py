@@ -29,8 +29,9 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
             start = span.stop + span.tail
     if start >= len(prompt):
         raise ContextLengthExceeded(
-            f"truncation to {max_tokens} tokens would leave nothing of the prompt: its beginning or its last "
-            "media item needs all of them"
+            f"the prompt cannot be truncated to {max_tokens} tokens: only its opening tokens, such as BOS, would be "
+            "left, because nothing else fits or the last media item is too long. Raise the limit, or shorten the "
+            "last media item"
         )
     opening = prompt.ids[first:last] if start > first else prompt.ids[:0]
     cut = start - len(opening)

@@ -105,7 +105,9 @@ class ToolCallParser(Scanner, ABC):
             )
         for tool in tools:
             if tool.name in one_of and not (cls.tool_names.fullmatch(tool.name) and len(tool.name) <= MAX_NAME):
-                raise InputError(f"the tool {tool.name[:MAX_NAME]!r} has a name that this format cannot write")
+                raise InputError(
+                    f"the tool {tool.name[:MAX_NAME]!r} has a name that this tool-call format cannot write"
+                )
         rules = Rules(added_tokens)
         before, between, after = map(rules.text, cls.around)
         repetition = f"({between} call){{0,{MAX_CALLS - 1}}}" if parallel else ""

@@ -81,7 +81,7 @@ class Scanner:
         return self._text[self._at : self._at + length]
 
     def follows(self, *literals: str) -> Step[str]:
-        """Return the first literal with which the unread text begins, or "" if there is none. Read nothing."""
+        """Return the first of `literals` that the unread text starts with, or "" if there is none. Read nothing."""
         while True:
             undecided = False
             for literal in literals:
@@ -97,7 +97,7 @@ class Scanner:
             yield from self.more()
 
     def accept(self, *literals: str) -> Step[str]:
-        """Read and return the first literal with which the unread text begins. If there is none, return ""."""
+        """Read and return the first of `literals` that the unread text starts with. If there is none, return ""."""
         literal = yield from self.follows(*literals)
         self._at += len(literal)
         return literal

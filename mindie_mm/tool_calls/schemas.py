@@ -51,16 +51,16 @@ def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[st
     root = tool.schema
     parts = list(_parts(root, root))
     if len(parts) != 1:
-        raise InputError(f"{where} are a union of {len(parts)} schemas, which this format cannot enforce")
+        raise InputError(f"{where} are a union of {len(parts)} schemas, which this tool-call format cannot enforce")
     (schema,) = parts
     for key in schema:
         if key not in _OF_OBJECTS | _ANNOTATIONS | _DEFINITIONS and not key.startswith("x-"):
-            raise InputError(f"{where} have {reprlib.repr(key)}, which this format cannot enforce")
+            raise InputError(f"{where} use the keyword {reprlib.repr(key)}, which this tool-call format cannot enforce")
     properties = keyword(schema, "properties", Mapping, where) or {}
     required = keyword(schema, "required", list, where) or []
     for name in (*properties, *required):
         if not isinstance(name, str) or not names.fullmatch(name) or len(name) > MAX_NAME:
-            raise InputError(f"{where} have {reprlib.repr(name)}, a name that this format cannot write")
+            raise InputError(f"{where} contain the name {reprlib.repr(name)}, which this tool-call format cannot write")
     definitions = {key: root[key] for key in _DEFINITIONS if key in root}
     return {
         name: ({**(part if isinstance(part, Mapping) else {}), **definitions}, name in required)
@@ -79,7 +79,10 @@ def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     branches: list[dict[str, Any]] = []
     for part in _parts(schema, schema):
         if unfit := part.keys() & {*_CONDITIONS, *_UNIONS, "$ref"}:
-            raise InputError(f"the schema of {where} has {reprlib.repr(min(unfit))}, which this format cannot enforce")
+            raise InputError(
+                f"the schema of {where} uses the keyword {reprlib.repr(min(unfit))}, which this tool-call format "
+                "cannot enforce"
+            )
         values = [part["const"]] if "const" in part else keyword(part, "enum", list, where)
         kind = part.get("type")
         if values is not None:
@@ -89,7 +92,7 @@ def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind or not part.keys() - _ANNOTATIONS - _DEFINITIONS:
             branches.append({"type": "string", **part, **definitions})
         else:
-            raise InputError(f"the schema of {where} has no type, which this format requires")
+            raise InputError(f"the schema of {where} has no type, which this tool-call format requires")
     if not branches:
         raise InputError(f"the schema of {where} allows no value")
     return branches

@@ -53,7 +53,9 @@ class TypedTextParser(ToolCallParser, ABC):
         )
         if "const" in branch:
             if is_string and any(tag in value for tag in cls.excluded):
-                raise InputError(f"the parameter {name!r} has the value {value!r}, which this format cannot write")
+                raise InputError(
+                    f"the parameter {name!r} has the value {value!r}, which this tool-call format cannot write"
+                )
             return rules.text(before + (value if is_string else json.dumps(value, ensure_ascii=False)) + after)
         if is_string:
             return f"{rules.text(before)} {rules.raw(branch, after, cls.excluded)}"

@@ -117,7 +117,7 @@ async def generate(
                     append(msgspec.json.encode(answer) + b"\n")
                     done += 1
             except _ENGINE_FAILED as error:
-                raise type(error)(f"{error}. {done} of {stop} rows are answered") from error
+                raise type(error)(f"{error}. {done} of {stop} rows were answered before the failure") from error
     return stop, errors
 
 

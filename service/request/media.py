@@ -199,7 +199,7 @@ class MediaPolicy:
         """
         folder = self.config.allowed_media_dir
         if folder is None:
-            raise MediaError("this service does not read files (--allowed-media-dir)")
+            raise MediaError("this service does not read files, because --allowed-media-dir is not set")
         if len(path) > _MAX_PATH or "\0" in path:
             raise MediaError(f"the path has a NUL character or more than {_MAX_PATH} characters")
         refused = MediaError("there is no such file in the allowed media folder")

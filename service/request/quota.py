@@ -82,8 +82,8 @@ def room_to_spool() -> Iterator[None]:
     except (OSError, SharedMemoryError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         reason = cause.strerror if isinstance(cause, OSError) else None
-        _log.warning("the spool cannot be written: %s", error)
-        raise SpoolFull(f"the spool cannot be written: {reason or 'its folder cannot be used'}") from error
+        _log.warning("the service cannot write to the spool: %s", error)
+        raise SpoolFull(f"the service cannot write to the spool: {reason or 'see the log of the service'}") from error
 
 
 class SpoolProbe:
@@ -101,7 +101,9 @@ class SpoolProbe:
             writing = self._writing = asyncio.ensure_future(self._threads.run(self._write))
         done, _ = await asyncio.wait([writing], timeout=PROBE_S)
         if not done:
-            raise SpoolFull(f"the spool cannot be written: its file system has not responded for {PROBE_S:g} s")
+            raise SpoolFull(
+                f"the service cannot write to the spool: its file system has not responded for {PROBE_S:g} s"
+            )
         with room_to_spool():
             writing.result()
 

@@ -85,17 +85,19 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     service = incoming.service
     service.check_model(body.model)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
-        raise InputError("give exactly one of prompt, messages and inputs")
+        raise InputError("the request must have exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
         raise InputError(f"chat_template is {body.chat_template}, which requires inputs", param="chat_template")
     if body.add_special_tokens and body.inputs is not None:
         message = f"add_special_tokens is {body.add_special_tokens}, which is not supported with inputs"
         raise InputError(message, param="add_special_tokens")
     if body.continue_final_message and body.messages is None:
-        raise InputError("continue_final_message is true, which needs messages", param="continue_final_message")
+        raise InputError("continue_final_message is true, which requires messages", param="continue_final_message")
     defaults = media_defaults(body.mm_processor_kwargs, body.media_io_kwargs)
     if defaults and body.messages is None:
-        raise InputError("mm_processor_kwargs and media_io_kwargs need messages; give an item its own options")
+        raise InputError(
+            "mm_processor_kwargs and media_io_kwargs require messages; with inputs, give each item its own options"
+        )
     use = ToolUse.of(body.tools, body.tool_choice, None)
     if body.messages is None:
         messages = None

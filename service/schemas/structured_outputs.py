@@ -18,8 +18,8 @@ _ABSENT = BeforeValidator(lambda given: None if given in (False, "", []) else gi
 
 Text = Annotated[str | None, _ABSENT]
 Choice = Annotated[Array[str] | None, _ABSENT]
-Schema = Annotated[dict[str, Any] | str | None, must_be("a JSON schema, as an object or as a text"), _ABSENT]
-Tag = Annotated[dict[str, Any] | str | None, must_be("a structural tag, as an object or as a text"), _ABSENT]
+Schema = Annotated[dict[str, Any] | str | None, must_be("a JSON schema, as an object or a string"), _ABSENT]
+Tag = Annotated[dict[str, Any] | str | None, must_be("a structural tag, as an object or a string"), _ABSENT]
 
 
 _OPTIONS = frozenset({"type", "name", "description", "strict"})
@@ -88,10 +88,13 @@ class ResponseFormat(Closed):
         own = self.places[self.type]
         for name in fields:
             if name not in own or len(fields) > 1:
-                raise InputError(f"response_format is {self.type!r} and has a {' and a '.join(fields)}")
+                raise InputError(
+                    f"response_format.type is {self.type!r}, and response_format has {' and '.join(fields)}; with "
+                    f"this type, give only {' or '.join(own) or 'type'}"
+                )
         ((_, value),) = fields.items() or (("", None),)
         if value is None and self.type not in ("text", "json_object"):
-            raise InputError(f"response_format is {self.type!r} and has no {' or '.join(own)}")
+            raise InputError(f"response_format.type is {self.type!r}, which requires the field {' or '.join(own)}")
         return self._of(value, close=close or bool(self.strict))
 
     def _of(self, value: Any, *, close: bool) -> StructuredOutputs | None:
@@ -99,7 +102,7 @@ class ResponseFormat(Closed):
             return None if self.type == "text" else _ANY_OBJECT
         if self.type in ("regex", "grammar"):
             if not isinstance(value, str):
-                raise InputError(f"response_format is {self.type!r}, so its value must be a text")
+                raise InputError(f"response_format.type is {self.type!r}, so its value must be a string")
             return StructuredOutputs(regex=value) if self.type == "regex" else StructuredOutputs(grammar=value)
         if isinstance(value, dict) and isinstance(value.get("schema"), dict):
             value = NamedSchema(schema=value["schema"], strict=value.get("strict") is True)
@@ -137,7 +140,10 @@ class StructuredOutputsBody(Closed):
 
 
 class StructureFields(Settings):
-    """The fields in which the clients of different servers describe structured outputs."""
+    """Request fields for structured outputs.
+
+    The fields include those that clients of vLLM, SGLang, llama.cpp and text-generation-inference send.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
@@ -201,7 +207,7 @@ def _of_grammar(given: str | dict[str, Any], *, close: bool) -> StructuredOutput
         return None
     kind, value = given.get("type"), given.get("value")
     if kind not in ("json", "json_object", "json_schema", "regex") or not isinstance(value, dict | str):
-        raise InputError('grammar must be a text, or an object with "type" "json" or "regex" and a "value"')
+        raise InputError('grammar must be a string, or an object with "type" "json" or "regex" and a "value"')
     return ResponseFormat.model_validate({"type": kind, "value": value}).wanted(close=close)
 
 

@@ -44,7 +44,7 @@ class ToolUse:
         mode, name, allowed = _choice(tool_choice)
         if not tools and mode == "required":
             raise InputError(
-                f"tool_choice is {_shown(tool_choice)}, but there are no tools; send tools or leave it out",
+                f"tool_choice is {_shown(tool_choice)}, but there are no tools; send tools, or leave tool_choice out",
                 param="tool_choice",
             )
         for one in allowed if allowed is not None else filter(None, [name]):
@@ -88,7 +88,7 @@ def _require_names(names: Sequence[str]) -> None:
     for index, name in enumerate(names):
         where = f"tools[{index}].function.name"
         if not name or len(name) > MAX_NAME:
-            raise InputError(f"{where} has {len(name)} characters; give 1 to {MAX_NAME}", param="tools")
+            raise InputError(f"{where} has {len(name)} characters; it must have 1 to {MAX_NAME}", param="tools")
         if not name.isprintable():
             raise InputError(f"{where} is {name!r}, which has characters that cannot be printed", param="tools")
         if name in seen:

@@ -44,5 +44,8 @@ def pass_over_fields(names: Collection[str], *, strict: bool) -> None:
     for name in names:
         if strict:
             shown = name[:_MAX_SHOWN]
-            raise InputError(f"the request has the unknown field {shown!r}, and this service is strict", param=shown)
+            raise InputError(
+                f"the request has the unknown field {shown!r}; this service refuses unknown fields (--strict)",
+                param=shown,
+            )
         warn_once(name, "a request")

@@ -176,7 +176,7 @@ LARGE: dict[str, tuple[Opened, Make, str]] = {
     "programs of a transport stream": (
         EncodedVideo.open,
         lambda: transport(lists(480)),
-        "repeats its program list more often than the limit of 32 times",
+        "changes its program list more often than the limit of 32 times",
     ),
 }
 

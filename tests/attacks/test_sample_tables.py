@@ -62,7 +62,7 @@ BYPASSES = {
     "named by an index": (lambda: clips.fragment_in_data(STATED), f"declares {STATED + 4} samples"),
     "past the index's end": (lambda: clips.past_the_end(STATED), f"declares {STATED} samples"),
     "a group": (lambda: clips.grouped(STATED), "declares 200000"),
-    "edits": (lambda: clips.edited(8000), "declares 8000 edits of 2000 samples"),
+    "edits": (lambda: clips.edited(8000), "declares 8000 edits and 2000 samples"),
 }
 
 

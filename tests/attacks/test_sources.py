@@ -77,7 +77,7 @@ SPELLED = [
     ("http://127.0.0.1/x y.png", "white space or a control character"),
     ("http://127.0.0.1:99999/", "cannot be parsed"),
     ("http://[::1/x.png", "cannot be parsed"),
-    ("http://127.0.0.1:0/x.png", "port 0"),
+    ("http://127.0.0.1:0/x.png", "its port is 0"),
     ("http:///x.png", "has no host"),
     ("http://xn--/x.png", "cannot be parsed"),
     ("http://a.xn--.example/x.png", "cannot be parsed"),

@@ -157,7 +157,9 @@ def test_an_engine_that_fails_every_request_ends_the_run_without_row_errors(
     ended = generate(folder, tmp_path / "out.jsonl")
     assert ended.exit_code == 3
     assert "Error: the step failed: Broken. " in ended.stderr
-    assert ended.stderr.endswith(" of 6 rows are answered. Fix that, then run the same command again to continue\n")
+    assert ended.stderr.endswith(
+        " of 6 rows were answered before the failure. Fix that, then run the same command again to continue\n"
+    )
     begun = (tmp_path / "out.jsonl").read_bytes()
     assert whole.startswith(begun)
     assert len(begun.splitlines()) < int(POISON) + 1
@@ -179,7 +181,9 @@ def test_an_engine_that_does_not_restart_ends_the_run(
     ended = generate(folder, tmp_path / "out.jsonl")
     assert ended.exit_code == 3
     assert "it was not restarted within 0.5 s. " in ended.stderr
-    assert ended.stderr.endswith(" of 6 rows are answered. Fix that, then run the same command again to continue\n")
+    assert ended.stderr.endswith(
+        " of 6 rows were answered before the failure. Fix that, then run the same command again to continue\n"
+    )
     assert whole.startswith((tmp_path / "out.jsonl").read_bytes())
 
 

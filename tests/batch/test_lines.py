@@ -93,7 +93,7 @@ def test_concatenated_tables_are_refused(num_rows: int, tmp_path: Path) -> None:
     (source,) = settings(path).sources(tmp_path)
     source.check()
     path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(InputError, match=r"rows\.parquet is several concatenated Parquet files"):
+    with pytest.raises(InputError, match=r"rows\.parquet contains several concatenated Parquet files"):
         run(settings(path), tmp_path / "run")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
     (source,) = settings(path).sources(tmp_path)

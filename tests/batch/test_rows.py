@@ -142,13 +142,19 @@ def test_a_tar_row_prefers_the_json_and_text_files_of_its_own_name(tmp_path: Pat
     [
         ({"1.json": b'{"text": ["a"]}', "1.jpg": PICTURE}, "the text in 1.json is list; it must be a string"),
         ({"1.json": b'{"text": "a", "prompt": "b"}', "1.jpg": PICTURE}, "1.json has both text and prompt"),
-        ({"1.json": b'{"text": "a", "documents": [1]}', "1.jpg": PICTURE}, "the row has documents, which is not"),
+        (
+            {"1.json": b'{"text": "a", "documents": [1]}', "1.jpg": PICTURE},
+            "the row has the key documents, which is not",
+        ),
         ({"1.json": b'"a"', "1.jpg": PICTURE}, "the row is str; it must be an object or a list"),
         ({"1.json": b"null", "1.jpg": PICTURE}, "the row is NoneType"),
         ({"1.json": b"[", "1.jpg": PICTURE}, "1.json is not JSON"),
-        ({"1.a.txt": b"a", "1.b.txt": b"b", "1.jpg": PICTURE}, r"1 has the texts \['1.a.txt', '1.b.txt'\]; one of"),
-        ({"1.txt": b"{media} {media}", "1.jpg": PICTURE}, "the text of 1 has {media} 2 times; the limit is 1"),
-        ({"1.meta.json": b'{"text": "a"}'}, r"1 has no media file, only \['.json'\]"),
+        (
+            {"1.a.txt": b"a", "1.b.txt": b"b", "1.jpg": PICTURE},
+            r"1 has the text files \['1.a.txt', '1.b.txt'\]; rename one of",
+        ),
+        ({"1.txt": b"{media} {media}", "1.jpg": PICTURE}, "the text of the row 1 has {media} 2 times; the limit is 1"),
+        ({"1.meta.json": b'{"text": "a"}'}, r"the row 1 has no media file; its files have the extensions \['.json'\]"),
     ],
 )
 def test_tar_files_that_form_no_valid_row_are_refused(members: dict[str, bytes], why: str, tmp_path: Path) -> None:
@@ -252,15 +258,15 @@ def test_tools_of_a_table_are_the_same_without_nulls(handy: str, tmp_path: Path)
 
 REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS}, "not supported: the model's chat template does not use tools"),
-    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice must be 'auto' or 'none'"),
+    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice is 'required'; it must be 'auto' or 'none'"),
     ({"tools": 5}, "the row's tools: the value must be a list"),
     ({"tools": ["weigh"]}, "the row's tools: [0] must be an object"),
     ({"tools": "weigh"}, "the row's tools is not JSON"),
     ({"add_generation_prompt": 1}, "the row's add_generation_prompt: the value must be true or false"),
     ({"chat_template_kwargs": []}, "the row's chat_template_kwargs: the value must be an object"),
     ({"chat_template_kwargs": {"conversation": 1}}, "chat_template_kwargs must not contain 'conversation'"),
-    ({"continue_final_message": True}, "the row has continue_final_message, which is not supported"),
-    ({"functions": TOOLS}, "the row has functions, which is not supported"),
+    ({"continue_final_message": True}, "the row has the key continue_final_message, which is not supported"),
+    ({"functions": TOOLS}, "the row has the key functions, which is not supported"),
 ]
 
 
@@ -289,7 +295,7 @@ def test_fields_that_would_change_the_prompt_are_refused(name: str, harmless: tu
     for row in rows:
         for off in harmless:
             assert parsed(row | {name: off}) == parsed(row)
-        with pytest.raises(InputError, match=f"the row has {name}, which is not supported"):
+        with pytest.raises(InputError, match=f"the row has the key {name}, which is not supported"):
             parsed(row | {name: {"a": 1}})
 
 
@@ -390,11 +396,23 @@ def test_an_empty_medium_is_refused(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"id": 1, "image": "0.jpg", "conversations": []}, r"no text, and \['conversations'\].* id,image to read"),
-        ({"images": ["0.jpg"], "texts": [{"user": "q"}]}, r"media, no text, and \['texts'\], which would be ignored"),
-        ({"video": "0.mp4", "question": "q", "answers": []}, r"media, no text, and \['answers', 'question'\]"),
-        ({"file_name": "0.jpg", "text": "q"}, r"a text, no media, and \['file_name'\].* text to read"),
-        ({"prompt": "q", "image_path": "0.jpg", "source": "web"}, r"no media, and \['image_path'\].* prompt to read"),
+        (
+            {"id": 1, "image": "0.jpg", "conversations": []},
+            r"no text, and its keys \['conversations'\].* id,image to read",
+        ),
+        (
+            {"images": ["0.jpg"], "texts": [{"user": "q"}]},
+            r"media but no text, and its keys \['texts'\] would be ignored",
+        ),
+        (
+            {"video": "0.mp4", "question": "q", "answers": []},
+            r"media but no text, and its keys \['answers', 'question'\]",
+        ),
+        ({"file_name": "0.jpg", "text": "q"}, r"a text but no media, and its keys \['file_name'\].* text to read"),
+        (
+            {"prompt": "q", "image_path": "0.jpg", "source": "web"},
+            r"no media, and its keys \['image_path'\].* prompt to read",
+        ),
     ],
 )
 def test_half_a_prompt_is_refused_unless_its_columns_are_selected(
@@ -423,7 +441,7 @@ def test_extra_fields_beside_a_whole_prompt_are_ignored() -> None:
 
 def test_a_tar_row_whose_json_names_its_text_differently_needs_a_template(tmp_path: Path) -> None:
     path = packed_json(tmp_path / "c.tar", "1", {"caption": "a cat", "width": 4})
-    with pytest.raises(InputError, match=r"1 has media, no text, and \['caption', 'width'\] in its \.json"):
+    with pytest.raises(InputError, match=r"1 has media but no text, and the keys \['caption', 'width'\] in its \.json"):
         rows_of(path)
     (record,) = open_source(path, ()).records(0, path.stat().st_size)
     assert parse(record, tmp_path, "What?") == Row([Media("image", PICTURE), Text("What?")])

@@ -43,7 +43,7 @@ def test_a_path_that_is_not_utf_8_is_refused(name: str) -> None:
 
 
 def test_truncate_needs_max_tokens() -> None:
-    with pytest.raises(InputError, match="truncate needs max_tokens"):
+    with pytest.raises(InputError, match="truncate requires max_tokens"):
         Settings(model="", inputs=("-",), truncate=True)
 
 

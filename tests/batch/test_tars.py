@@ -112,7 +112,7 @@ def test_a_compressed_file_fails_its_row(tmp_path: Path) -> None:
     for name in ("0.json.gz", "0.txt.zst", "0.PNG.GZ"):
         source = opened(packed(tmp_path / "t.tar", [("0.jpg", PICTURE), (name, b"\x1f\x8b")]))
         ((_, start, stop),) = source.cut(1)
-        with pytest.raises(InputError, match=f"0 has {name}, which is compressed"):
+        with pytest.raises(InputError, match=f"the row 0 has the compressed file {name}"):
             parse(next(iter(source.records(start, stop))), tmp_path, "")
 
 

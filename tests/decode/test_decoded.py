@@ -190,7 +190,7 @@ def test_videos_with_a_wrong_packet_count_are_planned_again(pair: Pair) -> None:
         ({"image": "/no/such.jpg"}, "media item 1 (image): there is no file /no/such.jpg"),
         ({"image": b"junk"}, "media item 1 (image): the 4 bytes cannot be read as an image"),
         ({"image": encoded(CAT)[:3000]}, "media item 1 (image): the JPEG image of 150x120 pixels is broken"),
-        ({"image": encoded(photograph(size=(401, 2)))}, "media item 1 (image): the size is 401x2 pixels"),
+        ({"image": encoded(photograph(size=(401, 2)))}, "media item 1 (image): the image or video has 401x2 pixels"),
         ({"video": [encoded(CAT), b"junk"]}, "media item 1 (video): frame 1: the 4 bytes cannot be read as an image"),
         ({"audio": b"sound"}, "does not accept audio"),
         ({"image": encoded(CAT), "num_frames": 3}, ""),

@@ -110,8 +110,8 @@ async def test_a_stop_token_id_ends_the_answer(engine):
         (PROMPT, SamplingParams(temperature=-1), InputError, "temperature is -1"),
         (PROMPT, SamplingParams(stop=5), InputError, r"stop is 5: it must be a list, not an integer"),
         (PROMPT, SamplingParams(temperature=None), InputError, r"temperature must be a number, not null"),
-        (PROMPT, SamplingParams(bad_words=("a",)), InputError, "bad_words is text, .* give bad_token_ids"),
-        (PROMPT, SamplingParams(allowed_token_ids=(5,), bad_token_ids=((5,),)), InputError, "leave no token"),
+        (PROMPT, SamplingParams(bad_words=("a",)), InputError, "bad_words is set, .* give bad_token_ids"),
+        (PROMPT, SamplingParams(allowed_token_ids=(5,), bad_token_ids=((5,),)), InputError, "exclude every token"),
     ],
     ids=[
         "too long",

@@ -117,8 +117,8 @@ def test_non_finite_logits_fail_only_their_own_rows(model, number):
 @pytest.mark.parametrize(
     ("array", "grid", "message"),
     [
-        (torch.full((2, 3), torch.nan).numpy(), (), "contain non-finite values"),
-        (torch.full((2, 3), torch.inf).numpy(), (), "contain non-finite values"),
+        (torch.full((2, 3), torch.nan).numpy(), (), "contain infinite values or NaN"),
+        (torch.full((2, 3), torch.inf).numpy(), (), "contain infinite values or NaN"),
         (torch.zeros(2, 3).numpy(), (1.0, 2, 2), r"grid is \(1.0, 2, 2\); it must contain only integers"),
         (torch.zeros(2, 3), (), "must be a numpy array"),
     ],

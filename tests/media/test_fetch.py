@@ -259,10 +259,13 @@ async def test_decodes_the_named_content_encodings(server: str, name: str) -> No
         ("br", "content encoding br; only gzip and deflate are supported"),
         ("gzip, zstd", "content encoding zstd"),
         ("too often", "4 content encodings; the limit is 3"),
-        ("a gzip bomb", "gzip that decodes to more bytes than the limit of 1048576 for one item"),
-        ("a deflate bomb", "deflate that decodes to more bytes than the limit of 1048576 for one item"),
-        ("a nested gzip bomb", "gzip that decodes to more bytes than the limit of 1048576 for one item"),
-        ("a bomb that decodes to little", "deflate that decodes to more bytes than the limit of 1048576 for one item"),
+        ("a gzip bomb", "gzip body that decodes to more bytes than the limit of 1048576 for one item"),
+        ("a deflate bomb", "deflate body that decodes to more bytes than the limit of 1048576 for one item"),
+        ("a nested gzip bomb", "gzip body that decodes to more bytes than the limit of 1048576 for one item"),
+        (
+            "a bomb that decodes to little",
+            "deflate body that decodes to more bytes than the limit of 1048576 for one item",
+        ),
         ("a gzip of empty members", f"gzip body has {MAX_MEMBERS + 1} members; the limit is {MAX_MEMBERS}"),
     ],
 )

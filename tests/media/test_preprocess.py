@@ -30,7 +30,7 @@ def test_output_size_is_known_if_all_pictures_become_one_size(steps, expected):
 
 
 @pytest.mark.parametrize(
-    ("size", "named"), [(None, "several sizes"), ((20, 30), r"\(20, 30\), but the tower takes squares of 20")]
+    ("size", "named"), [(None, "several sizes"), ((20, 30), r"\(20, 30\), but the tower takes images of 20x20")]
 )
 def test_an_output_size_other_than_the_towers_is_refused(size, named):
     check_output_size((20, 20), 20, "here")

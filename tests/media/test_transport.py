@@ -14,7 +14,7 @@ from mindie_mm.media.video.encoded_video import CONTAINERS, EncodedVideo
 from tests.media_samples import encode_video, moving_frames
 from tests.transport_samples import EMPTY, PACKET_BYTES, begun, listed, lists, spaced
 
-MESSAGE = f"^the container repeats its program list more often than the limit of {MAX_LISTS} times$"
+MESSAGE = f"^the container changes its program list more often than the limit of {MAX_LISTS} times$"
 
 
 @pytest.fixture(scope="module")

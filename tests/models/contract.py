@@ -208,7 +208,10 @@ class Reference:
 
 
 class Remembered:
-    """Cache of a reference's logits and tokens. Many tests compare with the results for the same items."""
+    """Cache of a reference's logits and tokens.
+
+    Many tests need the reference's results for the same items, so each result is computed only once.
+    """
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
@@ -617,7 +620,7 @@ class FamilyContract:
                 for height, columns in ((rows, width + 1), (rows, width - 1), (rows - 1, width), (rows + 1, width)):
                     if height:
                         features = Embeddings(np.zeros((height, columns), np.float32), shape.grid)
-                        with pytest.raises(InputError, match=r"have width|no .* of this model has .* features"):
+                        with pytest.raises(InputError, match=r"have width|which no .* of this model can have"):
                             tokenizer.tokenize([{kind: features}], path_file)
                 with pytest.raises(InputError, match="must be a numpy array"):
                     Embeddings(np.zeros((1, rows, width), np.float32), shape.grid)

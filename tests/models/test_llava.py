@@ -141,7 +141,7 @@ class TestLlava(FamilyContract):
             ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor", "do_pad": True}, "do_pad is True"),
             ("processor_config", {"patch_size": 14}, "patch_size is 14"),
             ("processor_config", {"num_additional_image_tokens": 0}, "num_additional_image_tokens is 0"),
-            ("config", {"vision_config": {"model_type": "pixtral"}}, "the tower is 'pixtral'"),
+            ("config", {"vision_config": {"model_type": "pixtral"}}, "vision_config.model_type is 'pixtral'"),
             ("config", {"vision_feature_select_strategy": "some"}, "vision_feature_select_strategy"),
         ],
         ids=str,

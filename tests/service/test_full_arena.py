@@ -145,6 +145,6 @@ def test_prompts_that_exceed_the_arena_together_are_refused_at_once(narrow: Runn
         assert held.result().status_code == 200
     assert together.status_code == 400
     assert together.json() == alone.json()
-    message = f"the request's media take {5 * BLOCK_BYTES} bytes of shared memory; the arena has {4 * BLOCK_BYTES}"
+    message = f"the request's media take {5 * BLOCK_BYTES} bytes of shared memory; the arena has only {4 * BLOCK_BYTES}"
     assert message in together.json()["error"]["message"]
     assert metric(narrow, "shm_waits_total") == waits

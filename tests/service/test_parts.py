@@ -125,7 +125,7 @@ def test_options_for_all_media_are_those_of_each(
         ({"mm_processor_kwargs": {"k" * 10_000: 1}}, "which is not supported"),
         ({"media_io_kwargs": {"image": {"mode": "L"}}}, "media_io_kwargs has the key 'image'"),
         ({"media_io_kwargs": {"video": {"video_backend": "x"}}}, "video has the key 'video_backend'"),
-        ({"media_io_kwargs": {"video": {"num_frames": -1}}}, "num_frames is -1, which takes all frames"),
+        ({"media_io_kwargs": {"video": {"num_frames": -1}}}, "num_frames is -1, which would select all frames"),
         ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "num_frames is 0"),
         (
             {"media_io_kwargs": {"video": {"fps": 1}}, "mm_processor_kwargs": {"num_frames": 4}},

@@ -63,10 +63,13 @@ def test_the_spool_must_hold_at_least_one_request() -> None:
 async def test_a_full_disk_is_reported_as_spool_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "image").mkdir()
     (tmp_path / "image/1.bin").symlink_to("/dev/full")
-    with pytest.raises(SpoolFull, match="the spool cannot be written: No space left on device"), room_to_spool():
+    with (
+        pytest.raises(SpoolFull, match="the service cannot write to the spool: No space left on device"),
+        room_to_spool(),
+    ):
         await MediaPolicy(ServiceConfig()).spool([of_size(9)], tmp_path)
     assert [record.getMessage() for record in caplog.records] == [
-        "the spool cannot be written: [Errno 28] No space left on device"
+        "the service cannot write to the spool: [Errno 28] No space left on device"
     ]
 
 
@@ -93,7 +96,7 @@ def test_any_error_of_the_spool_is_reported_without_its_path(number: int, caplog
         wrapping = os_errors_as(SharedMemoryError, "/the/spool") if wrapped else nullcontext()
         with pytest.raises(SpoolFull) as raised, room_to_spool(), wrapping:
             raise OSError(number, os.strerror(number), "/the/spool/x")
-        assert str(raised.value) == f"the spool cannot be written: {os.strerror(number)}"
+        assert str(raised.value) == f"the service cannot write to the spool: {os.strerror(number)}"
     assert all("/the/spool" in record.getMessage() for record in caplog.records)
 
 
@@ -104,7 +107,7 @@ async def test_a_spool_that_is_not_a_folder_is_reported_as_full(tmp_path: Path) 
     with pytest.raises(SpoolFull, match="File exists"):
         await SpoolProbe(tmp_path / "file").check()
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(SpoolFull, match="its folder cannot be used"):
+    with pytest.raises(SpoolFull, match="see the log of the service"):
         await SpoolProbe(tmp_path / "link").check()
     await SpoolProbe(tmp_path / "new").check()
     assert list((tmp_path / "new").iterdir()) == []
@@ -172,7 +175,7 @@ def test_a_read_only_file_system_fails_media_requests_until_it_is_writable(
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"
             error = answer.json()["error"]
-            assert error["message"] == "the spool cannot be written: Read-only file system"
+            assert error["message"] == "the service cannot write to the spool: Read-only file system"
             assert error["type"] == "ServiceUnavailableError"
         assert ask(text).status_code == 200
         remount("rw")

@@ -199,11 +199,17 @@ def test_null_equals_an_absent_key(http: Any, given: dict[str, Any]) -> None:
     ("given", "message"),
     [
         ({"type": "json_object", "scheme": SCENE}, "response_format.scheme: Extra inputs"),
-        ({"type": "json_schema", "schema": SCENE, "value": SCENE}, "is 'json_schema' and has a schema and a value"),
-        ({"type": "regex", "schema": SCENE}, "is 'regex' and has a schema"),
-        ({"type": "regex", "value": SCENE}, "its value must be a text"),
-        ({"type": "json_object", "json_schema": {"schema": SCENE}}, "is 'json_object' and has a json_schema"),
-        ({"type": "text", "json_schema": {"schema": SCENE}}, "is 'text' and has a json_schema"),
+        (
+            {"type": "json_schema", "schema": SCENE, "value": SCENE},
+            "is 'json_schema', and response_format has schema and value",
+        ),
+        ({"type": "regex", "schema": SCENE}, "is 'regex', and response_format has schema"),
+        ({"type": "regex", "value": SCENE}, "its value must be a string"),
+        (
+            {"type": "json_object", "json_schema": {"schema": SCENE}},
+            "is 'json_object', and response_format has json_schema",
+        ),
+        ({"type": "text", "json_schema": {"schema": SCENE}}, "is 'text', and response_format has json_schema"),
         ({"type": "json_schema", "json_schema": {"name": "x", "json_schema": SCENE}}, "json_schema.json_schema: Extra"),
     ],
 )

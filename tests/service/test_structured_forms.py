@@ -167,7 +167,7 @@ async def test_a_batch_gives_the_same_as_each_alone(service: RunningService, ans
         ({"structured_outputs": {}}, "structured_outputs", "has none; give exactly one of json, regex"),
         ({"structured_outputs": {"whitespace_pattern": " ", "regex": "a"}}, "structured_outputs", "whitespace_pattern"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs", "must be a JSON schema"),
-        ({"guided_json": 5}, "guided_json", "must be a JSON schema, as an object or as a text"),
+        ({"guided_json": 5}, "guided_json", "must be a JSON schema, as an object or a string"),
         ({"guided_json": "{"}, "guided_json", "not valid JSON"),
         ({"guided_choice": "one"}, "guided_choice", "list"),
         ({"guided_choice": [1]}, "guided_choice", "string"),

@@ -190,7 +190,7 @@ WIDE = {"type": "object", "properties": {f"field_{i}": {"enum": [f"{i} {j}" for 
     ("tools", "param", "message"),
     [
         ([tool(f"tool_{i}") for i in range(1000)], "tools", "Offer fewer tools"),
-        ([tool("a" * 10_000)], "tools", "has 10000 characters; give 1 to 256"),
+        ([tool("a" * 10_000)], "tools", "has 10000 characters; it must have 1 to 256"),
         ([tool("")], "tools", "has 0 characters"),
         ([tool("a\0b")], "tools", "cannot be printed"),
         ([tool("a\ud800")], None, ""),

@@ -184,7 +184,7 @@ def test_a_digest_has_16_to_64_bytes(arena: Arena, size: int) -> None:
         ({f"a{i}": ArraySpec((1,), "bool") for i in range(65)}, "65 arrays; it must have 1 to 64"),
         ({"": ArraySpec((1,), "bool")}, "0 bytes; it must have 1 to 255"),
         ({"n" * 256: ArraySpec((1,), "bool")}, "256 bytes; it must have 1 to 255"),
-        ({"x": ArraySpec((1 << 20,), "uint8")}, "block has [0-9]+ bytes; the arena has 1048576"),
+        ({"x": ArraySpec((1 << 20,), "uint8")}, "block has [0-9]+ bytes; the limit is 1048576"),
         ({"x": ArraySpec((1 << 41,), "uint8")}, "limit is 47"),
     ],
 )

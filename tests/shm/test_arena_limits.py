@@ -168,7 +168,7 @@ def test_an_impossible_request_is_refused_while_others_wait(arena: Arena, tmp_pa
     waiting.start()
     while not arena._line.tickets:
         threading.Event().wait(0.001)
-    with pytest.raises(LimitExceeded, match="the arena has 1048576"):
+    with pytest.raises(LimitExceeded, match="the limit is 1048576"):
         arena.allocate({"x": ArraySpec((2 * MiB,), "uint8")}, path_file=None)
     with pytest.raises(LimitExceeded, match="a request may hold at most 524288"):
         arena.allocate({"x": ArraySpec((900 * 1024,), "uint8")}, path_file=tmp_path / "shm_name.txt")

@@ -61,7 +61,10 @@ def _takes_a_lock(frame: FrameType) -> bool:
 
 
 def interrupted(work: Callable[[], None], number: int) -> bool:
-    """Run `work` and raise Interrupt after `number` lines. Return whether `work` has that many lines."""
+    """Run `work`, and interrupt it after `number` lines of the arena's code. The exception is caught.
+
+    Return False if `work` ended before the interrupt.
+    """
     before = sys.gettrace()
     sys.settrace(InterruptAt(number))
     try:

@@ -517,7 +517,7 @@ def test_damaged_lines_do_not_keep_segments_from_being_released(path_file):
     other = create_shm(100, path_file)
     path_file.write_bytes(b"psm_abCD123\n" + path_file.read_bytes() + b"\x00\npsm_12345678")
     with pytest.raises(
-        CorruptReference, match=r"3 lines are not references \(line 1, 4, 5\); the other 2 were released"
+        CorruptReference, match=r"3 lines are not references \(line 1, 4, 5\); the other 2 references were released"
     ):
         release(path_file)
     assert not (SHM / segment.name).exists()

@@ -87,7 +87,9 @@ def test_an_invalid_line_is_reported_and_the_other_lines_are_released(
     with path_file.open("ab") as file:
         file.write(line)
     publish(arena, path_file)
-    with pytest.raises(CorruptReference, match=r"1 lines are not references \(line 2\); the other 2 were released"):
+    with pytest.raises(
+        CorruptReference, match=r"1 lines are not references \(line 2\); the other 2 references were released"
+    ):
         release(path_file)
     assert arena.num_blocks == 0
 

@@ -126,7 +126,7 @@ class StoreContract:
     def test_a_spec_that_is_not_an_array_is_refused(
         self, store: Arena | DiskArena, specs: dict[str, ArraySpec]
     ) -> None:
-        with pytest.raises(InputError, match="must map a name to an ArraySpec"):
+        with pytest.raises(InputError, match="must have a string as its name and an ArraySpec"):
             store.allocate(specs, path_file=None)
 
     def test_a_closed_store_refuses_allocation(self, store: Arena | DiskArena) -> None:

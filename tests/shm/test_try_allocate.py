@@ -82,8 +82,8 @@ def test_holes_between_blocks_count_as_room(arena: Arena, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        ((65,), "take 266240 bytes of shared memory; the arena has 262144 .--arena-bytes."),
-        ((32, 33), "the arena has 262144"),
+        ((65,), "take 266240 bytes of shared memory; the arena has only 262144 bytes .--arena-bytes."),
+        ((32, 33), "the arena has only 262144"),
         ((49,), "a request may hold at most 196608 bytes of an arena"),
         ((24, 25), "a request may hold at most 196608 bytes of an arena"),
     ],

@@ -61,7 +61,7 @@ def test_texts(takes: Takes, grammar: str, fitting: list[str], others: list[str]
         ('root ::= "a" b', "there is no rule 'b'"),
         ("root ::= [a-z", "Unexpected end|Expected"),
         ('root ::= (("a"', "Expected '\\)'"),
-        (r'root ::= "\q"', "no escape"),
+        (r'root ::= "\q"', "not an escape sequence"),
         ("root ::= []", "the grammar is not supported"),
         ("root ::= [z-a]", "the grammar is not supported"),
         (r'root ::= "\ud800"', "the grammar is not supported"),

@@ -39,8 +39,8 @@ def test_the_reasoning_ends_with_its_budget(takes: Takes) -> None:
     ("wanted", "message"),
     [
         (CHOICE | {"after": "</think>", "reasoning_tokens": 3}, "no token for its end, </think>"),
-        (CHOICE | {"after": None, "reasoning_tokens": 3}, "need after"),
-        (CHOICE | {"after": None, "opening": START}, "need after"),
+        (CHOICE | {"after": None, "reasoning_tokens": 3}, "require after"),
+        (CHOICE | {"after": None, "opening": START}, "require after"),
         (CHOICE | {"reasoning_tokens": -1}, "at least 0"),
         (CHOICE | {"opening": ""}, "hold text"),
     ],

@@ -127,7 +127,7 @@ def test_an_added_token_may_be_written_as_the_token_or_by_its_letters(tokenizer:
         ({"format": {"type": "token", "token": 3}}, "'token', which is not supported"),
         ({"format": BOOLEAN | {"style": "qwen_xml"}}, "style or any_order, which are not supported"),
         ({"format": BOOLEAN | {"any_order": True}}, "style or any_order, which are not supported"),
-        ({"format": ANY_TEXT | {"max_tokens": 3}}, "has max_tokens, which is not supported"),
+        ({"format": ANY_TEXT | {"max_tokens": 3}}, "has the key max_tokens, which is not supported"),
         ({"format": sequence()}, "elements in the structural tag must be a list"),
         ({"format": {"type": "const_string"}}, "has value None"),
         ({"format": {"type": "repeat", "min": 2, "max": 1, "content": BOOLEAN}}, "a repeat with min 2 and max 1"),

@@ -123,7 +123,7 @@ def test_truncate_keeps_the_opening(front):
     assert prompt.opening == ((4, 6) if front else (0, 2))
     for limit in range(1, 9):
         if limit < 3:
-            with pytest.raises(ContextLengthExceeded, match=f"truncation to {limit} tokens"):
+            with pytest.raises(ContextLengthExceeded, match=f"truncated to {limit} tokens"):
                 truncate(prompt, limit)
             continue
         kept = truncate(prompt, limit)
@@ -156,5 +156,5 @@ def test_cut_keeps_exactly_the_tokens_of_one_side():
 
 def test_truncating_to_nothing_is_refused():
     prompt = Prompt(np.array([1, 6, 6], np.int64), (MediaSpan(1, 3, "image", 6),))
-    with pytest.raises(ContextLengthExceeded, match="truncation to 1 tokens"):
+    with pytest.raises(ContextLengthExceeded, match="truncated to 1 tokens"):
         truncate(prompt, 1)

@@ -105,7 +105,7 @@ async def test_a_request_may_take_all_of_the_arena(asking: Asking) -> None:
 
 async def test_a_request_whose_rounded_blocks_cannot_fit_is_refused(asking: Asking) -> None:
     """A block of 63 pages needs 64 pages, so waiting would not help."""
-    with pytest.raises(LimitExceeded, match="the arena has 262144"):
+    with pytest.raises(LimitExceeded, match="the arena has only 262144"):
         asking.at_once(63, 1)
 
 
@@ -211,7 +211,7 @@ async def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path, o
         waiting = asking.waiting(8) if others_wait else None
         await turn()
         for pages, message in (
-            ((65,), "[0-9]+ bytes of shared memory; the arena has 262144"),
+            ((65,), "[0-9]+ bytes of shared memory; the arena has only 262144"),
             ((33,), "may hold at most"),
         ):
             with pytest.raises(LimitExceeded, match=message):

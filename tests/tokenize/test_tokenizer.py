@@ -220,7 +220,7 @@ def test_the_path_file_is_required_if_no_source_is_a_file(tokenizer, spool):
         ({"image": "truncated"}, MediaError, "media item 1 .image.: the JPEG image of 150x120 pixels is broken"),
         ({"image": "opened"}, MediaError, "media item 1 .image.: the JpegImageFile cannot be read: OSError"),
         ({"audio": b"sound"}, InputError, "does not accept audio"),
-        ({"image": "wide"}, LimitExceeded, "media item 1 .image.: the size is 401x2 pixels"),
+        ({"image": "wide"}, LimitExceeded, "media item 1 .image.: the image or video has 401x2 pixels"),
     ],
 )
 def test_a_failed_item_leaves_no_block(tokenizer, arena, spool, bad, error, message):

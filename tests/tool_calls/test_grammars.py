@@ -232,11 +232,11 @@ def test_names_that_a_format_cannot_write_are_refused():
     for name, properties in odd.items():
         for prop in (*properties, "x" * 1000):
             tool = Tool("f", {"properties": {prop: {"type": "integer"}}})
-            with pytest.raises(InputError, match="a name that this format cannot write"):
+            with pytest.raises(InputError, match="which this tool-call format cannot write"):
                 parser_named(name).grammar([tool], parallel=False, one_of=["f"], added_tokens={})
     for name in FORMATS.keys() - {"hermes", "llama3_json", "mistral_v3", "internlm", "phi4"}:
         for odd_name in ("a b", 'a"', "a\n", "", "x" * 257):
-            with pytest.raises(InputError, match="has a name that this format cannot write"):
+            with pytest.raises(InputError, match="has a name that this tool-call format cannot write"):
                 parser_named(name).grammar([Tool(odd_name)], parallel=False, one_of=[odd_name], added_tokens={})
     for name, value in {"glm45": "</arg_value>", "gemma4": '<|"|>'}.items():
         tool = Tool("f", {"properties": {"a": {"enum": ["x", f"a{value}b"]}}})

@@ -45,7 +45,7 @@ def input_named(given: str) -> str:
 
     """
     if not given:
-        raise InputError("an input is an empty string. Remove it, or give the name of a file")
+        raise InputError("an input is an empty string. Remove this input, or give the name of a file")
     return STDIN if given == STDIN or given in _STDIN_PATHS else str(absolute(given))
 
 

@@ -200,13 +200,13 @@ def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
     chosen = ",".join(key for key in record if key == "id" or key in flat)
     if others and not any(key in _TEXTS for key in flat):
         raise InputError(
-            f"the row has media, no text, and {others}, which would be ignored. Rename the key of the text to "
+            f"the row has media but no text, and its keys {others} would be ignored. Rename the key of the text to "
             f"text, or use --select-columns {chosen} to read the row without a text"
         )
     if _MEDIA.isdisjoint(flat) and (named := [key for key in others if key in _FILE_KEYS]):
         raise InputError(
-            f"the row has a text, no media, and {named}, which would be ignored. Rename the key of the media "
-            f"to image, video or audio, or use --select-columns {chosen} to read the row without media"
+            f"the row has a text but no media, and its keys {named} would be ignored. Rename the key of the media to "
+            f"image, video or audio, or use --select-columns {chosen} to read the row without media"
         )
 
 
@@ -217,7 +217,9 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
     of the row are used, and the text comes from the .json file, from `template` or from a .txt file.
     """
     if record.repeated is not None:  # for example, because all rows have the same name
-        raise InputError(f"{record.key} has several files named {record.repeated}")
+        raise InputError(
+            f"the row {record.key} has several files named {record.repeated}; the names in a row must be different"
+        )
     media = [Media(kind, data) for name, data in record.files.items() if (kind := kind_of(name))]
     described: Any = {}
     if (own := record.own(".json")) is not None:
@@ -226,18 +228,26 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
         if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
             return _from_object(described, partial(_located_file, files=record.files, folder=folder))
     if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
-        raise InputError(f"{record.key} has {packed[0]}, which is compressed and may hold part of the row. Unpack it")
+        raise InputError(
+            f"the row {record.key} has the compressed file {packed[0]}, which may contain part of the row. Unpack "
+            "this file"
+        )
     if not media:
-        raise MediaError(f"{record.key} has no media file, only {sorted({*map(ending_of, record.files)})}")
+        raise MediaError(
+            f"the row {record.key} has no media file; its files have the extensions "
+            f"{sorted({*map(ending_of, record.files)})}"
+        )
     text = _own_text(record, described) or template or _text_file(record)
     if not text and (others := sorted(described.keys() - _KNOWN)):
         raise InputError(
-            f"{record.key} has media, no text, and {others} in its .json, which would be ignored. Rename the "
-            "key of the text to text, give a text with --template, or use --select-columns id to read the row "
-            "without a text"
+            f"the row {record.key} has media but no text, and the keys {others} in its .json file would be ignored. "
+            "Rename the key of the text to text, give a text with --template, or use --select-columns id to read the "
+            "row without a text"
         )
     if text.count(MEDIA_MARK) > 1:
-        raise InputError(f"the text of {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; the limit is 1")
+        raise InputError(
+            f"the text of the row {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; the limit is 1"
+        )
     before, _, after = text.rpartition(MEDIA_MARK)
     items: list[Item] = [Text(before), *media, Text(after)]
     return Row([item for item in items if item != Text("")], **_variables(described))
@@ -252,7 +262,9 @@ def _is_meant(name: str) -> bool:
 def _own_text(record: Files, described: Mapping[str, Any]) -> str:
     texts = [value for key, value in described.items() if key in _TEXTS] or [""]
     if len(texts) > 1:
-        raise InputError(f"{record.key}.json has both text and prompt, which is an alias of text. Remove one")
+        raise InputError(
+            f"{record.key}.json has both text and prompt, which is an alias of text. Remove one of these keys"
+        )
     if not isinstance(texts[0], str):
         raise InputError(f"the text in {record.key}.json is {type(texts[0]).__name__}; it must be a string")
     return texts[0]
@@ -268,11 +280,13 @@ def _text_file(record: Files) -> str:
     texts = {name: data for name, data in record.files.items() if ending_of(name) == ".txt"}
     text = record.own(".txt")
     if text is None and len(texts) > 1:
-        raise InputError(f"{record.key} has the texts {sorted(texts)}; one of them must be {record.key}.txt")
+        raise InputError(
+            f"the row {record.key} has the text files {sorted(texts)}; rename one of them to {record.key}.txt"
+        )
     try:
         return (b"".join(texts.values()) if text is None else text).decode()
     except UnicodeDecodeError:
-        raise InputError(f"{record.key}.txt is not UTF-8") from None
+        raise InputError(f"{record.key}.txt is not UTF-8. Convert this file to UTF-8") from None
 
 
 def _located_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Media:
@@ -303,7 +317,7 @@ def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
 
     """
     if refused := refused_fields(record, _NOT_SERVED):
-        raise InputError(f"the row has {refused[0]}, which is not supported")
+        raise InputError(f"the row has the key {refused[0]}, which is not supported. Remove this key")
     if _VARIABLES.isdisjoint(record):
         return {}
     opens = _typed(record, "add_generation_prompt", bool)

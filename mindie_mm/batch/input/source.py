@@ -234,7 +234,7 @@ class Table(Source):
         except (OSError, ValueError, pa.ArrowException) as error:
             raise InputError(f"{path} cannot be read as Parquet: {error}") from None
         if missing := set(columns) - set(names):
-            raise InputError(f"{path} has no column {sorted(missing)}; it has {names}")
+            raise InputError(f"{path} has no columns named {sorted(missing)}; its columns are {names}")
         if twice := [name for name, count in Counter(names).items() if count > 1 and (not columns or name in columns)]:
             raise InputError(f"{path} has several columns named {twice[0]!r}; rename them, or drop all but one")
         groups = [self._metadata.row_group(group) for group in range(self._metadata.num_row_groups)]
@@ -252,7 +252,8 @@ class Table(Source):
         with _reading(self.path), self.opened() as file:
             if are_tables(file, self._metadata):
                 raise InputError(
-                    f"{self.path} is several concatenated Parquet files. Split it, and give each file separately"
+                    f"{self.path} contains several concatenated Parquet files. Split the file, and give each part "
+                    "separately"
                 )
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:

@@ -62,8 +62,8 @@ def _next_tar(path: Path, file: BinaryIO, end: int) -> int | None:
         raise InputError(f"{path} is damaged: there is no tar header at byte {end}")
     if not mark:
         raise InputError(
-            f"{path} ends at byte {end} without the zero blocks that end a tar. It may be truncated. If it is whole, "
-            "add them with `truncate -s +1024`"
+            f"{path} ends at byte {end} without the zero blocks that end a tar. The file may be truncated. If the "
+            "file is complete, add the zero blocks with `truncate -s +1024`"
         )
     while piece := file.read(_PIECE_BYTES):
         if rest := piece.lstrip(b"\0"):
@@ -128,7 +128,7 @@ class _DottedNames:
         """Log a warning with the number of suspicious rows, if any."""
         if self._count:
             _log.warning(
-                "%s: %s. This affects %d rows. If it is not intended, remove the dot from the file names",
+                "%s: %s. This affects %d rows. If this is not intended, remove the dot from the file names",
                 self._path,
                 self._example,
                 self._count,

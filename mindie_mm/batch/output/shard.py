@@ -182,7 +182,7 @@ def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) 
     except (OSError, pa.ArrowException) as error:
         raise CorruptReference(f"{path} cannot be read: {error}") from error
     if not schema.equals(SCHEMA) or table.num_rows != num_rows:
-        raise CorruptReference(f"{path} is not a table of {num_rows} rows written by a run")
+        raise CorruptReference(f"{path} is not the table of {num_rows} rows that the run wrote")
     return table
 
 
@@ -263,7 +263,7 @@ class ShardWriter:
         """
         with replacing(self._table_path) as unfinished:
             try:
-                self.arena.flush()  # a thread writes the last blocks while the table is built
+                self.arena.flush()  # a thread writes the last blocks while the table is being built
                 with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
                     writer.write_table(self._table())
                     self.arena.close()

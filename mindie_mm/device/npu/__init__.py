@@ -82,7 +82,10 @@ class NPU(Device):
         try:
             return any(runtime().npuHostRegister(address, num_bytes, flags) == 0 for flags in _REGISTER)
         except Exception as error:  # noqa: BLE001 - torch_npu raises various errors if CANN lacks the function
-            _log.warning("CANN cannot register host memory: %s", str(error).partition("\n")[0])
+            _log.warning(
+                "CANN cannot register host memory, so media are copied once more on the way to the device: %s",
+                str(error).partition("\n")[0],
+            )
             return False
 
     @classmethod
@@ -92,7 +95,7 @@ class NPU(Device):
             target = torch.empty_like(source, device=stream.device)
         size, handle = source.nbytes, stream.native_handle  # type: ignore[attr-defined]
         if code := _acl().aclrtMemcpyAsync(target.data_ptr(), size, source.data_ptr(), size, _HOST_TO_DEVICE, handle):
-            raise DeviceError(f"aclrtMemcpyAsync of {size} bytes to {stream.device} failed with {code}")
+            raise DeviceError(f"aclrtMemcpyAsync of {size} bytes to {stream.device} failed with CANN's error {code}")
         return target
 
     @classmethod

@@ -166,7 +166,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _require_texts("bad word", typed.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
         _require_ids(typed, vocab_size)
         if typed.logprob_token_ids is not None and typed.logprobs is None:
-            raise InputError("logprob_token_ids needs logprobs", param="logprob_token_ids")
+            raise InputError("logprob_token_ids is set, which requires logprobs", param="logprob_token_ids")
         try:
             msgspec.msgpack.encode(typed)  # raise an error here rather than when the request is sent to the engine
         except UnicodeEncodeError as error:

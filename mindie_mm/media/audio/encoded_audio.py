@@ -105,7 +105,8 @@ class EncodedAudio:
                     own_rate = _check_rate(frame.sample_rate)
                 elif frame.sample_rate != own_rate:
                     raise MediaError(
-                        f"the audio clip changes its sampling rate from {own_rate} Hz to {frame.sample_rate} Hz"
+                        f"the audio clip changes its sampling rate from {own_rate} Hz to {frame.sample_rate} Hz, "
+                        "which is not supported"
                     )
                 pieces.append(_mono(frame))
                 num_samples += len(pieces[-1])

@@ -65,7 +65,7 @@ class PdfPage:
                 raise MediaError(f"page {index + 1} of the PDF is broken")
         points = size.width * size.height
         if not (math.isfinite(points) and size.width > 0 and size.height > 0):
-            raise MediaError(f"page {index + 1} of the PDF has no size")
+            raise MediaError(f"page {index + 1} of the PDF has no valid size")
         scale = min(DPI / _POINTS_PER_INCH, math.sqrt(caps().max_pdf_page_pixels / points))
         width, height = (max(1, int(side * scale)) for side in (size.width, size.height))
         return cls(data, index, height, width, num_pages)
@@ -125,7 +125,7 @@ def _document(data: bytes) -> Iterator[Any]:
         document = pdfium.FPDF_LoadMemDocument64(data, len(data), None)
         if not document:
             if pdfium.FPDF_GetLastError() in {_PASSWORD, _SECURITY}:
-                raise MediaError("the PDF is encrypted; send it without a password")
+                raise MediaError("the PDF is encrypted; send a PDF without a password")
             raise MediaError(f"the PDF of {len(data)} bytes cannot be read; it may be truncated or damaged")
         try:
             yield document

@@ -62,7 +62,7 @@ def decode_body(body: bytes, codings: list[str], max_bytes: int, host: str | Non
             raise MediaError(f"{host} sent a body that is not valid {coding} or is truncated") from error
         if len(body) > max_bytes:
             raise LimitExceeded(
-                f"{host} sent {coding} that decodes to more bytes than the limit of {max_bytes} for one item"
+                f"{host} sent a {coding} body that decodes to more bytes than the limit of {max_bytes} for one item"
             )
     return body
 

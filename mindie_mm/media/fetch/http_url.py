@@ -53,7 +53,7 @@ def checked_url(url: str, allowed_domains: Sequence[str]) -> URL:
         raise MediaError(f"the URL has the scheme {parsed.scheme!r}; it must be http or https")
     origin = _ORIGIN.match(target)
     if not own or port == 0 or origin is None:
-        raise MediaError("the URL has no host, or port 0")
+        raise MediaError("the URL has no host, or its port is 0")
     if parsed.user is not None or parsed.password is not None:
         raise MediaError("the URL has a user name or password; remove it")
     host = (parsed.raw_host or "").rstrip(".").lower()

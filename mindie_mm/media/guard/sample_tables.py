@@ -74,7 +74,7 @@ def check_tables(data: bytes) -> None:
     num_sized = (_number(data, place + 8) for kind in (b"stsz", b"stz2") for place in _places(data, kind, spans))
     if edits * (num_samples := num_pieces + sum(num_sized)) > EDITS_OF_ALL * len(data):
         raise LimitExceeded(
-            f"the container declares {edits} edits of {num_samples} samples, too many for its {len(data)} bytes"
+            f"the container declares {edits} edits and {num_samples} samples, too many for a file of {len(data)} bytes"
         )
     if any(True for _ in _places(data, b"cmov", spans)):
         raise MediaError("the container's index is compressed, which is not supported")

@@ -43,7 +43,7 @@ def whole_packets(data: bytes) -> bytes:
             num_lists += listed != before
             if num_lists > MAX_LISTS:
                 raise LimitExceeded(
-                    f"the container repeats its program list more often than the limit of {MAX_LISTS} times"
+                    f"the container changes its program list more often than the limit of {MAX_LISTS} times"
                 )
     if stride == _ANYWHERE or (stride, start) == (_PACKET_BYTES, 0):
         return data

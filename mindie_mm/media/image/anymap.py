@@ -64,7 +64,9 @@ class Anymap:
             )
         width, height = int(match[2]), int(match[3])
         if not width or not height:
-            raise MediaError(f"the portable anymap has {width}x{height} pixels")
+            raise MediaError(
+                f"the portable anymap has {width}x{height} pixels; its width and height must be at least 1"
+            )
         if match[1] in b"123" and (num_comments := data.count(b"#", match.end())) > MAX_COMMENTS:
             raise LimitExceeded(f"the portable anymap has {num_comments} comments; the limit is {MAX_COMMENTS}")
         add_picture(width, height)

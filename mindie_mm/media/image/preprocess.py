@@ -161,8 +161,8 @@ def check_output_size(output_size: tuple[int, int] | None, side: int, where: str
     """Raise UnsupportedCheckpoint unless every preprocessed image is a square of `side` pixels, as the tower needs."""
     if output_size != (side, side):
         raise UnsupportedCheckpoint(
-            f"{where}: images are resized to {output_size or 'several sizes'}, but the tower takes squares of "
-            f"{side} pixels"
+            f"{where}: images are resized to {output_size or 'several sizes'}, but the tower takes images of "
+            f"{side}x{side} pixels"
         )
 
 

@@ -108,7 +108,9 @@ class EncodedVideo:
                     f"the video is truncated: its header declares {stated} frames, but it has {packets.number}"
                 )
             if not (height and width):  # FFmpeg does not parse frames that are above the limit
-                raise LimitExceeded(f"the frame size is unknown or above the limit of {max_pixels} pixels")
+                raise LimitExceeded(
+                    f"the size of the video's frames is unknown, or above the limit of {max_pixels} pixels"
+                )
             num_frames, times = packets.num_shown, packets.times
             is_counted = packets.are_frames and not num_missing and not decodes_to_count()
             if num_frames and not is_counted:
@@ -171,7 +173,7 @@ class EncodedVideo:
     def _frames_at(self, indices: Sequence[int]) -> Iterator[av.VideoFrame]:
         """Yield the frames at `indices`. Stop before the first frame that is missing.
 
-        Errors of PyAV are raised unchanged.
+        PyAV errors are propagated unchanged.
 
         Raises:
             FramesMiscounted: The video has more frames than its packets indicated.

@@ -63,7 +63,7 @@ def sought(
 ) -> Iterator[av.VideoFrame]:
     """Yield the frames at the ascending `indices`. Stop before the first frame that is not found at its exact time.
 
-    Errors of PyAV are raised unchanged.
+    PyAV errors are propagated unchanged.
     """
     left = 2 * len(keyframes.times)  # packets: even with a wrong index, no more than twice the video is decoded
 

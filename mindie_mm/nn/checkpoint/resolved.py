@@ -76,8 +76,8 @@ def _check_layered_rope(checkpoint: Checkpoint, text: Any) -> None:
     layered = [name for name, value in parameters.items() if isinstance(value, dict)]
     if layered and (loose := parameters.keys() - {*layered}):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path}: rope_parameters has {', '.join(sorted(loose))} for all layers; this model needs them "
-            f"for each type of layer: {', '.join(layered)}"
+            f"{checkpoint.path}: rope_parameters has {', '.join(sorted(loose))} for all layers together; this model "
+            f"requires these parameters separately for each type of layer: {', '.join(layered)}"
         )
 
 

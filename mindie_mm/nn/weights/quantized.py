@@ -180,7 +180,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     method = method_of(settings)
     if not method.startswith("bitsandbytes"):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is quantized with {method!r}; this family has layers of its own and supports "
+            f"{checkpoint.path} is quantized with {method!r}; this family implements its own layers, which support "
             "only unquantized weights and weights quantized with bitsandbytes. Use the unquantized checkpoint"
         )
     if settings.get("llm_int8_has_fp16_weight"):

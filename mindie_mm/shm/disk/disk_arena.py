@@ -165,7 +165,7 @@ class DiskArena:
             entry, offset = len(self._offsets), self._end
             if nbytes > self.capacity_bytes:
                 raise LimitExceeded(
-                    f"the block has {nbytes} bytes; the capacity of {self.path} is {self.capacity_bytes}"
+                    f"the block has {nbytes} bytes; the limit is {self.capacity_bytes}, the capacity of {self.path}"
                 )
             if offset + nbytes > self._header.file_bytes or entry == self._header.num_entries:
                 raise ArenaFull(
@@ -223,7 +223,9 @@ class DiskArena:
         with self._mutex:
             self._require_open()
             if any(entry >= num_blocks for entry in self._filling):
-                raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
+                raise InputError(
+                    f"{self.path}: blocks {sorted(self._filling)} are still being filled and cannot be removed"
+                )
             dropped = self._offsets[num_blocks:]
             if not dropped:
                 return
@@ -277,7 +279,10 @@ class DiskArena:
             if not self._lock.held:  # already closed, or this is a forked child
                 return
             if self._filling:
-                raise InputError(f"{self.path}: blocks {sorted(self._filling)} are still being filled")
+                raise InputError(
+                    f"{self.path} cannot be finished: blocks {sorted(self._filling)} are still being filled. Publish "
+                    "or discard these blocks first"
+                )
             header = replace(self._header, capacity_bytes=self.used_bytes)
             try:
                 self._write_batch()

@@ -176,7 +176,10 @@ def _plan(specs: tuple[tuple[str, ArraySpec], ...], request_bytes: int) -> Block
         raise LimitExceeded(f"the block has {len(specs)} arrays; it must have 1 to {MAX_ARRAYS}")
     for name, spec in specs:
         if type(name) is not str or not isinstance(spec, ArraySpec):
-            raise InputError(f"array {name!r} must map a name to an ArraySpec, not to {type(spec).__name__}")
+            raise InputError(
+                f"array {name!r} is described by {type(spec).__name__}; an array must have a string as its name and "
+                "an ArraySpec as its description"
+            )
     names = [name.encode() for name, _ in specs]
     for encoded in names:
         if not 1 <= len(encoded) <= MAX_NAME_BYTES:

@@ -89,7 +89,7 @@ def decode_shm_name_from_int64(value: SupportsIndex) -> str:
         _corrupt(word, "name", f"its length {length} is not in [1, {_MAX_CHARACTERS}]")
     indices = [unsigned >> (53 - 5 * place) & 0x1F for place in range(length)]
     if max(indices) >= len(CHARSET):
-        _corrupt(word, "name", f"its character number {max(indices)} is not below {len(CHARSET)}")
+        _corrupt(word, "name", f"one of its characters has the index {max(indices)}, which is not below {len(CHARSET)}")
     characters = "".join(CHARSET[index] for index in indices)
     if sum(indices) & 7 != unsigned & 7:
         _corrupt(

@@ -134,7 +134,9 @@ class Arena:
             raise InputError(f"the timeout is {timeout_s} s; it must be at least 0")
         plan = BlockPlan.of(specs, request)
         if plan.size > self.capacity_bytes:
-            raise LimitExceeded(f"the block has {plan.size} bytes; the arena has {self.capacity_bytes}")
+            raise LimitExceeded(
+                f"the block has {plan.size} bytes; the limit is {self.capacity_bytes}, the capacity of the arena"
+            )
         with self._mutex:
             block = None if self._line.tickets else self._take(plan, request, lease_ns)
             if block is None:
@@ -284,11 +286,14 @@ class Arena:
         total = others + sum(round_up(size, PAGE) for size in sizes[-1:])
         if total > self.capacity_bytes:
             raise LimitExceeded(
-                f"the request's media take {total} bytes of shared memory; the arena has {self.capacity_bytes} "
-                "(--arena-bytes)"
+                f"the request's media take {total} bytes of shared memory; the arena has only {self.capacity_bytes} "
+                "bytes (--arena-bytes)"
             )
         if len(plans) > (num_entries := self._file.header.num_entries):
-            raise LimitExceeded(f"the request has {len(plans)} media items; the arena has {num_entries} entries")
+            raise LimitExceeded(
+                f"the request has {len(plans)} media items; the limit is {num_entries}, the number of entries of the "
+                "arena"
+            )
         with self._mutex:
             self._inventory.require_quota(request, others + sum(sizes[-1:]))
         return total

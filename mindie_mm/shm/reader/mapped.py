@@ -197,7 +197,9 @@ class MappedArena:
             or offset + nbytes > self._file_bytes
             for offset, nbytes in pieces
         ):
-            raise DamagedHeaderError("its pieces are not whole pages of the arena")
+            raise DamagedHeaderError(
+                "its pieces are missing, are not whole pages, or are outside the data of the arena"
+            )
         return pieces
 
     def populate(self) -> None:
@@ -232,7 +234,7 @@ def _require_regular(status: os.stat_result) -> None:
 
 def _state_name(state: int) -> str:
     code = state & 0xFF
-    return STATE_NAMES[code] if code < len(STATE_NAMES) else f"in state {code}"
+    return STATE_NAMES[code] if code < len(STATE_NAMES) else f"in the unknown state {code}"
 
 
 class ArenaCache:

@@ -212,5 +212,7 @@ def release(path_file: str | Path) -> int:
             f"path file {path_file}: {len(troubles)} of {len(frees)} references could not be released: {troubles[0]}"
         ) from troubles[0]
     if contents.damaged:
-        raise CorruptReference(f"path file {path_file}: {contents.damage}; the other {len(frees)} were released")
+        raise CorruptReference(
+            f"path file {path_file}: {contents.damage}; the other {len(frees)} references were released"
+        )
     return freed

@@ -66,9 +66,14 @@ def _require_private(root: Path) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise SharedMemoryError(f"spool {root} is not a directory")
     if status.st_uid != os.geteuid():
-        raise SharedMemoryError(f"spool {root} belongs to user {status.st_uid}, not to user {os.geteuid()}")
+        raise SharedMemoryError(
+            f"spool {root} belongs to user {status.st_uid}, not to user {os.geteuid()}. Choose another folder"
+        )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise SharedMemoryError(f"spool {root} has mode {stat.S_IMODE(status.st_mode):o}: other users can write to it")
+        raise SharedMemoryError(
+            f"spool {root} has mode {stat.S_IMODE(status.st_mode):o}: other users can write to it. Choose a folder "
+            "that only this user can write to"
+        )
 
 
 @contextmanager

@@ -101,7 +101,7 @@ class Server:
                 return
             reply = Failed(number, Failure.of(error))
         except Exception as error:  # noqa: BLE001 - one request fails, not the process
-            _log.exception("a request")
+            _log.exception("a request failed with an unexpected error")
             reply = Failed(number, Failure.of(OperationalError(f"the tokenizer failed: {type(error).__name__}")))
         del self._requests[number]
         faults.point("before-reply")

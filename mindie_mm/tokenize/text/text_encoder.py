@@ -312,7 +312,10 @@ class TextEncoder:
         cuts = [0, *sorted(start + 1 for start in starts), len(text)]
         pieces = [(start, self._encoding(text[start:stop], plain=True)) for start, stop in pairwise(cuts)]
         if made := self._never_text.intersection(index for _, piece in pieces for index in piece.ids):
-            raise InputError(f"the text would produce the control token {self.spell(sorted(made)[:1])}")
+            raise InputError(
+                f"the text contains a character that becomes the control token {self.spell(sorted(made)[:1])}; remove "
+                "this character"
+            )
         return pieces
 
     def _as_meant(self, text: str, ids: Sequence[int]) -> bool:
