@@ -26,6 +26,8 @@ class Device(ABC):
     """Default number of tokens in a KV block."""
     records: ClassVar[bool] = False
     """Whether `record` is supported."""
+    fuses_layers: ClassVar[bool] = False
+    """Whether `nn/decoder_layer.py` replaces layers of transformers on this device."""
     kernels: ClassVar[Kernels] = Kernels()
     """Fused operators of the device."""
     has_bitsandbytes: ClassVar[bool] = True

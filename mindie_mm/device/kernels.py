@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ class Rows:
     """Number of tokens of each sequence in the cache, including the rows of this batch."""
     blocks: Tensor
     """KV blocks of each sequence, int32 [sequences, max_blocks], on the device. The padding may be any block."""
+    first_slots: list[int | None]
+    """Index of each sequence's first token in the flattened cache. None if its KV blocks are not consecutive."""
     singles: list[int]
     """Indices of the sequences with exactly one row."""
     single_rows: Tensor
@@ -33,7 +35,12 @@ class Rows:
 
     @classmethod
     def build(
-        cls, counts: Sequence[int], lengths: Sequence[int], blocks: Sequence[Sequence[int]], device: torch.device
+        cls,
+        counts: Sequence[int],
+        lengths: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+        block_size: int,
+        device: torch.device,
     ) -> Rows:
         """Build the rows of a batch.
 
@@ -41,6 +48,7 @@ class Rows:
             counts: Number of rows of each sequence.
             lengths: Number of tokens of each sequence in the cache, including its rows.
             blocks: KV blocks of each sequence.
+            block_size: Number of tokens in a KV block.
             device: Device of the resulting tensors.
 
         """
@@ -52,10 +60,15 @@ class Rows:
             stops,
             [*lengths],
             upload(block_table(blocks, 0).astype(np.int32), device),
+            [held[0] * block_size if _are_consecutive(held) else None for held in blocks],
             singles,
             upload(rows, device),
             upload(numbers, device),
         )
+
+
+def _are_consecutive(blocks: Sequence[int]) -> bool:
+    return all(next_block - block == 1 for block, next_block in pairwise(blocks))
 
 
 def block_table(blocks: Sequence[Sequence[int]], padding: int) -> NDArray[np.int64]:

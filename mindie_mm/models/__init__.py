@@ -220,6 +220,8 @@ def load_model(
             if is_first() and (message := unknown_keys(checkpoint, chosen)):
                 _log.warning("%s: %s", checkpoint.path, message)
         place(model, vision, projector)
+        if opened.fuses_layers:
+            model.fuse()
         opened.prepare(model.module)
     except torch.OutOfMemoryError as error:
         where, reason = opened.torch_device, str(error).partition("\n")[0]

@@ -96,6 +96,7 @@ def paged_attention(
         if (
             sliding_window is None
             and paged.is_causal
+            and paged.has_rows
             and kernels.attends(query, *cached, paged.num_sequences, paged.longest)
         ):
             return kernels.attend(query, *cached, paged.rows, scaling)

@@ -152,6 +152,9 @@ class MediaModel(ABC):
     def _describe(self, view: ItemView) -> MediaShape:
         return self.describe_segments(view) if isinstance(view, SegmentsView) else MediaShape.of(view)
 
+    def fuse(self) -> None:
+        """Replace layers by layers that run fewer operators. By default, the model has no such layers."""
+
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """Return the features of each item.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -136,6 +137,9 @@ class Decode:
 class PagedBatch:
     """The tokens that each row of a flat batch attends to. A batch is built once per step and read by every layer."""
 
+    has_rows: ClassVar[bool] = True
+    """Whether `rows` exists. It has numbers of the host, which a captured graph would never see change."""
+
     def __init__(self, chunks: Sequence[Chunk], cache: PagedCache | None, device: torch.device) -> None:
         """Describe a flat batch.
 
@@ -159,11 +163,13 @@ class PagedBatch:
     @cached_property
     def rows(self) -> Rows:
         """The rows in the form that fused attention kernels need."""
+        assert self.cache is not None
         chunks = self._chunks
         return Rows.build(
             [chunk.stop - chunk.start for chunk in chunks],
             [chunk.stop for chunk in chunks],
             [chunk.blocks for chunk in chunks],
+            self.cache.block_size,
             self._device,
         )
 
@@ -197,6 +203,8 @@ class PagedBatch:
 
 class GraphBatch(PagedBatch):
     """A batch with one new token per sequence. Its tensors are overwritten before each launch of a captured graph."""
+
+    has_rows: ClassVar[bool] = False
 
     def __init__(self, cache: PagedCache, slots: Tensor, blocks: Tensor, lengths: Tensor) -> None:
         """Describe a batch of S sequences.

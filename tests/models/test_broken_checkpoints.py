@@ -213,7 +213,7 @@ def test_an_unknown_quantisation_is_refused(copy):
 def test_families_with_their_own_layers_refuse_quantized_weights(copy):
     refuse_quantized(Checkpoint.open(copy))
     reconfigure(copy, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(UnsupportedCheckpoint, match="supports only unquantized weights"):
+    with pytest.raises(UnsupportedCheckpoint, match="support only unquantized weights"):
         refuse_quantized(Checkpoint.open(copy))
 
 

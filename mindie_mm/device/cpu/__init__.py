@@ -11,14 +11,18 @@ import torch
 from mindie_mm.device import host_memory
 from mindie_mm.device.base import Device
 from mindie_mm.device.cpu import cpu_attention
+from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
 from mindie_mm.device.cpu.packed_linear import pack
+from mindie_mm.device.kernels import Kernels
 
 
 class CPU(Device):
     """The host's processor. Its default dtype is float32."""
 
     name: ClassVar[str] = "cpu"
+    fuses_layers: ClassVar[bool] = True
+    kernels: ClassVar[Kernels] = CPUKernels()
     memory_share: ClassVar[float] = 0.5  # other processes and shared memory need the same memory
     measure_s: ClassVar[float] = 0.5
 

@@ -212,7 +212,7 @@ def _try(
     """Run `attend` on a single row and on a longer chunk."""
     query = torch.zeros(heads, 3, width, dtype=dtype, device=device)
     pages = torch.zeros(3, block_size, kv_heads, width, dtype=dtype, device=device)
-    attend(query, pages, pages, Rows.build([1, 2], [1, 2], [[1], [2]], device), 1.0)
+    attend(query, pages, pages, Rows.build([1, 2], [1, 2], [[1], [2]], pages.shape[1], device), 1.0)
 
 
 def _try_store(device: torch.device, dtype: torch.dtype, kv_heads: int, width: int) -> None:

@@ -23,8 +23,9 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights
 from mindie_mm.nn.checkpoint.resolved import settle
+from mindie_mm.nn.decoder_layer import Angles, DecoderLayer, fuse
 from mindie_mm.nn.model import Model, ModelSpec
-from mindie_mm.nn.paged_batch import PagedBatch
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.weights.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.weights.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.weights.quantized import check_quantization, method_of, quantization, try_layers
@@ -89,6 +90,8 @@ class PretrainedModel(Model):
         self.module = module
         self.text_model = text_model
         self.lm_head = lm_head
+        self.runs_layers = False
+        """Whether `decode` runs the layers of `text_model` itself, without the masks and checks of its `forward`."""
 
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.text_model.get_input_embeddings()(input_ids)
@@ -96,7 +99,42 @@ class PretrainedModel(Model):
 
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
         assert extra is None, "a family with extra columns has its own decode"
+        if self.runs_layers:
+            return self._run_layers(hidden, positions, paged)
         return self.run_text_model(hidden, positions, paged)
+
+    def fuse(self) -> None:
+        """Replace layers of the text model as `decoder_layer.fuse` does, and run them without its `forward`.
+
+        A trial decides whether the results are the same.
+        """
+        fuse(self.module)
+        layers = getattr(self.text_model, "layers", ())
+        if (
+            not all(isinstance(layer, DecoderLayer) for layer in layers)
+            or type(self).decode is not PretrainedModel.decode
+        ):
+            return
+        weight = self.text_model.get_input_embeddings().weight
+        hidden = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        positions = self.positions(len(hidden), ()).prompt.to(weight.device)
+        paged = PagedBatch([Chunk(0, len(hidden), ())], None, weight.device)
+        with torch.inference_mode():
+            expected = self.run_text_model(hidden, positions, paged)
+            try:
+                actual = self._run_layers(hidden, positions, paged)
+            except (AttributeError, TypeError, RuntimeError):  # the text model has other parts
+                return
+        self.runs_layers = torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+    def _run_layers(self, hidden: Tensor, positions: Tensor, paged: PagedBatch) -> Tensor:
+        out = hidden.unsqueeze(0)
+        axes = positions if len(positions) == 1 else positions.unsqueeze(1)
+        angles = Angles.of(*self.text_model.rotary_emb(out, axes))
+        for layer in self.text_model.layers:
+            out = layer(out, position_embeddings=angles, paged=paged)
+        decoded: Tensor = self.text_model.norm(out)[0]
+        return decoded
 
     def run_text_model(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, **further: Any) -> Tensor:
         """Run the text model as `decode` does, with further keyword arguments.

@@ -1,0 +1,241 @@
+"""A decoder layer of the Llama kind that runs few operators, in place of the layers of transformers.
+
+On the CPU, the operators of a decode step are so small that their number determines the time. Most families share one
+kind of layer: pre-normalization with RMSNorm, rotary attention, and a gated MLP. `fuse` replaces such a layer after a
+trial has shown that the replacement computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from mindie_mm.nn import attention
+from mindie_mm.nn.attention import paged_attention
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch
+
+_PROBE = "mindie_mm_probe"
+"""Name under which the attention of a trial is registered with transformers."""
+_TOKENS = 5
+"""Number of tokens in a trial."""
+_PARTS = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+_HEAD_NORMS = frozenset({"q_norm", "k_norm"})
+_MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Arguments with which a layer of transformers calls its attention."""
+
+    layer: int
+    scaling: float
+    sliding_window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Angles of rotary embeddings in the form that needs the fewest operators."""
+
+    cos: Tensor
+    """[T, 1, head_dim]."""
+    sin: Tensor
+    """[T, 1, head_dim]. The signs of the first half are changed."""
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor) -> Angles:
+        """Return the angles for cosines and sines of transformers, [1, T, head_dim] each."""
+        first, second = sin[0].unsqueeze(1).chunk(2, -1)
+        return cls(cos[0].unsqueeze(1), torch.cat([-first, second], -1))
+
+    def rotate(self, values: Tensor) -> Tensor:
+        """Rotate [T, heads, head_dim]. Each element of the first half of a head pairs with one of the second half."""
+        return torch.addcmul(values * self.cos, values.roll(values.shape[-1] // 2, -1), self.sin)
+
+
+class _Unlike(Exception):
+    """The layer differs from the layers that `DecoderLayer` can replace."""
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm decoder layer with one product for queries, keys and values, and one for gate and up."""
+
+    def __init__(self, layer: Any, call: _Call) -> None:
+        """Take over the weights of a layer of transformers.
+
+        Args:
+            layer: The layer.
+            call: Arguments of its attention.
+
+        """
+        super().__init__()
+        own, mlp = layer.self_attn, layer.mlp
+        self.head_dim: int = own.head_dim
+        self.num_heads = own.q_proj.out_features // self.head_dim
+        self.num_kv_heads = own.k_proj.out_features // self.head_dim
+        self.num_rotated = self.num_heads + self.num_kv_heads
+        self.call = call
+        self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read it
+        self.norm, self.eps = layer.input_layernorm.weight, _eps(layer.input_layernorm)
+        self.qkv = _joined(own.q_proj, own.k_proj, own.v_proj)
+        self.output = own.o_proj
+        self.head_norm: Tensor | None = None
+        """Weights of the norms of queries and keys, [rotated heads, head_dim]."""
+        if hasattr(own, "q_norm"):
+            norms = own.q_norm.weight.expand(self.num_heads, -1), own.k_norm.weight.expand(self.num_kv_heads, -1)
+            self.head_norm, self.head_eps = torch.cat(norms), _eps(own.q_norm)
+        self.mlp_norm, self.mlp_eps = layer.post_attention_layernorm.weight, _eps(layer.post_attention_layernorm)
+        self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
+        self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
+        self.down = mlp.down_proj
+
+    def forward(
+        self, hidden_states: Tensor, *, position_embeddings: Angles | tuple[Tensor, Tensor], paged: PagedBatch, **_: Any
+    ) -> Tensor:
+        """Run the layer with the arguments that transformers passes.
+
+        Args:
+            hidden_states: [1, T, hidden].
+            position_embeddings: Angles of the rotary embedding. transformers passes [1, T, head_dim] for cosines and
+                for sines.
+            paged: The tokens that each row attends to, and the KV cache.
+
+        Returns:
+            [1, T, hidden].
+
+        """
+        hidden = hidden_states[0]
+        heads = self.qkv(_normalized(hidden, self.norm, self.eps)).view(len(hidden), -1, self.head_dim)
+        rotated, value = heads.split((self.num_rotated, self.num_kv_heads), 1)
+        if self.head_norm is not None:
+            rotated = rms_norm(rotated, (self.head_dim,), None, self.head_eps) * self.head_norm
+        if not isinstance(position_embeddings, Angles):
+            position_embeddings = Angles.of(*position_embeddings)
+        query, key = position_embeddings.rotate(rotated).split((self.num_heads, self.num_kv_heads), 1)
+        attended = paged_attention(
+            self.call.layer,
+            query.transpose(0, 1),
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            paged,
+            self.call.scaling,
+            self.call.sliding_window,
+        )
+        hidden = hidden + self.output(attended.flatten(1))
+        gate, up = self.gate_up(_normalized(hidden, self.mlp_norm, self.mlp_eps)).chunk(2, -1)
+        out: Tensor = hidden + self.down(self.activation(gate) * up)
+        return out.unsqueeze(0)
+
+
+def fuse(module: nn.Module) -> int:
+    """Replace the layers of `module` that `DecoderLayer` can replace. Return their number.
+
+    Layers are replaced if they use `attention.attend`, are on the CPU, and have plain weights in float32 or bfloat16.
+    """
+    from transformers import AttentionInterface  # imported late: takes seconds, and not every process has a model
+
+    calls: list[_Call] = []
+
+    def probe(module: nn.Module, *args: Any, scaling: float, sliding_window: int | None = None, **kwargs: Any) -> Any:
+        layer: Any = module.layer_idx
+        calls.append(_Call(layer, scaling, sliding_window))
+        return attention.attend(module, *args, scaling=scaling, sliding_window=sliding_window, **kwargs)
+
+    AttentionInterface.register(_PROBE, probe)
+    count = 0
+    for layers in [part for part in module.modules() if isinstance(part, nn.ModuleList)]:
+        for index, layer in enumerate(layers):
+            try:
+                _require_parts(layer)
+                layers[index] = _replacement(layer, calls)
+                count += 1
+            except _Unlike:
+                continue
+    return count
+
+
+def _replacement(layer: Any, calls: list[_Call]) -> DecoderLayer:
+    """Return the replacement of a layer after a trial. Raise _Unlike if the results differ."""
+    weight = layer.self_attn.q_proj.weight
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, _TOKENS, weight.shape[1], generator=generator).to(weight.dtype)
+    angles = torch.randn(2, 1, _TOKENS, layer.self_attn.head_dim // 2, generator=generator).repeat(1, 1, 1, 2)
+    arguments: dict[str, Any] = {
+        "position_embeddings": (angles[0].cos().to(weight.dtype), angles[1].sin().to(weight.dtype)),
+        "paged": PagedBatch([Chunk(0, _TOKENS, ())], None, weight.device),
+    }
+    config = layer.self_attn.config
+    implementation = config._attn_implementation  # noqa: SLF001 - there is no public name
+    calls.clear()
+    with torch.inference_mode():
+        try:
+            config._attn_implementation = _PROBE  # noqa: SLF001
+            expected = layer(hidden, attention_mask=None, position_ids=None, past_key_values=None, **arguments)
+        except (TypeError, RuntimeError, ValueError, AttributeError) as error:  # the layer takes other arguments
+            raise _Unlike from error
+        finally:
+            config._attn_implementation = implementation  # noqa: SLF001
+        if len(calls) != 1 or not isinstance(expected, Tensor):
+            raise _Unlike
+        replacement = DecoderLayer(layer, calls[0]).eval()
+        actual = replacement(hidden, **arguments)
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 5e-2
+    if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=tolerance, atol=tolerance):
+        raise _Unlike
+    return replacement
+
+
+def _require_parts(layer: nn.Module) -> None:
+    """Raise _Unlike if `layer` is not a layer of the Llama kind, or if its weights cannot be joined."""
+    if _weighted(layer) != _PARTS or _weighted(layer.get_submodule("mlp")) != _MLP:
+        raise _Unlike
+    own: Any = layer.get_submodule("self_attn")
+    if _weighted(own) - _HEAD_NORMS != _PROJECTIONS or _weighted(own) & _HEAD_NORMS not in (set(), _HEAD_NORMS):
+        raise _Unlike
+    implementation = getattr(getattr(own, "config", None), "_attn_implementation", None)
+    if implementation != attention.NAME or not isinstance(getattr(own, "head_dim", None), int):
+        raise _Unlike
+    for part in layer.modules():
+        if part._forward_pre_hooks or part._forward_hooks or "forward" in vars(part):  # noqa: SLF001
+            raise _Unlike  # such as nn/placement.py or tensor parallelism
+    for name in (*(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in _MLP)):
+        linear = layer.get_submodule(name)
+        is_plain = type(linear) is nn.Linear and linear.weight.dtype in (torch.float32, torch.bfloat16)
+        if not is_plain or linear.weight.device.type != "cpu":
+            raise _Unlike
+
+
+def _weighted(module: nn.Module) -> set[str]:
+    """Return the names of the children that have weights."""
+    return {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
+
+
+def _joined(*linears: nn.Linear) -> nn.Linear:
+    """Return one layer that computes the outputs of several layers of the same input, one after the other."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    joined = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if any(linear.bias is not None for linear in linears):
+        biases = [
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+            for linear in linears
+        ]
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return joined
+
+
+def _eps(norm: Any) -> float:
+    """Return the epsilon of an RMSNorm of transformers, which names it in one of two ways."""
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(eps, float):
+        raise _Unlike
+    return eps
+
+
+def _normalized(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(hidden, weight.shape, weight, eps)

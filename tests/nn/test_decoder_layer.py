@@ -1,0 +1,180 @@
+"""Tests of the layers that replace transformers' decoder layers on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from mindie_mm.device.cpu.cpu_kernels import CPUKernels
+from mindie_mm.device.kernels import Rows
+from mindie_mm.nn import attention
+from mindie_mm.nn.decoder_layer import DecoderLayer, fuse
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+LENGTH = 11
+WINDOW = 4
+
+
+def text_model(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """Return a text model of transformers with random weights, including norms and biases, and paged attention."""
+    torch.manual_seed(0)
+    AttentionInterface.register(attention.NAME, attention.attend)
+    config = getattr(transformers, f"{name}Config")(**SIZES | settings, attn_implementation=attention.NAME)
+    model = getattr(transformers, f"{name}Model")(config).eval().requires_grad_(False)
+    for weight in model.parameters():
+        weight.add_(torch.randn_like(weight) * 0.05)
+    return model.to(dtype)
+
+
+def states(model: Any, paged: PagedBatch, positions: Tensor) -> Tensor:
+    hidden = torch.randn(1, len(positions), SIZES["hidden_size"], generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        out = model(
+            inputs_embeds=hidden.to(model.dtype), position_ids=positions.unsqueeze(0), use_cache=False, paged=paged
+        )
+    result: Tensor = out.last_hidden_state[0]
+    return result
+
+
+def whole(model: Any) -> Tensor:
+    """Return the states of one sequence without a cache."""
+    return states(model, PagedBatch([Chunk(0, LENGTH, ())], None, torch.device("cpu")), torch.arange(LENGTH))
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": False}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {}),
+    "mistral with a window": ("Mistral", {"sliding_window": WINDOW}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", MODELS)
+def test_replaced_layers_compute_the_same(case: str, dtype: torch.dtype) -> None:
+    name, settings = MODELS[case]
+    model = text_model(name, dtype, **settings)
+    expected = whole(model)
+    assert fuse(model) == SIZES["num_hidden_layers"]
+    assert all(isinstance(layer, DecoderLayer) for layer in model.layers)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(whole(model), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_windows_limit_the_attention_of_replaced_layers() -> None:
+    narrow, wide = (text_model("Mistral", sliding_window=window) for window in (WINDOW, None))
+    for model in (narrow, wide):
+        assert fuse(model) == SIZES["num_hidden_layers"]
+    assert not torch.allclose(whole(narrow)[-1], whole(wide)[-1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Gemma3Text", {}),  # four norms per layer, whose weights are offsets from 1
+        ("Cohere", {}),  # LayerNorm, and attention beside the MLP
+        ("Granite", {"residual_multiplier": 0.5}),  # the parts of Llama, but other factors
+        ("Granite", {"attention_multiplier": 0.5, "residual_multiplier": 0.25}),
+        ("Helium", {}),  # rotates pairs of neighboring elements
+        ("Phi3", {}),  # products that are already joined
+    ],
+)
+def test_layers_that_compute_something_else_are_kept(name: str, settings: dict[str, Any]) -> None:
+    settings = {**settings, "pad_token_id": 0} if name == "Phi3" else settings
+    model = text_model(name, **settings)
+    kinds, expected = [type(layer) for layer in model.layers], whole(model)
+    assert fuse(model) == 0
+    assert [type(layer) for layer in model.layers] == kinds
+    assert torch.equal(whole(model), expected)
+
+
+def test_a_changed_layer_is_kept() -> None:
+    """Keep layers with hooks, a replaced forward, another class of linear layer, or another attention."""
+
+    class Quantized(nn.Linear):
+        pass
+
+    changes = {
+        "hook": lambda layer: layer.mlp.down_proj.register_forward_pre_hook(lambda *_: None),
+        "forward": lambda layer: setattr(layer.mlp, "forward", layer.mlp.forward),
+        "class": lambda layer: setattr(layer.self_attn, "k_proj", Quantized(64, 32, bias=False)),
+        "norm": lambda layer: layer.self_attn.register_module("q_norm", nn.RMSNorm(16)),
+        "attention": lambda layer: setattr(layer.self_attn.config, "_attn_implementation", "sdpa"),
+        "dtype": lambda layer: layer.half(),
+    }
+    for name, change in changes.items():
+        model = text_model("Llama")
+        change(model.layers[0])
+        fuse(model)
+        assert not isinstance(model.layers[0], DecoderLayer), name
+
+
+@pytest.mark.parametrize("order", ["consecutive", "scattered"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_decode_steps_over_pages_equal_whole_sequences(name: str, order: str) -> None:
+    model = text_model(name)
+    fuse(model)
+    size, lengths = 4, (LENGTH, 5, 8)
+    blocks: list[list[int]] = [[0, 1, 2], [3, 4], [5, 6]] if order == "consecutive" else [[6, 0, 5], [2, 4], [3, 1]]
+    cache = PagedCache.allocate(
+        num_layers=2,
+        num_blocks=7,
+        block_size=size,
+        num_kv_heads=2,
+        head_dim=16,
+        value_head_dim=16,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    for pages in (*cache.keys, *cache.values):
+        pages.fill_(torch.nan)  # no step may read a place that no token has filled
+    hidden = [torch.randn(1, n, 64, generator=torch.Generator().manual_seed(n)) for n in lengths]
+
+    def run(chunks: list[Chunk], rows: list[Tensor], cache: PagedCache | None) -> Tensor:
+        positions = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks])
+        with torch.inference_mode():
+            out = model(
+                inputs_embeds=torch.cat(rows, 1),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                paged=PagedBatch(chunks, cache, torch.device("cpu")),
+            )
+        result: Tensor = out.last_hidden_state[0]
+        return result
+
+    expected = [run([Chunk(0, n, ())], [one], None) for n, one in zip(lengths, hidden, strict=True)]
+    for n, one, held in zip(lengths, hidden, blocks, strict=True):
+        run([Chunk(0, n - 1, held)], [one[:, : n - 1]], cache)
+    steps = [Chunk(n - 1, n, held) for n, held in zip(lengths, blocks, strict=True)]
+    together = run(steps, [one[:, -1:] for one in hidden], cache)
+    torch.testing.assert_close(together, torch.stack([one[-1] for one in expected]), rtol=1e-5, atol=1e-5)
+
+
+def test_pages_are_read_in_place_only_if_their_blocks_are_consecutive() -> None:
+    rows = Rows.build([1, 1, 1], [7, 7, 3], [[2, 3], [3, 2], [5]], 4, torch.device("cpu"))
+    assert rows.first_slots == [8, None, 20]
+    keys = torch.randn(6, 4, 2, 8)
+    values, query = torch.randn_like(keys), torch.randn(4, 3, 8)
+    out = CPUKernels().attend(query, keys, values, rows, 0.3)
+    for number, (length, blocks) in enumerate([(7, [2, 3]), (7, [3, 2]), (3, [5])]):
+        key, value = (pages[blocks].flatten(0, 1)[:length].repeat_interleave(2, 1) for pages in (keys, values))
+        weights = (torch.einsum("hd,lhd->hl", query[:, number], key) * 0.3).softmax(-1)
+        torch.testing.assert_close(out[number], torch.einsum("hl,lhd->hd", weights, value))
