@@ -88,7 +88,7 @@ def test_functions_and_their_history_make_the_prompt_of_tools(http: httpx2.Clien
     [
         ({"functions": [{}]}, "functions", "functions[0].name is missing; it must be a string"),
         ({"functions": [{"name": ""}]}, "functions", "functions[0].name has 0 characters"),
-        ({"functions": [{"name": "a" * 10_000}]}, "functions", "has 10000 characters; give 1 to 256"),
+        ({"functions": [{"name": "a" * 10_000}]}, "functions", "has 10000 characters; it must have 1 to 256"),
         ({"functions": [{"name": "a\0"}]}, "functions", "cannot be printed"),
         ({"functions": [{"name": "a"}] * 2}, "functions", "functions[1].name is 'a', which is also the name"),
         ({"functions": [{"name": "a", "parameters": 3}]}, "functions", "functions[0].parameters is of type int"),

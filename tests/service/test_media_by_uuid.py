@@ -189,7 +189,10 @@ def test_an_item_that_cannot_be_read_is_not_kept(http: Any) -> None:
         ({"type": "image_url", "uuid": "x"}, "media item 0 (image): no data are kept for the uuid 'x'; send the data"),
         ({"uuid": "x"}, "exactly one of text, image, video, audio"),
         ({"image_url": None, "video_url": None, "uuid": "x"}, "found 'image_url' and 'video_url'"),
-        ({"type": "image_url", "video_url": None, "uuid": "x"}, "type is 'image_url', but the item has 'video_url'"),
+        (
+            {"type": "image_url", "video_url": None, "uuid": "x"},
+            "type is 'image_url', but the item has the key 'video_url'",
+        ),
         ({"type": "file", "file": None, "uuid": "x"}, "exactly one of text, image, video, audio"),
         ({"document": None, "uuid": "x"}, "document is missing"),
         (image(None, "x", fps=3), "fps"),

@@ -89,10 +89,10 @@ def test_no_split_of_a_text_changes_its_message(name: str) -> None:
         parts = read(form, pieces)
         found = [(call.name, json.loads(call.arguments)) for call in parts.answer.calls]
         assert (parts.reasoning, parts.answer.content, found) == (reasoning, content, calls), pieces
-    message = parts.message()
+    message = parts.message(form)
     assert ("tool_calls" in message, message["reasoning"] or "") == (bool(calls), reasoning)
-    assert parts.finish_reason("stop") == ("tool_calls" if calls else "stop")
-    assert parts.finish_reason("length") == "length"
+    assert parts.finish_reason("stop", form) == ("tool_calls" if calls else "stop")
+    assert parts.finish_reason("length", form) == "length"
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -128,14 +128,14 @@ def test_a_call_that_is_cut_is_not_finished() -> None:
             assert HERMES.find(call.arguments) > 0
         complete = any(call.complete for call in parts.answer.calls)
         assert complete is ("}}" in HERMES[:stop])
-        assert (parts.finish_reason("stop") == "tool_calls") is complete
+        assert (parts.finish_reason("stop", form) == "tool_calls") is complete
 
 
 def test_the_deltas_of_a_call_have_its_id_and_name_once() -> None:
     form = form_of({"parser": "hermes"})
     reader = MessageReader(form)
     parts = [part for character in HERMES for part in reader.push(character)] + reader.finish()
-    deltas: list[Any] = [made for part in parts if (made := delta_of(part))]
+    deltas: list[Any] = [delta for part in parts if (delta := delta_of(part, form))]
     (first,) = deltas[0]["tool_calls"]
     assert (first["index"], first["type"], first["function"]) == (
         0,
