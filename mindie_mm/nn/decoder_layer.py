@@ -200,6 +200,8 @@ def _require_parts(layer: nn.Module) -> None:
     implementation = getattr(getattr(own, "config", None), "_attn_implementation", None)
     if implementation != attention.NAME or not isinstance(getattr(own, "head_dim", None), int):
         raise _Unlike
+    if any(own.get_submodule(name).weight.shape != (own.head_dim,) for name in _weighted(own) & _HEAD_NORMS):
+        raise _Unlike  # one norm over all heads
     for part in layer.modules():
         if part._forward_pre_hooks or part._forward_hooks or "forward" in vars(part):  # noqa: SLF001
             raise _Unlike  # such as nn/placement.py or tensor parallelism

@@ -27,10 +27,12 @@ from mindie_mm.inputs import (
     with_paths,
 )
 from mindie_mm.processes import faults
+from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import RequestDirectory, request_directory
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.retry import PromptSource
+from service.request.kept_media import KeptMedia
 from service.request.quota import room_to_spool
 from service.request.state import Service
 from service.schemas.choices import Clock
@@ -55,7 +57,7 @@ async def prompts(
     started = time.perf_counter()
     field = _field(requests[0])
     with blaming(field):
-        parsed = [_checked(request, service, owner) for request in requests]
+        parsed = [_checked(request, service.config, service.kept, owner) for request in requests]
     media = [item for items, _ in parsed for item in items]
     with ExitStack() as stack:
         changes: dict[str, Any] = {}
@@ -104,10 +106,10 @@ def _field(request: TokenizeRequest) -> str | None:
     return None if request.items is None else "inputs"
 
 
-def _checked(request: TokenizeRequest, service: Service, owner: bytes) -> _Parsed:
+def _checked(request: TokenizeRequest, config: ServiceConfig, kept: KeptMedia, owner: bytes) -> _Parsed:
     """Return the result of `_parsed`. Raise InputError also if the request cannot be encoded as MessagePack."""
     try:
-        media, with_files = _parsed(request, service, owner)
+        media, with_files = _parsed(request, config, kept, owner)
         msgspec.msgpack.encode(with_files(repeat(Path())))
     except (OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise InputError(
@@ -116,12 +118,12 @@ def _checked(request: TokenizeRequest, service: Service, owner: bytes) -> _Parse
     return media, with_files
 
 
-def _parsed(request: TokenizeRequest, service: Service, owner: bytes) -> _Parsed:
+def _parsed(request: TokenizeRequest, config: ServiceConfig, kept: KeptMedia, owner: bytes) -> _Parsed:
     """Parse the media of a request. Raise InputError if they are not valid."""
-    replace, config = msgspec.structs.replace, service.config
+    replace = msgspec.structs.replace
     if request.messages is not None:
         parsed = parse_messages(request.messages, strict=config.strict, by_uuid=True)
-        filled = service.kept.filled(parsed, owner, request.options.cache_salt)
+        filled = kept.filled(parsed, owner, request.options.cache_salt)
         messages = with_defaults(filled, request.media_defaults)
         return media_of_messages(messages), lambda paths: replace(
             request, messages=messages_with_paths(messages, paths), media_defaults={}

@@ -273,7 +273,7 @@ def test_a_quantisation_file_beside_config_json_is_read(file, settings, message,
         shutil.copytree(GOLDEN / family, folder := tmp_path / family.replace("/", "_"))
         (folder / file).write_text(json.dumps(settings))
         (folder / "model.safetensors").write_bytes(b"not read")
-        with pytest.raises(UnsupportedCheckpoint, match="supports only unquantized weights"):
+        with pytest.raises(UnsupportedCheckpoint, match="support only unquantized weights"):
             load_model(folder, device="cpu")
 
 

@@ -117,6 +117,10 @@ def test_a_changed_layer_is_kept() -> None:
         "forward": lambda layer: setattr(layer.mlp, "forward", layer.mlp.forward),
         "class": lambda layer: setattr(layer.self_attn, "k_proj", Quantized(64, 32, bias=False)),
         "norm": lambda layer: layer.self_attn.register_module("q_norm", nn.RMSNorm(16)),
+        "norms over all heads": lambda layer: (
+            layer.self_attn.register_module("q_norm", nn.RMSNorm(64)),
+            layer.self_attn.register_module("k_norm", nn.RMSNorm(32)),
+        ),
         "attention": lambda layer: setattr(layer.self_attn.config, "_attn_implementation", "sdpa"),
         "dtype": lambda layer: layer.half(),
     }

@@ -9,6 +9,7 @@ import pytest
 from mindie_mm.errors import InputError
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from service.request.kept_media import KeptMedia
 from service.request.prompts import _checked
 
 MiB = 2**20
@@ -26,7 +27,9 @@ def test_the_check_of_a_request_does_not_copy_its_media() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:;base64," + "A" * 8 * MiB}}, {"text": "What is it?"}]
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
-    media, with_files = _checked(TokenizeRequest(messages=[{"role": "user", "content": parts}]), ServiceConfig())
+    media, with_files = _checked(
+        TokenizeRequest(messages=[{"role": "user", "content": parts}]), ServiceConfig(), KeptMedia(0), b""
+    )
     assert tracemalloc.get_traced_memory()[1] - before < MiB
     assert len(media) == 1
     assert with_files(iter([Path("/spool/1.png")])).messages == [
@@ -46,4 +49,4 @@ def test_the_check_of_a_request_does_not_copy_its_media() -> None:
 )
 def test_values_that_msgpack_cannot_encode_are_refused(request_: TokenizeRequest) -> None:
     with pytest.raises(InputError, match=r"^the (request|prompt) contains an? .*lone surrogate"):
-        _checked(request_, ServiceConfig())
+        _checked(request_, ServiceConfig(), KeptMedia(0), b"")
