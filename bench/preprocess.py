@@ -26,7 +26,8 @@ from bench.report import median, plot, write
 from mindie_mm.decode.digest import content_digest
 from mindie_mm.inputs import Media
 from mindie_mm.media.image.encoded_image import resize
-from mindie_mm.models.qwen2_vl import Qwen2VLProcessor, smart_resize
+from mindie_mm.models._qwen_pixels import smart_resize
+from mindie_mm.models.qwen2_vl import Qwen2VLProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize.preprocessed import Preprocessed

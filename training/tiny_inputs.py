@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch.nn.functional import interpolate
 from transformers import WhisperFeatureExtractor
 
-from mindie_mm.models.qwen2_vl import PixelSettings, smart_resize
+from mindie_mm.models._qwen_pixels import PixelSettings, smart_resize
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
 from training.samples import Sample
 from training.sounds import make

@@ -17,7 +17,7 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image, resize
 from mindie_mm.media.image.preprocess import Size, check_output_size, check_settings, resample_of
-from mindie_mm.models.llava import LlavaModel
+from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.pixels import HALF, Normalization
@@ -173,7 +173,7 @@ def _check_text(text: Any, where: str) -> None:
         raise UnsupportedCheckpoint(f"{where}: use_bidirectional_attention is True; it must be False for a decoder")
 
 
-class Gemma3Model(LlavaModel):
+class Gemma3Model(TowerModel):
     """Model of Gemma 3. `module` is a `Gemma3ForConditionalGeneration` of transformers."""
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:

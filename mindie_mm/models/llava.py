@@ -5,13 +5,10 @@ Source: arXiv 2310.03744. Token ids, pixels and logits match transformers' `llav
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
-
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.inputs import Kind
 from mindie_mm.media.image.preprocess import (
     Preprocess,
     Size,
@@ -21,15 +18,12 @@ from mindie_mm.media.image.preprocess import (
     resample_of,
 )
 from mindie_mm.models._anyres import check_stated, tokens_of_tower
+from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily
-from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.one_size import OneSizeProcessor
-from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization
-from mindie_mm.nn.splice import MediaItem
-from mindie_mm.nn.traits import Traits
-from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
+from mindie_mm.nn.weights.pretrained import read_config
 
 _CLIP: Mapping[str, Any] = {
     "resample": 3,
@@ -78,27 +72,6 @@ class LlavaProcessor(OneSizeProcessor):
         self.size = side, side
 
 
-class _Normalizing(Protocol):
-    normalizations: Mapping[Kind, Normalization]
-
-
-class LlavaModel(PictureModel, PretrainedModel):
-    """Model of LLaVA, and base class of models with the same structure.
-
-    `module` is a `LlavaForConditionalGeneration` of transformers, or a class with the same parts.
-    """
-
-    traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
-
-    def __init__(self, module: Any, spec: ModelSpec, processor: _Normalizing) -> None:
-        super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self.normalizations = processor.normalizations
-
-    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        features: list[Tensor] = self.module.model.get_image_features(self.pixels(items)).pooler_output
-        return list(features)
-
-
 class Llava(PretrainedFamily):
     """LLaVA 1.5 (Liu et al., 2023, arXiv 2310.03744), run by transformers' modules."""
 
@@ -108,4 +81,4 @@ class Llava(PretrainedFamily):
     processor = LlavaProcessor
     module_name = "LlavaForConditionalGeneration"
     other_keys = ("vision_config.vocab_size",)  # of CLIP's text encoder
-    model_class = LlavaModel
+    model_class = TowerModel

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mindie_mm.models._anyres import AnyresProcessor
-from mindie_mm.models.llava import LlavaModel
+from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
 from mindie_mm.nn.splice import MediaItem
@@ -33,7 +33,7 @@ class LlavaNextProcessor(AnyresProcessor):
     }
 
 
-class LlavaNextModel(LlavaModel):
+class LlavaNextModel(TowerModel):
     """Model of LLaVA-NeXT. `module` is a `LlavaNextForConditionalGeneration` of transformers."""
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:

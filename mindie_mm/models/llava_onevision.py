@@ -30,7 +30,7 @@ from mindie_mm.media.image.preprocess import (
 from mindie_mm.media.video.encoded_video import open_video
 from mindie_mm.media.video.frames import Sampling, evenly
 from mindie_mm.models._anyres import AnyresProcessor
-from mindie_mm.models.llava import LlavaModel
+from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
@@ -156,7 +156,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         )
 
 
-class LlavaOnevisionModel(LlavaModel):
+class LlavaOnevisionModel(TowerModel):
     """Model of LLaVA-OneVision. `module` is a `LlavaOnevisionForConditionalGeneration` of transformers."""
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:

@@ -20,8 +20,8 @@ from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models._clips import SPECTROGRAM, num_features_of, plan_audio, read_mel, spell_clip
-from mindie_mm.models.qwen2_5_vl import PICOSECONDS, window_places
-from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
+from mindie_mm.models._qwen import QwenModel, QwenProcessor
+from mindie_mm.models._qwen_windows import PICOSECONDS, window_places
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.model import ModelSpec, Positions
@@ -34,7 +34,7 @@ _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 _THINKER = "thinker_config"
 
 
-class Qwen25OmniProcessor(Qwen2VLProcessor):
+class Qwen25OmniProcessor(QwenProcessor):
     """Processor of Qwen2.5-Omni.
 
     Blocks of images and videos are the same as in Qwen2-VL. Blocks of audio clips are the same as in Qwen2-Audio. The
@@ -42,8 +42,10 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
     of a clip is (frames,).
     """
 
-    traits = replace(Qwen2VLProcessor.traits, mindie_layouts={})
+    traits = replace(QwenProcessor.traits, mindie_layouts={})
     config_name = "Qwen2_5OmniThinkerConfig"
+    image_types = ("Qwen2VLImageProcessor",)
+    video_type = "Qwen2VLVideoProcessor"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = _thinker(checkpoint)
@@ -89,10 +91,10 @@ class Qwen25OmniProcessor(Qwen2VLProcessor):
         return (*patches, round(self.video.temporal_patch_size / rate * PICOSECONDS))
 
 
-class Qwen25OmniModel(Qwen2VLModel):
+class Qwen25OmniModel(QwenModel):
     """Model of the thinker. `module` is a `Qwen2_5OmniThinkerForConditionalGeneration` of transformers."""
 
-    traits = replace(Qwen2VLModel.traits, mindie_layouts={})
+    traits = replace(QwenModel.traits, mindie_layouts={})
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen25OmniProcessor) -> None:
         super().__init__(module, spec, processor)

@@ -10,24 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from mindie_mm.device import upload
 from mindie_mm.inputs import Kind, MediaOptions
 from mindie_mm.media.video.encoded_video import Video
-from mindie_mm.models.qwen2_vl import Qwen2VLModel, Qwen2VLProcessor
+from mindie_mm.models._qwen import QwenModel, QwenProcessor
+from mindie_mm.models._qwen_windows import PICOSECONDS, window_places
 from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.splice import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
 _UNSTATED_FPS = 24.0
-PICOSECONDS = 10**12
-"""Picoseconds per second."""
 
 
-class Qwen25VLProcessor(Qwen2VLProcessor):
+class Qwen25VLProcessor(QwenProcessor):
     """Processor of Qwen2.5-VL. Blocks are the same as in Qwen2-VL.
 
     The grid of a video is (t, h, w, interval), where `interval` is the time between two steps of t in picoseconds.
@@ -35,6 +32,7 @@ class Qwen25VLProcessor(Qwen2VLProcessor):
 
     config_name = "Qwen2_5_VLConfig"
     image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # two names of the same class
+    video_type = "Qwen2VLVideoProcessor"
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
@@ -47,7 +45,7 @@ class Qwen25VLProcessor(Qwen2VLProcessor):
         return 1 if kind == "video" else 0
 
 
-class Qwen25VLModel(Qwen2VLModel):
+class Qwen25VLModel(QwenModel):
     """Model of Qwen2.5-VL. `module` is a `Qwen2_5_VLForConditionalGeneration` of transformers."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen25VLProcessor) -> None:
@@ -68,23 +66,6 @@ class Qwen25VLModel(Qwen2VLModel):
 
     def places(self, grids: Tensor) -> dict[str, Tensor]:
         return super().places(grids) | window_places(self.module.model.visual, grids, self.spec.device)
-
-
-def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """Return the keyword arguments of the windowed tower `visual` that describe its windows.
-
-    The tower itself would reorder patches with an index on the host, which synchronizes with the device each time.
-
-    Args:
-        visual: The vision tower.
-        grids: Size of each item in patches, int64 [items, 3], on the host.
-        device: Device of the window indices. The bounds of the windows stay on the host, where the tower reads them.
-
-    """
-    from transformers.vision_utils import get_vision_window_index  # imported late, because it is slow to import
-
-    index, bounds = get_vision_window_index(grids, visual.spatial_merge_size, visual.window_size, visual.patch_size)
-    return {"window_index": upload(index, device), "cu_window_seqlens": bounds}
 
 
 class Qwen25VL(PretrainedFamily):

@@ -21,7 +21,8 @@ from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models._mrope import Grid, mrope_positions
-from mindie_mm.models.qwen2_vl import MAX_ASPECT_RATIO, PixelSettings, Qwen2VLModel, Qwen2VLProcessor
+from mindie_mm.models._qwen import QwenModel, QwenProcessor
+from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import PretrainedFamily, Spelling
 from mindie_mm.nn.model import Positions
@@ -42,14 +43,15 @@ _VIDEO_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-class Qwen3VLProcessor(Qwen2VLProcessor):
+class Qwen3VLProcessor(QwenProcessor):
     """Processor of Qwen3-VL. Blocks are the same as in Qwen2-VL.
 
     The grid of a video is (t, h, w), followed by the time of each temporal patch in tenths of a second.
     """
 
-    traits = replace(Qwen2VLProcessor.traits, mindie_layouts={})
+    traits = replace(QwenProcessor.traits, mindie_layouts={})
     config_name = "Qwen3VLConfig"
+    image_types = ("Qwen2VLImageProcessor",)
     video_type = "Qwen3VLVideoProcessor"
     video_defaults = _VIDEO_DEFAULTS
 
@@ -177,14 +179,14 @@ class Qwen3VLProcessor(Qwen2VLProcessor):
         return self.plan(Media("video", data), data, {}).num_features
 
 
-class Qwen3VLModel(Qwen2VLModel):
+class Qwen3VLModel(QwenModel):
     """Model of Qwen3-VL. `module` is a `Qwen3VLForConditionalGeneration` of transformers.
 
     The columns of a feature are the final output of the tower, followed by the outputs of its deepstack layers.
     """
 
     traits = replace(
-        Qwen2VLModel.traits,
+        QwenModel.traits,
         projector_parts=("model.visual.merger", "model.visual.deepstack_merger_list"),
         mindie_layouts={},
     )

@@ -11,7 +11,8 @@ from transformers import Qwen2VLConfig
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, UnsupportedCheckpoint
 from mindie_mm.inputs import Media, MediaOptions
 from mindie_mm.models._mrope import mrope_positions
-from mindie_mm.models.qwen2_vl import Qwen2VLProcessor, sample_frames, smart_resize
+from mindie_mm.models._qwen_pixels import sample_frames, smart_resize
+from mindie_mm.models.qwen2_vl import Qwen2VLProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
 from tests import transformers_reference as reference

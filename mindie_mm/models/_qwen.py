@@ -1,0 +1,328 @@
+"""Processor and model of Qwen2-VL, which later Qwen models extend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindie_mm.device import upload
+from mindie_mm.errors import CorruptReference, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media, MediaOptions
+from mindie_mm.media.image.encoded_image import Data, Pixels, open_image, resize
+from mindie_mm.media.image.patches import patchify, unpatchify
+from mindie_mm.media.video.encoded_video import Video, open_video
+from mindie_mm.media.video.frames import check_asked, comes_sampled
+from mindie_mm.models._mrope import mrope_positions
+from mindie_mm.models._qwen_pixels import (
+    DEFAULT_FPS,
+    IMAGE_DEFAULTS,
+    VIDEO_DEFAULTS,
+    PixelSettings,
+    largest,
+    sample_frames,
+    smart_resize,
+)
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.layers import PatchProjection
+from mindie_mm.nn.mindie import InSegment, InWord, Layout
+from mindie_mm.nn.model import ModelSpec, Positions
+from mindie_mm.nn.pixels import joined
+from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
+from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
+from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
+from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.mindie import SegmentsView
+
+_PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+_GRIDS: Mapping[Kind, str] = {"image": "grid_thw", "video": "video_grid_thw"}
+_PLANES = "planes"
+_SECONDS = "second_per_grid_t"
+# Layouts of the handle words that MindIE's own processor writes for this family. The axes of MindIE's patches are
+# (channel, time, row, column).
+_MINDIE: Mapping[Kind, Layout] = {
+    "image": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["image"]))),
+    "video": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["video"]), InSegment(_SECONDS, "float32"))),
+}
+
+
+class QwenProcessor(Processor):
+    """Processor of Qwen2-VL.
+
+    The block of an image contains `pixel_values`, uint8 [h * w, patch * patch * 3]. The second, identical frame of an
+    image is not stored. The block of a video contains `pixel_values_videos`, uint8 [t * h * w, temporal * patch * patch
+    * 3]. The grid is (t, h, w), in patches.
+
+    In MindIE's wire format, images and videos have `planes`, uint8 [t * h * w, 3 * temporal * patch * patch], and their
+    grid. The planes of an image include the repeated frame. A video also has `second_per_grid_t`, float32 [1, 1].
+    """
+
+    traits = Traits(bounds_pixels=True, mindie_layouts=_MINDIE)
+
+    config_name: ClassVar[str]
+    """Configuration class of transformers."""
+    image_types: ClassVar[Sequence[str]]
+    """Image processor classes of transformers that a checkpoint may name."""
+    video_type: ClassVar[str]
+    """Video processor class of transformers."""
+    video_defaults: ClassVar[Mapping[str, Any]] = VIDEO_DEFAULTS
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        read = read_config(self.config_name, checkpoint)
+        self.feature_width = read.get_text_config().hidden_size
+        image = checkpoint.preprocessor("image", dict.fromkeys(self.image_types, IMAGE_DEFAULTS))
+        video = checkpoint.preprocessor("video", {self.video_type: self.video_defaults})
+        self.image = PixelSettings.read(image, f"{checkpoint.path} (images)")
+        self.video = self.video_settings(video, f"{checkpoint.path} (videos)")
+        for kind, settings in (("images", self.image), ("videos", self.video)):
+            _check_tower(settings, read.vision_config, f"{checkpoint.path} ({kind})")
+        config = checkpoint.config
+        before = (config.get("vision_start_token_id", 151652),)
+        after = (config.get("vision_end_token_id", 151653),)
+        self.placeholders = {
+            "image": Placeholder(before, config.get("image_token_id", 151655), after),
+            "video": Placeholder(before, config.get("video_token_id", 151656), after),
+        }
+
+    def max_tokens(self, kind: Kind) -> int:
+        if kind == "image":
+            return self.image.max_pixels // self.image.factor**2
+        groups = -(-self.video.max_frames // self.video.temporal_patch_size)
+        return groups * (self.video.max_pixels // self.video.factor**2)
+
+    def worst_case(self, kind: Kind) -> Data:
+        if kind == "image":
+            return np.zeros((*largest(self.image), 3), np.uint8)
+        # With the published limits, the array would take tens of gigabytes, so a single element is broadcast.
+        return np.broadcast_to(np.uint8(0), (self.video.max_frames, *largest(self.video), 3))
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        if media.kind == "image":
+            return _plan_image(data, self.image.with_options(media.options))
+        return self._plan_video(data, self.video.with_options(media.options), media.options)
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        patches = math.prod(grid[:3])
+        is_possible = (
+            len(grid) == 3 + self.further_numbers(kind, grid)
+            and min(grid) >= 0
+            and patches == num_features * self.image.merge_size**2
+            and not any(side % self.image.merge_size for side in grid[1:3])
+        )
+        return Spelling() if is_possible else None
+
+    def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
+        """Return how many numbers follow (t, h, w) in a grid of `kind`."""
+        return 0
+
+    def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
+        """Read the video preprocessor's configuration. Raise UnsupportedCheckpoint if it is not supported."""
+        return PixelSettings.read(config, where)
+
+    def sample(self, total: int, fps: float | None, settings: PixelSettings) -> list[int]:
+        """Return the ascending indices of the frames to sample from `total` frames.
+
+        If `fps` is None and the settings have no num_frames, all frames are taken. Raise InputError if more frames are
+        requested than the video has.
+        """
+        return sample_frames(total, fps, settings)
+
+    def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
+        """Return the height and width of the resized frames. `num_frames` is the number of sampled frames.
+
+        Raise LimitExceeded if one side is more than 200 times as long as the other.
+        """
+        return smart_resize(video.height, video.width, settings, num_frames=num_frames)
+
+    def video_grid(
+        self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
+    ) -> tuple[int, ...]:
+        """Return `Plan.grid` of a video.
+
+        Args:
+            patches: Size of the video in patches (t, h, w).
+            video: The video.
+            indices: Indices of the sampled frames.
+            options: Options of the item.
+
+        """
+        return patches
+
+    def _plan_video(self, data: Data, settings: PixelSettings, options: MediaOptions) -> Plan:
+        video = open_video(data, options.sample_fps)
+        check_asked(video, options)
+        rate = video.fps
+        if comes_sampled(video, options):
+            rate, settings = None, replace(settings, num_frames=None)
+        takes_all = rate is None and settings.num_frames is None and options.max_frames is None
+        if takes_all and video.num_frames > settings.max_frames:
+            raise LimitExceeded(
+                f"the video has {video.num_frames} frames; the limit is {settings.max_frames}. Ask for fewer "
+                "with num_frames or max_frames"
+            )
+        indices = self.sample(video.num_frames, rate, settings)
+        video.count(indices)
+        height, width = self.frame_size(video, len(indices), settings)
+        patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
+        grid = (-(-len(indices) // temporal), height // patch, width // patch)
+        # Frames that come without a rate are assumed to be sampled at MindIE's default rate.
+        fps = DEFAULT_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            patches = _frames(arrays, "video", patch)
+            groups = patches.reshape(grid[0], grid[1] * grid[2], *patches.shape[1:])
+            for index, frame in enumerate(video.decode(indices)):
+                group, place = divmod(index, temporal)
+                patchify(resize(frame, height, width), groups[group, :, place], patch, merge)
+            if filled := len(indices) % temporal:  # the last frame fills up the last group
+                groups[-1, :, filled:] = groups[-1, :, filled - 1 : filled]
+            if _PLANES in arrays:
+                arrays[_GRIDS["video"]][...] = grid
+                arrays[_SECONDS][...] = temporal / fps
+
+        patches = ArraySpec((math.prod(grid), settings.patch_bytes), "uint8")
+        return Plan(
+            num_features=math.prod(grid) // merge**2,
+            specs={"pixel_values_videos": patches},
+            settings=f"video {indices} {height}x{width}, patch {temporal} {patch}, merge {merge}",
+            write=write,
+            grid=self.video_grid(grid, video, indices, options),
+            mindie_specs={
+                _PLANES: patches,
+                _GRIDS["video"]: ArraySpec((3,), "int64"),
+                _SECONDS: ArraySpec((1, 1), "float32"),
+            },
+        )
+
+    def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
+        (t, h, w), patch = grid[:3], self.image.patch_size
+        return [
+            unpatchify(frame, h, w, self.image.merge_size)
+            for name, array in arrays.items()
+            if name in _PIXELS.values()
+            for group in array.reshape(t, h * w, -1, patch, patch, 3)
+            for frame in group.transpose(1, 0, 2, 3, 4)
+        ]
+
+
+def _check_tower(settings: PixelSettings, vision: Any, where: str) -> None:
+    """Raise UnsupportedCheckpoint unless the settings produce the patches that the tower expects."""
+    expected = {"patch_size": settings.patch_size, "temporal_patch_size": settings.temporal_patch_size}
+    expected["merge_size"] = settings.merge_size
+    for name, value in expected.items():
+        if (taken := getattr(vision, "spatial_merge_size" if name == "merge_size" else name)) != value:
+            raise UnsupportedCheckpoint(f"{where}: {name} is {value}, but the tower in config.json takes {taken}")
+
+
+def _plan_image(data: Data, settings: PixelSettings) -> Plan:
+    image = open_image(data)
+    height, width = smart_resize(image.height, image.width, settings)
+    patch, merge = settings.patch_size, settings.merge_size
+    grid = (1, height // patch, width // patch)
+
+    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        frames = _frames(arrays, "image", patch)
+        patchify(resize(image.decode(), height, width), frames[:, 0], patch, merge)
+        frames[:, 1:] = frames[:, :1]
+        if _PLANES in arrays:
+            arrays[_GRIDS["image"]][...] = grid
+
+    return Plan(
+        num_features=math.prod(grid) // merge**2,
+        specs={"pixel_values": ArraySpec((math.prod(grid), patch**2 * 3), "uint8")},
+        settings=f"image {height}x{width}, patch {patch}, merge {merge}",
+        write=write,
+        grid=grid,
+        mindie_specs={
+            _PLANES: ArraySpec((math.prod(grid), settings.patch_bytes), "uint8"),
+            _GRIDS["image"]: ArraySpec((3,), "int64"),
+        },
+    )
+
+
+def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) -> np.ndarray[Any, Any]:
+    """Return a writable view of the patches in either wire format, [n, stored frames, patch, patch, 3]."""
+    if _PLANES in arrays:
+        return arrays[_PLANES].reshape(len(arrays[_PLANES]), 3, -1, patch, patch).transpose(0, 2, 3, 4, 1)
+    patches = arrays[_PIXELS[kind]]
+    return patches.reshape(len(patches), -1, patch, patch, 3)
+
+
+class QwenModel(PretrainedModel):
+    """Model of Qwen2-VL, and base class of later models.
+
+    `module` is a `Qwen2VLForConditionalGeneration` of transformers, or a class with the same parts.
+    """
+
+    traits = Traits(mindie_layouts=_MINDIE, vision_parts=("model.visual",), projector_parts=("model.visual.merger",))
+    time_scale: float = 1.0
+    """Positions per unit of `interval`."""
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: QwenProcessor) -> None:
+        super().__init__(module, spec, module.model.language_model, module.lm_head)
+        self._pixels: dict[Kind, PixelSettings] = {"image": processor.image, "video": processor.video}
+        self._tokens = {kind: processor.placeholders[kind].token for kind in self._pixels}
+        self._merge: int = module.config.vision_config.spatial_merge_size
+        patch_embed = module.model.visual.patch_embed
+        patch_embed.proj = PatchProjection(patch_embed.proj)
+
+    def describe_segments(self, view: SegmentsView) -> MediaShape:
+        for kind, name in _GRIDS.items():
+            if name in view:
+                t, h, w = view[name].tolist()
+                # MindIE's handle words for the pixels and for the grid may not belong together, because no check covers
+                # both.
+                expected = (t * h * w, self._pixels[kind].patch_bytes)
+                if view[_PLANES].shape != expected:
+                    raise CorruptReference(
+                        f"the segment has the shape {view[_PLANES].shape}, but the grid of the {kind} needs {expected}"
+                    )
+                return MediaShape(kind, self._tokens[kind], t * h * w // self._merge**2, (t, h, w))
+        return super().describe_segments(view)
+
+    def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
+        spans = []
+        for item in items:
+            t, h, w = item.shape.grid[:3]
+            spans.append((item.start, item.stop, (t, h // self._merge, w // self._merge)))
+        return mrope_positions(length, spans, [self.interval(item.shape) for item in items], self.time_scale)
+
+    def interval(self, shape: MediaShape) -> float:
+        """Return the distance between two steps on the time axis of the item's grid.
+
+        `time_scale` converts this distance to positions.
+        """
+        return 1.0
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        return split_features(self.run_visual(items).pooler_output, items)
+
+    def run_visual(self, items: Sequence[MediaItem]) -> Any:
+        """Return the output of the vision tower, whose `pooler_output` contains the features of all items in order."""
+        patches = joined([self.normalized(item) for item in items])
+        # The grids stay on the host, so that the tower derives sizes from them without waiting for the device.
+        grids = torch.tensor([item.shape.grid[:3] for item in items])
+        return self.module.model.visual(patches.to(self.spec.dtype), grid_thw=grids, **self.places(grids))
+
+    def places(self, grids: Tensor) -> dict[str, Tensor]:
+        """Return the tower's keyword arguments for the positions of patches. `grids` is int64 [items, 3]."""
+        from transformers.vision_utils import get_vision_position_ids  # imported late, because it is slow to import
+
+        return {"position_ids": upload(get_vision_position_ids(grids, self._merge), self.spec.device)}
+
+    def normalized(self, item: MediaItem) -> Tensor:
+        """Return the normalized patches of an item in either wire format.
+
+        The result is float32 [patches, 3 * temporal * patch * patch] on the device.
+        """
+        view, kind = item.view, item.shape.kind
+        settings, planar = self._pixels[kind], _PLANES in view
+        patches = to_device(view, _PLANES if planar else _PIXELS[kind], self.spec.device)
+        return settings.normalize_planes(patches) if planar else settings.normalize(patches)

@@ -1,0 +1,204 @@
+"""Sizes of images and frames of videos in Qwen2-VL and later models, with the values of transformers' processors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.inputs import MediaOptions
+from mindie_mm.media.image.preprocess import check_settings
+from mindie_mm.media.video.frames import bounded, stepped
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_patches, normalize_planes, repeat_frames
+
+MAX_ASPECT_RATIO = 200
+_LOW_DETAIL_PIXELS = 512 * 512
+DEFAULT_FPS = 2.0
+_BICUBIC = 3
+# Defaults of transformers' classes for settings that a file leaves out.
+IMAGE_DEFAULTS: Mapping[str, Any] = {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
+VIDEO_DEFAULTS: Mapping[str, Any] = {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}}
+
+
+@dataclass(frozen=True, slots=True)
+class PixelSettings:
+    """Preprocessing settings of a checkpoint for images or for videos."""
+
+    min_pixels: int
+    """Minimum number of pixels of a resized image or frame."""
+    max_pixels: int
+    """Maximum number of pixels of a resized image or frame."""
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale_factor: float
+    fps: float | None = None
+    num_frames: int | None = None
+    min_frames: int = 4
+    max_frames: int = 768
+    total_pixels: int | None = None
+    """Maximum number of pixels of all frames together. None if there is no such limit."""
+
+    @property
+    def factor(self) -> int:
+        """Side in pixels of the square that becomes one token."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_bytes(self) -> int:
+        """Size of a patch with all of its frames, in bytes."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str) -> PixelSettings:
+        """Read a preprocessor configuration that has a `size`. Raise UnsupportedCheckpoint if it is not supported."""
+        needed = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": _BICUBIC}
+        check_settings(config, needed, where)
+        size = config["size"]
+        min_pixels = config.get("min_pixels") or size.get("shortest_edge")
+        max_pixels = config.get("max_pixels") or size.get("longest_edge")
+        if min_pixels is None or max_pixels is None:
+            raise UnsupportedCheckpoint(f"{where}: size is {size!r}; it must have shortest_edge and longest_edge")
+        settings = cls(
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            patch_size=config.get("patch_size", 14),
+            temporal_patch_size=config.get("temporal_patch_size", 2),
+            merge_size=config.get("merge_size", 2),
+            mean=tuple(config.get("image_mean", CLIP_MEAN)),
+            std=tuple(config.get("image_std", CLIP_STD)),
+            rescale_factor=config.get("rescale_factor", 1 / 255),
+            fps=config.get("fps"),
+            num_frames=config.get("num_frames"),
+            min_frames=config.get("min_frames", 4),
+            max_frames=config.get("max_frames", 768),
+        )
+        if config.get("cap_pixels_per_frame"):
+            budget = int(config.get("max_video_tokens", 128_000) * settings.factor**2 * 0.9)
+            settings = replace(settings, total_pixels=budget * settings.temporal_patch_size)
+        return settings
+
+    def with_options(self, options: MediaOptions) -> PixelSettings:
+        """Return these settings with the options of an item applied.
+
+        Raises:
+            InputError: The options ask for fewer frames than a temporal patch has.
+            LimitExceeded: An option exceeds a limit of the checkpoint.
+
+        """
+        limits = {"pixels": self.max_pixels, "frames": self.max_frames}
+        for name in ("min_pixels", "max_pixels", "num_frames", "min_frames", "max_frames"):
+            value, limit = getattr(options, name), limits[name.partition("_")[2]]
+            if value is not None and value > limit:
+                raise LimitExceeded(f"{name} is {value}; the checkpoint's limit is {limit}")
+        for name in ("num_frames", "max_frames"):
+            value = getattr(options, name)
+            if value is not None and value < self.temporal_patch_size:
+                raise InputError(f"{name} is {value}; this model needs at least {self.temporal_patch_size} frames")
+        max_pixels = options.max_pixels or self.max_pixels
+        if options.detail == "low":
+            max_pixels = min(max_pixels, _LOW_DETAIL_PIXELS)
+        sampling: dict[str, Any] = {"num_frames": self.num_frames and bounded(self.num_frames, options)}
+        if options.num_frames is not None or options.fps is not None:
+            sampling = {"num_frames": options.num_frames, "fps": options.fps}
+        return replace(
+            self,
+            max_pixels=max_pixels,
+            min_pixels=min(options.min_pixels or self.min_pixels, max_pixels),
+            min_frames=options.min_frames or self.min_frames,
+            max_frames=options.max_frames or self.max_frames,
+            **sampling,
+        )
+
+    def normalize(self, patches: torch.Tensor) -> torch.Tensor:
+        """Normalize the uint8 patches of a block for the tower.
+
+        The result is float32 [n, 3 * temporal * patch * patch] on the same device.
+        """
+        values = normalize_patches(patches, self.mean, self.std, self.rescale_factor)
+        return values if values.shape[1] == self.patch_bytes else repeat_frames(values, self.temporal_patch_size)
+
+    def normalize_planes(self, planes: torch.Tensor) -> torch.Tensor:
+        """Normalize patches in MindIE's wire format, uint8 [n, 3 * temporal * patch * patch], to the same result."""
+        return normalize_planes(planes, self.mean, self.std, self.rescale_factor)
+
+
+def largest(settings: PixelSettings) -> tuple[int, int]:
+    """Return the nearly square height and width that yield the most tokens and that a resize leaves unchanged."""
+    tokens = settings.max_pixels // settings.factor**2
+    rows = math.isqrt(tokens)
+    return rows * settings.factor, tokens // rows * settings.factor
+
+
+def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: int = 1) -> tuple[int, int]:
+    """Return the height and width to which an image or a frame of a video is resized.
+
+    Both are multiples of `settings.factor`, and their product is between min_pixels and max_pixels. Proportions are
+    kept as far as this allows.
+
+    Args:
+        height: Height in pixels before the resize.
+        width: Width in pixels before the resize.
+        settings: Preprocessing settings.
+        num_frames: Number of sampled frames of the video, 1 for an image.
+
+    Raises:
+        LimitExceeded: One side is more than 200 times as long as the other.
+
+    """
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise LimitExceeded(
+            f"the image or video has {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} "
+            "times the shorter one"
+        )
+    factor, min_pixels, max_pixels = settings.factor, settings.min_pixels, settings.max_pixels
+    if settings.total_pixels is not None:
+        max_pixels = max(min(max_pixels, settings.total_pixels // num_frames), int(min_pixels * 1.05))
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / scale / factor) * factor)
+        new_width = max(factor, math.floor(width / scale / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * scale / factor) * factor
+        new_width = math.ceil(width * scale / factor) * factor
+    return new_height, new_width
+
+
+def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -> list[int]:
+    """Return ascending, evenly spread indices of the frames to sample from a video.
+
+    `settings.num_frames` is the number of frames to take. If it is None, the number is computed from `settings.fps`
+    (2.0 if the checkpoint has none) and clamped to [min_frames, max_frames]. The number is a multiple of the temporal
+    patch size if the video is long enough.
+
+    Args:
+        num_frames: Number of frames of the video.
+        fps: Frame rate of the video. If both `fps` and `settings.num_frames` are None, all frames are taken, up to
+            max_frames.
+        settings: Preprocessing settings.
+
+    Raises:
+        InputError: `settings.num_frames` is greater than the number of frames of the video.
+
+    """
+    temporal = settings.temporal_patch_size
+    most = settings.max_frames // temporal * temporal
+    if settings.num_frames is not None:
+        wanted = min(round(settings.num_frames / temporal) * temporal, most)
+        if settings.num_frames > max(num_frames, temporal):
+            raise InputError(f"num_frames is {settings.num_frames}; the video has only {num_frames} frames")
+    elif fps is None:
+        wanted = num_frames if num_frames <= settings.max_frames else most
+    else:
+        expected = num_frames / fps * (settings.fps or DEFAULT_FPS)
+        wanted = math.floor(min(max(expected, settings.min_frames), most, num_frames) / temporal) * temporal
+    wanted = min(max(wanted, temporal), num_frames)
+    return stepped(num_frames, wanted)
