@@ -86,7 +86,7 @@ def strict(random_checkpoint: Path) -> Iterator[Tokenizer]:
             LimitExceeded,
             r"processor time than the limit of 1 s \(--max-pdf-page-s\)",
         ),
-        (GROWS, {"max_pdf_page_s": 60, "max_decode_bytes": 128 * MiB}, MediaError, "the item crashed two decoders"),
+        (GROWS, {"max_pdf_page_s": 60, "max_decode_bytes": 32 * MiB}, MediaError, "the item crashed two decoders"),
     ],
     ids=["never ends", "grows"],
 )
