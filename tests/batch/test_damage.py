@@ -105,6 +105,7 @@ def test_reading_damaged_files_raises_an_error(damage: str, folder: Path, tmp_pa
     assert not (tmp_path / "row.png").exists()
 
 
+@pytest.mark.slow
 def test_a_changed_pixel_is_detected_before_it_is_used(folder: Path, tmp_path: Path) -> None:
     flip(folder / ARENA, (folder / ARENA).stat().st_size - 9000)
     generate = ("generate", "--tokenized", folder, "--output", tmp_path / "out.jsonl")

@@ -95,6 +95,7 @@ def test_a_larger_worst_case_leaves_a_smaller_cache(random_checkpoint, small_pic
     assert longer < none - 4 * MiB, "a longer step"
 
 
+@pytest.mark.slow
 def test_memory_of_recorded_steps_counts(random_checkpoint, own_room):
     wanted = {"max_num_seqs": 4096, "max_model_len": 1024}
     recorded = own_room(random_checkpoint, (), Recording(), **wanted)

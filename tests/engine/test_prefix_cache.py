@@ -336,6 +336,7 @@ def greedy(model, ids, count):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spans", [a_span_each, one_span])
 @pytest.mark.parametrize(
     "settings",

@@ -78,6 +78,7 @@ def test_frequencies_follow_the_distribution():
     assert counts[1] / 4000 == pytest.approx(0.75, abs=0.03)
 
 
+@pytest.mark.slow
 def test_rare_tokens_of_a_large_vocabulary_are_drawn_with_their_probability():
     """Together, 100,000 tokens have a probability of 0.1.
 

@@ -20,6 +20,8 @@ from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models.contract import FamilyContract
 from tests.sound_samples import speech
 
+pytestmark = pytest.mark.slow  # each process imports every decoder anew
+
 
 @pytest.fixture(scope="module")
 def media() -> list[Sample]:

@@ -109,6 +109,7 @@ def tokenized(tmp_path):
         yield ids_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_those_of_the_dequantised_weights_alone_and_in_a_batch(family, settings, tmp_path, tokenized):

@@ -182,6 +182,7 @@ def test_the_service_is_unhealthy_until_killed_tokenizers_are_replaced(
     assert post(lenient, CHAT, chat([red_square], "What?"))["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_a_dead_engine_fails_only_started_streams_and_restarts(lenient: RunningService, red_square: str) -> None:
     limit = lenient.get("/v1/models")["data"][0]["max_model_len"]
     body = chat([red_square], "What?", max_tokens=limit // 2)

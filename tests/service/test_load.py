@@ -315,6 +315,7 @@ def fill_up(service: RunningService, count: int) -> None:
         wait_until(lambda: metric(service, "num_requests_running") == 0)
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_does_not_delay_the_stop(loaded: RunningService) -> None:
     """This test stops the service, so it must be the last test that uses `loaded`."""
     before = metric(loaded, "request_success_total", finished_reason="length")
