@@ -88,15 +88,15 @@ class Media:
 
     kind: Kind
     source: Any
-    """A path, URL, bytes, PIL image, array or Embeddings. A tuple of frames (but not Embeddings) is a video. None: the
-    caller has the data, under `uuid`."""
+    """A path, URL, bytes, PIL image, array or Embeddings. A tuple of frames (but not Embeddings) is a video. None if
+    the client sent only a `uuid`."""
     options: MediaOptions = field(default_factory=MediaOptions)
     is_document: bool = False
     """True for a PDF, which becomes one image per page (`Media.page`) before the prompt is made."""
     page: int | None = None
     """Page of the PDF `source` that is the image, from 0, or None if the source is an image."""
     uuid: str | None = None
-    """Client's name of the item, if the caller keeps media by these names."""
+    """The client's name for the item, by which the service keeps the data."""
 
 
 Item = Text | Media

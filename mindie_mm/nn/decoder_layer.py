@@ -45,7 +45,7 @@ class Angles:
     cos: Tensor
     """[T, 1, head_dim]."""
     sin: Tensor
-    """[T, 1, head_dim]. The signs of the first half are changed."""
+    """[T, 1, head_dim]. The first half is negated."""
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor) -> Angles:
@@ -204,7 +204,7 @@ def _require_parts(layer: nn.Module) -> None:
         raise _Unlike  # one norm over all heads
     for part in layer.modules():
         if part._forward_pre_hooks or part._forward_hooks or "forward" in vars(part):  # noqa: SLF001
-            raise _Unlike  # such as nn/placement.py or tensor parallelism
+            raise _Unlike  # nn/placement.py and tensor parallelism change layers in these ways
     for name in (*(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in _MLP)):
         linear = layer.get_submodule(name)
         is_plain = type(linear) is nn.Linear and linear.weight.dtype in (torch.float32, torch.bfloat16)
@@ -218,7 +218,7 @@ def _weighted(module: nn.Module) -> set[str]:
 
 
 def _joined(*linears: nn.Linear) -> nn.Linear:
-    """Return one layer that computes the outputs of several layers of the same input, one after the other."""
+    """Return one layer whose output is the concatenated output of `linears`, which have the same input."""
     weight = torch.cat([linear.weight.detach() for linear in linears])
     joined = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
     joined.weight = nn.Parameter(weight, requires_grad=False)

@@ -138,7 +138,7 @@ class PagedBatch:
     """The tokens that each row of a flat batch attends to. A batch is built once per step and read by every layer."""
 
     has_rows: ClassVar[bool] = True
-    """Whether `rows` exists. It has numbers of the host, which a captured graph would never see change."""
+    """Whether `rows` is available. It contains numbers on the host, which a captured graph cannot read again."""
 
     def __init__(self, chunks: Sequence[Chunk], cache: PagedCache | None, device: torch.device) -> None:
         """Describe a flat batch.

@@ -19,7 +19,7 @@ class Pages:
         self._num_documents = self._num_pages = 0
 
     async def of_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return `messages` with PDFs replaced as in `of_items`. Errors are those of `of_items`."""
+        """Return `messages` with PDFs replaced as in `of_items`, which also lists the errors."""
         return [
             replace(message, content=tuple(await self.of_items(message.content)))
             if isinstance(message.content, tuple)
@@ -28,7 +28,7 @@ class Pages:
         ]
 
     async def of_items(self, items: Sequence[Item]) -> list[Item]:
-        """Return `items` with the images of its pages, in order, in the place of each PDF.
+        """Return `items` with each PDF replaced by the images of its pages, in order.
 
         Raises:
             InputError: A PDF cannot be read, or the model takes no images. The message names the PDF.

@@ -16,10 +16,10 @@ def num_calls(messages: Sequence[Any]) -> int:
 def with_tool_calls(messages: Sequence[Any]) -> list[Any]:
     """Return messages with tool calls and results in place of `function_call` and the role `function`.
 
-    These are OpenAI's deprecated form, which has no ids: a result belongs to the last call. A result without a call,
-    and a message of a wrong form, stay as they are.
+    OpenAI's deprecated form has no ids, so a result belongs to the last call before it. Results without a call, and
+    messages that are not valid, are returned unchanged.
     """
-    made: list[Any] = []
+    rewritten: list[Any] = []
     call_id = None
     for number, message in enumerate(messages):
         role = message.get("role") if isinstance(message, Mapping) else None
@@ -27,12 +27,12 @@ def with_tool_calls(messages: Sequence[Any]) -> list[Any]:
             call_id = f"call_{number}"
             call = {"id": call_id, "type": "function", "function": message["function_call"]}
             rest = {key: value for key, value in message.items() if key != "function_call"}
-            made.append({**rest, "tool_calls": [call]})
+            rewritten.append({**rest, "tool_calls": [call]})
         elif role == "function" and call_id is not None:
-            made.append({**message, "role": "tool", "tool_call_id": call_id})
+            rewritten.append({**message, "role": "tool", "tool_call_id": call_id})
         else:
-            made.append(message)
-    return made
+            rewritten.append(message)
+    return rewritten
 
 
 def with_own_ids(messages: Sequence[Any], parser: type[ToolCallParser]) -> list[Any]:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _NO_GRAMMAR = re.compile(r"the grammar is not supported: (?:at \d+\(\d+\): )?(.+)")
-"""Error about a grammar. A request with tools has none, and does not know its lines."""
+"""Error about a grammar. For tools, the service writes the grammar, so the client does not know its line numbers."""
 
 MAX_ANSWER_LOGPROBS = 2**20
 """Maximum number of log-probabilities in one answer. Each of them takes about 100 bytes.
@@ -100,8 +100,9 @@ class Call:
             try:
                 await self.service.worker.check_schema(self.params)
             except InputError as error:
-                if self.structure_field == "tools" and (found := _NO_GRAMMAR.match(str(error))):
-                    raise InputError(f"the parameters of a tool are not supported: {found[1]}") from error
+                noun = {"tools": "tool", "functions": "function"}.get(self.structure_field or "")
+                if noun and (match := _NO_GRAMMAR.match(str(error))):
+                    raise InputError(f"the parameters of a {noun} are not supported: {match[1]}") from error
                 raise
 
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:

@@ -14,7 +14,7 @@ from mindie_mm.processes.tasks import in_thread
 from mindie_mm.salt import salted
 
 MAX_ENTRIES = 4096
-"""Maximum number of items, because each takes some memory beside its bytes."""
+"""Maximum number of items. Each item needs some memory in addition to its bytes."""
 _MAX_SHOWN = 40
 
 _Data = bytes | tuple[bytes, ...]
@@ -22,16 +22,16 @@ _Data = bytes | tuple[bytes, ...]
 
 
 class KeptMedia:
-    """The encoded bytes of the items that were used last, at most `max_bytes`.
+    """The encoded bytes of the most recently used items, at most `max_bytes` in total.
 
-    An item belongs to the API key, the `cache_salt`, the kind and the `uuid` of the request that sent it. A `uuid` is
-    never the identity of a content: whatever comes after this index works with the bytes.
+    Only a request with the same API key, `cache_salt`, kind and `uuid` reaches an item. All caches after this store
+    identify an item by its bytes, never by its `uuid`.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._items: OrderedDict[bytes, _Data] = OrderedDict()
-        """Items by `_key`. The item that was used last stands at the end."""
+        """Items by `_key`, in the order of their last use."""
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class KeptMedia:
     async def keep(self, media: Sequence[Media], paths: Sequence[Paths], owner: bytes, salt: str) -> None:
         """Keep the items that have a `uuid`. `paths` has the files of each item. `owner` and `salt` are as in `filled`.
 
-        An item that is larger than all the room is not kept. It still replaces the earlier item of its name.
+        An item larger than `max_bytes` is not kept, but the earlier item with the same `uuid` is removed.
         """
         for item, files in zip(media, paths, strict=True):
             if item.uuid is None or not self._max_bytes:
@@ -77,11 +77,11 @@ class KeptMedia:
         if not self._max_bytes:
             raise InputError("media are not kept by uuid (--media-uuid-bytes is 0), so send the data each time")
         key = _key(media, owner, salt)
-        if (found := self._items.get(key)) is None:
+        if (data := self._items.get(key)) is None:
             shown = media.uuid[:_MAX_SHOWN]
-            raise InputError(f"no data are kept for the uuid {shown!r}; send the data once more, with the same uuid")
+            raise InputError(f"no data are kept for the uuid {shown!r}; send the data again, with the same uuid")
         self._items.move_to_end(key)
-        return found
+        return data
 
     def _put(self, key: bytes, data: _Data | None) -> None:
         if (older := self._items.pop(key, None)) is not None:
@@ -96,7 +96,7 @@ class KeptMedia:
 
 
 def _key(media: Media, owner: bytes, salt: str) -> bytes:
-    """Return the digest of everything that an item belongs to. No part may contain the separator."""
+    """Return the key of an item. None of its parts can contain the separator, because a `uuid` is printable."""
     assert media.uuid is not None
     parts = [owner.hex(), media.kind, media.uuid]
     return salted(salt).update("\0".join(parts).encode()).digest()

@@ -86,10 +86,10 @@ class _Completion(Form):
         async with self.sources() as sources:
             choices = await self.call.choices(sources)
         prompts = [source.prompt for source in sources]
-        made = [await self._choice(choice, prompts[choice.index // self.call.n]) for choice in choices]
+        answered = [await self._choice(choice, prompts[choice.index // self.call.n]) for choice in choices]
         unasked: _Asked = {"prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None}
         return {
-            **self._part([{**unasked, **choice} for choice in made]),
+            **self._part([{**unasked, **choice} for choice in answered]),
             "usage": usage(prompts, choices),
             **self.call.timings(choices),
         }

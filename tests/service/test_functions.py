@@ -114,3 +114,4 @@ def test_a_schema_that_cannot_be_enforced_is_blamed_on_functions(http: httpx2.Cl
         fields = {"functions": [{"name": "a", "parameters": parameters}], "function_call": {"name": "a"}}
         error = http.post("/v1/chat/completions", json={"messages": HELLO} | fields).json()["error"]
         assert (error["code"], error["param"]) == (400, "functions"), error
+        assert "grammar" not in error["message"], "the service wrote the grammar, not the client"
