@@ -11,6 +11,7 @@ import torch
 
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
+from mindie_mm.errors import DeviceError
 from mindie_mm.settings.cgroup import available_cpus
 from mindie_mm.settings.environment import has_thread_count
 
@@ -102,6 +103,15 @@ class Device(ABC):
 
         """
         raise NotImplementedError
+
+    def int8_linear(self, linear: torch.nn.Linear) -> torch.nn.Module:
+        """Return a layer with int8 weights that computes nearly the same as `linear`, whose weights are float32.
+
+        Raises:
+            DeviceError: The device has no such layer.
+
+        """
+        raise DeviceError(f"weights is int8, which is not supported on the device {self.name}; leave the setting out")
 
     def prepare(self, module: torch.nn.Module) -> None:
         """Convert the weights of a loaded and placed model to the fastest layout."""

@@ -473,6 +473,9 @@ class DeepseekVL2Model(Model):
         ends = self.module.image_newline.expand(len(grid), 1, -1)
         return torch.cat([grid, ends], dim=1).flatten(0, 1)
 
+    def text_modules(self) -> list[nn.Module]:
+        return [self.module.language]
+
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.module.language.model.embed_tokens(input_ids)
         return hidden

@@ -474,6 +474,9 @@ class MolmoModel(Model):
         self._logit_scale = config["hidden_size"] ** -0.5 if config["scale_logits"] else None
         self._mean, self._std = (torch.tensor(values, device=spec.device) for values in (processor.mean, processor.std))
 
+    def text_modules(self) -> list[nn.Module]:
+        return [self._transformer]
+
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         items = super().read(ids)
         if not self._overwrites:

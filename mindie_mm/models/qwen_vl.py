@@ -365,6 +365,9 @@ class QwenVLModel(Model):
         picture = to_device(item.view, _BYTES, self.spec.device)
         return normalize_pictures(picture.unsqueeze(0), CLIP_MEAN, CLIP_STD)
 
+    def text_modules(self) -> list[nn.Module]:
+        return [self.module.transformer["h"], self.module.lm_head]
+
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.module.transformer["wte"](input_ids)
         return hidden

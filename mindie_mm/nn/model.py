@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
@@ -151,6 +151,20 @@ class MediaModel(ABC):
 
     def _describe(self, view: ItemView) -> MediaShape:
         return self.describe_segments(view) if isinstance(view, SegmentsView) else MediaShape.of(view)
+
+    def text_modules(self) -> list[nn.Module]:
+        """Return the modules that compute text, including the output layer. They contain no tower."""
+        return []
+
+    def replace(self, old: nn.Module, new: nn.Module) -> None:
+        """Replace a module wherever the model refers to it."""
+        for parent in [*self.module.modules()]:
+            for name, child in [*parent.named_children()]:
+                if child is old:
+                    setattr(parent, name, new)
+        for name, value in [*vars(self).items()]:
+            if value is old:
+                setattr(self, name, new)
 
     def fuse(self) -> None:
         """Replace layers by layers that run fewer operators. By default, the model has no such layers."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindie_mm.device import Device, upload
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -51,6 +51,9 @@ class Seq2SeqModel(MediaModel):
         self.text_model = text_model
         self.lm_head = lm_head
         self.rules = rules
+
+    def text_modules(self) -> list[nn.Module]:
+        return [self.text_model, *([self.lm_head] if isinstance(self.lm_head, nn.Module) else ())]
 
     @property
     def prompt_token_bytes(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -102,6 +102,9 @@ class PretrainedModel(Model):
         if self.runs_layers:
             return self._run_layers(hidden, positions, paged)
         return self.run_text_model(hidden, positions, paged)
+
+    def text_modules(self) -> list[nn.Module]:
+        return [self.text_model, *([self.lm_head] if isinstance(self.lm_head, nn.Module) else ())]
 
     def fuse(self) -> None:
         """Replace layers of the text model as `decoder_layer.fuse` does, and run them without its `forward`.
