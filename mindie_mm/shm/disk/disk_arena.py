@@ -57,7 +57,7 @@ class DiskArena:
     """Writer of a file of blocks on disk. It is a context manager and thread-safe.
 
     Blocks are allocated and published as in an `Arena`, but never freed. `close` syncs the complete file to disk and
-    gives it its name. If the context exits with an error, no file remains. Equal blocks in the same order produce
+    renames it to `path`. If the context exits with an error, no file remains. Equal blocks in the same order produce
     equal files.
     """
 
@@ -268,7 +268,7 @@ class DiskArena:
                 self._write_batch()
 
     def close(self) -> None:
-        """Finish the file, sync it to disk and give it its name. Idempotent.
+        """Finish the file, sync it to disk and rename it to `path`. Idempotent.
 
         Raises:
             InputError: A block is still being filled.
@@ -372,7 +372,7 @@ class DiskArena:
             self._write_batch()
 
     def _cut(self, end: int) -> None:
-        """Start the next block at offset `end`. Later blocks overwrite the data after it, or `close` truncates it."""
+        """Start the next block at offset `end`. Bytes after `end` are overwritten by later blocks or cut by `close`."""
         self._end = end
         for batch in filter(None, [self._batch, *(batch for _, batch in self._filling.values())]):
             batch.cut(end - batch.offset)

@@ -82,7 +82,7 @@ def _does_not_fit(arena: int, block: int, generation: int) -> NoReturn:
 
 
 def encode_shape(name_word: int, dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the shape word that belongs to `name_word`. Raise LimitExceeded if the shape does not fit its 47 bits."""
+    """Return the shape word that belongs to `name_word`. Raise LimitExceeded if the shape does not fit in a word."""
     payload = _pack(dtype, shape)
     return _signed((payload << 8) | _crc8(payload, (name_word & 0xFF) ^ _NAME_TO_SHAPE))
 

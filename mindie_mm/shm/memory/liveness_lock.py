@@ -25,7 +25,7 @@ class LivenessLock:
 
         Args:
             descriptor: The open file.
-            needed: Whether to raise OSError if the file system has no locks. If False, the lock then counts as held.
+            needed: Whether to raise OSError if the file system has no locks. If False, the lock counts as held there.
 
         Raises:
             BlockingIOError: Another process holds the lock.
