@@ -78,7 +78,7 @@ def write_log_mel(samples: Samples, settings: MelSettings, out: NDArray[np.float
         samples: Samples at the rate of `settings`, float32 [samples].
         settings: Spectrogram settings.
         out: Output, float32 [num_bins, frames]. The number of frames is at least `settings.num_frames(len(samples))`
-            and at most `settings.max_frames`. Frames after the clip are silent.
+            and at most `settings.max_frames`. Frames after the end of the clip contain silence.
 
     """
     samples = samples[: settings.max_samples]

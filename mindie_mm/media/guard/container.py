@@ -47,7 +47,7 @@ MAX_READ = 4
 """Maximum total size of a stream's packets, as a multiple of the container's size. In an MP4, samples may share bytes.
 """
 SPARE_BYTES = 2**24
-"""Number of bytes by which the packets may exceed this multiple."""
+"""Number of bytes by which a stream's packets may exceed `MAX_READ` times the container's size."""
 BARE = ("mp3", "aac")
 """Formats without a container. The decoder itself finds their frames.
 
@@ -205,10 +205,11 @@ def best_stream(container: InputContainer, kind: Literal["video", "audio"]) -> A
 
 
 def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[av.Packet[_Stream]]:
-    """Yield the packets of `stream` in decoding order, except empty packets. Other streams are skipped without reading.
+    """Yield the packets of `stream` in decoding order, except empty packets. Packets of other streams are not read.
 
     Raises:
-        LimitExceeded: The packets together have many more bytes than the container, which has `num_bytes` bytes.
+        LimitExceeded: The packets have more than `MAX_READ` * `num_bytes` + `SPARE_BYTES` bytes in total. `num_bytes`
+            is the size of the container.
         RequestAborted: The request was aborted.
 
     """

@@ -44,7 +44,7 @@ _UPRIGHT = struct.pack(">5i", 1 << 16, 0, 0, 0, 1 << 16)
 _MATROSKA_POSES = tuple(name + size for name in (b"\x76\x73", b"\x76\x75") for size in (b"\x84", b"\x88"))
 """Element IDs and sizes of ProjectionPoseYaw, which mirrors frames, and ProjectionPoseRoll, which rotates frames.
 
-Other data may contain the same bytes. After a false match, the file is only read once more.
+Other data may contain the same bytes. The only effect of a false match is that the file is read once more.
 """
 _MATROSKA_HEAD = 2**16
 """Number of bytes at the start of a Matroska file in which to search for track entries."""

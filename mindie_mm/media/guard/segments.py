@@ -101,8 +101,8 @@ def check_scans(data: bytes, width: int, height: int, *, up_to_end: bool = False
         data: The file. Scan markers at any position count, because a decoder may find them.
         width: Width in pixels, as stated in the frame header.
         height: Height in pixels, as stated in the frame header.
-        up_to_end: Count only the scans that libjpeg finds. libjpeg skips segments by their length, and stops at the end
-            of the image. Other images or a video may follow in the same file.
+        up_to_end: Whether to count only the scans that libjpeg finds. libjpeg skips segments by their length, and stops
+            at the end of the image. Other images or a video may follow in the same file.
 
     Raises:
         LimitExceeded: The JPEG has more scans than its size allows.
