@@ -55,7 +55,7 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
         opening: Number of ids with which every prompt begins.
 
     Raises:
-        InputError: The number or the order of the placeholders does not fit the items.
+        InputError: The number or the order of the placeholders does not match the items.
 
     """
     places = [at for at, index in enumerate(ids) if index in tokens]
