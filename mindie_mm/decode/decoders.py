@@ -105,9 +105,9 @@ class Decoders:
             descriptor: Descriptor of the item's open file.
 
         Raises:
-            InputError: The item is invalid. MediaError means that the item has crashed two decoders.
-            OperationalError: The decoder has failed. ProcessDied means that two decoders died, and NoProcess means that
-                no decoder can be started or the pool is closed.
+            InputError: The item is invalid, or has crashed two decoders (MediaError).
+            OperationalError: The decoder has failed, two decoders have died (ProcessDied), or no decoder can be started
+                or the pool is closed (NoProcess).
 
         """
         reply, _ = await self._do(Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
@@ -266,7 +266,7 @@ class Decoders:
         self._hand_out()
 
     async def _fork(self) -> DecoderProcess:
-        """Fork a decoder and give it a job. Raise ProcessDied if the nursery dies."""
+        """Fork a decoder and send it a waiting job, if any. Raise ProcessDied if the nursery dies."""
         born = await self._nursery.fork()
         process = DecoderProcess(born.pid, born.channel, born.status, born.scratch)
         self._processes.append(process)
