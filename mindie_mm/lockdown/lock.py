@@ -71,7 +71,7 @@ def lock_in(keep: Collection[int], memory_bytes: int = 0) -> Locks:
     _drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     # After this call, only privileged processes can read the memory of this process. The call also prevents core dumps
-    # that the kernel pipes to a program, for which it ignores RLIMIT_CORE.
+    # that the kernel pipes to a program. RLIMIT_CORE does not limit these core dumps.
     prctl(PR_SET_DUMPABLE, 0)
     return _locks(landlock.forbid_all, lambda: seccomp.allow_decoding(keep))
 
