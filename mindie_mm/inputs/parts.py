@@ -63,8 +63,8 @@ def parse_parts(
     Args:
         parts: The dicts.
         where: Name of the list in error messages.
-        strict: Refuse every unknown key.
-        by_uuid: Read the `uuid` of media, and allow media without data that have one.
+        strict: Whether to refuse every unknown key.
+        by_uuid: Whether to read the `uuid` of media items, and to allow items that have a `uuid` but no data.
 
     Raises:
         InputError: An item is invalid.
