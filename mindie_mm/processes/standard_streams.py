@@ -103,7 +103,7 @@ class _DrainedStderr:
             thread.start()
 
     def close(self) -> None:
-        """Write all lines and restore descriptor 2. If writing takes too long, descriptor 2 remains open on /dev/null."""
+        """Write all lines and restore descriptor 2. If writing takes too long, leave descriptor 2 on /dev/null."""
         os.write(2, self._last_line)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 2, inheritable=True)
