@@ -104,7 +104,7 @@ class DiskArena:
 
         Raises:
             InputError: The number, the capacity or the number of entries is out of range.
-            SharedMemoryError: The file cannot be created, or another process is writing it.
+            SharedMemoryError: The file cannot be created, or another process is writing to it.
 
         """
         if not 0 <= number <= MAX_ARENA:
@@ -363,7 +363,7 @@ class DiskArena:
             self._writer.write(batch)
 
     def _end_filling(self, block: Block) -> None:
-        """Mark the block as filled, and write its batch if it is complete. Raise OSError if a write has failed."""
+        """Mark the block as filled. Write the batch if all its blocks are filled. Raise OSError if writing failed."""
         _, batch = self._filling.pop(block.entry)
         batch.num_filling -= 1
         if batch is not self._batch and not batch.num_filling:
@@ -390,7 +390,7 @@ def _unfinished(path: Path) -> Path:
 
 
 def _locked(unfinished: Path) -> LivenessLock:
-    """Open or create the unfinished file and lock it. Raise SharedMemoryError if another process is writing it."""
+    """Open or create the unfinished file and lock it. Raise SharedMemoryError if another process is writing to it."""
     with os_errors_as(SharedMemoryError, f"{unfinished} cannot be created"):
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:

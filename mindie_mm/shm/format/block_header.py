@@ -49,8 +49,8 @@ class Array(NamedTuple):
 class BlockHeader(NamedTuple):
     """Contents of a block's header.
 
-    Every call of `attach` creates a BlockHeader. This is a named tuple because creating a dataclass takes three times
-    as long.
+    Every call to `attach` creates a BlockHeader. The class is a named tuple because creating a dataclass takes three
+    times as long.
     """
 
     block: int

@@ -32,7 +32,7 @@ WIDTH_CODES = tuple(next(code for code, width in enumerate(WIDTHS) if width >= b
 """Code of the smallest width that holds a number, by the number's bit length."""
 
 NAME_WORD_STOP = -(1 << 62)
-"""Exclusive upper bound of name words. Shape words are at or above it."""
+"""Exclusive upper bound of name words. No shape word is below this bound."""
 
 _MASK64 = (1 << 64) - 1
 _NAME_TAG, _SHAPE_TAG = 0b10, 0b11

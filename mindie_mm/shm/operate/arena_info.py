@@ -1,4 +1,4 @@
-"""Survey of the arenas in /dev/shm, for operators. It only reads, never waits, and works without a service."""
+"""Survey of the arenas in /dev/shm, for operators. A survey only reads, never waits, and works without a service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of an arena, which is complete, fully reserved and locked before it gets a name."""
+"""The file of an arena. The file is complete, fully reserved and locked before it gets a name."""
 
 from __future__ import annotations
 

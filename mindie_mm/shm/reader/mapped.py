@@ -124,7 +124,7 @@ class MappedArena:
         self._closing.append(action)
 
     def is_intact(self) -> bool:
-        """Return whether the file still has a name and its original size. This takes one call of fstat.
+        """Return whether the file still has a name and its original size. This takes one fstat call.
 
         If the link count is 0, the file was removed or replaced by another file.
         """
@@ -245,7 +245,7 @@ class ArenaCache:
         self._lock = Lock()
 
     def get(self, arena: int) -> MappedArena:
-        """Return an arena, and map it if necessary. If it is mapped already, this takes one call of fstat.
+        """Return an arena, and map it if necessary. If it is mapped already, this takes one fstat call.
 
         Raises:
             SegmentMissing: In the same cases as `MappedArena`.

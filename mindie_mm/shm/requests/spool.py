@@ -85,7 +85,7 @@ def request_directory(root: Path, request_id: str | None = None) -> Iterator[Req
 
     Args:
         root: The spool. It is created if it does not exist.
-        request_id: Name of the directory, 1 to 255 bytes. None chooses a random name.
+        request_id: Name of the directory, 1 to 255 bytes. If it is None, a random name is chosen.
 
     Raises:
         InputError: The request id is not a file name or is in use.
