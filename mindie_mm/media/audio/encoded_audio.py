@@ -1,4 +1,4 @@
-"""Decoding of audio with PyAV. Like `load_audio` of transformers, this module mixes the channels and resamples.
+"""Decoding of audio with PyAV. Like `load_audio` of transformers, this module returns one channel at a given rate.
 
 For lossless files, the result is identical, bit for bit, to that of `librosa.load` and of the soundfile backend of
 `load_audio`. Channels are averaged, soxr resamples with quality HQ, and the result has
@@ -44,7 +44,7 @@ MAX_AMPLITUDE = 1e9
 _MAX_PLANES = 7
 """Maximum number of planes of a frame that PyAV can read.
 
-PyAV expects an end marker after the planes. FFmpeg's list of planes has no space for this marker if there are more.
+PyAV expects an end marker after the planes. If there are more planes, FFmpeg's list has no space for this marker.
 """
 
 # Number of seconds to decode beyond a cut, so that the cut does not affect the resampling filter.
@@ -182,7 +182,7 @@ def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
         raise MediaError("the audio stream of the file has no sampling rate")
     stream: AudioStream = best_stream(container, "audio")
     check_codec(stream.codec_context, "the audio stream")
-    if num_channels := stream.codec_context.channels:  # this frees the list, and the next line drops it
+    if num_channels := stream.codec_context.channels:  # this frees the list; the next line replaces the layout
         stream.codec_context.layout = f"{num_channels} channels"
     return stream, num_channels
 

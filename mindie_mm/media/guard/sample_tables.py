@@ -1,6 +1,6 @@
 """Limits on the sample tables of MP4 files, checked before FFmpeg builds an index from them.
 
-A file of 3 KB can state an index of gigabytes.
+A file of 3 KB can describe an index of several gigabytes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check_tables(data: bytes) -> None:
 def may_be_turned(data: bytes) -> bool:
     """Return whether a container may state a rotation or mirroring of its frames.
 
-    MP4 states it as a matrix, and Matroska as a projection pose.
+    MP4 describes the rotation or mirroring with a matrix, and Matroska with a projection pose.
     """
     head = data[:_MATROSKA_HEAD]
     if any(pose in head for pose in _MATROSKA_POSES):

@@ -16,7 +16,7 @@ import numpy as np
 from mindie_mm.errors import LimitExceeded
 
 MAX_PARTS = 100_000
-"""Maximum number of parts, for which Pillow takes about half a second.
+"""Maximum number of parts. Pillow takes about half a second to read this number of parts.
 
 Parts are the segments of a JPEG header, the chunks of a PNG, the blocks of a GIF before its first frame, and the
 entries or strips of a TIFF. If Pillow searches or parses data byte by byte, each byte counts as a part.

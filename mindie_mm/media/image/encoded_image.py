@@ -38,8 +38,8 @@ os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO", "PPM")
 """Supported formats, detected by content.
 
-Pillow can read more formats. For some of them it has decoders in Python, which take minutes for a few megabytes. Others
-cannot be detected by content.
+Pillow can read more formats. Some of its decoders are written in Python, and take minutes for a few megabytes. Some
+formats cannot be detected by content.
 """
 _FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
 

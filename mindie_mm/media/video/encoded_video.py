@@ -64,7 +64,7 @@ class EncodedVideo:
     num_frames: int
     """Number of frames that FFmpeg decodes from the file."""
     fps: float | None
-    """Average number of frames per second. None if it follows neither from the container nor from the frame times."""
+    """Average number of frames per second. None if neither the container nor the frame times determine the rate."""
     orientation: Orientation
     """Rotation and mirroring that make a frame upright."""
     data: bytes
