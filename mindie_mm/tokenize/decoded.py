@@ -90,7 +90,7 @@ class Decoded(MediaStage):
 
 
 class _RequestMedia(RequestMedia):
-    """The media of one request. Their files stay open until the request is done, so that an item can be read again."""
+    """The media of one request. All files stay open until the request is done, so that an item can be read again."""
 
     def __init__(self, stage: Decoded) -> None:
         self._stage = stage

@@ -290,7 +290,7 @@ def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _token_id(index: Any) -> int:
-    """Convert a token id of any integer type to `int`. Raise TokenOutOfRange."""
+    """Convert a token id of any integer type to `int`. Raise TokenOutOfRange for any other value."""
     try:
         token = operator.index(index)
     except TypeError:

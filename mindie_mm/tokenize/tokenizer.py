@@ -161,8 +161,8 @@ class Tokenizer:
             messages: Messages as in OpenAI's chat API.
             shm_name_save_path: As in `tokenize`.
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
-            template_kwargs: More variables for the template. `tools` may contain Python functions. transformers
-                describes them to the model with their docstrings.
+            template_kwargs: More variables for the template. `tools` may contain Python functions. For each function,
+                transformers derives a description from the docstring.
 
         Returns:
             int64 [T] on the CPU, as `tokenize` returns it.
@@ -215,7 +215,7 @@ class Tokenizer:
     def close(self) -> None:
         """Remove the arena that this tokenizer created, and end its decoders. This may be called repeatedly.
 
-        MindIE segments remain until their path file is released. Later calls of other methods raise InputError.
+        MindIE segments remain until their path file is released. Later calls to other methods raise InputError.
         """
         if self._closed:
             return

@@ -46,7 +46,7 @@ class Wire(ABC):
     def store(
         self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
-        """Allocate, write and publish an item, and return its handle words. Push a callback on `undo` to free the item.
+        """Allocate, write and publish an item, and return its handle words. Push a callback that frees it onto `undo`.
 
         Args:
             item: Item to store.
@@ -93,7 +93,7 @@ class NativeWire(Wire):
         self._preprocessed = preprocessed or Preprocessed()
 
     def open(self) -> Arena:
-        """Return the arena. If it does not exist or is lost, create it, or raise SharedMemoryError if that fails."""
+        """Return the arena. Create it if it does not exist or is lost. Raise SharedMemoryError if creation fails."""
         if self._is_own and self._arena is not None and self._arena.lost:
             self.close()
         if self._arena is None:

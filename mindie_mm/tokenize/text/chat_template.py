@@ -33,7 +33,7 @@ _RESERVED_KWARGS = frozenset(
 )
 _SHOWN_PROMPT = "Final message to continue"
 """Words that precede the whole prompt in transformers' error about a message that cannot be continued."""
-_LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - cuts sources; nothing is rendered
+_LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - splits sources; renders nothing
 """Lexer with the whitespace settings of transformers."""
 _PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
 """Variables and keys of messages that are refused unless the template uses them."""

@@ -13,7 +13,7 @@ class ChatTraits(msgspec.Struct, frozen=True):
     template: str = ""
     """Jinja source for conversations with tools. Empty if the checkpoint has no template."""
     takes_system: bool = False
-    """Whether the template shows a system message."""
+    """Whether the template writes system messages."""
 
     def names(self, variable: str) -> bool:
         """Return whether the template contains the name of a variable or of a key of messages."""

@@ -129,11 +129,11 @@ class TextEncoder:
         self._check_size((item.text for item in items if isinstance(item, Text)), max_tokens)
 
     def check_messages(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], max_tokens: int) -> None:
-        """Check messages and the other template variables like `check_items`. Raise ContextLengthExceeded."""
+        """Check the size of messages and other template variables, as `check_items` does for items."""
         self._check_size(strings([*map(as_dict, messages), template_kwargs]), max_tokens)
 
     def check_rendered(self, rendered: Rendered, max_tokens: int) -> None:
-        """Check a rendered prompt like `check_items`. Raise ContextLengthExceeded.
+        """Check the size of a rendered prompt, as `check_items` does for items.
 
         The prompt may be longer than the messages, because a template may write numbers, or a text several times.
         """
