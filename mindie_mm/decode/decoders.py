@@ -199,7 +199,7 @@ class Decoders:
         """Pass replies to their callers until the process dies.
 
         Raises:
-            ValueError: The process has sent an invalid message. An item may have compromised the process.
+            ValueError: The process has sent an invalid message. A malicious item may have compromised the process.
 
         """
         while True:
@@ -232,7 +232,7 @@ class Decoders:
             process = await starter.again(self._fork)
 
     async def _end_hanging(self) -> None:
-        """Kill decoders that hang, so that other decoders try their items again. Run until canceled."""
+        """Kill decoders that hang, so that other decoders process the items of these decoders. Run until canceled."""
         before: dict[DecoderProcess, tuple[Job | None, int]] = {}
         while True:
             await asyncio.sleep(_HANG_S)
