@@ -21,7 +21,7 @@ MAX_TEXT_FILE_BYTES = 2**23
 """Maximum size of a text file in bytes. So much text does not fit into the context of any model."""
 _PDF = b"%PDF-"
 _PDF_HEAD_BYTES = 1024
-"""Number of bytes in which to search for the head of a PDF. Some programs write other bytes before the head."""
+"""Number of bytes at the start of a file in which to search for `%PDF-`. Some programs write other bytes before it."""
 _MAX_NAME = 255
 _MAX_DATA_HEAD = 256
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63}):")

@@ -1,6 +1,6 @@
 """Options of all media of a chat, in vLLM's form: `mm_processor_kwargs` and `media_io_kwargs`.
 
-They are the default options of the chat's media items. An option of the item itself takes precedence.
+These options are the defaults for the chat's media items. An option of the item itself takes precedence.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _OWN = {
 
 
 def media_defaults(mm_processor_kwargs: Any, media_io_kwargs: Any) -> MediaDefaults:
-    """Return the options that the two fields of a request state.
+    """Return the options that the two fields of a request contain.
 
     Args:
         mm_processor_kwargs: Options of images and videos, flat or in `images_kwargs` and `videos_kwargs`.
         media_io_kwargs: Options for reading videos, under the key `video`.
 
     Raises:
-        InputError: A key has no equivalent among the options of items, or its value is wrong.
+        InputError: A key has no equivalent among the options of items, or its value is invalid.
 
     """
     with blaming("mm_processor_kwargs"):
@@ -65,7 +65,7 @@ def media_defaults(mm_processor_kwargs: Any, media_io_kwargs: Any) -> MediaDefau
 
 
 def with_defaults(messages: Sequence[Message], defaults: MediaDefaults) -> list[Message]:
-    """Return `messages`, with `defaults` for the options that their media do not state."""
+    """Return `messages`, with `defaults` for the options that their media do not set."""
     return with_media(messages, lambda media: _item(media, defaults)) if defaults else [*messages]
 
 
@@ -75,7 +75,7 @@ def _item(media: Media, defaults: MediaDefaults) -> Media:
 
 
 def _merged(own: MediaOptions, default: MediaOptions) -> MediaOptions:
-    """Return the options in `own`, and the options in `default` that `own` neither states nor excludes."""
+    """Return the options in `own`, and the options in `default` that `own` neither sets nor excludes."""
     stated = {name: value for name, value in asdict(own).items() if value is not None}
     excluded = {name for one in stated for name in _OWN.get(one, ())}
     left = {name: value for name, value in asdict(default).items() if name not in excluded}

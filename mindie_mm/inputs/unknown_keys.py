@@ -1,6 +1,6 @@
 """Handling of unknown keys in items, in chat messages and their content parts, and in requests.
 
-Clients send keys of other servers, such as `id`, `annotations` or an image's `format`. These are ignored, with one
+Clients send keys of other servers, such as `id`, `annotations` or an image's `format`. These keys are ignored, with one
 warning per key. A key that may be meant to change how the item is read is refused.
 """
 
