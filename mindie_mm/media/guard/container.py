@@ -205,7 +205,7 @@ def best_stream(container: InputContainer, kind: Literal["video", "audio"]) -> A
 
 
 def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[av.Packet[_Stream]]:
-    """Yield the packets of `stream` in decoding order, except empty packets. Packets of other streams are not read.
+    """Yield the packets of `stream` in decoding order, except empty packets. Skip the packets of other streams.
 
     Raises:
         LimitExceeded: The packets have more than `MAX_READ` * `num_bytes` + `SPARE_BYTES` bytes in total. `num_bytes`
