@@ -133,7 +133,7 @@ class WorstCase:
         most = self._max_model_len
         if (
             not isinstance(self._model, Seq2SeqModel) and not self._model.traits.joins_items
-        ):  # other models compute whole prompts
+        ):  # a model that does not fit this condition computes a whole prompt in one step
             most = min(self._config.max_num_batched_tokens, most)
             if _has_bidirectional_spans(self._model):  # the last span of a step may exceed the budget
                 most = min(most + max(map(self._processor.max_tokens, kinds), default=0), self._max_model_len)
