@@ -2,7 +2,7 @@
 
 On the CPU, the operators of a decode step are so small that their number determines the time. Most families share one
 kind of layer: pre-normalization with RMSNorm, rotary attention, and a gated MLP. `fuse` replaces such a layer after a
-trial has shown that the replacement computes the same.
+trial has shown that the replacement computes the same results.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class _Unlike(Exception):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm decoder layer with one product for queries, keys and values, and one for gate and up."""
+    """A pre-norm decoder layer with two fused matrix products: query, key and value; gate and up."""
 
     def __init__(self, layer: Any, call: _Call) -> None:
-        """Take over the weights of a layer of transformers.
+        """Create the layer with the weights of a transformers layer.
 
         Args:
             layer: The layer.
@@ -176,7 +176,7 @@ def _replacement(layer: Any, calls: list[_Call]) -> DecoderLayer:
         try:
             config._attn_implementation = _PROBE  # noqa: SLF001
             expected = layer(hidden, attention_mask=None, position_ids=None, past_key_values=None, **arguments)
-        except (TypeError, RuntimeError, ValueError, AttributeError) as error:  # the layer takes other arguments
+        except (TypeError, RuntimeError, ValueError, AttributeError) as error:  # the layer needs other arguments
             raise _Unlike from error
         finally:
             config._attn_implementation = implementation  # noqa: SLF001
@@ -201,7 +201,7 @@ def _require_parts(layer: nn.Module) -> None:
     if implementation != attention.NAME or not isinstance(getattr(own, "head_dim", None), int):
         raise _Unlike
     if any(own.get_submodule(name).weight.shape != (own.head_dim,) for name in _weighted(own) & _HEAD_NORMS):
-        raise _Unlike  # one norm over all heads
+        raise _Unlike  # the norm extends over all heads
     for part in layer.modules():
         if part._forward_pre_hooks or part._forward_hooks or "forward" in vars(part):  # noqa: SLF001
             raise _Unlike  # nn/placement.py and tensor parallelism change layers in these ways
@@ -232,7 +232,7 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
 
 
 def _eps(norm: Any) -> float:
-    """Return the epsilon of an RMSNorm of transformers, which names it in one of two ways."""
+    """Return the epsilon of a transformers RMSNorm. The attribute has one of two names."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(eps, float):
         raise _Unlike

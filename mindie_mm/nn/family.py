@@ -214,13 +214,13 @@ class Family(ABC):
     kinds: ClassVar[tuple[Kind, ...]]
     """Kinds of media that the family supports."""
     reference: ClassVar[str]
-    """Implementation that the tests compare with, such as `transformers' LlavaForConditionalGeneration`."""
+    """Implementation whose results the tests expect, such as `transformers' LlavaForConditionalGeneration`."""
     processor: ClassVar[type[Processor]]
     """Class of the family's processor."""
 
     @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
-        """Return the keys of config.json that the family does not use. A key in a section is `section.key`."""
+        """Return the keys of config.json that the family does not use, written as `section.key` in sections."""
         return []
 
     @classmethod

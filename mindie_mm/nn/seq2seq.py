@@ -142,7 +142,7 @@ def load_seq2seq(
 
     """
     module = load_module(cls, checkpoint, device, dtype, renamed)
-    # transformers gives the generation settings in a section of config.json to the submodule of that section.
+    # transformers attaches the generation settings in a section of config.json to the submodule of that section.
     configs = [config for part in (module, *module.children()) if (config := getattr(part, "generation_config", None))]
     if renamed is not None:
         from transformers import GenerationConfig  # imported late, like all modeling code of transformers

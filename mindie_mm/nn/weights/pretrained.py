@@ -73,7 +73,7 @@ def text_width(name: str, checkpoint: Checkpoint) -> int:
 class PretrainedModel(Model):
     """A decoder-only model of transformers.
 
-    Each family adds its tower, and `positions` unless they are the token indices.
+    Each family implements `tower`, and also `positions` if positions differ from the token indices.
     """
 
     def __init__(self, module: Any, spec: ModelSpec, text_model: Any, lm_head: Callable[[Tensor], Tensor]) -> None:
@@ -123,7 +123,7 @@ class PretrainedModel(Model):
             expected = self.run_text_model(hidden, positions, paged)
             try:
                 actual = self._run_layers(hidden, positions, paged)
-            except (AttributeError, TypeError, RuntimeError):  # the text model has other parts
+            except (AttributeError, TypeError, RuntimeError):  # the text model has an unexpected structure
                 return
         self.runs_layers = torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
@@ -187,8 +187,7 @@ def load_pretrained(
         default_theta: As in `settle`.
 
     Returns:
-        The module, and the sizes of its text model. With tensor parallelism, the sizes are the sizes of this rank's
-        share.
+        The module, and the sizes of its text model. With tensor parallelism, these are the sizes of this rank's share.
 
     Raises:
         UnsupportedCheckpoint: As in `load_module`, except that several ranks may share the weights if there is a plan.
