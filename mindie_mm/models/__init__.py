@@ -28,7 +28,7 @@ from mindie_mm.nn.weights.shares import is_first
 from mindie_mm.nn.weights.stored_tensors import stored_dtype
 
 GROUP = "mindie_mm.models"
-_MOST_KEYS = 12  # in one log message
+_MOST_KEYS = 12  # maximum number of keys in one log message
 _log = logging.getLogger(__name__)
 
 

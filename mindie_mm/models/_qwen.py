@@ -172,7 +172,7 @@ class QwenProcessor(Processor):
         height, width = self.frame_size(video, len(indices), settings)
         patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
         grid = (-(-len(indices) // temporal), height // patch, width // patch)
-        # Frames that come without a rate are assumed to be sampled at MindIE's default rate.
+        # If the caller supplies frames without a rate, assume that they were sampled at MindIE's default rate.
         fps = DEFAULT_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:

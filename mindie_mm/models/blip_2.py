@@ -1,4 +1,4 @@
-"""BLIP-2: images as outputs of Q-Former queries, which precede the text and its BOS token.
+"""BLIP-2: images as outputs of Q-Former queries. In the prompt, images precede the text and its BOS token.
 
 Source: arXiv 2301.12597. Token ids, pixels and logits match transformers' `blip_2`. The text model is a
 decoder (OPT) or an encoder-decoder (T5).

@@ -1,4 +1,4 @@
-"""Idefics3: an image as tiles, each of which the prompt labels with its row and column, followed by the whole image.
+"""Idefics3: an image as tiles, followed by the whole image. The prompt labels each tile with its row and column.
 
 Source: arXiv 2408.12637. Token ids, pixels and logits match transformers' `idefics3`.
 """

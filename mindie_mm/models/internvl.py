@@ -55,7 +55,7 @@ _SPELLED = {
 }
 """Texts of special tokens in OpenGVLab's layout.
 
-The original tokenizer has the first three. The fourth occurs only in texts, and is replaced before they are encoded.
+The original tokenizer has the first three tokens. The fourth occurs only in prompts and is replaced before encoding.
 """
 _CHAT_DEFAULTS: Mapping[str, Any] = {
     "select_layer": -1,
@@ -207,7 +207,7 @@ class InternVLProcessor(Processor):
             "video": Normalization.read(video),
         }
         self._shift: bool | float = video["initial_shift"]
-        # Each frame also takes a start token and an end token.
+        # Each frame also needs a start token and an end token.
         positions: int = config.get_text_config().max_position_embeddings
         self._sampling = Sampling.read(video, positions // (self._tile_features + 2))
 

@@ -176,8 +176,8 @@ CHAT_TEMPLATE = """
 def slot_order(rows: int, columns: int) -> Tensor:
     """Return the index of the cell for each placeholder of an item, int64 [num_features].
 
-    Cells are numbered crop after crop. The first placeholders take the cells of the global crop. The remaining
-    placeholders take the cells of the joined `rows` x `columns` crops. Where crops overlap, a cell is taken from the
+    Cells are numbered crop after crop. The first placeholders are for the cells of the global crop. The remaining
+    placeholders are for the cells of the joined `rows` x `columns` crops. Where crops overlap, a cell comes from the
     crop in which it is farther from the edge.
     """
     return torch.cat([torch.arange(CELLS**2), CELLS**2 + CROPS.canvas_windows(rows, columns).flatten()])
@@ -188,8 +188,8 @@ class MolmoProcessor(Processor):
 
     A block contains the image at two sizes, float32 [rows, columns, 3] in [0, 1]: `global_pixels` for the global crop
     and `pixels` for the other crops. The values are not stored as uint8, because the reference does not round the
-    result of the resize. The tower pads, cuts overlapping crops and normalizes. The grid is the number of crops (rows,
-    columns).
+    result of the resize. The tower pads the image, cuts overlapping crops and normalizes the crops. The grid is the
+    number of crops (rows, columns).
 
     Images always follow the BOS token, wherever the message places them.
     """

@@ -244,7 +244,7 @@ def _geometry(settings: Mapping[str, Any], config: Any, where: str) -> Geometry:
 
 
 def _as_planes(rgb: Pixels) -> Tensor:
-    """Convert uint8 [H, W, 3] to float32 [1, 3, H, W] in channels_last, which is resized several times as fast."""
+    """Convert uint8 [H, W, 3] to float32 [1, 3, H, W] in channels_last format, in which a resize is much faster."""
     return torch.from_numpy(np.asarray(rgb, np.float32)).unsqueeze(0).permute(0, 3, 1, 2)
 
 
@@ -313,8 +313,9 @@ class Molmo2Model(PretrainedModel):
         """Pool patches [n, patches, values] to features [features, hidden].
 
         `windows` is an int64 tensor [features, patches of a window] on the host. The computation is the same as in
-        `Molmo2Model.get_image_features`, but does not wait for the device. The reference waits twice: to learn whether
-        windows lack patches, which the host can tell here, and whether a window is empty, which never happens.
+        `Molmo2Model.get_image_features`, but does not wait for the device. The reference waits twice. First, it checks
+        whether windows lack patches, and here the host can check this. Second, it checks whether a window is empty,
+        and no window is ever empty.
         """
         model, device = self.module.model, self.spec.device
         states = model.vision_tower(patches, output_hidden_states=True).hidden_states

@@ -38,7 +38,7 @@ _CHAT_TEMPLATE = (
     "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Chat template of the reference for checkpoints without one."""
+"""Chat template of the reference for checkpoints without a template."""
 
 
 class Qwen2AudioProcessor(Processor):

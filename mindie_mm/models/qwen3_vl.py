@@ -151,7 +151,7 @@ class Qwen3VLProcessor(QwenProcessor):
         return self.plan(Media(kind, data), data, {}).num_features
 
     def worst_case(self, kind: Kind) -> Data:
-        """Return the data of an item that takes `max_tokens` tokens.
+        """Return the data of an item that has `max_tokens` features.
 
         A video has either many frames that are too elongated to shrink in proportion, or a few large frames.
         """

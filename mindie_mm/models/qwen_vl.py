@@ -311,8 +311,8 @@ class _Network(nn.Module):
 class QwenVLModel(Model):
     """Model of Qwen-VL.
 
-    Positions have two axes: the index of the token, and the factor of the rotary base. The factor is the same for all
-    tokens of a prompt.
+    Positions have two axes: the index of the token, and the factor by which the rotary base is scaled. The factor is
+    the same for all tokens of a prompt.
     """
 
     traits = Traits(
@@ -494,7 +494,7 @@ def fast_tokenizer(ranks: Mapping[bytes, int], checkpoint: Checkpoint) -> Any:
 
     letters = bytes_to_unicode()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    # List all splits of a token into two other tokens, lowest rank first. tiktoken merges in this order without a list.
+    # List all splits of a token into two other tokens, lowest rank first. tiktoken merges tokens in the same order.
     merges = [
         (spelled[token[:cut]], spelled[token[cut:]])
         for token in sorted(ranks, key=ranks.__getitem__)
