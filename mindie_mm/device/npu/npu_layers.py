@@ -1,7 +1,7 @@
 """Replacement of layers of transformers by fused operators of torch_npu.
 
-For each kind of layer, a trial on random values shows whether the fused operator gives the same results. The name of
-the layer is not enough.
+For each kind of layer, a trial on random values shows whether the fused operator gives the same results. The name of a
+layer would not show this.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _agree(layer: nn.Module, fused: nn.Module, weight: Tensor) -> bool:
         values = torch.randn(4, *weight.shape, dtype=torch.float32).to(weight)
         try:
             return _close(layer(values), fused(values))
-        except (TypeError, AttributeError):  # the layer takes additional arguments
+        except (TypeError, AttributeError):  # the layer needs additional arguments
             return False
 
 
