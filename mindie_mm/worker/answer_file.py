@@ -20,7 +20,7 @@ _GO_ON = "Choose another file for --output, or restore the earlier settings, fil
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs and settings that determine the answers in a file. They are stored in a second file next to it."""
+    """The inputs and settings that determine the answers in a file. They are stored in the origin file beside it."""
 
     run: str
     """`Manifest.digest` of the rows."""

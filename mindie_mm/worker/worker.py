@@ -277,7 +277,7 @@ class Worker:
             request_id: Unique id of the request.
             whole: Whether the caller uses the output only when it is complete. In this case the output starts again
                 (`Delta.restarted`) if the engine dies.
-            silent: Ids of the tokens that have no text. None: the special tokens.
+            silent: Ids of the tokens that have no text. None means the special tokens.
 
         """
         void = _RESTARTED if whole else None
@@ -352,7 +352,7 @@ class Worker:
 
 
 def _shown_ids(step: Progress, params: SamplingParams, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a step that are part of the text. A special token that ends the output normally is not."""
+    """Return the tokens of a step that are part of the text. By default, a special end token is not part of it."""
     ids = step.token_ids
     if params.skip_special_tokens or params.include_stop_str_in_output or step.finish_reason != "stop":
         return ids
