@@ -97,7 +97,7 @@ class SchemaCheck:
             del self._known[next(iter(self._known))]
 
     async def _ask(self, wanted: StructuredOutputs) -> str:
-        """Ask the process for the error of `wanted`. If it dies, ask a second process.
+        """Ask the process for the error of `wanted`. If the process dies, ask a second process.
 
         Raises:
             ProcessDied: Both processes died, a process cannot start, or this object is closed.
