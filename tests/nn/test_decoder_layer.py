@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", MODELS)
-def test_replaced_layers_compute_the_same(case: str, dtype: torch.dtype) -> None:
+def test_replaced_layers_give_the_same_results(case: str, dtype: torch.dtype) -> None:
     name, settings = MODELS[case]
     model = text_model(name, dtype, **settings)
     expected = whole(model)
