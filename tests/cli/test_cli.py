@@ -76,7 +76,7 @@ def test_mistakes_are_reported_in_one_line(random_checkpoint):
     assert "/no/such.png" in output
     assert "Traceback" not in output
     unheard = ("ask", "What?", "--model", random_checkpoint, "--family", "none", "--temperature", -1)
-    assert "temperature is -1" in run_warm(*unheard, status=2), "before the model is loaded"
+    assert "temperature is -1" in run_warm(*unheard, status=2), "arguments are checked before the model is loaded"
     assert "MINDIE_MM_DECODERS is 'two'" in run_warm("doctor", status=2, MINDIE_MM_DECODERS="two")
 
 
