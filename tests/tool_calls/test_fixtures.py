@@ -12,7 +12,7 @@ from mindie_mm.tool_calls.registry import parser_named
 from mindie_mm.tool_calls.tool import Tool
 from tests.tool_calls.assembling import answer_of, reasoned
 
-# Split into characters instead of tokens: any tokenizer's splits are among the splits between characters.
+# Split the text into characters instead of tokens. Every split of a tokenizer is also a split between characters.
 STRATEGIES = parse_strategies(["token", "rand:1:8", "rand:2:40"])
 
 NOT_SERVED = {
@@ -28,7 +28,7 @@ DIFFERENCES = {
 FAMILIES = load_families()
 
 
-def test_every_fixture_of_a_served_format_passes_whole_and_streamed():
+def test_every_fixture_of_a_supported_format_passes_whole_and_streamed():
     failed = {}
     num_passed = 0
     for fixture in load_fixtures():
