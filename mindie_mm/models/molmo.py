@@ -107,7 +107,7 @@ KEYS = Keys(
         "use_col_tokens": (True,),
         "message_formatting": ("role",),
         "always_start_with_space": (True,),
-        # The training code's names for the sizes, which it also uses for models with other layers.
+        # Sizes under the training code's names are refused, because they may belong to a model with other layers.
         "d_model": (),
         "n_heads": (),
         "n_kv_heads": (),
@@ -184,7 +184,7 @@ def slot_order(rows: int, columns: int) -> Tensor:
 
 
 class MolmoProcessor(Processor):
-    """Processor of Molmo.
+    """Processor for Molmo.
 
     A block contains the image at two sizes, float32 [rows, columns, 3] in [0, 1]: `global_pixels` for the global crop
     and `pixels` for the other crops. The values are not stored as uint8, because the reference does not round the
@@ -451,7 +451,7 @@ class Network(nn.Module):
 
 
 class MolmoModel(Model):
-    """Model of Molmo.
+    """The Molmo model.
 
     The original implementation places the features of every image at the placeholders of the first image, so the
     features of a later image overwrite the features of an earlier image. `overwrite_earlier_images` in config.json

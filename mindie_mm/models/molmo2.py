@@ -54,7 +54,7 @@ _PATCH = "<im_patch>"
 
 
 class Molmo2Processor(Processor):
-    """Processor of Molmo 2.
+    """Processor for Molmo 2.
 
     The block of an image contains the image at two sizes, uint8 [height, width, 3]: the square `whole`, and `detail`,
     from which the crops are cut. Its grid is the number of crops (rows, columns). The block of a video contains
@@ -258,7 +258,7 @@ def _resize(values: Tensor, out: Pixels) -> None:
 
 
 class Molmo2Model(PretrainedModel):
-    """Model of Molmo 2. `module` is a `Molmo2ForConditionalGeneration` of transformers."""
+    """The Molmo 2 model. `module` is transformers' `Molmo2ForConditionalGeneration`."""
 
     traits = Traits(
         vision_parts=("model.vision_tower",),

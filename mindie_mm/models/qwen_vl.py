@@ -121,7 +121,7 @@ _CHATML = """\
 
 
 class QwenVLProcessor(Processor):
-    """Processor of Qwen-VL.
+    """Processor for Qwen-VL.
 
     The block of an image contains `image`, uint8 [size, size, 3]. In MindIE's wire format, an image has normalized
     `pixel_values`, float32 [1, 3, size, size].
@@ -309,7 +309,7 @@ class _Network(nn.Module):
 
 
 class QwenVLModel(Model):
-    """Model of Qwen-VL.
+    """The Qwen-VL model.
 
     Positions have two axes: the index of the token, and the factor by which the rotary base is scaled. The factor is
     the same for all tokens of a prompt.
