@@ -1,4 +1,4 @@
-"""A decoder layer of the Llama kind that runs few operators, in place of the layers of transformers.
+"""A decoder layer of the Llama kind that runs few operators, in place of transformers' layers.
 
 On the CPU, the operators of a decode step are so small that their number determines the time. Most families share one
 kind of layer: pre-normalization with RMSNorm, rotary attention, and a gated MLP. `fuse` replaces such a layer after a
@@ -31,7 +31,7 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Arguments with which a layer of transformers calls its attention."""
+    """Arguments with which a transformers layer calls its attention."""
 
     layer: int
     scaling: float
@@ -49,7 +49,7 @@ class Angles:
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor) -> Angles:
-        """Return the angles for cosines and sines of transformers, [1, T, head_dim] each."""
+        """Return the angles for transformers' cosines and sines, [1, T, head_dim] each."""
         first, second = sin[0].unsqueeze(1).chunk(2, -1)
         return cls(cos[0].unsqueeze(1), torch.cat([-first, second], -1))
 

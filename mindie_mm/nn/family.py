@@ -255,7 +255,7 @@ class Family(ABC):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        """Return the checkpoint's tokenizer as a fast tokenizer of transformers.
+        """Return the checkpoint's tokenizer as a transformers fast tokenizer.
 
         Raises:
             UnsupportedCheckpoint: The checkpoint has no readable tokenizer, or no fast one.

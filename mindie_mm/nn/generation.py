@@ -1,4 +1,4 @@
-"""A checkpoint's constraints on the tokens of answers, applied by logits processors of transformers.
+"""A checkpoint's constraints on the tokens of answers, applied by transformers' logits processors.
 
 The constraints apply to every request, whatever its parameters.
 """

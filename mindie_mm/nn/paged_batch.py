@@ -1,7 +1,7 @@
 """A flat batch of sequences over a paged KV cache.
 
-A flat batch concatenates the tokens of all its sequences. The decoder of transformers receives this batch as a batch of
-size one, [1, T].
+A flat batch concatenates the tokens of all its sequences. The decoder receives a flat batch as a batch of size one,
+[1, T].
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Prefill:
 
     rows: slice
     context: int
-    """Number of tokens before the chunk, which are read from the pages."""
+    """Number of tokens before the chunk. Their keys and values are read from the pages."""
     blocks: Tensor | None
     """Blocks of the sequence, int64 [blocks]. None without a context."""
     span_ids: Tensor | None

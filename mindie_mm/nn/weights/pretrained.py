@@ -1,6 +1,6 @@
 """Loaders of transformers modules with a checkpoint's weights, and with paged attention in the text layers.
 
-The modeling code of transformers takes seconds to import. It is imported late here, because the tokenizer imports the
+The modeling code in transformers takes seconds to import. It is imported late here, because the tokenizer imports the
 families but never loads a model.
 """
 
@@ -71,7 +71,7 @@ def text_width(name: str, checkpoint: Checkpoint) -> int:
 
 
 class PretrainedModel(Model):
-    """A decoder-only model of transformers.
+    """A decoder-only model from transformers.
 
     Each family implements `tower`, and also `positions` if positions differ from the token indices.
     """
@@ -174,7 +174,7 @@ def load_pretrained(
     renamed: RenamedWeights | None = None,
     default_theta: float | None = None,
 ) -> tuple[Any, ModelSpec]:
-    """Load a model of transformers for inference, and switch its text layers to paged attention.
+    """Load a transformers model for inference, and switch its text layers to paged attention.
 
     Args:
         cls: A subclass of PreTrainedModel.
@@ -210,7 +210,7 @@ def load_pretrained(
 def load_module(
     cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, renamed: RenamedWeights | None = None
 ) -> Any:
-    """Load a model of transformers for inference, and keep its own attention.
+    """Load a transformers model for inference, and keep its own attention.
 
     Args:
         cls: A subclass of PreTrainedModel.
@@ -267,7 +267,7 @@ def _load(
             dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the error of transformers does not name the weights
+            ignore_mismatched_sizes=True,  # transformers' error does not name the weights
             **placed,
         )
     except torch.OutOfMemoryError:

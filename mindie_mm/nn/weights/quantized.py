@@ -77,7 +77,7 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
     if (settings := quantization(checkpoint)) is None:
         return
     check_method(checkpoint)
-    from transformers.quantizers.auto import AutoHfQuantizer  # imported late, like all modeling code of transformers
+    from transformers.quantizers.auto import AutoHfQuantizer  # imported late, like all of transformers' modeling code
 
     method = method_of(settings)
     refused = f"{checkpoint.path} is quantized with {method!r}, which cannot run here"
@@ -174,7 +174,7 @@ def refuse_mindie(checkpoint: Checkpoint) -> None:
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if only layers of transformers can run the quantization method."""
+    """Raise UnsupportedCheckpoint if only transformers' layers can run the quantization method."""
     if (settings := quantization(checkpoint)) is None:
         return
     method = method_of(settings)
