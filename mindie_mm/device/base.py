@@ -27,7 +27,7 @@ class Device(ABC):
     records: ClassVar[bool] = False
     """Whether `record` is supported."""
     fuses_layers: ClassVar[bool] = False
-    """Whether `nn/decoder_layer.py` replaces layers of transformers on this device."""
+    """Whether `nn/decoder_layer.py` replaces transformers' layers on this device."""
     kernels: ClassVar[Kernels] = Kernels()
     """Fused operators of the device."""
     has_bitsandbytes: ClassVar[bool] = True

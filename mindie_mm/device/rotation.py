@@ -1,4 +1,4 @@
-"""Replacement of the rotary embedding functions of transformers, for devices that have faster functions."""
+"""Replacement of transformers' rotary embedding functions, for devices that have faster functions."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Ranks:
             own: Tensors of this rank, in the order of `owners`.
             owners: Rank of each tensor.
             rows: Number of rows of each tensor.
-            like: Empty tensor, [0, width], whose width, dtype and device all tensors have.
+            like: Empty tensor, [0, width], with the width, dtype and device of all tensors.
 
         """
         return list(own)

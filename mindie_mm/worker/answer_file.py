@@ -58,7 +58,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             unfinished.write_bytes(msgspec.json.encode(self) + b"\n")
 
     def require(self, output: Path) -> None:
-        """Raise InputError, which lists the differences, unless the answers in `output` have this origin."""
+        """Raise InputError unless the answers in `output` have this origin. The message lists the differences."""
         changes = differences(self._read(output).parts(), self.parts())
         if changes:
             raise InputError(f"{output} has answers of another run: {'; '.join(changes.values())}. {_GO_ON}")

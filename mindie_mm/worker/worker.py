@@ -184,7 +184,7 @@ class Worker:
                     yield delta
 
     def check(self) -> None:
-        """Raise ProcessDied, which gives the reason, if requests cannot be answered."""
+        """Raise ProcessDied with the reason if requests cannot be answered."""
         self.engine.check()
         self.tokenizer_stage.check()
 

@@ -1,4 +1,4 @@
-"""Tests of incremental detokenizing. Up to a stop string, the text is the same as if all tokens were decoded at once."""
+"""Tests of incremental detokenization. Up to a stop string, the text is that of decoding all tokens at once."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Replacement of layers of transformers by fused operators of torch_npu.
+"""Replacement of transformers' layers by fused operators of torch_npu.
 
 For each kind of layer, a trial on random values shows whether the fused operator gives the same results. The name of a
 layer would not show this.

@@ -1,4 +1,4 @@
-"""The inputs of the checks: system files, environment variables of CANN, and installed Python packages."""
+"""The inputs of the checks: system files, CANN's environment variables, and installed Python packages."""
 
 from __future__ import annotations
 
