@@ -64,8 +64,8 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], _Graph] = {}
         """Graphs by number of rows and number of KV blocks per row."""
         self._most_slots = MOST_SLOTS
-        """Current limit, at most MOST_SLOTS. It is halved when a capture runs out of memory, and 0 after any other
-        failure."""
+        """Current limit, at most MOST_SLOTS. It is halved when a capture runs out of memory, and set to 0 after any
+        other failure."""
         num_rows = most_rows(max_num_seqs, cache.block_size)
         self._logits = torch.empty(num_rows, spec.vocab_size, dtype=torch.float32, device=spec.device)
 

@@ -44,9 +44,9 @@ def kv_cache_bytes(
 ) -> int:
     """Return the size in bytes of this rank's KV cache.
 
-    The size is `config.kv_cache_bytes` if that is set. Otherwise it is the part of `memory_share` that the largest step
-    and the encoder cache do not use. It never exceeds the size that all sequences at full length use. Ranks on CPUs
-    divide the host's memory equally.
+    The size is `config.kv_cache_bytes` if that is set. Otherwise it is the memory that `memory_share` allows, minus the
+    memory of the largest step and of the encoder cache. It never exceeds the size that all sequences at full length
+    use. Ranks on CPUs divide the host's memory equally.
 
     Args:
         model: Loaded model.

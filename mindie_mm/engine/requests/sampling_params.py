@@ -40,8 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     """Divisor of the logits, in [0, 100]. 0 means greedy sampling."""
     top_p: float = 1.0
-    """Probability, in (0, 1]. Tokens are drawn from the smallest set of most likely tokens whose sum reaches
-    `top_p`."""
+    """Probability, in (0, 1]. Tokens are drawn from the smallest set of most likely tokens whose total probability
+    reaches `top_p`."""
     top_k: int = 0
     """Number of most likely tokens to keep. 0 means all tokens."""
     min_p: float = 0.0
@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return room if self.max_tokens is None else min(room, self.max_tokens)
 
     def stating(self, **stated: Any) -> SamplingParams:
-        """Return a copy with the settings that a request gives. Arguments that are None are ignored.
+        """Return a copy with the settings of a request. Arguments that are None are ignored.
 
         An explicit `max_tokens` sets `cut_max_tokens` to False.
         """
@@ -132,7 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether to take the most likely token. Dividing float32 logits by a lower temperature could overflow."""
+        """Whether to take the most likely token, because the temperature is 0 or too low to divide float32 logits by."""
         return self.temperature < 1e-5
 
     def check(self, vocab_size: float) -> SamplingParams:
