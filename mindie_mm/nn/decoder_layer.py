@@ -54,7 +54,7 @@ class Angles:
         return cls(cos[0].unsqueeze(1), torch.cat([-first, second], -1))
 
     def rotate(self, values: Tensor) -> Tensor:
-        """Rotate [T, heads, head_dim]. Each element of the first half of a head pairs with one of the second half."""
+        """Rotate [T, heads, head_dim]. Each element of the first half of a head pairs with an element of the second."""
         return torch.addcmul(values * self.cos, values.roll(values.shape[-1] // 2, -1), self.sin)
 
 
@@ -63,7 +63,7 @@ class _Unlike(Exception):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm decoder layer with two fused matrix products: query, key and value; gate and up."""
+    """A pre-norm decoder layer. One matrix product computes queries, keys and values. Another computes gate and up."""
 
     def __init__(self, layer: Any, call: _Call) -> None:
         """Create the layer with the weights of a transformers layer.

@@ -220,7 +220,10 @@ class Family(ABC):
 
     @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
-        """Return the keys of config.json that the family does not use, written as `section.key` in sections."""
+        """Return the keys of config.json that the family does not use.
+
+        A key in a section is returned as `section.key`.
+        """
         return []
 
     @classmethod
@@ -258,7 +261,7 @@ class Family(ABC):
         """Return the checkpoint's tokenizer as a transformers fast tokenizer.
 
         Raises:
-            UnsupportedCheckpoint: The checkpoint has no readable tokenizer, or no fast one.
+            UnsupportedCheckpoint: The checkpoint has no readable tokenizer, or no fast tokenizer.
 
         """
         from transformers import AutoTokenizer  # imported late: the import takes a second, and clients do not need it

@@ -59,8 +59,8 @@ def _stated(config: Mapping[str, Any], name: str) -> Any:
 def _settle_ties(stated: Mapping[str, Any], config: Any) -> None:
     """Copy tie_word_embeddings from text_config if the top level does not set it.
 
-    transformers 4 read it from the text model's configuration. transformers 5 reads it from the configuration of the
-    whole model.
+    transformers 4 read this key from the text model's configuration. transformers 5 reads it from the configuration of
+    the whole model.
     """
     own = (stated.get("text_config") or {}).get("tie_word_embeddings")
     if own is not None and stated.get("tie_word_embeddings") is None:

@@ -18,11 +18,12 @@ Path = tuple[str, ...]
 
 
 def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], Any]) -> list[str]:
-    """Return the keys of config.json that have no effect on the configuration, written as `section.key` in sections.
+    """Return the keys of config.json that have no effect on the configuration.
 
-    A key counts as used if the configuration class has a field of this name or computes an attribute of this name. A
-    key also counts as used if another value is refused or changes other attributes, as with old spellings that the
-    class translates. Finally, a key at the top level counts as used if it repeats a section's value.
+    A key in a section is returned as `section.key`. A key counts as used if the configuration class has a field of this
+    name or computes an attribute of this name. A key also counts as used if another value is refused or changes other
+    attributes, as with old spellings that the class translates. Finally, a key at the top level counts as used if it
+    repeats a section's value.
 
     Args:
         stated: The contents of config.json.

@@ -49,7 +49,7 @@ def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _is_off(settings: Mapping[str, Any]) -> bool:
-    """Return whether these are settings of bitsandbytes that enable neither 4 nor 8 bits."""
+    """Return whether these are bitsandbytes settings that enable neither 4-bit nor 8-bit weights."""
     return settings.get("quant_method") == "bitsandbytes" and method_of(settings) == "bitsandbytes"
 
 
