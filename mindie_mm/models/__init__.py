@@ -151,7 +151,7 @@ def _loaded(entry: EntryPoint) -> type[Family]:
 
 @contextmanager
 def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
-    """Convert unexpected exceptions of a family that reads a checkpoint into UnsupportedCheckpoint.
+    """Raise UnsupportedCheckpoint in place of unexpected exceptions while a family reads a checkpoint.
 
     Families check the settings that they read. This function catches other faults, such as settings of an unexpected
     type or the config.json of another family.
@@ -161,7 +161,8 @@ def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
         family: The family that reads it.
 
     Raises:
-        UnsupportedCheckpoint: The body raised an exception other than a MindieMMError or torch.OutOfMemoryError.
+        UnsupportedCheckpoint: The body of the `with` statement raised an exception other than a MindieMMError or
+            torch.OutOfMemoryError.
 
     """
     try:
