@@ -98,7 +98,7 @@ class Device(ABC):
         This method requires `records`. The recorded kernels may or may not run during the recording.
 
         Raises:
-            RuntimeError: `work` waits for the device, and a wait cannot be recorded, or there is not enough memory.
+            RuntimeError: `work` waits for the device, or there is not enough memory.
 
         """
         raise NotImplementedError

@@ -48,7 +48,7 @@ For layout TND, only `_BLOCK_STEP` is certain to be supported.
 
 
 class NPUKernels(Kernels):
-    """The fused operators of an Ascend NPU that torch_npu and CANN provide."""
+    """The fused operators that torch_npu and CANN provide for an Ascend NPU."""
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, num_sequences: int, longest: int) -> bool:
         (heads, _, width), (_, block_size, kv_heads, _) = query.shape, keys.shape
