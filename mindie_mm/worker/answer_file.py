@@ -27,7 +27,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Directory of the checkpoint, for information only. The digests identify the checkpoint."""
     model_digest: str
-    """`model_digest` of the checkpoint, which covers its generation_config.json."""
+    """`model_digest` of the checkpoint. It covers generation_config.json, too."""
     weights_digest: str = ""
     """`weights_digest` of the checkpoint."""
     sampling: SamplingParams
