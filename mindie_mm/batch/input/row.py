@@ -58,7 +58,7 @@ _Locate = Callable[[Media], Media]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt: one user turn of items, or messages."""
+    """A prompt, given as the items of one user turn or as messages."""
 
     items: Sequence[Item] | None = None
     messages: Sequence[Message] | None = None
