@@ -1,4 +1,4 @@
-"""Checks of whether a machine can run the service, with advice for each problem."""
+"""Checks that a machine can run the service, with advice for each problem."""
 
 from __future__ import annotations
 

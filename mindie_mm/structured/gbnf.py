@@ -32,7 +32,8 @@ _PIECE = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTA
 """Pattern of a comment, a literal or a character class."""
 _CHARACTER = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
 _READ_CHARACTER = re.compile(r"\\U([0-9a-f]*)|-")
-"""Pattern of a character in the converter's result, or of the hyphen of a range. The group has no leading zeros."""
+"""Pattern of a character in the converter's result, or of the hyphen of a range. The group is the code point in
+hexadecimal, without leading zeros."""
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]"}
 
 
