@@ -132,7 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether to take the most likely token, because the temperature is 0 or too low to divide float32 logits by."""
+        """Whether to take the most likely token, because the temperature is 0 or too small as a divisor in float32."""
         return self.temperature < 1e-5
 
     def check(self, vocab_size: float) -> SamplingParams:
