@@ -228,7 +228,7 @@ def left_alone() -> dict[str, bool]:
         eps = 1e-6
 
     class Turned(nn.Module):
-        """A layer in a module whose rotary function has other arguments than in transformers."""
+        """A layer whose Python module has a rotary function with other arguments than in transformers."""
 
         __module__ = "turned"
 

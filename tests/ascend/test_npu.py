@@ -137,7 +137,7 @@ def test_memory_is_not_registered_on_an_unsupported_kernel():
 
 
 def test_memory_is_not_registered_with_an_older_cann(tmp_path):
-    """If a later torch_npu runs on a CANN from before aclrtHostRegisterV2, copies use other host memory."""
+    """A new torch_npu may run on a CANN without aclrtHostRegisterV2. Copies then go through other host memory."""
     variables = environment()
     older = Path(shutil.copytree(variables["LD_LIBRARY_PATH"], tmp_path / "cann", symlinks=True))
     library = older / "libhccl.so"

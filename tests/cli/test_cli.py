@@ -82,7 +82,7 @@ def test_mistakes_are_reported_in_one_line(random_checkpoint):
 
 @pytest.mark.parametrize("option", ["--image", "--video", "--audio"])
 def test_ask_checks_its_files_before_it_loads_the_model(option, tmp_path):
-    """The checkpoint does not exist either. If the model were loaded first, this error would be reported instead."""
+    """The checkpoint is missing, too. If the model were loaded first, the missing checkpoint would be reported."""
     asked = ["ask", "What?", "--model", str(tmp_path / "none"), option]
     for path, output in (
         (tmp_path / "none.png", "does not exist"),

@@ -23,7 +23,7 @@ NAMES = {rotation.TEXT: TEXT, rotation.TOWER: TOWER}
 
 
 class Layer(nn.Module):
-    """A layer in a module whose rotary function is that of Qwen2-VL."""
+    """A layer whose Python module has Qwen2-VL's rotary function."""
 
 
 @pytest.fixture

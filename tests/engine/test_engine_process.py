@@ -161,7 +161,7 @@ async def test_a_running_request_ends_normally_when_its_arena_is_removed(engine,
 async def test_requests_fail_at_once_while_the_engine_cannot_restart(engine, tmp_path, monkeypatch):
     """While the checkpoint is missing, waiting and new requests fail immediately.
 
-    When it is back, requests are answered.
+    When the checkpoint is back, requests are answered.
     """
     start = engine._start
     monkeypatch.setattr(engine, "_start", msgspec.structs.replace(start, model=str(tmp_path / "gone")))

@@ -309,7 +309,7 @@ def test_an_item_without_a_digest_is_never_a_hit(model, random_checkpoint, path_
 
 
 def variant(model, **attributes):
-    """Return a copy of the model, of a subclass with the given `attributes`."""
+    """Return a copy of the model whose class has the given `attributes`."""
     copy = object.__new__(type("Variant", (type(model),), attributes))
     copy.__dict__ = model.__dict__
     return copy

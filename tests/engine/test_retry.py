@@ -19,7 +19,7 @@ DIED, LOST = ProcessDied("dead"), SegmentMissing("lost")
 
 
 class Script:
-    """A tokenizer and engine that returns or raises `steps` in order.
+    """A fake tokenizer or engine that returns or raises `steps` in order.
 
     If there are too many calls, IndexError is raised.
     """

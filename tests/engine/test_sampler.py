@@ -48,7 +48,7 @@ def draws(row: dict[int, float], count=400, **settings) -> Counter:
 
 
 def test_end_tokens_beyond_the_vocabulary_are_dropped():
-    """For `min_tokens`, end tokens are banned. An id beyond the vocabulary would ban a token of the next row."""
+    """`min_tokens` bans end tokens. An id beyond the vocabulary would ban a token of the next row."""
     device, dtype = torch.device("cpu"), torch.float32
     assert ModelSpec(VOCABULARY, 8, 8, 1, 1, 8, (2, VOCABULARY, VOCABULARY + 9, -1), device, dtype).eos_token_ids == EOS
 

@@ -31,7 +31,7 @@ WINDOW = 4
 
 
 def text_model(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """Return a text model of transformers with random weights, including norms and biases, and paged attention."""
+    """Return a transformers text model with paged attention and random weights, including norms and biases."""
     torch.manual_seed(0)
     AttentionInterface.register(attention.NAME, attention.attend)
     config = getattr(transformers, f"{name}Config")(**SIZES | settings, attn_implementation=attention.NAME)

@@ -46,7 +46,7 @@ def test_every_fixture_of_a_supported_format_passes_whole_and_streamed():
 
 
 def parsed(fixture: Fixture, pieces: list[str]) -> ParseResult:
-    """Parse an output, without calls that do not end. Clients see these only with `finish_reason: length`."""
+    """Parse an output, and leave out calls that do not end. Clients see such calls only if the output is truncated."""
     name, reasoning_name = formats_of(fixture)
     tools = [Tool(tool["function"]["name"], tool["function"].get("parameters")) for tool in fixture.tools]
     parser = parser_named(name)(tools)

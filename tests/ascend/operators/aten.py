@@ -56,7 +56,7 @@ def _registered(key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refusing(op: Any) -> Callable[..., Any]:
-    """Return a kernel that raises the error of torch_npu for an operator that CANN lacks."""
+    """Return a kernel that raises torch_npu's error for an operator that CANN lacks."""
     function = f"aclnn{op._schema.name.removeprefix('aten::').title()}"
     words = f"{function} or {function}GetWorkspaceSize not in libopapi.so, or libopapi.so not found."
 

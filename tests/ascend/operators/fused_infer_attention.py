@@ -1,4 +1,7 @@
-"""Attention for inference: npu_fused_infer_attention_score, its v2, npu_prompt_ and npu_incre_flash_attention."""
+"""Attention for inference: npu_fused_infer_attention_score and its version 2, and two older operators.
+
+The older operators are npu_prompt_flash_attention and npu_incre_flash_attention.
+"""
 
 from __future__ import annotations
 
