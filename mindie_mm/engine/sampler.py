@@ -148,7 +148,7 @@ def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
         probabilities = scores.softmax(dim=-1)
         # A token is kept if the sum of the more likely tokens is below top_p.
         before = probabilities.cumsum(dim=-1) - probabilities
-        dropped = (before >= top_p) & (top_p < 1) & (rank > 0)  # rank 0 is kept even if top_p underflows in float32
+        dropped = (before >= top_p) & (top_p < 1) & (rank > 0)  # keep the likeliest token even if top_p underflows
         dropped |= probabilities < min_p * probabilities[:, :1]
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, scores.masked_fill(dropped, -torch.inf))
     probabilities = logits.softmax(dim=-1)

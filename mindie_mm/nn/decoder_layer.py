@@ -80,7 +80,7 @@ class DecoderLayer(nn.Module):
         self.num_kv_heads = own.k_proj.out_features // self.head_dim
         self.num_rotated = self.num_heads + self.num_kv_heads
         self.call = call
-        self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read it
+        self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read this
         self.norm, self.eps = layer.input_layernorm.weight, _eps(layer.input_layernorm)
         self.qkv = _joined(own.q_proj, own.k_proj, own.v_proj)
         self.output = own.o_proj

@@ -194,7 +194,10 @@ class Worker:
             await self._schemas.check(wanted)
 
     def spelled(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with the tokens of `bad_words` in `bad_token_ids`. Raise InputError for a word with no token."""
+        """Return `params` with the tokens of `bad_words` added to `bad_token_ids`.
+
+        Raise InputError if a word has no tokens.
+        """
         if not params.bad_words:
             return params
         return msgspec.structs.replace(

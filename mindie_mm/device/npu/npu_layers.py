@@ -38,7 +38,7 @@ def fuse(module: nn.Module) -> None:
     """Replace the RMS normalization, tower attention and rotary embeddings of `module` on an NPU by fused operators."""
     _fuse_norms(module)
     npu_towers.pack(module)
-    # The operator requires cosines up to 1, but YaRN scales them.
+    # The operator requires cosines in [-1, 1], but YaRN scales cosines.
     if all(getattr(part, "attention_scaling", 1.0) == 1.0 for part in module.modules()):
         rotation.replace(module, rotation.TEXT, _rotate)
 
