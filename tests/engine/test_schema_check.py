@@ -127,7 +127,7 @@ async def test_a_schema_that_the_engine_must_compile_again_is_checked_again(
         await check.check(fits(schema))
     assert tried == [first, second, *others]
     await check.check(fits(first))  # not checked again: this schema was used recently, so it is still compiled
-    await check.check(fits(second))  # checked again: as many other schemas as stay compiled have evicted this schema
+    await check.check(fits(second))  # checked again: other schemas have evicted this schema
     assert tried == [first, second, *others, second]
 
 
