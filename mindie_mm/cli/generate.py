@@ -57,7 +57,7 @@ def command(
 
     Each line of the output has row, id, text, token_ids and finish_reason, or row, id and error. The lines are in the
     order of the rows. Run the same command again to continue an unfinished output file. OUTPUT.origin.json records the
-    settings, which must be the same.
+    settings, and a command with other settings is refused.
 
     Exit status: 0 if every row has an answer, 1 if some rows failed, 130 if interrupted, 3 if the run is not finished
     for another reason.

@@ -28,7 +28,7 @@ class Device(ABC):
     records: ClassVar[bool] = False
     """Whether `record` is supported."""
     fuses_layers: ClassVar[bool] = False
-    """Whether `nn/decoder_layer.py` replaces layers of transformers on this device."""
+    """Whether `nn/decoder_layer.py` replaces transformers' layers on this device."""
     kernels: ClassVar[Kernels] = Kernels()
     """Fused operators of the device."""
     has_bitsandbytes: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class Device(ABC):
 
     @classmethod
     def read(cls, source: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
-        """Queue a copy of a tensor in memory that `pin` registered to the device of `stream`. Return the copy."""
+        """Queue a copy to the device of `stream`, and return the copy. `pin` has registered the memory of `source`."""
         with stream:
             return source.to(stream.device, non_blocking=True)
 
@@ -99,7 +99,7 @@ class Device(ABC):
         This method requires `records`. The recorded kernels may or may not run during the recording.
 
         Raises:
-            RuntimeError: `work` waits for the device, which cannot be recorded, or there is not enough memory.
+            RuntimeError: `work` waits for the device, or there is not enough memory.
 
         """
         raise NotImplementedError

@@ -30,7 +30,7 @@ from mindie_mm.nn.weights.shares import is_first
 from mindie_mm.nn.weights.stored_tensors import stored_dtype
 
 GROUP = "mindie_mm.models"
-_MOST_KEYS = 12  # in one log message
+_MOST_KEYS = 12  # maximum number of keys in one log message
 _log = logging.getLogger(__name__)
 
 
@@ -153,7 +153,7 @@ def _loaded(entry: EntryPoint) -> type[Family]:
 
 @contextmanager
 def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
-    """Convert unexpected exceptions of a family that reads a checkpoint into UnsupportedCheckpoint.
+    """Raise UnsupportedCheckpoint in place of unexpected exceptions while a family reads a checkpoint.
 
     Families check the settings that they read. This function catches other faults, such as settings of an unexpected
     type or the config.json of another family.
@@ -163,7 +163,8 @@ def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
         family: The family that reads it.
 
     Raises:
-        UnsupportedCheckpoint: The body raised an exception other than a MindieMMError or torch.OutOfMemoryError.
+        UnsupportedCheckpoint: The body of the `with` statement raised an exception other than a MindieMMError or
+            torch.OutOfMemoryError.
 
     """
     try:

@@ -167,7 +167,7 @@ class MediaModel(ABC):
                 setattr(self, name, new)
 
     def fuse(self) -> None:
-        """Replace layers by layers that run fewer operators. By default, the model has no such layers."""
+        """Replace layers with equivalent layers that run fewer operators. By default, do nothing."""
 
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -291,7 +291,7 @@ class Model(MediaModel):
 
 @torch.inference_mode()
 def packed_logits(model: Model, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits of each sequence, as `Model.logits` does. One flat batch computes all of them."""
+    """Return the logits of each sequence, as `Model.logits` does, but compute all sequences in one flat batch."""
     plain: list[Tensor] = []
     positions: list[Tensor] = []
     chunks: list[Chunk] = []

@@ -60,7 +60,7 @@ async def generate(
 ) -> tuple[int, int]:
     """Append the answers that are missing in `output`.
 
-    It raises the errors of `Worker.start`, and the errors below.
+    This raises the errors of `Worker.start`, and the errors below.
 
     Args:
         dataset: Rows of a finished `tokenize` run.
