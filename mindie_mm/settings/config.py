@@ -165,7 +165,7 @@ class WorkerConfig:
     model: Path | None = None
     """Checkpoint directory. Default: the embedded checkpoint."""
     family: str | None = None
-    """Model family to use instead of the one that config.json names. Default: the family that config.json names."""
+    """Model family of the checkpoint. Default: the family that config.json specifies."""
     generation_config: str = "auto"
     """Source of the sampling parameters that a request does not set. auto: the checkpoint's generation_config.json.
     vllm: neutral values, such as temperature 1. A folder: the generation_config.json in this folder, including the
@@ -219,8 +219,8 @@ class ServiceConfig:
     web_page: bool = True
     """Serve a web page at / for questions and for watching the service."""
     served_model_name: tuple[str, ...] = ()
-    """Name of the model in requests and answers. Repeat the option for several names; answers have the first. Default:
-    the name of the checkpoint's directory, or `owner/name` in the Hugging Face cache."""
+    """Name of the model in requests and answers. Repeat the option for several names; answers contain the first name.
+    Default: the name of the checkpoint's directory, or `owner/name` in the Hugging Face cache."""
     any_model_name: bool = False
     """Answer requests for any model name. Off: requests for another model get status 404. Requests without a name, or
     with a name that clients use as a placeholder (default, dummy, model, tgi), are always answered."""
