@@ -443,7 +443,10 @@ def table(families: Mapping[str, Any], count: int) -> str:
 
     cores = {1: "one core", 2: "two cores"}[count]
     lines = [
-        f"On {cores}: ms, and how many times as long transformers takes; -: only golden data to compare with.",
+        (
+            f"On {cores}: time in ms, and in parentheses the time of transformers divided by it. A dash (-) means that "
+            "there is only golden data to compare with."
+        ),
         "",
         "| family | item | preprocess | of it decoded | tower | both | 1,000 tokens: prefill | a request |",
         "|---|---|---|---|---|---|---|---|",
@@ -474,13 +477,17 @@ def main(names: Sequence[str] = (), cores: Sequence[int] = (1, 2)) -> None:
         write("models", {**settings, "unit": "milliseconds", "families": figures})
         tables = [table(figures, count) for count in cores]
         (RESULTS / "models.md").write_text(
-            "\n".join(["# Each family beside transformers", "", *tables]), encoding="utf-8"
+            "\n".join(["# Each family compared with transformers", "", *tables]), encoding="utf-8"
         )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="families; none: all, and the figures are written to bench/results")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        help="families to measure; default: all families, whose figures are written to bench/results",
+    )
     parser.add_argument("--cores", nargs="+", type=int, choices=(1, 2), default=(1, 2))
     options = parser.parse_args()
     main(options.names, options.cores)

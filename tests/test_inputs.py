@@ -242,9 +242,13 @@ def test_the_frames_of_a_list_are_limited():
 def test_the_frames_of_all_lists_of_a_call_are_limited_together():
     video = {"video": "data:video/jpeg;base64," + "," * (MAX_LISTED_FRAMES - 1)}
     assert len(parse_inputs([video.copy() for _ in range(16)])) == 16
-    with pytest.raises(LimitExceeded, match="inputs has more frames in its lists of frames than the limit of 32768"):
+    with pytest.raises(
+        LimitExceeded, match="the lists of frames in inputs have more frames in total than the limit of 32768"
+    ):
         parse_inputs([video.copy() for _ in range(17)])
-    with pytest.raises(LimitExceeded, match="messages has more frames in its lists of frames than the limit of 32768"):
+    with pytest.raises(
+        LimitExceeded, match="the lists of frames in messages have more frames in total than the limit of 32768"
+    ):
         parse_messages([{"role": "user", "content": [video, video]} for _ in range(9)])
 
 

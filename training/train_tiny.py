@@ -186,8 +186,8 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--state", type=Path, required=True, help="where an interrupted run resumes")
-    parser.add_argument("--start", type=Path, help="the Qwen2-VL of the same sizes to start from")
+    parser.add_argument("--state", type=Path, required=True, help="file from which an interrupted run resumes")
+    parser.add_argument("--start", type=Path, help="checkpoint of a Qwen2-VL of the same sizes to start from")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=SEED)
     args = parser.parse_args()

@@ -173,10 +173,10 @@ def footprint(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[
 
 def table(figures: Mapping[str, Any]) -> str:
     """Return the figures as Markdown."""
-    lines = ["# Offline tokenisation", ""]
+    lines = ["# Offline tokenization", ""]
     if "speed" in figures:
         section = figures["speed"]
-        lines += ["| | ms a row, wall | processor |", "|---|---|---|"]
+        lines += ["| | ms per row, wall time | processor time |", "|---|---|---|"]
         lines += [
             f"| {name} | {ms['wall']} | {ms['processor']} |" for name, ms in section["milliseconds_a_row"].items()
         ]
@@ -185,22 +185,25 @@ def table(figures: Mapping[str, Any]) -> str:
             "1_worker_of_fused_path",
             "1_worker_of_fused_path_with_files",
         )
-        lines += ["", "| | wall | processor |", "|---|---|---|"]
+        lines += ["", "| | wall time | processor time |", "|---|---|---|"]
         lines += [
             f"| {name.replace('_', ' ')} | {section[name]['wall']} | {section[name]['processor']} |" for name in names
         ]
         lines += [f"| 2 workers, times 1 worker | {section['2_workers_times_1_worker']} | |", ""]
-        lines += [f"On disk {section['times_smaller_than_float32_patches']} times smaller than float32 patches.", ""]
+        lines += [
+            f"Arrays on disk are {section['times_smaller_than_float32_patches']} times smaller than float32 patches.",
+            "",
+        ]
     if "ray" in figures:
         section = figures["ray"]
-        lines += ["| two actors, or workers | ms a row |", "|---|---|"]
+        lines += ["| two actors or workers | ms per row |", "|---|---|"]
         lines += [f"| {name} | {value} |" for name, value in section["milliseconds_a_row"].items()] + [""]
     if "memory" in figures:
         section = figures["memory"]
         megabytes = (
-            f"{section['peak_bytes'] / 1e6:.0f} MB of all processes, limit {section['limit_bytes'] / 1e6:.0f} MB"
+            f"{section['peak_bytes'] / 1e6:.0f} MB in all processes (limit: {section['limit_bytes'] / 1e6:.0f} MB)"
         )
-        lines += [f"{section['rows']} rows with 2 workers: at most {megabytes}; {section['seconds']} s.", ""]
+        lines += [f"{section['rows']} rows with 2 workers: at most {megabytes}, in {section['seconds']} s.", ""]
     return "\n".join(lines)
 
 
@@ -208,8 +211,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)  # arguments of bench/__main__.py
     parser.add_argument("--images", type=int, default=IMAGES)
-    parser.add_argument("--rows", type=int, default=ROWS, help="of the run whose memory is measured")
-    parser.add_argument("--only", choices=MEASURES, help="the others' figures stay as they are in bench/results")
+    parser.add_argument("--rows", type=int, default=ROWS, help="number of rows of the run whose memory is measured")
+    parser.add_argument(
+        "--only", choices=MEASURES, help="measure only this; the other figures in bench/results are kept"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     images = pictures(options.images)

@@ -85,7 +85,7 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
     num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
     if num_frames > _MAX_LISTED_IN_ALL:
         raise LimitExceeded(
-            f"{where} has more frames in its lists of frames than the limit of {_MAX_LISTED_IN_ALL} in total"
+            f"the lists of frames in {where} have more frames in total than the limit of {_MAX_LISTED_IN_ALL}"
         )
     return num_frames
 

@@ -115,7 +115,7 @@ def _read_frames(sources: tuple[Any, ...]) -> Frames:
     for index, source in enumerate(sources):
         with naming(f"frame {index}"):
             frame = read_source(Media("image", source))
-        assert not isinstance(frame, (tuple, PdfPage)), "a frame is no list"
+        assert not isinstance(frame, (tuple, PdfPage)), "a frame is not a list"
         frames.append(frame)
         num_bytes += len(frame) if isinstance(frame, bytes) else 0
         if num_bytes > MAX_SOURCE_BYTES:

@@ -52,7 +52,7 @@ class TagWriter:
         try:
             given = json.loads(text)
         except RecursionError as error:
-            raise InputError("the structural tag nests too deeply") from error
+            raise InputError("the structural tag is nested too deeply") from error
         except ValueError as error:
             raise InputError(f"the structural tag is not valid JSON: {error}") from error
         if not isinstance(given, dict):

@@ -171,7 +171,7 @@ def _require_names(names: Sequence[str], field: str, inside: str = "") -> None:
 def _require_listed(chosen: Sequence[str], names: Sequence[str], field: str, what: str) -> None:
     for name in chosen:
         if name not in names:
-            raise InputError(f"{field} names {name[:MAX_NAME]!r}, which is not the name of {what}", param=field)
+            raise InputError(f"{field} has the name {name[:MAX_NAME]!r}, which is not the name of {what}", param=field)
 
 
 def _choice(given: Any) -> tuple[Literal["none", "auto", "required"], str | None, Sequence[str] | None]:

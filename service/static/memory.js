@@ -55,7 +55,7 @@ export class Memory {
       ),
     );
     this.#arenas.replaceChildren(...this.#last.map((arena) => this.#arena(arena)));
-    if (!this.#last.length) this.#arenas.append(element("p", { class: "quiet" }, "No arena."));
+    if (!this.#last.length) this.#arenas.append(element("p", { class: "quiet" }, "There are no arenas."));
   }
 
   /** Record blocks as freed if they were in the last update and are missing from this one. */
@@ -86,7 +86,7 @@ export class Memory {
     }
     const look = this.#colours.value === "owner" ? ownerLook : ageLook;
     for (const block of arena.map) this.#put(picture, block, room, look(block));
-    const facts = `${bytes(arena.bytes)} of ${bytes(room)} in ${count(arena.blocks)}; at most ${bytes(arena.peak_bytes ?? 0)}`;
+    const facts = `${bytes(arena.bytes)} of ${bytes(room)} in ${count(arena.blocks)}; peak ${bytes(arena.peak_bytes ?? 0)}`;
     return element(
       "figure",
       {},
@@ -110,7 +110,7 @@ export class Memory {
     if (!byId("blocks").open) return;
     const blocks = this.#blocks;
     const rows = blocks.slice(0, MOST_TABLED).map((block) => {
-      const own = this.#mine.has(block.name) ? " (asked for here)" : "";
+      const own = this.#mine.has(block.name) ? " (of your request)" : "";
       const cells = [
         block.name + own,
         block.state,
@@ -121,7 +121,7 @@ export class Memory {
       ];
       return element("tr", {}, ...cells.map((cell) => element("td", {}, cell)));
     });
-    const told = blocks.length > MOST_TABLED ? `and ${blocks.length - MOST_TABLED} more` : rows.length ? "" : "No block.";
+    const told = blocks.length > MOST_TABLED ? `and ${blocks.length - MOST_TABLED} more` : rows.length ? "" : "There are no blocks.";
     if (told) rows.push(element("tr", {}, element("td", { colspan: 6 }, told)));
     this.#rows.replaceChildren(...rows);
   }

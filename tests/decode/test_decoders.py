@@ -351,7 +351,9 @@ async def test_items_fail_soon_while_the_nursery_dies_at_every_start(
         patch.setattr(bench.decoders._nursery, "_setup", "no JSON")
         bench.nursery.kill()
         await until(lambda: not bench.decoders.pids)
-        with pytest.raises(NoProcess, match=r"no decoder is alive; the last one did not start: .*before it was ready"):
+        with pytest.raises(
+            NoProcess, match=r"no decoder is alive, and the last attempt to start one failed: .*before it was ready"
+        ):
             await bench.plan(SMALL)
     await bench.whole()
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))

@@ -146,7 +146,7 @@ class Seq2SeqContract(FamilyContract):
     def test_lengths_beyond_the_cache_are_refused_if_requested_and_lowered_otherwise(self, model, caplog):
         caplog.set_level("INFO")
         each, own = model.prompt_token_bytes + model.spec.kv_token_bytes, model.spec.max_model_len
-        with pytest.raises(DeviceError, match=f"a context of 10 tokens needs {10 * each} bytes .* enough for 9 tokens"):
+        with pytest.raises(DeviceError, match=f"a context of 10 tokens needs {10 * each} bytes .* which hold 9 tokens"):
             self.engine(model, kv_cache_bytes=10 * each - 1, max_model_len=10, max_num_seqs=2)
         ready = self.engine(model, kv_cache_bytes=10 * each, max_model_len=10).ready
         assert (ready.max_model_len, ready.max_output_len) == (10, 10)

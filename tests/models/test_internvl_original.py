@@ -370,12 +370,12 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
             (
                 "Qwen2Tokenizer",
                 "merges.txt",
-                r"has no tokenizer\.json, nor vocab\.json and merges\.txt; copy the missing files",
+                r"has no tokenizer\.json, and does not have both vocab\.json and merges\.txt; copy the missing files",
             ),
             (
                 "InternLM2Tokenizer",
                 "vocab.json",
-                r"has no tokenizer\.json, which its tokenizer class, InternLM2Tokenizer, requires; copy",
+                r"has no tokenizer\.json, which the tokenizer class InternLM2Tokenizer requires; copy",
             ),
             (None, "vocab.json", r"has no tokenizer\.json, and no tokenizer_config\.json with a tokenizer_class; copy"),
         ],

@@ -300,5 +300,5 @@ def test_a_text_that_fills_the_context_is_scored(client: openai.OpenAI, http: An
 
 
 def test_max_tokens_0_without_echo_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="max_tokens is 0, which requires echo to be true"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0, but echo is not true"):
         complete(client, "What colour", max_tokens=0, logprobs=1)

@@ -92,7 +92,11 @@ def test_functions_and_their_history_make_the_prompt_of_tools(http: httpx2.Clien
         ({"functions": [{"name": "a\0"}]}, "functions", "cannot be printed"),
         ({"functions": [{"name": "a"}] * 2}, "functions", "functions[1].name is 'a', which is also the name"),
         ({"functions": [{"name": "a", "parameters": 3}]}, "functions", "functions[0].parameters is of type int"),
-        ({"functions": FUNCTIONS, "function_call": {"name": "b"}}, "function_call", "names 'b', which is not the name"),
+        (
+            {"functions": FUNCTIONS, "function_call": {"name": "b"}},
+            "function_call",
+            "has the name 'b', which is not the name",
+        ),
         ({"functions": FUNCTIONS, "function_call": "required"}, "function_call", "it must be 'none', 'auto' or"),
         ({"functions": FUNCTIONS, "function_call": {"name": 5}}, "function_call", "it must be 'none', 'auto' or"),
         ({"functions": FUNCTIONS, "tools": TOOLS}, "functions", "leave functions out"),

@@ -345,7 +345,8 @@ def check_weights(
     unknown = [name for name in unexpected if not any(fnmatch(name, pattern) for pattern in unused)]
     if unknown:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has {len(unknown)} weights that its model does not have; the first is {min(unknown)}"
+            f"{checkpoint.path} has {len(unknown)} weights that its model class does not have; the first is "
+            f"{min(unknown)}"
         )
 
 

@@ -310,7 +310,9 @@ def _with_items(text: str, mark: str, items: Sequence[str]) -> str:
     """Replace each `mark` with the text of its item. Raise InputError if the template lost or repeated a mark."""
     first, *pieces = text.split(mark)
     if len(pieces) != len(items):
-        raise InputError(f"the chat template renders {len(pieces)} of {len(items)} media items")
+        raise InputError(
+            f"the chat template renders {len(pieces)} of {len(items)} media items; it must render all of them"
+        )
     return first + "".join(item + piece for item, piece in zip(items, pieces, strict=True))
 
 
