@@ -140,9 +140,7 @@ class MediaModel(ABC):
             CorruptReference: The arrays do not belong to this family.
 
         """
-        raise CorruptReference(
-            f"the segments hold {', '.join(view)}; none of these names belongs to an array of this model"
-        )
+        raise CorruptReference(f"the segments contain the arrays {', '.join(view)}; this model uses none of them")
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         """Return the media items that the handle words in `ids` refer to. `ids` is int64 [T].

@@ -186,7 +186,7 @@ def _attach(ids: NDArray[np.int64], words: NDArray[np.int64], layouts: Iterable[
             return attach(Ref.from_words(name, second)), 2
         return attach(Ref.from_words(name, None)), 1
     if not is_segment_word(name):
-        raise CorruptReference(f"token {start} is {name}, which is neither a token id nor a name word")
+        raise CorruptReference(f"the token at position {start} is {name}, which is neither a token id nor a name word")
     stop = start
     while stop < len(ids) and ids[stop] < 0:
         stop += 1

@@ -112,7 +112,8 @@ def _id(value: Any) -> str | None:
         number = int(number)
     if isinstance(number, bool) or not isinstance(number, str | int | UUID):
         raise InputError(
-            f"the row's id is {type(value).__name__}; it must be a string or an integer. In a table, cast the column"
+            f"the row's id is {type(value).__name__}; it must be a string or an integer. In a table, cast the "
+            "column to one of these types"
         )
     return str(number)
 

@@ -232,7 +232,7 @@ class MappedArena:
 def _require_regular(status: os.stat_result) -> None:
     """Raise SegmentMissing for anything but a regular file, such as a directory or a pipe."""
     if not stat.S_ISREG(status.st_mode):
-        raise SegmentMissing("it is not a regular file")
+        raise SegmentMissing("the arena is not a regular file")
 
 
 def _state_name(state: int) -> str:
