@@ -59,7 +59,7 @@ class ToolUse:
 
     @classmethod
     def of_functions(cls, functions: Sequence[Any], function_call: Any) -> ToolUse:
-        """Read OpenAI's deprecated fields. They allow one call.
+        """Read OpenAI's deprecated fields, with which an answer has at most one call.
 
         Raises:
             InputError: A function or the choice is wrong.
@@ -84,12 +84,12 @@ class ToolUse:
 
     @property
     def field(self) -> str:
-        """Field of the request with the tools."""
+        """Name of the request field that contains the tools."""
         return "functions" if self.is_deprecated else "tools"
 
     @property
     def choice_field(self) -> str:
-        """Field of the request with the choice among the tools."""
+        """Name of the request field that says which tool to call."""
         return "function_call" if self.is_deprecated else "tool_choice"
 
     @property
