@@ -42,7 +42,7 @@ _TEMPLATE = (
 
 
 class MiniGPT4Processor(Processor):
-    """Processor that resizes each image to a square. The image's block contains `pixel_values`, uint8 [side, side, 3]."""
+    """Processor that resizes each image to a square. A block contains `pixel_values`, uint8 [side, side, 3]."""
 
     traits = Traits(chat_template=_TEMPLATE)
 
