@@ -121,7 +121,7 @@ class Rig:
     def whole(self) -> dict[str, list[psutil.Process]]:
         """Wait until all processes run and /health returns 200, and return the processes by role."""
         url = f"{self.service.url}/health"
-        number = 4 + NUM_DECODERS  # with api, tokenizer, nursery and engine
+        number = 4 + NUM_DECODERS  # decoders, and api, tokenizer, nursery and engine
 
         def well() -> bool:
             return httpx2.get(url).status_code == 200 and sum(map(len, self.processes().values())) == number

@@ -54,7 +54,8 @@ TOWER_SHARE = {"visual": 0.25, "audio_tower": 0.5, "language_model": 1.0}
 WARM_UP = 100
 PLATEAU = 0.5
 REPORT_EVERY = 50
-# Most of a step is small operations, so two processes with one thread each waste less than one with two threads.
+# A step consists mostly of small operations, so two processes with one thread each waste less time than one process
+# with two threads.
 WORKERS = 2
 # Weight of the towers' dense losses relative to the loss of the answers.
 DENSE_SHARE = 0.3

@@ -4,8 +4,8 @@ It measures time, bytes on disk and memory. The variants run alternately on each
 speed of a shared machine may change by half within minutes. A time in the results is the median over the slices. A
 ratio is computed within each slice, and the result is the median of these ratios.
 
-The main comparison for one worker is the fused path alone. Half of its slice runs before the worker and half after it.
-Its time is reported without and with reading the files, because the worker must read the files.
+One worker is mainly compared with the fused path alone. Half of this path's slice runs before the worker, and half
+after the worker. The time of the path is reported without and with reading the files, because the worker must read them.
 
 A run of two rows measures the time that a run takes to start. This time is subtracted, and is reported separately. Both
 wall time and processor time are reported, because other load on the machine has little effect on processor time.
@@ -49,7 +49,7 @@ MEASURES = ("speed", "ray", "memory")
 
 
 def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str, Any]:
-    """Return the milliseconds per row of each contestant, and the size of the rows on disk."""
+    """Return the milliseconds per row of each variant, and the size of the rows on disk."""
     reference = Reference(checkpoint)
     turns: list[dict[str, dict[str, float]]] = []
     starts: list[dict[str, Cost]] = []
@@ -58,7 +58,7 @@ def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str,
     for start in range(0, size * SLICES, size):
         lines = rows(images, folder / "slice.jsonl", range(start, start + size))
         paths = [images / f"{number:06d}.jpg" for number in range(start, start + size)]
-        for path in paths:  # fill the page cache, so that the order of the contestants does not matter
+        for path in paths:  # fill the page cache, so that the order of the variants does not matter
             path.read_bytes()
         alone, with_files = fused(paths[: size // 2], checkpoint, folder / "shm_name.txt")
         turn: dict[str, dict[str, float]] = {FUSED: {}, FUSED_WITH_FILES: {}}
@@ -109,7 +109,7 @@ def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str,
 
 
 def ratio(turns: Sequence[Mapping[str, Mapping[str, float]]], slow: str, fast: str) -> dict[str, float]:
-    """Return the median over the slices of the ratio between two contestants."""
+    """Return the median over the slices of the ratio between two variants."""
     return {
         clock: round(median([turn[slow][clock] / turn[fast][clock] for turn in turns]), 3)
         for clock in ("wall", "processor")

@@ -37,7 +37,8 @@ from tools.serving import running_service
 CACHE = Path(__file__).parents[2] / "build" / "bench-serve"
 CHECKPOINTS = ("tiny", "small", "mid")
 SETTLE_S = 2.0
-"""Pause before each turn with a peer. A server's threads spin for a while after work, and would use the other's cores.
+"""Pause before each turn with a peer. A server's threads spin for a while after work, and would slow down the other
+server.
 """
 PICTURES = (Size(336, 336), Size(640, 480), Size(1420, 720))
 CONCURRENCY = (1, 4, 8, 16, 32, 64)
