@@ -5,7 +5,8 @@ speed of a shared machine may change by half within minutes. A time in the resul
 ratio is computed within each slice, and the result is the median of these ratios.
 
 One worker is mainly compared with the fused path alone. Half of this path's slice runs before the worker, and half
-after the worker. The time of the path is reported without and with reading the files, because the worker must read them.
+after the worker. The time of the path is reported without and with reading the files, because the worker
+must read the files.
 
 A run of two rows measures the time that a run takes to start. This time is subtracted, and is reported separately. Both
 wall time and processor time are reported, because other load on the machine has little effect on processor time.

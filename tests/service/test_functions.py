@@ -15,7 +15,7 @@ WEATHER_CALL: Any = {"name": "get_weather"}
 
 
 def answer(client: openai.OpenAI, **changes: Any) -> tuple[str | None, Any, str]:
-    """Return the content of an answer, its call as a dict, and the reason for its end."""
+    """Return the content of an answer, its call as a dict, and its finish reason."""
     given: Any = {"messages": HELLO, "temperature": 0, "max_tokens": 200, "functions": FUNCTIONS} | changes
     created = client.chat.completions.create(model="tiny", **given)
     if not given.get("stream"):
