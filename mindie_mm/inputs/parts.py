@@ -134,7 +134,7 @@ def _key(part: Mapping[str, Any], declared: str | None, where: str, *, may_lack_
         keys = [key for key in nulls if key in _SOURCES] or [*filter(_SOURCES.__contains__, [declared or ""])]
     if len(keys) == 1:
         return keys[0]
-    present = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, given))}"
+    present = " and ".join(map(repr, keys)) if keys else f"none of them in {sorted(map(str, given))}"
     present += f", and null in {sorted(map(str, nulls))}" if nulls else ""
     if part.get("uuid") and not keys and not may_lack_data:
         present += "; media are not kept by uuid here, so send the data each time"

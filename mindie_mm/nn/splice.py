@@ -57,8 +57,8 @@ class MediaShape:
         kind, token, num_features, *grid = view[ITEM].tolist()
         if not 0 <= kind < len(KINDS) or token < 0 or num_features < 1:
             raise CorruptReference(
-                f"the array {ITEM!r} of the block states kind {kind}, token {token} and {num_features} features, "
-                "which is not valid"
+                f"the array {ITEM!r} of the block states kind {kind}, token {token} and {num_features} features; "
+                "these values are not valid"
             )
         return cls(KINDS[kind], token, num_features, tuple(grid))
 

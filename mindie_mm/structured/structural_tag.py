@@ -201,7 +201,7 @@ class TagWriter:
     def _triggered(self, given: Mapping[str, Any], depth: int, *, last: bool) -> _Part:
         """Return a part that matches free text in which each trigger begins a tag."""
         if not last:
-            raise InputError("the structural tag has triggered_tags before another format, which is not supported")
+            raise InputError("the structural tag has triggered_tags before another format; this order is not supported")
         text = self._any_text({"excludes": given.get("excludes")})
         triggers, tags = _texts(given, "triggers"), _formats(given, "tags")
         triggered: list[str] = []

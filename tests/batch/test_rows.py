@@ -303,7 +303,7 @@ def test_a_row_with_several_sources_of_a_prompt_is_refused() -> None:
     for row in ({"prompt": "Q?", "text": "A."}, {"prompt": "Q?", "messages": MESSAGES}, {"inputs": [], "images": []}):
         with pytest.raises(
             InputError,
-            match=r"the row has .*; it must have only one of inputs, messages, and .*Choose with --select-columns",
+            match=r"the row has .*; it must have only one of inputs, messages, and .*Choose one of them with --select",
         ):
             parsed(row)
     assert parsed({"prompt": "Q?", "text": None}) == parsed({"text": "Q?"})

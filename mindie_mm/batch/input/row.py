@@ -184,7 +184,7 @@ def _from_object(record: Any, locate: _Locate) -> Row:
     if len(given) + bool(flat) > 1 or record.keys() >= {*_TEXTS}:
         raise InputError(
             f"the row has the keys {given + flat}; it must have only one of inputs, messages, and text (or its "
-            "alias prompt) with media. Choose with --select-columns"
+            "alias prompt) with media. Choose one of them with --select-columns"
         )
     variables = _variables(record)
     if flat:

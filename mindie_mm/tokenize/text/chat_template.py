@@ -172,7 +172,9 @@ class ChatTemplate:
         if turn["role"] in self._lost_roles:
             raise InputError(f"the role {message.role} is not supported: the model's chat template ignores it")
         if message.role not in ROLES and not self._takes_role(message.role):
-            raise InputError(f"the role {message.role} is not supported: the model's chat template does not write it")
+            raise InputError(
+                f"the role {message.role} is not supported: the model's chat template does not write this role's name"
+            )
         self._check_placed(message.extra, "messages")
         for key, value in message.extra.items():
             if value and key not in self._source:
