@@ -268,7 +268,7 @@ class TestFlorence2Original(Seq2SeqContract):
             (lambda weights: weights.update(answer=torch.zeros(2)), "does not have; the first is answer"),
             (
                 lambda weights: weights.update(image_projection=torch.zeros(5, 32)),
-                r"the first is image_projection: \[5, 32\], not \[32, 32\]",
+                r"the first is image_projection, which has shape \[5, 32\] instead of \[32, 32\]",
             ),
         ],
         ids=["a norm", "a block's", "unknown", "shape does not match"],

@@ -270,7 +270,7 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
         if len(ids) > most:
             raise InputError(f"{name} has {len(ids)} tokens; the limit is {most}", param=name)
         if not ids and name in _NEVER_EMPTY:
-            raise InputError(f"{name} is empty; leave it out, or name at least one token", param=name)
+            raise InputError(f"{name} is empty; leave it out, or give at least one token", param=name)
         if (bad := next((i for i in ids if not 0 <= i < limit), None)) is not None:
             raise InputError(f"{name} has token id {shown(bad)}; it must be in [0, {limit})", param=name)
     if len(params.bad_token_ids) > 2 * MAX_BAD_WORDS:

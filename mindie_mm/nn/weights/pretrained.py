@@ -329,7 +329,7 @@ def check_shapes(checkpoint: Checkpoint, misfits: Collection[tuple[str, Sequence
         name, actual, needed = min(misfits)
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} has {len(misfits)} weights whose shape does not match config.json; the first "
-            f"is {name}: {list(actual)}, not {list(needed)}"
+            f"is {name}, which has shape {list(actual)} instead of {list(needed)}"
         )
 
 
