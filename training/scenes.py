@@ -45,7 +45,7 @@ class Split:
     sides: tuple[int, ...]
     """Widths and heights of pictures, in pixels."""
     grounds: tuple[int, ...]
-    """Grey levels of the background before the tint."""
+    """Gray levels of the background before the tint."""
     qualities: tuple[int, ...]
     """JPEG qualities."""
     parity: int

@@ -10,7 +10,7 @@ const LEAST = 4; // minimum width, so that every block is visible
 const FREED_MS = 2000; // time for which a freed block is still drawn
 const MOST_TABLED = 100;
 const MOST_NAMED = 12;
-const OWNERS = 6; // number of colours; several requests may share one
+const OWNERS = 6; // number of colors; several requests may share one
 
 export class Memory {
   #arenas = byId("arenas");
@@ -147,7 +147,7 @@ function ageLook({ state, age_s: age }) {
 
 const ownerLook = ({ state, request }) => `${owner(request)} ${state === "filling" ? "faint" : ""}`;
 
-/** Return the class of a request's colour. It depends only on the name, which is random hexadecimal digits. */
+/** Return the class of a request's color. It depends only on the name, which is random hexadecimal digits. */
 const owner = (request) => `owner-${request ? parseInt(request.slice(0, 6), 16) % OWNERS || 0 : 0}`;
 
 const short = (request) => (request ?? "none").slice(0, 8);

@@ -17,7 +17,7 @@ export class Recorder {
   #starting = false;
   #number = 0;
 
-  /** Create a recorder of `kind`, with a button to start and stop. `done` gets the file, `say` gets status messages. */
+  /** Create a recorder of `kind`, with a button to start and stop. `done` gets the file, and `say` gets status messages. */
   constructor(kind, button, done, say) {
     this.#kind = kind;
     this.#button = button;
