@@ -82,7 +82,7 @@ class Call:
     async def prompts_of_ids(
         self, given: Sequence[Sequence[int]], cut: PromptOptions
     ) -> AsyncIterator[list[PromptSource]]:
-        """Yield the prompts for token ids that a client sent, truncated as `cut` asks.
+        """Yield the prompts for token ids that a client sent, truncated as `cut` specifies.
 
         Raise InputError if an id is not in the vocabulary, or if the structured output is not supported.
         """
