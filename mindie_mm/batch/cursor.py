@@ -25,7 +25,7 @@ class RowCursor:
     @classmethod
     def open(cls, path: str) -> Self:
         """Open the cursor at `path` in the worker. Raise StorageError if this fails."""
-        with os_errors_as(StorageError, f"{path} cannot be opened; check that /proc is mounted"):
+        with os_errors_as(StorageError, f"{path} cannot be opened (is /proc mounted?)"):
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
     @property
