@@ -159,7 +159,7 @@ class Seq2SeqContract(FamilyContract):
         # A smaller limit on one of the two lengths leaves room for a larger limit on the other.
         assert ready.max_model_len == 2 + model.spec.kv_token_bytes // model.prompt_token_bytes
         assert ready.max_output_len == 2 + model.prompt_token_bytes // model.spec.kv_token_bytes
-        with pytest.raises(DeviceError, match="for 0 tokens"):
+        with pytest.raises(DeviceError, match="which hold 0 tokens"):
             self.engine(model, kv_cache_bytes=each - 1)
 
     def test_finished_and_aborted_requests_free_their_cache(self, model, tokenized):
