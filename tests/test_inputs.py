@@ -273,7 +273,7 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"image": 5}], r"inputs\[0\].image is of type int; it must be a path, bytes"),
         (
             [{"type": "image", "image": None}],
-            r"inputs\[0\] must have exactly one .* none in \['type'\], and null in \['image'\]",
+            r"inputs\[0\] must have exactly one .* none of them in \['type'\], and null in \['image'\]",
         ),
         ([{"image_url": {"url": None}}], r"inputs\[0\].image_url.url is missing"),
         ([{"image": ""}], r"inputs\[0\].image is empty"),
