@@ -1,7 +1,7 @@
 """Benchmark of the engine compared with `generate` of transformers, in float32 on the CPU.
 
-The checkpoint has 37 million random parameters. Both run the same prompts for the same number of tokens. They take
-turns for several rounds, and the results are medians.
+The checkpoint has 37 million random parameters. The engine and transformers generate the same number of
+tokens for the same prompts. They run alternately for several rounds, and the results are medians.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ BLOCK = 16
 """Number of tokens in a KV block."""
 TEXT_STEPS = ("prefill", "first token")
 FEWEST, MOST, LONG_ENOUGH_S = 5, 60, 0.3
-"""Minimum and maximum number of turns, and the seconds of run time after which a contestant needs no more turns."""
+"""Minimum and maximum number of turns, and the seconds of run time after which a variant needs no more turns."""
 
 _CLIP_336 = {
     "config": {"vision_config": {"image_size": 336, "patch_size": 14}},
@@ -237,7 +237,7 @@ def sources() -> dict[Kind, Any]:
 def preprocessing(
     kind: Kind, data: Any, processor: Processor, reference: Any, arena: Arena, path_file: Path
 ) -> Contestants:
-    """Return the contestants that turn an item into a published block, or into the arrays of transformers."""
+    """Return the functions to compare that turn an item into a published block, or into the arrays of transformers."""
 
     def ours() -> None:
         plan = processor.plan(Media(kind, data), data, {kind: 1})
@@ -261,7 +261,7 @@ def preprocessing(
 def towers(
     kind: Kind, data: Any, model: MediaModel, tokenizer: Tokenizer, reference: Any, path_file: Path
 ) -> Contestants:
-    """Return the contestants that turn arrays into features."""
+    """Return the functions to compare that turn arrays into features."""
     ids = tokenizer.tokenize([{kind: data}], path_file)
     items = model.read(ids.numpy())
     contestants: Contestants = {OURS: lambda: model.encode(items)}
@@ -302,7 +302,7 @@ def reference_tower(reference: Any, kind: Kind, item: NDArray[Any]) -> Callable[
 
 
 def text_steps(contract: type[FamilyContract], model: Any, reference: Any, length: int) -> dict[str, Contestants]:
-    """Return the contestants for a text prompt: prefill of the KV cache, and a request for one token."""
+    """Return the functions to compare for a text prompt: prefill of the KV cache, and a request for one token."""
     ids = np.random.default_rng(0).integers(30, 100, length, dtype=np.int64)
     engine = contract().engine(model, prefix_caching=False, kv_cache_bytes=2**27)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -353,7 +353,7 @@ def layers(model: Any, ids: torch.Tensor) -> Callable[[], object]:
 def milliseconds(
     contestants: Contestants, clock: Callable[[], float], path_file: Path | None = None
 ) -> dict[str, float]:
-    """Return the milliseconds of each contestant. The contestants run alternately, in random order.
+    """Return the milliseconds of each function. The functions run alternately, in random order.
 
     For CPU time, return the median. For wall time, return the minimum, because other load increases wall time. The
     blocks in `path_file` are released after each turn.
@@ -443,7 +443,10 @@ def table(families: Mapping[str, Any], count: int) -> str:
 
     cores = {1: "one core", 2: "two cores"}[count]
     lines = [
-        f"On {cores}: ms, and how many times as long transformers takes; -: only golden data to compare with.",
+        (
+            f"On {cores}: time in ms, and in parentheses the time of transformers divided by it. A dash (-) means that "
+            "there is only golden data to compare with."
+        ),
         "",
         "| family | item | preprocess | of it decoded | tower | both | 1,000 tokens: prefill | a request |",
         "|---|---|---|---|---|---|---|---|",
@@ -474,13 +477,17 @@ def main(names: Sequence[str] = (), cores: Sequence[int] = (1, 2)) -> None:
         write("models", {**settings, "unit": "milliseconds", "families": figures})
         tables = [table(figures, count) for count in cores]
         (RESULTS / "models.md").write_text(
-            "\n".join(["# Each family beside transformers", "", *tables]), encoding="utf-8"
+            "\n".join(["# Each family compared with transformers", "", *tables]), encoding="utf-8"
         )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="families; none: all, and the figures are written to bench/results")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        help="families to measure; default: all families, whose figures are written to bench/results",
+    )
     parser.add_argument("--cores", nargs="+", type=int, choices=(1, 2), default=(1, 2))
     options = parser.parse_args()
     main(options.names, options.cores)

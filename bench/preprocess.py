@@ -84,7 +84,7 @@ def contestants(data: bytes, arena: Arena, path_file: Path) -> dict[str, Callabl
 
 
 def measure(size: tuple[int, int], arena: Arena, path_file: Path) -> dict[str, float]:
-    """Return each contestant's median CPU time in milliseconds. CPU time depends little on other load."""
+    """Return each function's median CPU time in milliseconds. CPU time depends little on other load."""
     entries = contestants(encoded(photograph("coffee.png", size), quality=90), arena, path_file)
     seconds: dict[str, list[float]] = {name: [] for name in entries}
     order = random.Random(0)

@@ -242,9 +242,13 @@ def test_the_frames_of_a_list_are_limited():
 def test_the_frames_of_all_lists_of_a_call_are_limited_together():
     video = {"video": "data:video/jpeg;base64," + "," * (MAX_LISTED_FRAMES - 1)}
     assert len(parse_inputs([video.copy() for _ in range(16)])) == 16
-    with pytest.raises(LimitExceeded, match="inputs has more frames in its lists of frames than the limit of 32768"):
+    with pytest.raises(
+        LimitExceeded, match="the lists of frames in inputs have more frames in total than the limit of 32768"
+    ):
         parse_inputs([video.copy() for _ in range(17)])
-    with pytest.raises(LimitExceeded, match="messages has more frames in its lists of frames than the limit of 32768"):
+    with pytest.raises(
+        LimitExceeded, match="the lists of frames in messages have more frames in total than the limit of 32768"
+    ):
         parse_messages([{"role": "user", "content": [video, video]} for _ in range(9)])
 
 
@@ -255,18 +259,21 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ({"text": "a"}, "inputs is of type dict; it must be a list"),
         ("text", "inputs is of type str"),
         (["text"], r"inputs\[0\] is of type str; it must be a dict"),
-        ([{"text": "a"}, {}], r"inputs\[1\] must have exactly one of text, image, video, audio; found none in \[\]"),
+        (
+            [{"text": "a"}, {}],
+            r"inputs\[1\] must have exactly one of text, image, video, audio; found none of them in \[\]",
+        ),
         ([{"text": "a", "image": "b"}], r"inputs\[0\] must have exactly one .* found 'text' and 'image'"),
         ([{"image": "a", "image_url": "b"}], "found 'image' and 'image_url'"),
-        ([{"picture": "a"}], r"found none in \['picture'\]"),
+        ([{"picture": "a"}], r"found none of them in \['picture'\]"),
         ([{"text": 5}], r"inputs\[0\].text is of type int; it must be a string"),
-        ([{"text": None}], r"inputs\[0\] must have exactly one .* found none in \[\], and null in \['text'\]"),
+        ([{"text": None}], r"inputs\[0\] must have exactly one .* found none of them in \[\], and null in \['text'\]"),
         ([{"text": "a", "fps": 1}], "unknown key 'fps'; a text has no options"),
         ([{"text": "\ud800"}], "lone surrogate at character 0"),
         ([{"image": 5}], r"inputs\[0\].image is of type int; it must be a path, bytes"),
         (
             [{"type": "image", "image": None}],
-            r"inputs\[0\] must have exactly one .* none in \['type'\], and null in \['image'\]",
+            r"inputs\[0\] must have exactly one .* none of them in \['type'\], and null in \['image'\]",
         ),
         ([{"image_url": {"url": None}}], r"inputs\[0\].image_url.url is missing"),
         ([{"image": ""}], r"inputs\[0\].image is empty"),

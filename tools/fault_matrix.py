@@ -46,7 +46,7 @@ class Run:
     """Outcome of each request in flight: `right`, `failed` (with the documented error), `lost` (with the service),
     `left` (by its client), or a description of the fault."""
     answered_s: float | None = None
-    """Seconds from the death to the next right answer. Includes the start of a new service if the service died."""
+    """Seconds from the death to the next correct answer. Includes the start of a new service if the service died."""
     clean_s: float | None = None
     """Seconds from the death until /dev/shm contained nothing of the dead processes."""
     troubles: list[str] = field(default_factory=list)

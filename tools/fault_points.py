@@ -12,7 +12,7 @@ class Point:
     role: str
     """The process that dies: api, tokenizer, nursery, decoder or engine."""
     name: str
-    """A point of `processes.faults`. At `at rest`, `at work` and `everything`, a signal from outside kills instead."""
+    """A point of `processes.faults`. At `at rest`, `at work` and `everything`, the process is killed from outside."""
     cause: str = "ask"
     """Event that makes the process reach the point:
 

@@ -116,18 +116,18 @@ class Rig:
             return sum(file.path.startswith(f"{self.spool}/") for file in tokenizer.open_files()) >= NUM_DECODERS
 
         if wait_until(handed_out, DEADLINE_S) is None:
-            raise TimeoutError("the tokenizer opens no files")
+            raise TimeoutError("the tokenizer has not opened the files")
 
     def whole(self) -> dict[str, list[psutil.Process]]:
         """Wait until all processes run and /health returns 200, and return the processes by role."""
         url = f"{self.service.url}/health"
-        number = 4 + NUM_DECODERS  # with api, tokenizer, nursery and engine
+        number = 4 + NUM_DECODERS  # decoders, and api, tokenizer, nursery and engine
 
         def well() -> bool:
             return httpx2.get(url).status_code == 200 and sum(map(len, self.processes().values())) == number
 
         if wait_until(well, DEADLINE_S) is None:
-            raise TimeoutError("a process does not come back")
+            raise TimeoutError("a process was not restarted")
         return self.processes()
 
     def picture(self, colour: str, rgb: tuple[int, int, int], shape: str) -> dict[str, Any]:

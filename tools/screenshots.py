@@ -45,7 +45,7 @@ def main() -> None:
                 expect(page.locator("#block-rows tr")).to_have_count(sum(COPIES))
                 page.screenshot(path=FOLDER / "web-page.png", full_page=True)
                 page.emulate_media(color_scheme="dark")
-                page.get_by_role("combobox", name="Colours").select_option("by request")
+                page.get_by_role("combobox", name="Colors").select_option("by request")
                 page.screenshot(path=FOLDER / "web-page-dark.png", full_page=True)
         browser.close()
 

@@ -83,9 +83,9 @@ def stress(cycles: int, readers: int, *, capacity_bytes: int = 4 << 20, seed: in
             for ref in pinned:
                 free(ref)
             if arena.num_blocks:
-                raise RuntimeError(f"{arena.num_blocks} blocks are left")
+                raise RuntimeError(f"{arena.num_blocks} blocks were not freed")
         if left := list(folder.iterdir()):
-            raise RuntimeError(f"{len(left)} path files are left")
+            raise RuntimeError(f"{len(left)} path files were not removed")
     return counts
 
 
@@ -146,7 +146,7 @@ def _counts(process: subprocess.Popen[bytes]) -> Counts:
     assert process.stdout is not None
     output = process.stdout.read()
     if process.wait():
-        raise RuntimeError(f"a reader ended with status {process.returncode}")
+        raise RuntimeError(f"a reader exited with status {process.returncode}")
     return Counts(**json.loads(output))
 
 

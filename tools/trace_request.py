@@ -62,7 +62,7 @@ class Trace:
 
 
 def ask(tokenizer: Tokenizer, engine: BaseEngine, detokenizer: Detokenizer, colour: str) -> str:
-    """Ask about a picture of that color and return the answer's text."""
+    """Ask about a picture of the given color, and return the answer's text."""
     picture = Image.new("RGB", (224, 224), colour)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, min_tokens=NUM_TOKENS)
     with tempfile.TemporaryDirectory() as folder:

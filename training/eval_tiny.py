@@ -1,7 +1,7 @@
 """Evaluate the embedded checkpoint on held-out scenes and sounds through `LLM`: `python -m training.eval_tiny`.
 
-Prints the share of exact answers per task and writes them to `bench/results/tiny_eval.json`. Exits with 1 if a task is
-below `NEEDED`. The spoken digits need espeak-ng (`apt-get install espeak-ng`).
+The script prints the share of exact answers per task, and writes the shares to `bench/results/tiny_eval.json`. The exit
+status is 1 if a share is below `NEEDED`. The spoken digits need espeak-ng (`apt-get install espeak-ng`).
 """
 
 from __future__ import annotations

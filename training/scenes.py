@@ -45,7 +45,7 @@ class Split:
     sides: tuple[int, ...]
     """Widths and heights of pictures, in pixels."""
     grounds: tuple[int, ...]
-    """Grey levels of the background before the tint."""
+    """Gray levels of the background before the tint."""
     qualities: tuple[int, ...]
     """JPEG qualities."""
     parity: int
@@ -257,7 +257,7 @@ def several(rng: random.Random, split: Split, count: int) -> Scene:
                 rgb = _shade(rng, colour)
                 things.append(Thing(colour, shape, rgb, x, y, size, _turn(rng)))
                 break
-        else:  # the picture is too crowded, so begin again with smaller things
+        else:  # the picture is too crowded, so begin again with smaller objects
             things, high = [], max(low + 0.04, high - 0.04)
     return replace(scene, things=tuple(things))
 

@@ -1,7 +1,7 @@
 """Sounds with known contents: tones, series of beeps and spoken digits.
 
 A sound is described first (`Sound`) and synthesized afterwards. Speech comes from espeak-ng (`training.speech`).
-The two splits do not share any pitches, lengths of beeps or pauses, voices, speeds or noise levels.
+The two splits do not share any pitches, beep or pause lengths, voices, speeds or noise levels.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def _cells(scene: Scene, rows: int, columns: int, direction: int) -> list[list[f
                     nearest = distance
                     kinds = _COLOURS.index(thing.colour), _SHAPES.index(thing.shape)
                     cell[:3] = [1.0 + kinds[0], 1.0 + kinds[1], float(direction)]
-                    if len(scene.things) > 1:  # the things are small, and no question asks for their shapes
+                    if len(scene.things) > 1:  # the objects are small, and no question asks for their shapes
                         cell[1] = float(IGNORED)
                 cell[3] = max(cell[3], float(inside))
             cells.append(cell)

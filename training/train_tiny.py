@@ -54,7 +54,8 @@ TOWER_SHARE = {"visual": 0.25, "audio_tower": 0.5, "language_model": 1.0}
 WARM_UP = 100
 PLATEAU = 0.5
 REPORT_EVERY = 50
-# Most of a step is small operations, so two processes with one thread each waste less than one with two threads.
+# A step consists mostly of small operations, so two processes with one thread each waste less time than one process
+# with two threads.
 WORKERS = 2
 # Weight of the towers' dense losses relative to the loss of the answers.
 DENSE_SHARE = 0.3
@@ -186,8 +187,8 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--state", type=Path, required=True, help="where an interrupted run resumes")
-    parser.add_argument("--start", type=Path, help="the Qwen2-VL of the same sizes to start from")
+    parser.add_argument("--state", type=Path, required=True, help="file from which an interrupted run resumes")
+    parser.add_argument("--start", type=Path, help="checkpoint of a Qwen2-VL of the same sizes to start from")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=SEED)
     args = parser.parse_args()

@@ -4,8 +4,9 @@ It measures time, bytes on disk and memory. The variants run alternately on each
 speed of a shared machine may change by half within minutes. A time in the results is the median over the slices. A
 ratio is computed within each slice, and the result is the median of these ratios.
 
-The main comparison for one worker is the fused path alone. Half of its slice runs before the worker and half after it.
-Its time is reported without and with reading the files, because the worker must read the files.
+One worker is mainly compared with the fused path alone. Half of this path's slice runs before the worker, and half
+after the worker. The time of the path is reported without and with reading the files, because the worker
+must read the files.
 
 A run of two rows measures the time that a run takes to start. This time is subtracted, and is reported separately. Both
 wall time and processor time are reported, because other load on the machine has little effect on processor time.
@@ -49,7 +50,7 @@ MEASURES = ("speed", "ray", "memory")
 
 
 def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str, Any]:
-    """Return the milliseconds per row of each contestant, and the size of the rows on disk."""
+    """Return the milliseconds per row of each variant, and the size of the rows on disk."""
     reference = Reference(checkpoint)
     turns: list[dict[str, dict[str, float]]] = []
     starts: list[dict[str, Cost]] = []
@@ -58,7 +59,7 @@ def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str,
     for start in range(0, size * SLICES, size):
         lines = rows(images, folder / "slice.jsonl", range(start, start + size))
         paths = [images / f"{number:06d}.jpg" for number in range(start, start + size)]
-        for path in paths:  # fill the page cache, so that the order of the contestants does not matter
+        for path in paths:  # fill the page cache, so that the order of the variants does not matter
             path.read_bytes()
         alone, with_files = fused(paths[: size // 2], checkpoint, folder / "shm_name.txt")
         turn: dict[str, dict[str, float]] = {FUSED: {}, FUSED_WITH_FILES: {}}
@@ -109,7 +110,7 @@ def speed(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[str,
 
 
 def ratio(turns: Sequence[Mapping[str, Mapping[str, float]]], slow: str, fast: str) -> dict[str, float]:
-    """Return the median over the slices of the ratio between two contestants."""
+    """Return the median over the slices of the ratio between two variants."""
     return {
         clock: round(median([turn[slow][clock] / turn[fast][clock] for turn in turns]), 3)
         for clock in ("wall", "processor")
@@ -173,10 +174,10 @@ def footprint(folder: Path, checkpoint: Path, images: Path, count: int) -> dict[
 
 def table(figures: Mapping[str, Any]) -> str:
     """Return the figures as Markdown."""
-    lines = ["# Offline tokenisation", ""]
+    lines = ["# Offline tokenization", ""]
     if "speed" in figures:
         section = figures["speed"]
-        lines += ["| | ms a row, wall | processor |", "|---|---|---|"]
+        lines += ["| | ms per row, wall time | processor time |", "|---|---|---|"]
         lines += [
             f"| {name} | {ms['wall']} | {ms['processor']} |" for name, ms in section["milliseconds_a_row"].items()
         ]
@@ -185,22 +186,25 @@ def table(figures: Mapping[str, Any]) -> str:
             "1_worker_of_fused_path",
             "1_worker_of_fused_path_with_files",
         )
-        lines += ["", "| | wall | processor |", "|---|---|---|"]
+        lines += ["", "| | wall time | processor time |", "|---|---|---|"]
         lines += [
             f"| {name.replace('_', ' ')} | {section[name]['wall']} | {section[name]['processor']} |" for name in names
         ]
         lines += [f"| 2 workers, times 1 worker | {section['2_workers_times_1_worker']} | |", ""]
-        lines += [f"On disk {section['times_smaller_than_float32_patches']} times smaller than float32 patches.", ""]
+        lines += [
+            f"Arrays on disk are {section['times_smaller_than_float32_patches']} times smaller than float32 patches.",
+            "",
+        ]
     if "ray" in figures:
         section = figures["ray"]
-        lines += ["| two actors, or workers | ms a row |", "|---|---|"]
+        lines += ["| two actors or workers | ms per row |", "|---|---|"]
         lines += [f"| {name} | {value} |" for name, value in section["milliseconds_a_row"].items()] + [""]
     if "memory" in figures:
         section = figures["memory"]
         megabytes = (
-            f"{section['peak_bytes'] / 1e6:.0f} MB of all processes, limit {section['limit_bytes'] / 1e6:.0f} MB"
+            f"{section['peak_bytes'] / 1e6:.0f} MB in all processes (limit: {section['limit_bytes'] / 1e6:.0f} MB)"
         )
-        lines += [f"{section['rows']} rows with 2 workers: at most {megabytes}; {section['seconds']} s.", ""]
+        lines += [f"{section['rows']} rows with 2 workers: at most {megabytes}, in {section['seconds']} s.", ""]
     return "\n".join(lines)
 
 
@@ -208,8 +212,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)  # arguments of bench/__main__.py
     parser.add_argument("--images", type=int, default=IMAGES)
-    parser.add_argument("--rows", type=int, default=ROWS, help="of the run whose memory is measured")
-    parser.add_argument("--only", choices=MEASURES, help="the others' figures stay as they are in bench/results")
+    parser.add_argument("--rows", type=int, default=ROWS, help="number of rows of the run whose memory is measured")
+    parser.add_argument(
+        "--only", choices=MEASURES, help="measure only this; the other figures in bench/results are kept"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     images = pictures(options.images)

@@ -1,4 +1,4 @@
-"""Contestants of the batch benchmark: `mindie-mm tokenize`, the fused path alone, and transformers in a loop."""
+"""Variants of the batch benchmark: `mindie-mm tokenize`, the fused path alone, and transformers in a loop."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def run(rows: Path, checkpoint: Path, out: Path, workers: int) -> tuple[float, l
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         samples = list(watched(psutil.Process(process.pid), began))
     if process.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+        raise SystemExit(f"{' '.join(command)} exited with status {process.returncode}")
     return time.perf_counter() - began, samples
 
 

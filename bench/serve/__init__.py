@@ -37,7 +37,8 @@ from tools.serving import running_service
 CACHE = Path(__file__).parents[2] / "build" / "bench-serve"
 CHECKPOINTS = ("tiny", "small", "mid")
 SETTLE_S = 2.0
-"""Pause before each turn with a peer. A server's threads spin for a while after work, and would use the other's cores.
+"""Pause before each turn with a peer. A server's threads spin for a while after work, and would slow down the other
+server.
 """
 PICTURES = (Size(336, 336), Size(640, 480), Size(1420, 720))
 CONCURRENCY = (1, 4, 8, 16, 32, 64)
@@ -80,26 +81,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.serve", description="The service under load.")
-    parser.add_argument("--checkpoints", type=_texts, help="of " + ", ".join(CHECKPOINTS) + ", or directories")
+    parser = argparse.ArgumentParser(prog="python -m bench.serve", description="Measure the service under load.")
+    parser.add_argument(
+        "--checkpoints", type=_texts, help="comma-separated checkpoints: " + ", ".join(CHECKPOINTS) + ", or directories"
+    )
     parser.add_argument("--sizes", type=lambda text: [Size.of(one) for one in _texts(text)], default=PICTURES)
     parser.add_argument("--concurrency", type=lambda text: [int(one) for one in _texts(text)])
     parser.add_argument("--repeated", type=lambda text: [float(one) for one in _texts(text)], default=REPEATED)
-    parser.add_argument("--requests", type=int, help="least of each point; default twice the clients, at least 16")
-    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
-    parser.add_argument("--overhead", type=int, default=100, help="requests to measure the overhead with; 0: not")
+    parser.add_argument(
+        "--requests", type=int, help="minimum number of requests per point; default: twice the clients, but at least 16"
+    )
+    parser.add_argument("--tokens", type=int, default=16, help="number of tokens of each answer")
+    parser.add_argument(
+        "--overhead", type=int, default=100, help="number of requests that measure the overhead; 0: do not measure it"
+    )
     parser.add_argument(
         "--busy",
         type=int,
         default=available_cpus(),
-        help="busy loops beside the server; default one for each CPU; 0: none",
+        help="number of busy loops that run beside the server; default: one per CPU; 0: none",
     )
-    parser.add_argument("--busy-clients", type=int, default=1, help="clients of the server that has busy neighbours")
+    parser.add_argument(
+        "--busy-clients", type=int, default=1, help="number of clients of the server while the busy loops run"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, help="of the engine; default: its own choice")
-    parser.add_argument("--peer", nargs=2, metavar=("URL", "MODEL"), help="another server, for turns with ours")
-    parser.add_argument("--results", default="serve", help="name of the files under bench/results")
-    parser.add_argument("--quick", action="store_true", help="a few minutes")
+    parser.add_argument("--threads", type=int, help="number of threads of the engine; default: the engine decides")
+    parser.add_argument("--peer", nargs=2, metavar=("URL", "MODEL"), help="another server, measured in turns with ours")
+    parser.add_argument("--results", default="serve", help="name of the result files in bench/results")
+    parser.add_argument("--quick", action="store_true", help="measure fewer points, in a few minutes")
     return parser
 
 

@@ -58,9 +58,9 @@ def write_table(
 
 def _busy_rows(busy: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of a table with the request rates without and with busy loops."""
-    yield f"Busy neighbours: requests per second of 640x480 pictures, alone and beside {busy[0]['loops']} busy loops."
+    yield f"Busy neighbors: requests per second with 640x480 pictures, alone and beside {busy[0]['loops']} busy loops."
     yield ""
-    yield _row(["checkpoint", "server", "clients", "alone", "busy neighbours", "share kept", "errors"])
+    yield _row(["checkpoint", "server", "clients", "alone", "busy neighbors", "share kept", "errors"])
     yield _row(["---"] * 7)
     for row in busy:
         for server in ("ours", "peer"):
@@ -73,10 +73,9 @@ def _busy_rows(busy: Sequence[dict[str, Any]]) -> Iterator[str]:
 def _sentence(row: dict[str, Any]) -> str:
     return (
         f"Overhead of a {row['picture']} JPEG, {row['checkpoint']}, one client, {row['tokens']} tokens: "
-        f"{row['outside_model_ms']} ms of {row['e2e_ms']} ms are outside the model's tower, prefill and decode, "
-        f"{row['without_decoding_ms']} ms without decoding and resizing the picture, of which "
-        f"{row['in_the_server_ms']} ms in the server. Medians of "
-        f"{row['requests']} requests:"
+        f"{row['outside_model_ms']} ms of {row['e2e_ms']} ms are spent outside the model's tower, prefill and "
+        f"decode. Without decoding and resizing the picture, these are {row['without_decoding_ms']} ms, of which the "
+        f"server spends {row['in_the_server_ms']} ms. Medians of {row['requests']} requests:"
     )
 
 

@@ -91,6 +91,6 @@ async def overhead(server: Server, checkpoint: Path | None, requests: int, numbe
             "decoding and resizing the picture": ms(decode_s),
             "hand-over, text to ids, arena (rest of preprocess_s)": ms(of("preprocess_s") - decode_s),
             "queue_s": ms(of("queue_s")),
-            "reading the body, engine's messages, detokenising, events": ms(median(rest)),
+            "reading the body, engine's messages, detokenizing, events": ms(median(rest)),
         },
     }

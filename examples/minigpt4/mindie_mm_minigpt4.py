@@ -1,7 +1,8 @@
-"""MiniGPT-4: a frozen ViT and Q-Former, one linear layer, a LLaMA.
+"""MiniGPT-4: a frozen ViT and Q-Former, a linear layer, and a LLaMA.
 
-Source: arXiv 2304.10592. A checkpoint is one of transformers' Blip2ForConditionalGeneration whose text model is a
-LLaMA, which is the same network; what differs from BLIP-2 is where the 32 features stand, and the conversation around.
+Source: arXiv 2304.10592. A checkpoint is a Blip2ForConditionalGeneration of transformers whose text model is a LLaMA.
+This network is the same as MiniGPT-4's. Only the position of the 32 features in the prompt and the conversation format
+differ from BLIP-2.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _TEMPLATE = (
 
 
 class MiniGPT4Processor(Processor):
-    """An image's block holds `pixel_values`, uint8 [side, side, 3]: resized to a square, whatever its shape."""
+    """Processor that resizes each image to a square. A block contains `pixel_values`, uint8 [side, side, 3]."""
 
     traits = Traits(chat_template=_TEMPLATE)
 
@@ -49,7 +50,9 @@ class MiniGPT4Processor(Processor):
         pixels = checkpoint.preprocessor("image", {"BlipImageProcessor": _DEFAULTS})
         size = pixels["size"]
         if size["height"] != size["width"]:
-            raise UnsupportedCheckpoint(f"{checkpoint.path}: images of {size['width']}x{size['height']}, not square")
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}: size is {size['width']}x{size['height']}; it must be square"
+            )
         self.side: int = size["height"]
         self.normalization = Normalization.read(pixels)
         self.feature_width = text_width("Blip2Config", checkpoint)
@@ -73,7 +76,7 @@ class MiniGPT4Processor(Processor):
 
 
 class MiniGPT4Model(PretrainedModel):
-    """`module` is transformers' Blip2ForConditionalGeneration."""
+    """The model. `module` is transformers' Blip2ForConditionalGeneration."""
 
     traits = Traits(vision_parts=("vision_model",), projector_parts=("language_projection",))
 
@@ -88,11 +91,11 @@ class MiniGPT4Model(PretrainedModel):
 
 
 class MiniGPT4(PretrainedFamily):
-    """MiniGPT-4 (Zhu et al., 2023) over transformers' BLIP-2 and LLaMA."""
+    """MiniGPT-4 (Zhu et al., 2023), with transformers' BLIP-2 and LLaMA."""
 
     model_types = ("minigpt4",)
     kinds = ("image",)
-    reference = "transformers' Blip2ForConditionalGeneration, embeddings put in place by hand"
+    reference = "transformers' Blip2ForConditionalGeneration, with the features inserted by the test"
     processor = MiniGPT4Processor
     module_name = "Blip2ForConditionalGeneration"
     model_class = MiniGPT4Model

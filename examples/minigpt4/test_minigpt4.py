@@ -1,4 +1,4 @@
-"""MiniGPT-4 from outside the repository: installed as anybody's package is, held to the contract of every family."""
+"""Tests of MiniGPT-4 as an installed package outside the repository, including the contract tests of all families."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ SIDE, QUERIES = 28, 32
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH, with nothing in it but the package, as pip installs it with no network."""
+    """Install the package with pip, without network access. Return the folder, which contains only the package."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
-    for name in ("pyproject.toml", "mindie_mm_minigpt4.py"):  # a build writes beside its source
+    for name in ("pyproject.toml", "mindie_mm_minigpt4.py"):  # a copy, because a build writes into its source folder
         shutil.copy(HERE / name, source)
     options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", target, source], check=True)
@@ -60,7 +60,7 @@ def importable(installed: Path) -> Iterator[None]:
 
 @contextmanager
 def imported(installed: Path) -> Iterator[None]:
-    """The package is found, here and in processes that are started."""
+    """Make the package importable in this process and in processes that it starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(installed)
         patch.setenv("PYTHONPATH", str(installed), os.pathsep)
@@ -80,7 +80,7 @@ def write_checkpoint(out: Path) -> None:
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(out)
     BlipImageProcessor(size={"height": SIDE, "width": SIDE}).save_pretrained(out)
-    # With the default range of weights, 1e-10 in the tower, no picture would make a difference.
+    # With the default range of weights, 1e-10 in the tower, pictures would not affect the answer.
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     small |= {"initializer_range": 0.2}
     text = LlamaConfig(
@@ -110,7 +110,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class MiniGPT4Reference(Reference):
-    """transformers' modules, the features put where the placeholders stand."""
+    """Transformers' modules. The features replace the embeddings of the placeholders."""
 
     markers: ClassVar = {"image": "<Img><ImageHere></Img>"}
 

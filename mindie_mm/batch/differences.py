@@ -23,12 +23,12 @@ def _difference(name: str, before: Any, now: Any) -> str:
     """Describe how a value differs. For a mapping, show the keys that differ. For a list, show its first difference."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        return f"{name} was {_shown(before, keys)}, now {_shown(now, keys)}"
+        return f"{name} was {_shown(before, keys)} and is now {_shown(now, keys)}"
     if isinstance(before, list | tuple) and isinstance(now, list | tuple):
         at = first_difference(before, now)
         was, value = (one[at] if at < len(one) else None for one in (before, now))
-        return f"{name}[{at}] was {was}, now {value}"
-    return f"{name} was {before}, now {now}"
+        return f"{name}[{at}] was {was} and is now {value}"
+    return f"{name} was {before} and is now {now}"
 
 
 def _shown(values: Mapping[str, Any], keys: Sequence[str]) -> str:

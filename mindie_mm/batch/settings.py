@@ -224,7 +224,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             except NOT_JSON as error:
                 raise InputError(f"{file} does not describe a run of this version: {in_words(error)}") from None
             if differing := _differences(earlier, self):
-                raise InputError(f"{folder} holds another run: {'; '.join(differing)}. {_GO_ON}")
+                raise InputError(f"{folder} contains another run: {'; '.join(differing)}. {_GO_ON}")
             if earlier == self:
                 return
         with replacing(file) as unfinished:
@@ -250,7 +250,9 @@ def _require_named(source: JSONLines) -> None:
             content = content[-longest:] + piece  # a name may be split between two pieces
             missing = {key: column for key, column in missing.items() if key not in content}
         if missing and content:
-            raise InputError(f"{source.name} has no row with {min(missing.values())!r}. Correct --select-columns")
+            raise InputError(
+                f"{source.name} has no row with the key {min(missing.values())!r}. Correct --select-columns"
+            )
 
 
 def _is_utf8(path: str) -> bool:
@@ -269,8 +271,8 @@ def require_run(folder: Path) -> None:
             others = [path.name for path in folder.iterdir() if not _RUN_FILES.fullmatch(path.name)]
         if others:
             raise InputError(
-                f"{folder} does not hold a run, but has {min(others)}. Choose a folder that is empty or does not "
-                "exist yet"
+                f"{folder} does not contain a run, but has other files, such as {min(others)}. Choose a folder "
+                "that is empty or does not exist yet"
             )
 
 
@@ -294,7 +296,8 @@ def _moved(earlier: Settings, now: Settings) -> list[str]:
     """
     pairs = [*zip(earlier.inputs, now.inputs, strict=True), (earlier.stdin_folder, now.stdin_folder)]
     return [
-        f"the input was {called(was)}, now {called(value)}. The media beside the rows may differ"
+        f"the input was {called(was)} and is now {called(value)}. Relative paths in its rows may refer to other "
+        "media there"
         for was, value in pairs
         if not _is_same_place(was, value)
     ]

@@ -141,4 +141,4 @@ class Tally:
 
     def _require_few_errors(self, why: str) -> None:
         if self._max_errors is not None and self.done.errors > self._max_errors:
-            raise TooManyErrors(f"{why} (rows that failed: {self.done.errors}; the limit is {self._max_errors})")
+            raise TooManyErrors(f"{why}. Number of failed rows: {self.done.errors}; the limit is {self._max_errors}")

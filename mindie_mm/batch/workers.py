@@ -148,7 +148,9 @@ class _Suspects:
             raise ProcessDied(f"a worker exited with {how} at row {row} again, although this row was skipped")
         self.deaths[row] = self.deaths.get(row, 0) + 1
         if self.deaths[row] > 1:
-            self.doomed[row] = f"{death_error(how)}. The second time, no other row was being processed"
+            self.doomed[row] = (
+                f"{death_error(how)}. When the worker exited the second time, it was processing only this row"
+            )
 
 
 def _ended_with(status: int | None) -> str:

@@ -150,7 +150,7 @@ def _report_lines(collected: Collected, *, dry_run: bool) -> Iterator[str]:
 
 def _require_file(path: Path, what: str) -> None:
     if not stat.S_ISREG(_mode(path, what)):
-        raise InputError(f"{path}: {what}: not a regular file")
+        raise InputError(f"{path}: {what}: it is not a regular file")
 
 
 def _mode(path: Path, what: str) -> int:

@@ -39,14 +39,17 @@ from mindie_mm.settings.config import MediaCaps, MiB
 @click.option("--max-tokens", type=click.IntRange(0), default=0,
               help="Maximum number of tokens of a row. A longer row fails.  [default: no limit]")  # fmt: skip
 @click.option("--truncate", is_flag=True,
-              help="Shorten rows above --max-tokens, by their oldest text and whole media items.")  # fmt: skip
+              help="Shorten rows of more than --max-tokens tokens: remove their oldest text and whole media "
+              "items.")  # fmt: skip
 @click.option("--on-error", default="skip", show_default=True, metavar="skip|stop|fail-after=N",
-              help="What to do when a row fails: record the error and continue, stop, or stop at the Nth.")  # fmt: skip
+              help="When a row fails, record its error and continue (skip), stop the run (stop), or stop it at the Nth "
+              "failed row (fail-after=N).")  # fmt: skip
 @click.option("--resume/--no-resume", default=True, show_default=True,
-              help="Continue the run that --output holds.")  # fmt: skip
+              help="Continue the run in the folder --output.")  # fmt: skip
 @click.option("--json-progress", is_flag=True, help="Write progress to standard error as one JSON object per second.")
 @click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
-              help="Run on the Ray cluster at ADDRESS, or on a local one. Each node has its own folder.")  # fmt: skip
+              help="Run on the Ray cluster at ADDRESS, or on a local cluster. Each node writes to its own "
+              "folder.")  # fmt: skip
 @settings(MediaCaps, without={"max_decode_bytes"})
 @resuming()
 def command(

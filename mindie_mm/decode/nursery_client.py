@@ -148,7 +148,7 @@ class NurseryClient:
             await self._start()
         except Exception as error:
             if isinstance(error, InputError) or not self._starter.patience_s(RESTART_WAIT_S):
-                self.why_down = f"no decoder is alive; the last one did not start: {error}"
+                self.why_down = f"no decoder is alive, and the last attempt to start one failed: {error}"
                 self._on_down(self.why_down)
             raise
         self.why_down = ""

@@ -46,7 +46,7 @@ def available_bytes(mount: Path = cgroup.MOUNT, own: Path = cgroup.OWN) -> int:
 
 def _reading_proc() -> AbstractContextManager[None]:
     return os_errors_as(
-        DeviceError, "the host's free memory cannot be read from /proc; mount it (mount -t proc proc /proc)"
+        DeviceError, "the host's free memory cannot be read from /proc (to mount /proc: mount -t proc proc /proc)"
     )
 
 

@@ -181,7 +181,9 @@ class BaseEngine(ABC):
         items = self._read(ids)
         same_ids = plain_ids(ids, items).tolist() == sequence.token_ids[: sequence.num_prompt]
         if not same_ids or [item.digest for item in items] != [item.digest for item in sequence.items]:
-            raise OperationalError("the request's media have changed since the request was preempted")
+            raise OperationalError(
+                "the request's media have changed since the request was preempted; send the request again"
+            )
         return items
 
     def _constraint(self, wanted: StructuredOutputs) -> Constraint:

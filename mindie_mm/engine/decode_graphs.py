@@ -112,7 +112,7 @@ class DecodeGraphs:
                 which = f" that gather {slots} tokens or more"
             self._most_slots = slots // 2 if which else 0
             _log.warning(
-                "decode steps%s are not recorded as graphs; each operator is launched separately: %s", which, why
+                "decode steps%s cannot be recorded as graphs, so each operator is launched separately: %s", which, why
             )
             self._graphs.clear()  # the step needs their memory. Smaller graphs are captured again
             return None

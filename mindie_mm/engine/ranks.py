@@ -125,7 +125,10 @@ class _Group(Ranks):
     def open_device(self, name: str) -> Device:
         device = open_device(name)
         if device.name != "cpu" and (num_devices := torch.accelerator.device_count()) < self.count:
-            raise DeviceError(f"tensor_parallel is {self.count}, but {num_devices} {device.name} devices are visible")
+            raise DeviceError(
+                f"tensor_parallel is {self.count}, but the number of visible {device.name} devices "
+                f"is {num_devices}; lower tensor_parallel, or make more devices visible"
+            )
         return device
 
     def broadcast(self, kind: Any, make: Callable[[], T]) -> T:

@@ -85,7 +85,7 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
     num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
     if num_frames > _MAX_LISTED_IN_ALL:
         raise LimitExceeded(
-            f"{where} has more frames in its lists of frames than the limit of {_MAX_LISTED_IN_ALL} in total"
+            f"the lists of frames in {where} have more frames in total than the limit of {_MAX_LISTED_IN_ALL}"
         )
     return num_frames
 
@@ -134,7 +134,7 @@ def _key(part: Mapping[str, Any], declared: str | None, where: str, *, may_lack_
         keys = [key for key in nulls if key in _SOURCES] or [*filter(_SOURCES.__contains__, [declared or ""])]
     if len(keys) == 1:
         return keys[0]
-    present = " and ".join(map(repr, keys)) if keys else f"none in {sorted(map(str, given))}"
+    present = " and ".join(map(repr, keys)) if keys else f"none of them in {sorted(map(str, given))}"
     present += f", and null in {sorted(map(str, nulls))}" if nulls else ""
     if part.get("uuid") and not keys and not may_lack_data:
         present += "; media are not kept by uuid here, so send the data each time"

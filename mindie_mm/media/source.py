@@ -115,7 +115,7 @@ def _read_frames(sources: tuple[Any, ...]) -> Frames:
     for index, source in enumerate(sources):
         with naming(f"frame {index}"):
             frame = read_source(Media("image", source))
-        assert not isinstance(frame, (tuple, PdfPage)), "a frame is no list"
+        assert not isinstance(frame, (tuple, PdfPage)), "a frame is not a list"
         frames.append(frame)
         num_bytes += len(frame) if isinstance(frame, bytes) else 0
         if num_bytes > MAX_SOURCE_BYTES:
@@ -204,7 +204,8 @@ def _pixels(source: Any, kind: str) -> Pixels:
     shape = "[frames, height, width, 3]" if kind == "video" else "[height, width, 3]"
     if array.dtype != np.uint8 or array.ndim != num_dims or array.shape[-1] != 3 or 0 in array.shape:
         raise InputError(
-            f"{kind} pixels have dtype {array.dtype} and shape {array.shape}; they must be uint8 {shape} in RGB"
+            f"{kind} pixels have dtype {array.dtype} and shape {array.shape}; they must be uint8 RGB values of "
+            f"shape {shape}"
         )
     return np.ascontiguousarray(array)
 
@@ -213,7 +214,8 @@ def _samples(source: Any) -> Samples:
     array = _array(source)
     if array.dtype.kind != "f" or array.ndim != 1 or not len(array):
         raise InputError(
-            f"audio samples have dtype {array.dtype} and shape {array.shape}; they must be float [samples]"
+            f"audio samples have dtype {array.dtype} and shape {array.shape}; they must be float values of shape "
+            "[samples]"
         )
     return np.ascontiguousarray(array, np.float32)
 

@@ -110,8 +110,8 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
     if isinstance(architectures := checkpoint.config.get("architectures"), list) and architectures:
         stated_type += f" ({', '.join(map(str, architectures))})"
     raise UnsupportedCheckpoint(
-        f"{checkpoint.path} has {stated_type} in its config.json, which no family "
-        f"supports{_nearest(str(model_type))}; the families are {', '.join(family_names())}, and "
+        f"{checkpoint.path} has {stated_type} in its config.json, and no family supports such a "
+        f"checkpoint{_nearest(str(model_type))}; the families are {', '.join(family_names())}, and "
         "docs/families.md lists a published checkpoint of each. If the checkpoint is of one of these "
         "families, select it with --family; docs/adding-a-model.md describes how to add another family"
     )

@@ -85,8 +85,8 @@ class AnyresProcessor(Processor):
             )
         if uneven := [pinpoint for pinpoint in pinpoints if any(length % self.side for length in pinpoint)]:
             raise UnsupportedCheckpoint(
-                f"{where}: the size {uneven[0]} in image_grid_pinpoints is not a multiple of the tile size, "
-                f"{self.side} pixels"
+                f"{where}: the size {uneven[0]} in image_grid_pinpoints is not a multiple of the tile size "
+                f"({self.side} pixels)"
             )
         self.canvases = pinpoints
         self.resample = resample_of(settings, where)

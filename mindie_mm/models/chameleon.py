@@ -56,8 +56,8 @@ class ChameleonProcessor(OneSizeProcessor):
         height, width = size.fixed or (edge, edge)
         if crop is None or size.longest_edge is not None or height < crop[0] or width < crop[1]:
             raise UnsupportedCheckpoint(
-                f"{where}: size is {settings['size']}, so that some resized images are smaller than crop_size, "
-                f"{settings['crop_size']}"
+                f"{where}: size is {settings['size']}, so that some resized images are smaller than crop_size "
+                f"({settings['crop_size']})"
             )
         self.size = crop
         self.steps = Preprocess(size, resample_of(settings, where), crop)

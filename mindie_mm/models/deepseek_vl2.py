@@ -173,7 +173,7 @@ class DeepseekVL2Processor(Processor):
         if patch != config["vision_config"]["patch_size"]:
             raise UnsupportedCheckpoint(
                 f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}; it must equal that of "
-                f"vision_config, {config['vision_config']['patch_size']}"
+                f"vision_config ({config['vision_config']['patch_size']})"
             )
         self.side: int = -(-(self.size // patch) // 2)
         self.canvases = [(height, width) for width, height in settings["candidate_resolutions"]]
@@ -554,9 +554,9 @@ def _check_kind(checkpoint: Checkpoint) -> None:
     tower = (checkpoint.config.get("vision_config") or {}).get("model_name", _TOWER)
     if architecture != _ARCHITECTURE or tower != _TOWER:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} is a {architecture} with the tower {tower!r}, which is not supported although "
-            f"it has the model_type of DeepSeek-VL2. DeepSeek-VL2 checkpoints such as {DeepseekVL2.published} "
-            f"have the tower {_TOWER!r}"
+            f"{checkpoint.path} has the model_type of DeepSeek-VL2, but is a {architecture} with the tower "
+            f"{tower!r}, which is not supported. DeepSeek-VL2 checkpoints such as {DeepseekVL2.published} have the "
+            f"tower {_TOWER!r}"
         )
 
 

@@ -68,8 +68,8 @@ class FuyuProcessor(Processor):
         (self._height, self._width), self.patch = size, patch[0]
         if self._height % self.patch or self._width % self.patch:
             raise UnsupportedCheckpoint(
-                f"{where}: the image size {self._height}x{self._width} is not a multiple of the patch size, "
-                f"{self.patch}"
+                f"{where}: the image size {self._height}x{self._width} is not a multiple of the patch size "
+                f"({self.patch})"
             )
         self.feature_width = config.get_text_config().hidden_size
         self._padding = int(settings["padding_value"])

@@ -72,7 +72,7 @@ class Idefics3Processor(Processor):
         if not rows or rows % scale:
             raise UnsupportedCheckpoint(
                 f"{where}: a side of a tile has {self.side} pixels, which is {rows} patches of {patch} pixels; this "
-                f"number of patches must be a positive multiple of scale_factor, {scale}"
+                f"number of patches must be a positive multiple of scale_factor ({scale})"
             )
         self.tile_features: int = (rows // scale) ** 2
         check_settings(checkpoint.json("processor_config.json"), {"image_seq_len": self.tile_features}, where)

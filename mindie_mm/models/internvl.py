@@ -510,11 +510,11 @@ def _tokenizer_json(checkpoint: Checkpoint) -> dict[str, Any]:
     is_qwen2 = str(name).removesuffix("Fast") == "Qwen2Tokenizer"
     if not (is_qwen2 and checkpoint.has("vocab.json") and checkpoint.has("merges.txt")):
         if is_qwen2:
-            files = "tokenizer.json, nor vocab.json and merges.txt"
+            files = "tokenizer.json, and does not have both vocab.json and merges.txt"
         elif name is None:
             files = "tokenizer.json, and no tokenizer_config.json with a tokenizer_class"
         else:
-            files = f"tokenizer.json, which its tokenizer class, {name}, requires"
+            files = f"tokenizer.json, which the tokenizer class {name} requires"
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} has no {files}; copy the missing files from the original repository, or {_CONVERTED}"
         )

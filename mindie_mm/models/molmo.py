@@ -612,8 +612,8 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
         config["embedding_size"] = config["vocab_size"]
     if config["vocab_size"] > config["embedding_size"]:
         raise UnsupportedCheckpoint(
-            f"{where}: vocab_size is {config['vocab_size']}; it must not exceed embedding_size, "
-            f"{config['embedding_size']}"
+            f"{where}: vocab_size is {config['vocab_size']}; it must not exceed embedding_size "
+            f"({config['embedding_size']})"
         )
     if config["clip_qkv"] is not None and config["clip_qkv"] <= 0:
         raise UnsupportedCheckpoint(f"{where}: clip_qkv is {config['clip_qkv']!r}; it must be greater than 0")
@@ -621,6 +621,6 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
     if tower["image_num_key_value_heads"] not in (None, tower["image_num_heads"]):
         raise UnsupportedCheckpoint(
             f"{where}: vision_backbone.image_num_key_value_heads is {tower['image_num_key_value_heads']}; it "
-            f"must equal image_num_heads, {tower['image_num_heads']}"
+            f"must equal image_num_heads ({tower['image_num_heads']})"
         )
     return config

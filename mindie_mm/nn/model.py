@@ -140,7 +140,7 @@ class MediaModel(ABC):
             CorruptReference: The arrays do not belong to this family.
 
         """
-        raise CorruptReference(f"the segments hold {', '.join(view)}; none of these arrays belongs to this model")
+        raise CorruptReference(f"the segments contain the arrays {', '.join(view)}; this model uses none of them")
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         """Return the media items that the handle words in `ids` refer to. `ids` is int64 [T].
@@ -197,7 +197,8 @@ class MediaModel(ABC):
         for item, rows in zip(items, features, strict=True):
             if len(rows) != item.shape.num_features:
                 raise FeatureCountMismatch(
-                    f"the {item.shape.kind} has {item.shape.num_features} placeholder tokens, but {len(rows)} features"
+                    f"the {item.shape.kind} has {item.shape.num_features} placeholder tokens, but {len(rows)} "
+                    "features; the numbers must be equal"
                 )
         return features
 

@@ -57,8 +57,8 @@ class MediaShape:
         kind, token, num_features, *grid = view[ITEM].tolist()
         if not 0 <= kind < len(KINDS) or token < 0 or num_features < 1:
             raise CorruptReference(
-                f"the array {ITEM!r} of the block states kind {kind}, token {token} and {num_features} features, "
-                "which is not valid"
+                f"the array {ITEM!r} of the block states kind {kind}, token {token} and {num_features} features; "
+                "these values are not valid"
             )
         return cls(KINDS[kind], token, num_features, tuple(grid))
 
@@ -186,7 +186,7 @@ def _attach(ids: NDArray[np.int64], words: NDArray[np.int64], layouts: Iterable[
             return attach(Ref.from_words(name, second)), 2
         return attach(Ref.from_words(name, None)), 1
     if not is_segment_word(name):
-        raise CorruptReference(f"token {start} is {name}, which is neither a token id nor a name word")
+        raise CorruptReference(f"the token at position {start} is {name}, which is neither a token id nor a name word")
     stop = start
     while stop < len(ids) and ids[stop] < 0:
         stop += 1

@@ -132,7 +132,7 @@ def _interpreter() -> str:
     if not sys.executable:
         raise ProcessDied(
             f"no worker process can be started: sys.executable is {sys.executable!r}, as in some programs that "
-            "embed Python. Set it to the path of the python of this environment"
+            "embed Python. Set sys.executable to the path of this environment's Python interpreter"
         )
     return sys.executable
 

@@ -140,7 +140,10 @@ class LoopThread:
             await last()
 
     def _forked_error(self) -> InputError:
-        return InputError(f"the {self._owner} belongs to process {self._pid}, from which this process was forked")
+        return InputError(
+            f"the {self._owner} belongs to process {self._pid}, from which this process was forked; "
+            f"create a new {self._owner} in this process"
+        )
 
     def _closed_error(self) -> InputError:
         """Return the error for calls after `close`. If the interpreter is shutting down, the message says so."""

@@ -108,8 +108,8 @@ class EngineConfig:
         for name in ("vision_bits", "projector_bits"):
             if (bits := getattr(self, name)) not in (None, 16, 32):
                 raise InputError(
-                    f"{name} is {bits}; it must be 16 or 32. A part is not quantized when it is loaded; a "
-                    "quantized checkpoint is loaded as its config.json describes"
+                    f"{name} is {bits}; it must be 16 or 32. To run a part in fewer bits, use a checkpoint "
+                    "in which this part is quantized"
                 )
 
 

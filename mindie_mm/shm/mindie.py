@@ -124,7 +124,8 @@ class SegmentSpec:
         name = decode_shm_name_from_int64(name_word)
         if not is_segment_name(name):
             raise CorruptReference(
-                f"word {int(name_word)} is the name {name}; the name of a segment must be psm_ and 8 hexadecimal digits"
+                f"word {int(name_word)} encodes the name {name}; the name of a segment must be psm_ and 8 "
+                "hexadecimal digits"
             )
         return cls(name, dtype, tuple(decode_shape_from_int64(shape_word)))
 

@@ -60,7 +60,7 @@ def lark_of_gbnf(grammar: str, start: str = "start", *, whole: bool = True) -> s
     except GbnfToLarkError as error:
         raise InputError(f"the grammar is not valid GBNF: {error}") from error
     except RecursionError as error:
-        raise InputError("the grammar nests too deeply") from error
+        raise InputError("the grammar is nested too deeply") from error
 
 
 def _respelled(match: re.Match[str]) -> str:

@@ -78,7 +78,7 @@ def with_exact_schemas(grammar: str) -> str:
         try:
             _, end = _decoder.raw_decode(grammar, begin)
         except RecursionError as error:
-            raise InputError("the grammar nests too deeply") from error
+            raise InputError("the grammar is nested too deeply") from error
         except ValueError as error:
             raise InputError(f"the text after %json in the grammar is not valid JSON: {error}") from error
         written += " " + json.dumps(schema(grammar[begin:end]))

@@ -52,7 +52,7 @@ class TagWriter:
         try:
             given = json.loads(text)
         except RecursionError as error:
-            raise InputError("the structural tag nests too deeply") from error
+            raise InputError("the structural tag is nested too deeply") from error
         except ValueError as error:
             raise InputError(f"the structural tag is not valid JSON: {error}") from error
         if not isinstance(given, dict):
@@ -201,7 +201,7 @@ class TagWriter:
     def _triggered(self, given: Mapping[str, Any], depth: int, *, last: bool) -> _Part:
         """Return a part that matches free text in which each trigger begins a tag."""
         if not last:
-            raise InputError("the structural tag has triggered_tags before another format, which is not supported")
+            raise InputError("the structural tag has triggered_tags before another format; this order is not supported")
         text = self._any_text({"excludes": given.get("excludes")})
         triggers, tags = _texts(given, "triggers"), _formats(given, "tags")
         triggered: list[str] = []

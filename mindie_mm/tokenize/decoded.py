@@ -105,7 +105,7 @@ class _RequestMedia(RequestMedia):
 
     async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
         if path_file is None:
-            raise InputError("media need a path file, which records the blocks to free")
+            raise InputError("a prompt with media needs a path file, which records the blocks to free")
         room, all_specs = self._stage.room, [item.specs for item, _ in items]
         blocks = room.try_take(all_specs, path_file)
         if blocks is None:

@@ -63,7 +63,7 @@ class _RequestMedia(RequestMedia):
 
     async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
         if path_file is None and self._wire.needs_path_file:
-            raise InputError("media need a path file, which records the blocks to free")
+            raise InputError("a prompt with media needs a path file, which records the blocks to free")
         with ExitStack() as undo:
             words = [self._store_item(item, salt, path_file, undo) for item, salt in items]
             undo.pop_all()

@@ -92,7 +92,7 @@ def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
         elif kind or not part.keys() - _ANNOTATIONS - _DEFINITIONS:
             branches.append({"type": "string", **part, **definitions})
         else:
-            raise InputError(f"the schema of {where} has no type, which this tool-call format requires")
+            raise InputError(f"the schema of {where} has no type; this tool-call format requires a type")
     if not branches:
         raise InputError(f"the schema of {where} allows no value")
     return branches

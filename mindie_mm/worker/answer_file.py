@@ -74,7 +74,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         kind = device.partition(":")[0]
         earlier = self._read(output).device
         if earlier and earlier != kind:
-            raise InputError(f"{output} has answers of another run: device was {earlier}, now {kind}. {_GO_ON}")
+            raise InputError(f"{output} has answers of another run: device was {earlier} and is now {kind}. {_GO_ON}")
         if not earlier:
             msgspec.structs.replace(self, device=kind).begin(output)
 

@@ -83,13 +83,13 @@ class Connection(HttpToolsProtocol):
 
     _waiting: asyncio.TimerHandle | None = None
     _lines: _Lines | None = None
-    """None within a body and between requests."""
+    """Counts for the current head or trailers. None within a body and between requests."""
     _in_body: bool = False
     """Whether a request's head is complete, but its body is not."""
     _num_body_bytes: int = 0
     _num_chunks: int = 0
     _too_long: tuple[int, str] | None = None
-    """Status and message for refusing a head, or a body of small chunks."""
+    """Status and message of the refusal if a head is too long, or if a body has too many small chunks."""
     _refused: bool = False
     """Whether a refusal has stopped the parsing."""
     _num_dropped_bytes: int = 0

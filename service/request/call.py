@@ -30,7 +30,10 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _NO_GRAMMAR = re.compile(r"the grammar is not supported: (?:at \d+\(\d+\): )?(.+)")
-"""Error about a grammar. For tools, the service writes the grammar, so the client does not know its line numbers."""
+"""Pattern of an error about a grammar.
+
+For tools, the service itself writes the grammar, so line numbers would mean nothing to the client.
+"""
 
 MAX_ANSWER_LOGPROBS = 2**20
 """Maximum number of log-probabilities in one answer. Each of them takes about 100 bytes.
@@ -79,7 +82,7 @@ class Call:
     async def prompts_of_ids(
         self, given: Sequence[Sequence[int]], cut: PromptOptions
     ) -> AsyncIterator[list[PromptSource]]:
-        """Yield the prompts for token ids that a client sent, truncated as `cut` asks.
+        """Yield the prompts for token ids that a client sent, truncated as `cut` specifies.
 
         Raise InputError if an id is not in the vocabulary, or if the structured output is not supported.
         """

@@ -100,7 +100,7 @@ class ChatFormat:
             try:
                 messages = with_described_tools(messages, tools, takes_system=self.traits.takes_system)
             except RecursionError as error:
-                raise InputError("a tool or a message nests too deeply") from error
+                raise InputError("a tool or a message is nested too deeply") from error
             tools = ()
         return list(messages), template_variables(given, tools, None, reasoning_effort)
 

@@ -25,7 +25,7 @@ class Meter:
         self._num_tokens: dict[int, int] = {}
         """Number of tokens of each choice that has begun."""
         self._failed: str | None = None
-        """Metrics' reason for the end of the first choice that failed."""
+        """Reason that the metrics record for the first failed choice."""
 
     @contextmanager
     def counted(self, num_choices: int) -> Iterator[None]:
@@ -101,7 +101,7 @@ class Meter:
 
 
 def _reason(error: Exception | None) -> str:
-    """Return the metrics' reason for a choice that `error` or a cancellation has ended.
+    """Return the reason that the metrics record for a choice that was ended by `error` or by a cancellation.
 
     The reason is `abort` if the client disconnected, and `refused` if the request itself is at fault. In all other
     cases, such as a passed deadline, the reason is `error`.

@@ -49,7 +49,7 @@ class _Asked(Prompted, Scored, Tokened):
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The state of the log-probabilities of a choice."""
+    """The log-probabilities of a choice that is being streamed or assembled."""
 
     offsets: TextOffsets
     buffer: LogprobsBuffer

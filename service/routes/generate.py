@@ -111,7 +111,7 @@ async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response
     """Answer like `/generate`, as a stream with one event per step."""
     generation = _generation(body, incoming)
     if generation.parameters.decoder_input_details:
-        message = "decoder_input_details is true, which is not supported in a stream"
+        message = "decoder_input_details is true, which is not supported in a stream; leave decoder_input_details out"
         raise InputError(message, param="parameters")
     return incoming.answered(generation, stream=True, last=None, timeout_s=generation.parameters.timeout)
 
@@ -120,10 +120,10 @@ def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
     parameters = body.parameters or GenerateParameters()
     call = incoming.call(body.model, parameters)
     if parameters.adapter_id not in (None, _NO_ADAPTER):
-        message = f"adapter_id is {parameters.adapter_id!r}; adapters are not supported; leave adapter_id out"
+        message = f"adapter_id is {parameters.adapter_id!r}, but adapters are not supported; leave adapter_id out"
         raise InputError(message, param="parameters")
     if parameters.return_full_text and not isinstance(body.inputs, str):
-        message = "return_full_text is true, which requires inputs to be a string"
+        message = "return_full_text is true, but inputs is not a string; send a string, or leave return_full_text out"
         raise InputError(message, param="parameters")
     return _Generate(call, body, parameters)
 

@@ -85,12 +85,21 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
         raise InputError("the request must have exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
-        raise InputError(f"chat_template is {body.chat_template}, which requires inputs", param="chat_template")
+        raise InputError(
+            f"chat_template is {body.chat_template}, but there are no inputs; send inputs, or leave chat_template out",
+            param="chat_template",
+        )
     if body.add_special_tokens and body.inputs is not None:
-        message = f"add_special_tokens is {body.add_special_tokens}, which is not supported with inputs"
+        message = (
+            f"add_special_tokens is {body.add_special_tokens}, which is not supported with inputs; leave this field out"
+        )
         raise InputError(message, param="add_special_tokens")
     if body.continue_final_message and body.messages is None:
-        raise InputError("continue_final_message is true, which requires messages", param="continue_final_message")
+        raise InputError(
+            "continue_final_message is true, but there are no messages; send messages, or leave "
+            "continue_final_message out",
+            param="continue_final_message",
+        )
     defaults = media_defaults(body.mm_processor_kwargs, body.media_io_kwargs)
     if defaults and body.messages is None:
         raise InputError(

@@ -26,7 +26,7 @@ def closed(schema: Any) -> Any:
 
 
 def _closed(schema: Any, combined: Collection[str], *, alone: bool) -> Any:
-    """Return the closed schema. `alone` says that no other schema describes the same value."""
+    """Return the closed schema. `alone` is true if no other schema describes the same value."""
     if isinstance(schema, list):
         return [_closed(part, combined, alone=alone) for part in schema]
     if not isinstance(schema, dict):

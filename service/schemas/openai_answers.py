@@ -125,7 +125,7 @@ class ChatMessage(TypedDict):
     tool_calls: NotRequired[list[ToolCall]]
     """Present if the model calls a tool."""
     function_call: NotRequired[CalledFunction]
-    """Present in its place if the request has `functions`."""
+    """Present instead of `tool_calls` if the request has `functions`."""
 
 
 ChatFinishReason = FinishReason | Literal["tool_calls", "function_call"]

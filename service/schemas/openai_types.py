@@ -159,7 +159,10 @@ class ChatBody(ToolFields, GenerationBody):
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
-            message = f"top_logprobs is {self.top_logprobs}, which requires logprobs to be true"
+            message = (
+                f"top_logprobs is {self.top_logprobs}, but logprobs is not true; set logprobs to true, or leave "
+                "top_logprobs out"
+            )
             raise InputError(message, param="top_logprobs")
         return self.params(
             default,
@@ -231,7 +234,9 @@ class CompletionBody(GenerationBody):
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         max_tokens = self.same("max_tokens", "max_new_tokens")
         if max_tokens == 0 and not self.echo:
-            raise InputError("max_tokens is 0, which requires echo to be true", param="max_tokens")
+            raise InputError(
+                "max_tokens is 0, but echo is not true; raise max_tokens, or set echo to true", param="max_tokens"
+            )
         counts = [one for one in (self.prompt_logprobs, self.logprobs if self.echo else None) if one is not None]
         return self.params(
             default,

@@ -207,7 +207,7 @@ def _of_grammar(given: str | dict[str, Any], *, close: bool) -> StructuredOutput
         return None
     kind, value = given.get("type"), given.get("value")
     if kind not in ("json", "json_object", "json_schema", "regex") or not isinstance(value, dict | str):
-        raise InputError('grammar must be a string, or an object with "type" "json" or "regex" and a "value"')
+        raise InputError('grammar must be a string, or an object with a "value" and the "type" "json" or "regex"')
     return ResponseFormat.model_validate({"type": kind, "value": value}).wanted(close=close)
 
 
@@ -230,7 +230,7 @@ def _text(
         described(text).check()  # the size is checked first, because changing a large text takes long
         return text if change is None else json.dumps(change(json.loads(text)))
     except RecursionError as error:
-        raise InputError(f"{noun} nests too deeply") from error
+        raise InputError(f"{noun} is nested too deeply") from error
     except ValueError as error:
         raise InputError(f"{noun} is not valid JSON: {error}") from error
 

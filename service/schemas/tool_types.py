@@ -59,7 +59,7 @@ class ToolUse:
 
     @classmethod
     def of_functions(cls, functions: Sequence[Any], function_call: Any) -> ToolUse:
-        """Read OpenAI's deprecated fields. They allow one call.
+        """Read OpenAI's deprecated fields, with which an answer has at most one call.
 
         Raises:
             InputError: A function or the choice is wrong.
@@ -84,12 +84,12 @@ class ToolUse:
 
     @property
     def field(self) -> str:
-        """Field of the request with the tools."""
+        """Name of the request field that contains the tools."""
         return "functions" if self.is_deprecated else "tools"
 
     @property
     def choice_field(self) -> str:
-        """Field of the request with the choice among the tools."""
+        """Name of the request field that says which tool to call."""
         return "function_call" if self.is_deprecated else "tool_choice"
 
     @property
@@ -171,7 +171,7 @@ def _require_names(names: Sequence[str], field: str, inside: str = "") -> None:
 def _require_listed(chosen: Sequence[str], names: Sequence[str], field: str, what: str) -> None:
     for name in chosen:
         if name not in names:
-            raise InputError(f"{field} names {name[:MAX_NAME]!r}, which is not the name of {what}", param=field)
+            raise InputError(f"{field} has the name {name[:MAX_NAME]!r}, which is not the name of {what}", param=field)
 
 
 def _choice(given: Any) -> tuple[Literal["none", "auto", "required"], str | None, Sequence[str] | None]:

@@ -31,7 +31,7 @@ export async function* chat(body, signal) {
   } catch (error) {
     if (!(error instanceof TypeError)) throw error; // browsers report a broken connection as a TypeError
   }
-  throw new ApiError("The connection to the service ended before the answer was whole.", 0);
+  throw new ApiError("The connection to the service ended before the answer was complete.", 0);
 }
 
 async function call(path, { headers = {}, ...options } = {}) {

@@ -24,7 +24,7 @@ export class Chart {
     this.#series = series;
     this.#unit = unit;
     this.#lines = series.map(({ className }) => svg("polyline", { class: className }));
-    const frame = { class: "chart", role: "img", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-label": "Nothing yet." };
+    const frame = { class: "chart", role: "img", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-label": "No data yet." };
     this.#picture = svg("svg", frame, ...this.#lines);
     this.#numbers = series.map(() => element("span", {}, "–"));
     const legend = series.map(({ name, className }, index) =>
@@ -62,7 +62,7 @@ export class Chart {
     this.#scale.textContent = short(top) + this.#unit;
     const now = this.#series.map(({ name }, index) => {
       const most = Math.max(...this.#samples.map((sample) => sample.values[index]));
-      return `${name} ${short(values[index])}${this.#unit}, at most ${short(most)}`;
+      return `${name} ${short(values[index])}${this.#unit}, peak ${short(most)}`;
     });
     this.#picture.setAttribute("aria-label", `The last two minutes: ${now.join("; ")}.`);
     this.#tabulate();

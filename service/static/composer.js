@@ -72,7 +72,7 @@ export class Composer {
 
   async #submit(ask) {
     if (this.#busy) {
-      this.say("The answer before is still coming; Stop ends it.");
+      this.say("The previous answer is not finished. Press Stop to end it.");
       return;
     }
     if (!this.#check()) return;
@@ -81,7 +81,7 @@ export class Composer {
     this.#question.value = "";
     await Promise.all(this.#recorders.map((recorder) => recorder.stop()));
     const items = await this.#items.take();
-    if (!question && !items.length) this.say("There is nothing to ask yet: write a question, or attach something.");
+    if (!question && !items.length) this.say("There is nothing to ask yet. Write a question, or attach a file.");
     else if (!(await ask(question, items, this.#busy.signal))) this.#putBack(question, items);
     this.#showBusy(null);
   }
@@ -104,7 +104,7 @@ export class Composer {
     const { min, max, step, value } = wrong;
     const number = step === "any" ? "a number" : "a whole number";
     const range = max ? `from ${min} to ${max}` : `of at least ${min}`;
-    this.say(`${wrong.labels[0].textContent}: ${number} ${range}${value && `, not ${value}`}.`);
+    this.say(`${wrong.labels[0].textContent} must be ${number} ${range}${value && `, not ${value}`}.`);
     return false;
   }
 

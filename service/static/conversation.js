@@ -39,7 +39,7 @@ class Turn {
   end({ reason, usage, spans, timings, names }) {
     this.#text.removeAttribute("aria-busy");
     this.answered = reason !== "stopped" || this.answer !== "";
-    if (reason === "length") this.#note("Ended at the most tokens.");
+    if (reason === "length") this.#note("The answer ended at the maximum number of tokens.");
     if (reason === "stopped") this.#note("Stopped.");
     if (timings) this.#article.append(timingsFigure(timings));
     if (usage) this.#article.append(tokensFigure(usage, spans, names));

@@ -70,7 +70,7 @@ export class Items {
       if (copy) this.#insert(new Item(copy, kind), this.#found.length);
       (copy ? added : kind ? unread : refused).push(file.name);
     }
-    const said = { "Attached": added, "No picture, video or sound": refused, "Cannot be read": unread };
+    const said = { "Attached": added, "Not a picture, video or sound": refused, "Cannot be read": unread };
     const told = Object.entries(said).filter(([, names]) => names.length);
     this.#say(told.map(([what, names]) => `${what}: ${names.join(", ")}.`).join(" "));
   }
@@ -103,7 +103,7 @@ export class Items {
 function soundAlone(item) {
   const box = element("input", { type: "checkbox" });
   box.addEventListener("change", () => (item.kind = box.checked ? "audio" : "video"));
-  return element("label", {}, box, " Sound alone");
+  return element("label", {}, box, " Send only the sound");
 }
 
 /** Return a file as a data: URL. */

@@ -32,8 +32,8 @@ export class KeyForm {
   ask(focus = true) {
     const known = sessionStorage.getItem(NAME) !== null;
     byId("key-why").textContent = known
-      ? "The service does not know this API key. Give another one."
-      : "This service asks for an API key. It is kept until this tab is closed, and sent to this service alone.";
+      ? "The service does not accept this API key. Enter another key."
+      : "This service requires an API key. The key is kept until you close this tab, and is sent only to this service.";
     this.#show(true, focus);
   }
 

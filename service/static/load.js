@@ -13,8 +13,8 @@ export class Load {
   #throughput = new Chart(
     byId("throughput"),
     [
-      { name: "Tokens of answers", className: "line-one" },
-      { name: "Tokens of prompts", className: "line-two" },
+      { name: "Answer tokens", className: "line-one" },
+      { name: "Prompt tokens", className: "line-two" },
     ],
     "/s",
   );

@@ -105,7 +105,7 @@ async function copy() {
   }
   try {
     await navigator.clipboard.writeText(text);
-    const only = named.length ? ` Named only: ${named.join(", ")}.` : "";
+    const only = named.length ? ` For these items, only the names are copied: ${named.join(", ")}.` : "";
     composer.say(`The history is copied: ${short(text.length)} characters.${only}`);
   } catch {
     // Pages from other machines need TLS for the clipboard. Safari also refuses access long after the click.

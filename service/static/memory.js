@@ -10,7 +10,7 @@ const LEAST = 4; // minimum width, so that every block is visible
 const FREED_MS = 2000; // time for which a freed block is still drawn
 const MOST_TABLED = 100;
 const MOST_NAMED = 12;
-const OWNERS = 6; // number of colours; several requests may share one
+const OWNERS = 6; // number of colors; several requests may share one
 
 export class Memory {
   #arenas = byId("arenas");
@@ -55,7 +55,7 @@ export class Memory {
       ),
     );
     this.#arenas.replaceChildren(...this.#last.map((arena) => this.#arena(arena)));
-    if (!this.#last.length) this.#arenas.append(element("p", { class: "quiet" }, "No arena."));
+    if (!this.#last.length) this.#arenas.append(element("p", { class: "quiet" }, "There are no arenas."));
   }
 
   /** Record blocks as freed if they were in the last update and are missing from this one. */
@@ -86,7 +86,7 @@ export class Memory {
     }
     const look = this.#colours.value === "owner" ? ownerLook : ageLook;
     for (const block of arena.map) this.#put(picture, block, room, look(block));
-    const facts = `${bytes(arena.bytes)} of ${bytes(room)} in ${count(arena.blocks)}; at most ${bytes(arena.peak_bytes ?? 0)}`;
+    const facts = `${bytes(arena.bytes)} of ${bytes(room)} in ${count(arena.blocks)}; peak ${bytes(arena.peak_bytes ?? 0)}`;
     return element(
       "figure",
       {},
@@ -110,7 +110,7 @@ export class Memory {
     if (!byId("blocks").open) return;
     const blocks = this.#blocks;
     const rows = blocks.slice(0, MOST_TABLED).map((block) => {
-      const own = this.#mine.has(block.name) ? " (asked for here)" : "";
+      const own = this.#mine.has(block.name) ? " (of your request)" : "";
       const cells = [
         block.name + own,
         block.state,
@@ -121,7 +121,7 @@ export class Memory {
       ];
       return element("tr", {}, ...cells.map((cell) => element("td", {}, cell)));
     });
-    const told = blocks.length > MOST_TABLED ? `and ${blocks.length - MOST_TABLED} more` : rows.length ? "" : "No block.";
+    const told = blocks.length > MOST_TABLED ? `and ${blocks.length - MOST_TABLED} more` : rows.length ? "" : "There are no blocks.";
     if (told) rows.push(element("tr", {}, element("td", { colspan: 6 }, told)));
     this.#rows.replaceChildren(...rows);
   }
@@ -147,7 +147,7 @@ function ageLook({ state, age_s: age }) {
 
 const ownerLook = ({ state, request }) => `${owner(request)} ${state === "filling" ? "faint" : ""}`;
 
-/** Return the class of a request's colour. It depends only on the name, which is random hexadecimal digits. */
+/** Return the class of a request's color. It depends only on the name, which is random hexadecimal digits. */
 const owner = (request) => `owner-${request ? parseInt(request.slice(0, 6), 16) % OWNERS || 0 : 0}`;
 
 const short = (request) => (request ?? "none").slice(0, 8);

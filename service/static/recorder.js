@@ -17,7 +17,7 @@ export class Recorder {
   #starting = false;
   #number = 0;
 
-  /** Create a recorder of `kind`, with a button to start and stop. `done` gets the file, `say` gets status messages. */
+  /** Create a recorder of `kind`, with a button to start and stop. `done` gets the file, and `say` gets status messages. */
   constructor(kind, button, done, say) {
     this.#kind = kind;
     this.#button = button;
@@ -26,7 +26,7 @@ export class Recorder {
     this.#say = say;
     if (!navigator.mediaDevices || !window.MediaRecorder) {
       button.disabled = true;
-      button.title = "This browser records for pages of https:// and of this machine alone.";
+      button.title = "This browser can record only on pages from https:// or from this machine.";
       return;
     }
     button.addEventListener("click", () => (this.#recorder ? this.stop() : this.#start()));

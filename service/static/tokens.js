@@ -29,7 +29,7 @@ export function tokensFigure(usage, spans, names) {
     text: `at ${usage.prompt_tokens} to ${usage.total_tokens - 1}`,
   });
   const cached = usage.prompt_tokens_details.cached_tokens;
-  const kept = cached ? `, its first ${cached} from the prefix cache` : "";
+  const kept = cached ? ` (the first ${cached} from the prefix cache)` : "";
   const lost = dropped ? `; ${dropped} ${dropped === 1 ? "item" : "items"} dropped` : "";
-  return barFigure(`Tokens: ${usage.prompt_tokens} of prompt${kept}, ${usage.completion_tokens} of answer${lost}`, parts);
+  return barFigure(`Tokens: ${usage.prompt_tokens} in the prompt${kept}, ${usage.completion_tokens} in the answer${lost}`, parts);
 }

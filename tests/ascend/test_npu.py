@@ -194,4 +194,4 @@ def reading() -> str:
 def test_a_failed_copy_raises_a_device_error():
     assert call(reading) == "copied"
     message = call(reading, fail="aclrtMemcpyAsync=507899")
-    assert message == "aclrtMemcpyAsync of 1048576 bytes to npu:0 failed with CANN's error 507899"
+    assert message == "aclrtMemcpyAsync of 1048576 bytes to npu:0 failed with CANN error 507899"

@@ -118,7 +118,10 @@ def refuse(checkpoint: str) -> str:
 @pytest.mark.slow
 def test_more_ranks_than_devices_are_refused(random_checkpoint):
     message = processes.call(refuse, str(random_checkpoint), devices=1)
-    assert message == "tensor_parallel is 2, but 1 npu devices are visible"
+    assert message == (
+        "tensor_parallel is 2, but the number of visible npu devices is 1; lower tensor_parallel, or make more devices "
+        "visible"
+    )
 
 
 @pytest.mark.parametrize("tower_parallel", ["items", pytest.param("replicate", marks=pytest.mark.slow)])

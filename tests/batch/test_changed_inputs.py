@@ -216,7 +216,9 @@ def test_a_file_that_is_cut_while_workers_read_it_ends_the_command(tmp_path: Pat
     done = tokenize(*command)
     gate.close()
     assert (done.returncode, done.stdout) == (3, "")
-    assert f"Error: {path} changed while the run was reading it: its size was {len(original)}, now " in done.stderr
+    assert (
+        f"Error: {path} changed while the run was reading it: its size was {len(original)} and is now " in done.stderr
+    )
     assert done.stderr.endswith("Fix that, then run the same command again to continue\n")
     again = tokenize(*command)
     assert again.returncode == 2

@@ -82,7 +82,9 @@ def test_an_input_under_another_path_continues_the_run(
 def test_a_copied_input_in_another_folder_is_another_input(name: str, place: Path, tmp_path: Path) -> None:
     shutil.copytree(place, tmp_path / "other")
     run_in_process(settings(place / name), tmp_path / "run")
-    with pytest.raises(InputError, match=rf"the input was {place / name}, now {tmp_path / 'other' / name}\. The media"):
+    with pytest.raises(
+        InputError, match=rf"the input was {place / name} and is now {tmp_path / 'other' / name}\. Relative paths"
+    ):
         run(settings(tmp_path / "other" / name), tmp_path / "run")
 
 
@@ -98,7 +100,9 @@ def test_a_linked_or_moved_file_without_its_pictures_is_another_input(how: str, 
         (other / "rows.jsonl").hardlink_to(place / "rows.jsonl")
     else:
         (place / "rows.jsonl").rename(other / "rows.jsonl")
-    with pytest.raises(InputError, match=rf"the input was {place}/rows.jsonl, now {other}/rows.jsonl\. The media"):
+    with pytest.raises(
+        InputError, match=rf"the input was {place}/rows.jsonl and is now {other}/rows.jsonl\. Relative paths"
+    ):
         run(settings(other / "rows.jsonl", shard_rows=2), folder)
 
 
@@ -118,7 +122,7 @@ def test_a_checkpoint_is_identified_by_its_files(place: Path, tmp_path: Path) ->
     assert run_in_process(copied, tmp_path / "run").num_rows == 3
     config = tmp_path / "checkpoint/config.json"
     config.write_text(config.read_text() + "\n")
-    with pytest.raises(InputError, match="holds another run: model_digest was "):
+    with pytest.raises(InputError, match="contains another run: model_digest was "):
         run(copied, tmp_path / "run")
 
 
@@ -140,7 +144,8 @@ def test_other_versions_do_not_continue_a_run(place: Path, tmp_path: Path, monke
     monkeypatch.setattr(settings_module, "versions", lambda: other)
     own = versions()["transformers"]
     message = (
-        rf"versions was transformers {own}, more \(none\), now transformers 4\.0\.0, more 1\. Choose another folder for"
+        rf"versions was transformers {own}, more \(none\) and is now transformers 4\.0\.0, more 1\. Choose another "
+        "folder for"
     )
     with pytest.raises(InputError, match=message):
         run(given, tmp_path / "run")
@@ -234,7 +239,7 @@ def test_repeated_ids_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     run_in_process(settings(written(tmp_path / "rows.jsonl", rows), shard_rows=3), tmp_path / "run")
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning == (
-        "4 rows have the id of an earlier row, such as rows 0 and 2, 1 and 4, 0 and 5. "
+        "4 rows have the same id as an earlier row, for example rows 0 and 2, 1 and 4, 0 and 5. "
         "Join results to the input by `row`, which is unique"
     )
     assert Manifest.read(tmp_path / "run").num_repeated_ids == 4

@@ -173,7 +173,7 @@ def test_a_run_of_another_format_is_not_called_damaged(folder: Path) -> None:
 
 
 def test_a_path_without_a_run_and_a_missing_row_are_refused(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="does not hold a finished run"):
+    with pytest.raises(InputError, match="does not contain a finished run"):
         Dataset(tmp_path)
     with pytest.raises(InputError, match=r"manifest.json is a file. Give the folder of a finished run"):
         Dataset(whole / "manifest.json")

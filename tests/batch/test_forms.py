@@ -523,7 +523,7 @@ def test_a_refused_call_leaves_no_copy_of_standard_input(tmp_path: Path, monkeyp
     run_in_process(settings(rows), tmp_path / "run")
     before = sorted(path.name for path in (tmp_path / "run").iterdir())
     shown = CliRunner().invoke(main, ["tokenize", "-", "--output", str(tmp_path / "run")], input='{"text": "b"}\n')
-    assert (shown.exit_code, "holds another run: " in shown.stderr) == (2, True), shown.output
+    assert (shown.exit_code, "contains another run: " in shown.stderr) == (2, True), shown.output
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
 
 

@@ -135,7 +135,7 @@ def test_the_error_for_a_folder_of_tables_says_how_to_name_them(tmp_path: Path) 
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables/0.parquet").write_bytes(b"PAR1")
     with pytest.raises(
-        InputError, match=r"1 file \(\.parquet 1\)\. If these files hold rows, give their names: .*/\*\.parquet"
+        InputError, match=r"1 file \(\.parquet 1\)\. If these files contain rows, give their names: .*/\*\.parquet"
     ):
         run(settings(tmp_path / "tables"), tmp_path / "run")
     assert not (tmp_path / "run").exists()

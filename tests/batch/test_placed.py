@@ -74,10 +74,10 @@ def test_media_columns_fill_the_placeholders_of_the_chat(places: Any, columns: A
             {"images": ["a.png"], "video": "b.mp4"},
             "has 1 items of kind video, but its messages have places for 0",
         ),
-        ([AND], {"images": ["a.png"]}, "Choose with --select-columns"),
-        ([{"type": "image"}], {"images": ["a.png"], "text": "What?"}, "Choose with --select-columns"),
+        ([AND], {"images": ["a.png"]}, "Choose one of them with --select-columns"),
+        ([{"type": "image"}], {"images": ["a.png"], "text": "What?"}, "Choose one of them with --select-columns"),
         ([{"type": "image", "url": None}, {"type": "image", "min_pixels": 9}], {"image": "a.png"}, "exactly one of"),
-        (["image"], {"images": ["a.png"]}, "Choose with --select-columns"),
+        (["image"], {"images": ["a.png"]}, "Choose one of them with --select-columns"),
     ],
 )
 def test_placeholders_and_media_that_do_not_match_are_refused(places: Any, columns: Any, why: str) -> None:

@@ -73,7 +73,7 @@ def test_a_dataset_is_a_sequence(folder: Path) -> None:
     assert "gone.png" in dataset[2].error
     with pytest.raises(IndexError, match="there is no row 8; the data set has 8 rows"):
         dataset[8]
-    with pytest.raises(InputError, match=r"does not hold a finished run: there is no manifest\.json"):
+    with pytest.raises(InputError, match=r"does not contain a finished run: there is no manifest\.json"):
         Dataset(folder.parent)
 
 
@@ -260,8 +260,14 @@ def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp
     copy.write_text("a line without an end")
     for other, differing in (
         (["--tokenized", str(tmp_path / "run"), *arguments], "out.jsonl has answers of another run: run was "),
-        (["--tokenized", str(folder), *arguments, "--max-tokens", "5"], "another run: max_tokens was 4, now 5. Choose"),
-        (["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"], "was dtype auto, now dtype bfloat16. Choose"),
+        (
+            ["--tokenized", str(folder), *arguments, "--max-tokens", "5"],
+            "another run: max_tokens was 4 and is now 5. Choose",
+        ),
+        (
+            ["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"],
+            "was dtype auto and is now dtype bfloat16. Choose",
+        ),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
         (["--tokenized", str(folder), *arguments, "--output", "-"], "is not supported, because a later call"),
         (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0; it must be in"),

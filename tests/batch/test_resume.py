@@ -85,7 +85,10 @@ def test_files_left_by_killed_actors_are_removed_at_the_end(few: Path, whole: Pa
 
 def test_a_folder_with_other_files_is_refused_and_unchanged(few: Path, tmp_path: Path) -> None:
     (tmp_path / "errors.jsonl").write_text("mine")
-    with pytest.raises(InputError, match=r"does not hold a run, but has errors\.jsonl\. Choose a folder that is empty"):
+    with pytest.raises(
+        InputError,
+        match=r"does not contain a run, but has other files, such as errors\.jsonl\. Choose a folder that is empty",
+    ):
         run(settings(few), tmp_path)
     assert (tmp_path / "errors.jsonl").read_text() == "mine"
 
@@ -120,7 +123,7 @@ def test_a_change_in_the_middle_of_the_input_is_detected(tmp_path: Path) -> None
     path = written(tmp_path / "rows.jsonl", rows)
     run_in_process(settings(path, max_tokens=1), tmp_path / "run")
     path.write_bytes(path.read_bytes().replace(b"word 4", b"word 5"))
-    with pytest.raises(InputError, match=r"holds another run: input_digests\[0\] was"):
+    with pytest.raises(InputError, match=r"contains another run: input_digests\[0\] was"):
         run(settings(path, max_tokens=1), tmp_path / "run")
 
 

@@ -303,7 +303,7 @@ def test_a_row_with_several_sources_of_a_prompt_is_refused() -> None:
     for row in ({"prompt": "Q?", "text": "A."}, {"prompt": "Q?", "messages": MESSAGES}, {"inputs": [], "images": []}):
         with pytest.raises(
             InputError,
-            match=r"the row has .*; it must have only one of inputs, messages, and .*Choose with --select-columns",
+            match=r"the row has .*; it must have only one of inputs, messages, and .*Choose one of them with --select",
         ):
             parsed(row)
     assert parsed({"prompt": "Q?", "text": None}) == parsed({"text": "Q?"})
@@ -456,7 +456,9 @@ def test_a_selected_column_that_no_line_has_is_refused(tmp_path: Path) -> None:
     rows = written(tmp_path / "rows.jsonl", [{"image": "0.jpg"}, {"image": "1.jpg", "text": "q"}])
     written(tmp_path / "none.jsonl", [])
     for columns, wrong in ((("txt", "image"), "txt"), (("text", "img"), "img")):
-        with pytest.raises(InputError, match=rf"rows.jsonl has no row with '{wrong}'\. Correct --select-columns"):
+        with pytest.raises(
+            InputError, match=rf"rows.jsonl has no row with the key '{wrong}'\. Correct --select-columns"
+        ):
             run_in_process(settings(rows, columns=columns), tmp_path / "refused")
     for path in (rows, tmp_path / "none.jsonl"):
         Run.of(settings(path, columns=("text", "image")), tmp_path)

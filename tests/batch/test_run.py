@@ -113,8 +113,8 @@ def test_a_run_stops_at_too_many_failed_rows_and_continues_with_a_higher_limit(l
     assert (done.returncode, done.stdout) == (3, "")
     *_, progress, error = done.stderr.splitlines()
     count = 1 if given == "stop" else 2
-    reason = rf"\(rows that failed: {count}; the limit is {count - 1}\)\. Fix that, then .* again to continue"
-    assert re.fullmatch(rf"Error: row {row}: MediaError: .* {reason}", error)
+    reason = rf"Number of failed rows: {count}; the limit is {count - 1}\. Fix that, then .* again to continue"
+    assert re.fullmatch(rf"Error: row {row}: MediaError: .*\. {reason}", error)
     shown = json.loads(progress)
     assert (shown["rows"], shown["errors"], shown["resumed_rows"]) == (row + 1, count, 0)
     assert not list((tmp_path / "run").glob("*.partial"))
@@ -166,11 +166,13 @@ def test_no_resume_needs_an_empty_folder(lines, tmp_path):
 def test_another_run_is_refused_with_the_differences(lines, tmp_path):
     run_in_process(settings(lines), tmp_path / "run")
     before = content(tmp_path / "run")
-    with pytest.raises(InputError, match=r"holds another run: limit was None, now 3; shard_rows was 7, now 8\. Choose"):
+    with pytest.raises(
+        InputError, match=r"contains another run: limit was None and is now 3; shard_rows was 7 and is now 8\. Choose"
+    ):
         run(settings(lines, shard_rows=8, limit=3), tmp_path / "run")
     with lines.open("a") as file:
         file.write('{"text": "more"}\n')
-    with pytest.raises(InputError, match=r"holds another run: input_digests\[0\] was"):
+    with pytest.raises(InputError, match=r"contains another run: input_digests\[0\] was"):
         run(settings(lines), tmp_path / "run")
     assert content(tmp_path / "run") == before
 
@@ -419,7 +421,10 @@ def test_killed_workers_lose_only_the_rows_they_worked_on(media, rows, tmp_path,
         fifo.unlink()
     errors = {sample.id: sample.error for sample in Dataset(tmp_path / "run")}
     assert errors["killed 1"] is None
-    how = "the worker exited twice with signal 9 at this row. The second time, no other row was being processed"
+    how = (
+        "the worker exited twice with signal 9 at this row. When the worker exited the second time, it was "
+        "processing only this row"
+    )
     assert errors["killed 2"] == f"ProcessDied: {how}"
     assert manifest.num_errors == len(BAD) + 1
     assert deadly[2].alone[1:] == [True]

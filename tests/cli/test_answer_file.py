@@ -54,10 +54,10 @@ def test_a_second_call_cannot_write_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("weights_digest", "other", "weights_digest was , now other"),
-        ("settings", {"dtype": "float32"}, "settings was dtype auto, now dtype float32"),
-        ("versions", {"torch": "3"}, "versions was torch 2, now torch 3"),
-        ("sampling", SamplingParams(top_p=0.5), "top_p was 1.0, now 0.5"),
+        ("weights_digest", "other", "weights_digest was  and is now other"),
+        ("settings", {"dtype": "float32"}, "settings was dtype auto and is now dtype float32"),
+        ("versions", {"torch": "3"}, "versions was torch 2 and is now torch 3"),
+        ("sampling", SamplingParams(top_p=0.5), "top_p was 1.0 and is now 0.5"),
     ],
 )
 def test_answers_of_another_origin_are_refused(part: str, value: object, message: str, tmp_path: Path) -> None:
@@ -83,6 +83,6 @@ def test_answers_of_another_device_are_refused(tmp_path: Path) -> None:
     answer(tmp_path / "out.jsonl", 0)
     ORIGIN.require_device(tmp_path / "out.jsonl", "npu:0")
     ORIGIN.require_device(tmp_path / "out.jsonl", "npu:1")
-    with pytest.raises(InputError, match="has answers of another run: device was npu, now cpu"):
+    with pytest.raises(InputError, match="has answers of another run: device was npu and is now cpu"):
         ORIGIN.require_device(tmp_path / "out.jsonl", "cpu")
     assert answer(tmp_path / "out.jsonl", 1) == [1, 0, None]

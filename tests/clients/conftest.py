@@ -1,4 +1,4 @@
-"""The service that all clients ask."""
+"""Fixtures: the service that all clients use, and media for the requests."""
 
 from __future__ import annotations
 

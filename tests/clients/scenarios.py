@@ -1,4 +1,4 @@
-"""What the scripts of all clients share.
+"""Values and functions that the scripts of all clients share.
 
 Each script runs in its client's own environment and gets the service's URL and a folder of media as arguments. It
 has one function without arguments per scenario. Only the standard library may be imported here.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Only outcomes go to the standard output. Clients print to the standard error.
+# Only outcomes are written to standard output. The output of clients is redirected to standard error.
 OUTCOMES = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 

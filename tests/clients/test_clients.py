@@ -1,6 +1,6 @@
-"""Real clients of OpenAI's interface, in environments of their own, which `make test-clients` fills.
+"""Tests with real clients of OpenAI's API. `make test-clients` installs the clients into separate environments.
 
-A script has the scenarios of one client. It runs once, and each scenario is a test.
+A script contains the scenarios of one client. The script runs once, and each of its scenarios is a test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(SCRIPT_TIMEOUT_S + 60)]
 
 
 def cases() -> list[object]:
-    """Return the scenarios of all scripts. Those of clients that are not installed are skipped."""
+    """Return the scenarios of all scripts. Scenarios of clients that are not installed are skipped."""
     made: list[object] = []
     for script in sorted(path for path in HERE.glob("*/*") if path.suffix in {".py", ".mjs"}):
         environment = INSTALLED / script.parent.name
@@ -45,10 +45,10 @@ def command(script: Path) -> list[str]:
     """Return the command of a script in its client's environment."""
     environment = INSTALLED / script.parent.name
     if script.suffix == ".py":
-        # Without -P, scripts that have the names of their clients would hide the clients' modules.
+        # Without -P, Python would import a script in place of the client's module of the same name.
         return [str(environment / "bin/python"), "-P", str(script)]
     for module in script.parent.glob("*.mjs"):
-        shutil.copy(module, environment)  # Node looks for packages beside the module
+        shutil.copy(module, environment)  # Node searches for packages in the module's folder
     return ["node", str(environment / script.name)]
 
 
@@ -56,7 +56,8 @@ def command(script: Path) -> list[str]:
 def outcomes(script: Path, url: str, media: Path) -> tuple[dict[str, str | None], str]:
     """Run a script.
 
-    Return the error of each scenario that has ended, which is None if the scenario passed, and how the script ended.
+    Return the error of each scenario that has ended, and how the script ended. If a scenario passed, its error is
+    None.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     given = [*command(script), url, str(media)]

@@ -69,9 +69,9 @@ async def test_an_item_is_written_again_when_its_decoder_is_killed_while_writing
 @pytest.mark.parametrize(
     ("number", "error", "message"),
     [
-        (signal.SIGKILL, ProcessDied, "two decoders died while decoding the item, the last with status -9"),
-        (signal.SIGSEGV, MediaError, "the item crashed two decoders, the last with SIGSEGV"),
-        (signal.SIGABRT, MediaError, "the item crashed two decoders, the last with SIGABRT"),
+        (signal.SIGKILL, ProcessDied, "two decoders died while decoding the item; the second one died with status -9"),
+        (signal.SIGSEGV, MediaError, "the item crashed two decoders; the second one died with SIGSEGV"),
+        (signal.SIGABRT, MediaError, "the item crashed two decoders; the second one died with SIGABRT"),
     ],
 )
 async def test_an_item_that_kills_two_decoders_fails_alone(
@@ -351,7 +351,9 @@ async def test_items_fail_soon_while_the_nursery_dies_at_every_start(
         patch.setattr(bench.decoders._nursery, "_setup", "no JSON")
         bench.nursery.kill()
         await until(lambda: not bench.decoders.pids)
-        with pytest.raises(NoProcess, match=r"no decoder is alive; the last one did not start: .*before it was ready"):
+        with pytest.raises(
+            NoProcess, match=r"no decoder is alive, and the last attempt to start one failed: .*before it was ready"
+        ):
             await bench.plan(SMALL)
     await bench.whole()
     assert same(await bench.arrays(SMALL), bench.arrays_in_process(SMALL))

@@ -98,7 +98,7 @@ def test_a_step_that_cannot_be_recorded_runs_operator_by_operator(model, prompts
     monkeypatch.setattr(type(model), "head", waiting)
     assert run(Engine(model, EngineConfig()), prompts, max_tokens=8) == expected
     assert not recorded
-    warning = "decode steps are not recorded as graphs; each operator is launched separately: "
+    warning = "decode steps cannot be recorded as graphs, so each operator is launched separately: "
     assert [record.message for record in caplog.records if "recorded" in record.message] == [
         f"{warning}aten.item.default waits for the device"
     ]
@@ -128,7 +128,7 @@ def test_the_first_error_of_a_recording_is_logged(model, prompts, monkeypatch, r
     _, errors = run(Engine(model, EngineConfig()), prompts[:1], max_tokens=4)
     assert not errors
     assert [record.message for record in caplog.records if "recorded" in record.message] == [
-        "decode steps are not recorded as graphs; each operator is launched separately: waits for the device"
+        "decode steps cannot be recorded as graphs, so each operator is launched separately: waits for the device"
     ]
 
 
@@ -154,7 +154,9 @@ def test_sizes_that_run_out_of_memory_are_not_recorded_and_smaller_ones_are(
     assert sum(recorded) == 29
     (warning,) = [record.message for record in caplog.records if "recorded" in record.message]
     assert warning.startswith("decode steps that gather ")
-    assert warning.endswith(" tokens or more are not recorded as graphs; each operator is launched separately: lacking")
+    assert warning.endswith(
+        " tokens or more cannot be recorded as graphs, so each operator is launched separately: lacking"
+    )
 
 
 def test_long_sequences_are_not_recorded(model, prompts, monkeypatch, recorded):

@@ -318,5 +318,5 @@ def test_a_loose_view_does_not_keep_its_arena_mapped(tokenizer, tmp_path):
     tokenizer.close()
     drop_removed(cleanups=True)
     gc.collect()
-    with pytest.raises(SegmentMissing, match="its arena was closed"):
+    with pytest.raises(SegmentMissing, match="the arena of the block was closed"):
         loose.verify()

@@ -99,7 +99,7 @@ def test_an_answer_that_is_not_streamed_is_repeated_unchanged(rig: Rig) -> None:
 
 
 def test_a_streamed_call_ends_with_an_error_if_the_engine_dies(rig: Rig) -> None:
-    """End a stream of tool calls, and one of a deprecated function call, as clients expect it of an error."""
+    """Streams of tool calls and of a deprecated function call end with an error in the format that clients expect."""
     text = {"type": "object", "properties": {"text": {"type": "string", "minLength": 2000}}, "required": ["text"]}
     function = {"name": "write", "parameters": text}
     body: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello!"}], "stream": True}

@@ -284,7 +284,7 @@ def test_only_one_dimensional_float_arrays_are_samples():
     assert media.options.sampling_rate == 8000
     assert read_source(media).dtype == np.float32
     for wrong in (np.zeros((2, 5), np.float32), np.zeros(5, np.int16), np.zeros(0, np.float32)):
-        with pytest.raises(InputError, match=r"audio samples have .*; they must be float \[samples\]"):
+        with pytest.raises(InputError, match=r"audio samples have .*; they must be float values of shape \[samples\]"):
             read_source(Media("audio", wrong))
 
 

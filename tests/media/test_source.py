@@ -92,7 +92,7 @@ def test_pixels_are_returned_as_arrays():
     ],
 )
 def test_pixels_of_another_shape_or_dtype_are_refused(kind, array):
-    with pytest.raises(InputError, match=r"must be uint8 \["):
+    with pytest.raises(InputError, match=r"must be uint8 RGB values of shape \["):
         read_source(Media(kind, array))
 
 

@@ -67,7 +67,7 @@ def test_missing_weights_are_named(copy):
 def test_unexpected_weights_are_named(copy):
     rewrite(copy, lambda weights: weights.update({"model.adapter.weight": torch.zeros(2), "zeta": torch.zeros(2)}))
     message = refused(copy)
-    assert "2 weights that its model does not have" in message
+    assert "2 weights that its model class does not have" in message
     assert "model.adapter.weight" in message
 
 

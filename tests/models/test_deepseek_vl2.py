@@ -189,7 +189,10 @@ class TestDeepseekVL2(DeepseekVL2Contract):
         [
             (lambda w: w.pop("view_seperator"), "lacks 1 weights.*view_seperator"),
             (lambda w: w.update({"language.model.layers.0.mlp.gate.weight": torch.zeros(2)}), r"0\.mlp\.gate\.weight"),
-            (lambda w: w.update({"image_newline": torch.zeros(3)}), r"image_newline: \[3\], not \[128\]"),
+            (
+                lambda w: w.update({"image_newline": torch.zeros(3)}),
+                r"image_newline, which has shape \[3\] instead of \[128\]",
+            ),
         ],
         ids=["missing", "unknown", "whose shape does not match"],
     )

@@ -304,7 +304,7 @@ class TestDeepseekVLOriginal(OriginalContract):
             (lambda w: w.update(answer=torch.zeros(2)), "does not have; the first is answer"),
             (
                 lambda w: w.update({"vision_model.vision_tower.blocks.1.attn.qkv.bias": torch.zeros(95)}),
-                r"vision_model.vision_tower.blocks.1.attn.qkv.bias: \[95\], not \[96\]",
+                r"vision_model.vision_tower.blocks.1.attn.qkv.bias, which has shape \[95\] instead of \[96\]",
             ),
         ],
         ids=["projector", "qkv", "untied", "unknown", "shape does not match"],

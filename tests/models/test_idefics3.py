@@ -105,7 +105,7 @@ class TestIdefics3(ExtremeShapes, FamilyContract):
     @pytest.mark.parametrize(
         ("file", "change", "named"),
         [
-            ("config", {"scale_factor": 3}, "positive multiple of scale_factor, 3"),
+            ("config", {"scale_factor": 3}, r"positive multiple of scale_factor \(3\)"),
             ("config", {"image_token_id": 2}, "image_token_id is 2"),
             ("processor_config", {"image_seq_len": 16}, "image_seq_len is 16"),
             ("preprocessor_config", {"do_resize": False}, "do_resize is False"),

@@ -277,7 +277,7 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
             (lambda w: w.update(answer=torch.zeros(2)), "does not have; the first is answer"),
             (
                 lambda w: w.update({"vision_model.encoder.layers.1.attn.qkv.bias": torch.zeros(95)}),
-                r"vision_model.encoder.layers.1.attn.qkv.bias: \[95\], not \[96\]",
+                r"vision_model.encoder.layers.1.attn.qkv.bias, which has shape \[95\] instead of \[96\]",
             ),
         ],
         ids=["projector", "qkv", "untied", "unknown", "shape does not match"],
@@ -370,12 +370,12 @@ class TestInternVLOriginal(ExtremeShapes, FamilyContract):
             (
                 "Qwen2Tokenizer",
                 "merges.txt",
-                r"has no tokenizer\.json, nor vocab\.json and merges\.txt; copy the missing files",
+                r"has no tokenizer\.json, and does not have both vocab\.json and merges\.txt; copy the missing files",
             ),
             (
                 "InternLM2Tokenizer",
                 "vocab.json",
-                r"has no tokenizer\.json, which its tokenizer class, InternLM2Tokenizer, requires; copy",
+                r"has no tokenizer\.json, which the tokenizer class InternLM2Tokenizer requires; copy",
             ),
             (None, "vocab.json", r"has no tokenizer\.json, and no tokenizer_config\.json with a tokenizer_class; copy"),
         ],

@@ -357,7 +357,7 @@ def test_words_that_do_not_belong_to_the_family_are_refused(model, mindie, path_
     for wrong in ((2 * rows, width // 2), (rows // 2, 2 * width), (rows * width,)):
         with pytest.raises(CorruptReference, match=r"the segment has the shape .*, but the grid of the image needs"):
             model.read(changed(1, encode_shape_to_int64(wrong)))
-    with pytest.raises(CorruptReference, match="is the name psm_abCD123"):
+    with pytest.raises(CorruptReference, match="encodes the name psm_abCD123"):
         get_data_from_shm(encode_shm_name_to_int64("abCD123"), shape, np.uint8)
     with pytest.raises(CorruptReference, match="which is neither a token id nor a name word"):
         model.read(changed(0, encode_shm_name_to_int64("abCD123")))

@@ -69,7 +69,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 BASES: Mapping[str, str] = {"llava15_lora": "llava15", "qwen3_vl_8b_lora": "qwen3_vl_cosmos2"}
 """Checkpoints whose config.json is used for a folder that contains only an adapter and processor files."""
 REFUSED: Mapping[str, str] = {
-    "internvl_chat_2b": r"no tokenizer\.json, which .* InternLM2Tokenizer, requires.*OpenGVLab/InternVL3-1B-hf",
+    "internvl_chat_2b": r"no tokenizer\.json, which .* InternLM2Tokenizer requires.*OpenGVLab/InternVL3-1B-hf",
     "deepseek_ocr2": r"DeepseekOCR2ForCausalLM.*not supported.*deepseek-ai/deepseek-vl2-tiny",
     "llava15_lora": r"no config\.json.*adapter.*merge",
     "llava_next_video": r"'llava_next_video' \(LlavaNextVideoFor.*no family supports.*llava_next, .* such as llava-hf/",

@@ -113,7 +113,7 @@ def test_token_ids_of_prompt_and_answer_are_returned(client: openai.OpenAI, http
 
 
 def test_fields_that_a_request_does_not_ask_for_are_null_in_whole_answers(client: openai.OpenAI, http: Any) -> None:
-    """Clients of vLLM read these fields without asking whether they are there."""
+    """Clients of vLLM read these fields without checking whether they exist."""
     whole = chat(client)
     assert (whole.prompt_logprobs, whole.prompt_token_ids, whole.choices[0].token_ids) == (None, None, None)
     assert (whole.choices[0].message.reasoning, whole.choices[0].message.reasoning_content) == (None, None)
@@ -136,7 +136,7 @@ def test_tokens_may_be_written_as_ids(client: openai.OpenAI, http: Any) -> None:
     )
 
 
-# --- which tokens are drawn
+# --- which tokens are generated
 
 
 def test_bad_words_are_not_generated(client: openai.OpenAI) -> None:
@@ -180,7 +180,7 @@ def test_log_probabilities_of_the_whole_vocabulary(client: openai.OpenAI, http: 
 
 
 def test_log_probabilities_of_named_tokens(client: openai.OpenAI) -> None:
-    """The drawn token comes first, and then the requested tokens in order. The values are those of `top_logprobs`."""
+    """The sampled token is first. The requested tokens follow in order. Their values equal those of `top_logprobs`."""
     (every,) = chat(client, logprobs=True, top_logprobs=-1, return_tokens_as_token_ids=True, max_tokens=3).choices
     expected = [{one.token: one.logprob for one in position.top_logprobs} for position in every.logprobs.content]
     for ids in ([5, 700, 3], [64]):

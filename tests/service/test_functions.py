@@ -15,7 +15,7 @@ WEATHER_CALL: Any = {"name": "get_weather"}
 
 
 def answer(client: openai.OpenAI, **changes: Any) -> tuple[str | None, Any, str]:
-    """Return the content of an answer, its call as a dict, and the reason for its end."""
+    """Return the content of an answer, its call as a dict, and its finish reason."""
     given: Any = {"messages": HELLO, "temperature": 0, "max_tokens": 200, "functions": FUNCTIONS} | changes
     created = client.chat.completions.create(model="tiny", **given)
     if not given.get("stream"):
@@ -92,7 +92,11 @@ def test_functions_and_their_history_make_the_prompt_of_tools(http: httpx2.Clien
         ({"functions": [{"name": "a\0"}]}, "functions", "cannot be printed"),
         ({"functions": [{"name": "a"}] * 2}, "functions", "functions[1].name is 'a', which is also the name"),
         ({"functions": [{"name": "a", "parameters": 3}]}, "functions", "functions[0].parameters is of type int"),
-        ({"functions": FUNCTIONS, "function_call": {"name": "b"}}, "function_call", "names 'b', which is not the name"),
+        (
+            {"functions": FUNCTIONS, "function_call": {"name": "b"}},
+            "function_call",
+            "has the name 'b', which is not the name",
+        ),
         ({"functions": FUNCTIONS, "function_call": "required"}, "function_call", "it must be 'none', 'auto' or"),
         ({"functions": FUNCTIONS, "function_call": {"name": 5}}, "function_call", "it must be 'none', 'auto' or"),
         ({"functions": FUNCTIONS, "tools": TOOLS}, "functions", "leave functions out"),

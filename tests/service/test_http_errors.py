@@ -287,7 +287,7 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
             "/generate",
             {"inputs": [{"text": "a"}], "parameters": {"return_full_text": True}},
             "parameters",
-            "requires inputs",
+            "inputs is not a string",
         ),
         ("/infer", {"inputs": "a", "parameters": {"logprobs": True}}, "parameters", "logprobs is not supported"),
         ("/infer", {"inputs": "a", "parameters": {"grammar": "a"}}, "parameters", "grammar is not supported"),

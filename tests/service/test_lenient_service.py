@@ -81,7 +81,7 @@ def test_priorities_are_accepted(lenient: RunningService, service: RunningServic
 
 
 def test_json_objects_may_have_other_properties(lenient: RunningService, service: RunningService) -> None:
-    """The model is biased against closing the object, so it adds a property if it may. `strict` always forbids that."""
+    """Because of a bias against `}`, the model adds a property if this is allowed. `strict` always forbids this."""
     (brace,) = post(service, "/tokenize", {"prompt": "}"})["tokens"]
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
 

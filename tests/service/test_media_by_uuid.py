@@ -41,7 +41,7 @@ def image(url: str | None, uuid: Any = None, **more: Any) -> dict[str, Any]:
 
 
 def post(http: Any, *parts: Any, key: str | None = None, status: int = 200, **changes: Any) -> Any:
-    """Return an answer without what differs from request to request, or the message of an error."""
+    """Return an answer without the fields that differ between requests, or the message of an error."""
     body = {"messages": [{"role": "user", "content": [*parts, QUESTION]}], "temperature": 0, "max_tokens": 12} | changes
     answer = http.post(CHAT, json=body, headers={"Authorization": f"Bearer {key}"} if key else {})
     assert answer.status_code == status, answer.text
@@ -164,7 +164,7 @@ def test_the_items_that_were_used_last_are_kept(http: Any, red_square: str) -> N
     assert NO_DATA in post(http, image(None, "old"), status=400)
     assert NO_DATA in post(http, image(None, "noise 0"), status=400)
     post(http, image(None, "noise 3"))
-    # An item that is larger than all the room is served, and not kept in place of the earlier one.
+    # An item that is larger than the whole store is used but not kept, and the earlier item of its name is removed.
     post(http, image(noise(MEDIA_UUID_BYTES + 4 * KiB), "used"))
     assert NO_DATA in post(http, image(None, "used"), status=400)
     post(http, image(None, "noise 3"))

@@ -212,7 +212,7 @@ def schemathesis(description: str, *options: str, cwd: Path) -> None:
         text=True,
         check=False,
         cwd=cwd,
-        timeout=1180,  # of a hang
+        timeout=1180,  # only a hang takes so long
     )
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-1000:]
 
@@ -232,9 +232,9 @@ BESIDE: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
 }
-"""Fields that a field needs."""
+"""Further fields that a request must have, by the name of the field that requires them."""
 INSTEAD = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "prompt": "messages"}
-"""Field that a field replaces."""
+"""Name of the field that another field replaces, by the name of the other field."""
 EXAMPLES: dict[str, Any] = {
     "model": "tiny",
     "seed": 7,
@@ -255,16 +255,16 @@ EXAMPLES: dict[str, Any] = {
     **dict.fromkeys(("guided_regex", "regex"), "[a-c]{3}"),
     **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), 'root ::= "a"'),
 }
-"""Valid values of fields for which random values are hardly ever valid."""
+"""Valid values of fields for which random values are almost never valid."""
 ELSEWHERE_VALID = {"inputs", "chat_template"}
 """Fields of /tokenize for `inputs`."""
 
 
 def one_by_one(described: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of bodies that are valid apart from one field, for each field.
+    """Return the description of bodies in which one field has random values, and the other fields are valid.
 
-    A body with random values in all fields is always refused, because one of them is invalid. In the same way, objects
-    with many optional properties have one of them.
+    There is a body for each field. A body with random values in all fields would always be refused, because at least
+    one value would be invalid. For the same reason, an object with many optional properties has only one of them.
     """
     components = described["components"]["schemas"]
     paths = {}
@@ -296,7 +296,7 @@ def closed_object(properties: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_each_field_alone_is_answered_as_described(service: RunningService, http: Any, tmp_path: Path) -> None:
-    """Find no violation in bodies that are valid apart from one field. Each field also gets a value that is served."""
+    """Let schemathesis test the bodies of `one_by_one`. At least one value of each field must be accepted."""
     described = http.get("/openapi.json").json()
     names = {
         path: [*described["components"]["schemas"][body]["properties"]]

@@ -438,7 +438,7 @@ def test_a_folder_of_data_is_refused_as_spool(settings: dict[str, object], tmp_p
     (tmp_path / "a" / "image").mkdir(parents=True)
     (tmp_path / "a" / "shm_name.txt").touch()
     with (
-        pytest.raises(RuntimeError, match=f"{tmp_path / 'a'} is not a request directory .*is not a spool"),
+        pytest.raises(RuntimeError, match=f"{tmp_path / 'a'} is not a request directory, .*is therefore not a spool"),
         running_service(settings | {"spool": tmp_path}, tmp_path / "log"),
     ):
         pytest.fail("started")

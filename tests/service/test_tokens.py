@@ -103,8 +103,8 @@ def test_inputs_have_the_same_prompt_as_generate(http: Any, chat_template: bool 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": "Hello!", "chat_template": False}, "chat_template is False, which requires inputs"),
-        ({"messages": [{"role": "user", "content": "a"}], "chat_template": True}, "is True, which requires inputs"),
+        ({"prompt": "Hello!", "chat_template": False}, "chat_template is False, but there are no inputs"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template": True}, "is True, but there are no inputs"),
         ({"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages }}"}, "must be true or false"),
         ({"inputs": [{"text": "a"}], "chat_template": 0}, "must be true or false"),
     ],

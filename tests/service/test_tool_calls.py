@@ -233,11 +233,11 @@ def test_tools_that_cannot_be_served_are_refused_within_a_second(
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"type": "function", "function": {"name": "other"}}, "names 'other', which is not the name of a tool"),
+        ({"type": "function", "function": {"name": "other"}}, "has the name 'other', which is not the name of a tool"),
         ("sometimes", "tool_choice is 'sometimes'; it must be"),
         ({"type": "web_search"}, "it must be"),
         ({"type": "function", "function": {"name": 5}}, "it must be"),
-        ({"type": "function", "function": {"name": ""}}, "names '', which is not the name of a tool"),
+        ({"type": "function", "function": {"name": ""}}, "has the name '', which is not the name of a tool"),
         ([], "it must be"),
         ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "it must be"),
     ],

@@ -205,7 +205,7 @@ def test_structured_outputs_begin_after_the_reasoning(handy: RunningService, str
 
 
 def test_deltas_of_a_model_that_reasons_say_where_they_have_no_reasoning(handy_http: httpx2.Client) -> None:
-    """Clients read `delta.reasoning_content` without asking whether it is there."""
+    """Clients read `delta.reasoning_content` without checking whether it exists."""
     body = {"messages": MESSAGES, "stream": True, "max_tokens": 16, "thinking_token_budget": 4, "temperature": 0}
     for changes, keys in (({}, {"reasoning", "reasoning_content"}), ({"include_reasoning": False}, set())):
         asked = body | {"chat_template_kwargs": {"enable_thinking": True}} | changes

@@ -436,7 +436,8 @@ def test_swapped_and_damaged_words_are_refused(path_file):
         with pytest.raises(CorruptReference):
             get_data_from_shm(name, bad, np.uint8)
     with pytest.raises(
-        CorruptReference, match="is the name psm_abCD123; the name of a segment must be psm_ and 8 hexadecimal digits"
+        CorruptReference,
+        match="encodes the name psm_abCD123; the name of a segment must be psm_ and 8 hexadecimal digits",
     ):
         get_data_from_shm(encode_shm_name_to_int64("abCD123"), word, np.uint8)
     release(path_file)

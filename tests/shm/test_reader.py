@@ -76,7 +76,7 @@ def test_a_reference_with_a_wrong_dtype_or_shape_is_refused(arena: Arena) -> Non
         Ref(ref.arena, ref.block, ref.generation, "int8", ref.shape),
         Ref(ref.arena, ref.block, ref.generation, ref.dtype, (588, 300)),
     ):
-        with pytest.raises(CorruptReference, match="first array of the block has dtype uint8"):
+        with pytest.raises(CorruptReference, match="first array of the block, which has dtype uint8"):
             attach(wrong)
 
 
@@ -211,7 +211,7 @@ def test_a_damaged_block_header_is_missing(arena: Arena) -> None:
 
 
 def test_a_block_beyond_the_table_is_stale(arena: Arena) -> None:
-    with pytest.raises(StaleReference, match="has only 64 blocks"):
+    with pytest.raises(StaleReference, match="has only 64 entries for blocks"):
         attach(Ref(arena.number, 64, 1))
     free(Ref(arena.number, 64, 1))
 

@@ -256,7 +256,9 @@ def test_a_dataset_is_not_taken_for_a_dead_request(tmp_path: Path) -> None:
     (tmp_path / "a" / "shm_name.txt").touch()
     assert collect([tmp_path]).of("request_dead") == ()
     assert (tmp_path / "a" / "image").is_dir()
-    with pytest.raises(InputError, match=f"{tmp_path / 'a'} is not a request directory.*{tmp_path} is not a spool"):
+    with pytest.raises(
+        InputError, match=f"{tmp_path / 'a'} is not a request directory, .*{tmp_path} is therefore not a spool"
+    ):
         require_spool(tmp_path)
 
 

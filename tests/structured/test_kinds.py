@@ -178,7 +178,7 @@ def test_fields_are_converted_to_their_types() -> None:
         ({"grammar": 'start: "a" b'}, "the grammar is not supported"),
         ({"grammar": "start: start"}, "no output can match it"),
         ({"grammar": "start: %json {"}, "after %json in the grammar is not valid JSON"),
-        ({"grammar": "start: %json " + '{"a": ' * 5000}, "nests too deeply"),
+        ({"grammar": "start: %json " + '{"a": ' * 5000}, "is nested too deeply"),
         ({"grammar": 'start: %json {"$ref": "http://127.0.0.1:1/schema.json"}'}, "the grammar is not supported"),
         ({"grammar": "start: <no_such_token>"}, "the grammar is not supported"),
         ({"json": "[]"}, "not a JSON object"),

@@ -121,7 +121,7 @@ def test_an_added_token_may_be_written_as_the_token_or_by_its_letters(tokenizer:
     ("given", "said"),
     [
         ("", "not valid JSON"),
-        ("[" * 100_00, "nests too deeply|not valid JSON"),
+        ("[" * 100_00, "is nested too deeply|not valid JSON"),
         ("[]", "not a JSON object"),
         ({}, "has format None"),
         ({"format": {"type": 3}}, "has type 3"),

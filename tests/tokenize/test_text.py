@@ -248,7 +248,7 @@ def test_a_custom_role_is_accepted_if_the_template_writes_it(
     messages = [*user("Hello!"), {"role": role, "content": "Hm."}]
     if not is_taken:
         with pytest.raises(
-            InputError, match=f"role {role} is not supported: the model's chat template does not write it"
+            InputError, match=f"role {role} is not supported: the model's chat template does not write this role's name"
         ):
             tokenizer.tokenize_chat(messages)
         return

@@ -133,7 +133,7 @@ def test_timings_and_tokens_are_those_of_the_answer(page: Page, service: Running
     body = caught.value.request.post_data_json
     ids = httpx2.post(f"{service.url}/tokenize", json={"messages": body["messages"]}).json()["tokens"]
     assert usage["prompt_tokens"] == len(ids)
-    expect(tokens.locator("figcaption")).to_contain_text(f"{len(ids)} of prompt")
+    expect(tokens.locator("figcaption")).to_contain_text(f"{len(ids)} in the prompt")
     for kind, name in (("image", "scene.png"), ("audio", "beeps.wav")):
         pad = max(set(ids), key=ids.count) if kind == "audio" else next(i for i in ids if 5 < ids.count(i) < 20)
         start, count = ids.index(pad), ids.count(pad)
@@ -207,9 +207,9 @@ def test_the_conversation_is_sent_only_on_request(page: Page) -> None:
     ask(page, "What is your name?")
     page.get_by_text("Options").click()
     page.get_by_label("Send the conversation so far").check()
-    page.get_by_label("Most tokens of an answer").fill("3")
+    page.get_by_label("Answer token limit").fill("3")
     turn = ask(page, "Hello!")
-    expect(turn).to_contain_text("Ended at the most tokens.")
+    expect(turn).to_contain_text("The answer ended at the maximum number of tokens.")
     assert [len(body["messages"]) for body in sent] == [1, 1, 5]
     assert sent[2]["messages"][1] == {"role": "assistant", "content": CHAT_ANSWERS["hello"]}
     assert sent[2]["max_tokens"] == 3
@@ -252,7 +252,7 @@ def test_errors_are_shown_in_words(page: Page, files: Path) -> None:
     page.get_by_role("button", name="Ask").click()
     expect(page.locator("#status")).to_contain_text("nothing to ask yet")
     page.get_by_label("Attach files").set_input_files(files / "notes.txt")
-    expect(page.locator("#status")).to_have_text("No picture, video or sound: notes.txt.")
+    expect(page.locator("#status")).to_have_text("Not a picture, video or sound: notes.txt.")
     attach(page, files / "broken.jpg")
     page.get_by_role("button", name="Ask").click()
     expect(page.get_by_role("alert")).to_contain_text("media item 0 (image)")
@@ -271,10 +271,18 @@ def test_errors_are_shown_in_words(page: Page, files: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "value", "words"),
     [
-        ("Temperature", "2.5", "Temperature: a number from 0 to 2, not 2.5."),
+        ("Temperature", "2.5", "Temperature must be a number from 0 to 2, not 2.5."),
         ("Temperature", "", None),
-        ("Most tokens of an answer", "0", "Most tokens of an answer: a whole number of at least 1, not 0."),
-        ("Most tokens of an answer", "1.5", "Most tokens of an answer: a whole number of at least 1, not 1.5."),
+        (
+            "Answer token limit",
+            "0",
+            "Answer token limit must be a whole number of at least 1, not 0.",
+        ),
+        (
+            "Answer token limit",
+            "1.5",
+            "Answer token limit must be a whole number of at least 1, not 1.5.",
+        ),
     ],
 )
 def test_an_invalid_option_is_named_and_unfolded(page: Page, label: str, value: str, words: str | None) -> None:
@@ -284,7 +292,7 @@ def test_an_invalid_option_is_named_and_unfolded(page: Page, label: str, value: 
     field.fill(value)
     if words is None:
         field.press("e")
-        words = "Temperature: a number from 0 to 2."
+        words = "Temperature must be a number from 0 to 2."
     page.get_by_text("Options").click()
     expect(field).to_be_hidden()
     question = page.get_by_label("Question", exact=True)

@@ -98,7 +98,7 @@ def test_a_broken_answer_returns_its_question_to_the_form(page: Page) -> None:
     body = f"data: {json.dumps(chunk)}\n\n"
     page.route(COMPLETIONS, lambda route: route.fulfill(content_type="text/event-stream", body=body))
     submit(page, WHAT)
-    expect(page.get_by_role("alert")).to_contain_text("ended before the answer was whole")
+    expect(page.get_by_role("alert")).to_contain_text("ended before the answer was complete")
     expect(page.locator(".answer")).to_have_text("red")
     expect(page.get_by_label("Question", exact=True)).to_have_value(WHAT)
 
@@ -119,6 +119,6 @@ def test_another_question_waits_for_the_first(page: Page) -> None:
     with page.expect_request(COMPLETIONS):
         submit(page, WHAT)
     submit(page, "And then?")
-    expect(page.locator("#status")).to_have_text("The answer before is still coming; Stop ends it.")
+    expect(page.locator("#status")).to_have_text("The previous answer is not finished. Press Stop to end it.")
     expect(page.get_by_label("Question", exact=True)).to_have_value("And then?")
     expect(page.locator("article")).to_have_count(1)

@@ -155,7 +155,7 @@ def test_media_that_the_history_cannot_contain_are_named(page: Page, files: Path
     answer_with(page, chunk_of("black"))
     ask_scripted(page, "What?")
     assert copied(page) == "### Human: [image: wide.png][audio: beeps.wav]What?\n### Assistant: black\n"
-    expect(page.locator("#status")).to_contain_text(re.compile("Named only: .*wide.png"))
+    expect(page.locator("#status")).to_contain_text(re.compile("only the names are copied: .*wide.png"))
 
 
 def ask_scripted(page: Page, question: str) -> None:
@@ -182,5 +182,5 @@ def test_dropped_items_are_counted_but_not_named(page: Page, files: Path) -> Non
     answer_with(page, chunk_of("star", media_spans=[span]), {"choices": [], "usage": usage})
     ask_scripted(page, "Which shape is it?")
     tokens = page.locator("article figure")
-    expect(tokens.locator("figcaption")).to_have_text("Tokens: 20 of prompt, 1 of answer; 1 item dropped")
+    expect(tokens.locator("figcaption")).to_have_text("Tokens: 20 in the prompt, 1 in the answer; 1 item dropped")
     expect(tokens.locator("li").first).to_contain_text("image star.jpg at 2 to 13")

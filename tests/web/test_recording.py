@@ -124,7 +124,7 @@ def test_a_video_may_be_attached_as_sound(page: Page, tmp_path: Path) -> None:
     page.get_by_label("Question", exact=True).fill("How many beeps do you hear?")
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("the file has no video stream")
-    page.get_by_label("Sound alone").check()
+    page.get_by_label("Send only the sound").check()
     turn = ask(page, "How many beeps do you hear?")
     expect(turn.get_by_text("audio voice.mp4")).to_be_visible()
     expect(turn.locator(".answer")).to_have_text("2")

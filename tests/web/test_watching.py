@@ -74,13 +74,13 @@ def test_shared_memory_is_shown_while_it_is_used(page: Page, service: RunningSer
         place = block["pieces"][0][0]
         assert float(str(rect.get_attribute("x"))) == pytest.approx(place % line / line * 640, abs=0.1)
         assert float(str(rect.get_attribute("y"))) == place // line * 12
-    page.get_by_role("combobox", name="Colours").select_option("by request")
+    page.get_by_role("combobox", name="Colors").select_option("by request")
     owners = [block["request"][:8] for block in arena["map"]]
     expect(page.locator("#owners li")).to_have_text(owners)
     looks = [rect.get_attribute("class") for rect in page.locator(".arena .block").all()]
     assert looks == [f"block owner-{int(owner[:6], 16) % 6} " for owner in owners]
     held.close()
-    expect(rows).to_have_text(["No block."])
+    expect(rows).to_have_text(["There are no blocks."])
     expect(page.locator("#owners li")).to_have_count(0)
     expect(page.locator(".arena .block.published")).to_have_count(0)
 
@@ -95,7 +95,7 @@ def test_the_queue_and_the_throughput_are_shown(page: Page, busy: ExitStack) -> 
     numbers = page.locator("#throughput td")
     expect(numbers.first).to_be_visible()
     chart = page.locator("#throughput .chart")
-    expect(chart).to_have_attribute("aria-label", re.compile(r"Tokens of answers \S+, at most [1-9]"))
+    expect(chart).to_have_attribute("aria-label", re.compile(r"Answer tokens \S+, peak [1-9]"))
 
 
 def test_unchecking_live_pauses_polling(page: Page, noted: Noted) -> None:
@@ -257,10 +257,10 @@ def test_the_api_key_is_requested_and_kept_in_the_tab_only(
     page = opened(browser, guarded.url, noted)
     field = page.get_by_label("API key", exact=True)
     expect(field).to_be_focused()
-    expect(page.locator("#key-why")).to_contain_text("asks for an API key")
+    expect(page.locator("#key-why")).to_contain_text("requires an API key")
     field.fill("another")
     page.keyboard.press("Enter")
-    expect(page.locator("#key-why")).to_contain_text("does not know this API key")
+    expect(page.locator("#key-why")).to_contain_text("does not accept this API key")
     expect(field).to_be_focused()
     field.fill(KEY)
     page.keyboard.press("Enter")
@@ -306,5 +306,5 @@ def test_a_late_request_for_the_key_does_not_move_the_focus(page: Page) -> None:
     refusal = {"error": {"message": "no key", "code": 401}}
     page.route("**/shm?blocks=true", lambda route: route.fulfill(status=401, json=refusal))
     expect(page.get_by_label("API key", exact=True)).to_be_visible()
-    expect(page.locator("#key-why")).to_contain_text("asks for an API key")
+    expect(page.locator("#key-why")).to_contain_text("requires an API key")
     expect(question).to_be_focused()

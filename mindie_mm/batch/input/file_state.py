@@ -57,7 +57,7 @@ class FileState(msgspec.Struct, frozen=True, kw_only=True):
         if (self.device, self.inode) != (now.device, now.inode):
             changes.append("another file replaced it")
         if self.size != now.size:
-            changes.append(f"its size was {self.size}, now {now.size}")
+            changes.append(f"its size was {self.size} and is now {now.size}")
         if self.mtime_ns != now.mtime_ns:
             changes.append(f"it was modified at {_time(now.mtime_ns)}")
         return ", ".join(changes) or f"its content was replaced at {_time(now.ctime_ns)}"

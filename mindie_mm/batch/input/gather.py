@@ -153,7 +153,7 @@ def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
         has_media = True
     if not has_media:
         tables = [ending for ending in left_out if ending in _ROWS]
-        advice = f". If these files hold rows, give their names: {root}/*{tables[0]}" if tables else ""
+        advice = f". If these files contain rows, give their names: {root}/*{tables[0]}" if tables else ""
         raise InputError(f"{root} has no file with a media extension; it has {left_out_summary(left_out)}{advice}")
     return left_out
 

@@ -34,7 +34,8 @@ def with_media(messages: Sequence[Any], columns: Sequence[Mapping[str, Any]]) ->
     for kind, items in media.items():
         if places[kind] != len(items):
             raise InputError(
-                f"the row has {len(items)} items of kind {kind}, but its messages have places for {places[kind]}"
+                f"the row has {len(items)} items of kind {kind}, but its messages have places for {places[kind]}; "
+                "the numbers must be equal"
             )
     left = {kind: iter(items) for kind, items in media.items()}
 

@@ -112,7 +112,8 @@ def _id(value: Any) -> str | None:
         number = int(number)
     if isinstance(number, bool) or not isinstance(number, str | int | UUID):
         raise InputError(
-            f"the row's id is {type(value).__name__}; it must be a string or an integer. In a table, cast the column"
+            f"the row's id is {type(value).__name__}; it must be a string or an integer. In a table, cast the "
+            "column to one of these types"
         )
     return str(number)
 
@@ -183,7 +184,7 @@ def _from_object(record: Any, locate: _Locate) -> Row:
     if len(given) + bool(flat) > 1 or record.keys() >= {*_TEXTS}:
         raise InputError(
             f"the row has the keys {given + flat}; it must have only one of inputs, messages, and text (or its "
-            "alias prompt) with media. Choose with --select-columns"
+            "alias prompt) with media. Choose one of them with --select-columns"
         )
     variables = _variables(record)
     if flat:

@@ -121,7 +121,9 @@ class _DottedNames:
             self._count += 1
             why = "is ignored" if passed_over else "shares a row with other media"
             self._example = (
-                self._example or f"{reason[0]!r} {why}, because its row is {key!r}, the name up to the first dot"
+                self._example
+                or f"{reason[0]!r} {why}, because the part of its name before the first dot, {key!r}, determines "
+                "its row"
             )
 
     def warn(self) -> None:

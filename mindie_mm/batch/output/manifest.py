@@ -85,8 +85,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         infos = [shard.info for shard in shards]
         if (num_present := sum(info.num_rows for info in infos)) != num_rows:
             raise StorageError(
-                f"{folder} has the first {num_present} of {num_rows} rows. Copy the shards from the same folder on "
-                "the other nodes, then run the command again"
+                f"{folder} has only the first {num_present} of {num_rows} rows. Copy the shards from the same "
+                "folder on the other nodes, then run the command again"
             )
         repeated = RepeatedIds.of(_ids(folder, shard) for shard in shards)
         if repeated.num_rows:
@@ -132,7 +132,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         except NotADirectoryError:
             raise InputError(f"{folder} is a file. Give the folder of a finished run") from None
         except FileNotFoundError:
-            raise InputError(f"{folder} does not hold a finished run: there is no {MANIFEST_FILE}") from None
+            raise InputError(f"{folder} does not contain a finished run: there is no {MANIFEST_FILE}") from None
         except OSError as error:
             raise StorageError(f"{file} cannot be read: {error.strerror}") from error
         except NOT_JSON as error:
@@ -142,7 +142,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         stops = [0, *(shard.info.stop_row for shard in manifest.shards)]
         firsts = [*(shard.info.first_row for shard in manifest.shards), manifest.num_rows]
         if stops != firsts or any(shard.info.num_rows < 1 for shard in manifest.shards):
-            raise CorruptReference(f"{file} is damaged: its shards do not hold the rows 0 to {manifest.num_rows - 1}")
+            raise CorruptReference(
+                f"{file} is damaged: its shards do not contain exactly the rows 0 to {manifest.num_rows - 1}"
+            )
         return manifest
 
 
@@ -154,7 +156,8 @@ def _ids(folder: Path, shard: Shard) -> list[str]:
 
 def _warn(repeated: RepeatedIds) -> None:
     _log.warning(
-        "%d rows have the id of an earlier row, such as rows %s. Join results to the input by `row`, which is unique",
+        "%d rows have the same id as an earlier row, for example rows %s. Join results to the input by `row`, "
+        "which is unique",
         repeated.num_rows,
         ", ".join(f"{first} and {row}" for first, row in repeated.examples),
     )
@@ -179,7 +182,7 @@ def drop_changed(folder: Path, run: Run) -> None:
             if path.exists() and (actual := file_digest(path)) != shard.table_digest:
                 _log.warning(
                     "%s is not the file that the run wrote: its digest is %s; the manifest has %s. The shard "
-                    "is written again",
+                    "will be written again",
                     path,
                     actual,
                     shard.table_digest,

@@ -182,7 +182,10 @@ def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) 
     except (OSError, pa.ArrowException) as error:
         raise CorruptReference(f"{path} cannot be read: {error}") from error
     if not schema.equals(SCHEMA) or table.num_rows != num_rows:
-        raise CorruptReference(f"{path} is not the table of {num_rows} rows that the run wrote")
+        raise CorruptReference(
+            f"{path} was changed after the run: its columns or its number of rows differ from those of the shard, "
+            f"which has {num_rows} rows"
+        )
     return table
 
 

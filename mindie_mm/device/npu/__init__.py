@@ -95,7 +95,7 @@ class NPU(Device):
             target = torch.empty_like(source, device=stream.device)
         size, handle = source.nbytes, stream.native_handle  # type: ignore[attr-defined]
         if code := _acl().aclrtMemcpyAsync(target.data_ptr(), size, source.data_ptr(), size, _HOST_TO_DEVICE, handle):
-            raise DeviceError(f"aclrtMemcpyAsync of {size} bytes to {stream.device} failed with CANN's error {code}")
+            raise DeviceError(f"aclrtMemcpyAsync of {size} bytes to {stream.device} failed with CANN error {code}")
         return target
 
     @classmethod

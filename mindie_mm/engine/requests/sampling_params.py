@@ -152,7 +152,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError("top_p is 0; it must be above 0", param="top_p")
         if typed.max_tokens is not None and typed.min_tokens > typed.max_tokens:
             raise InputError(
-                f"min_tokens is {typed.min_tokens}; it must not exceed max_tokens, {typed.max_tokens}",
+                f"min_tokens is {typed.min_tokens}; it must not exceed max_tokens ({typed.max_tokens})",
                 param="min_tokens",
             )
         if len(typed.cache_salt) > MAX_SALT_CHARACTERS:
@@ -166,7 +166,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _require_texts("bad word", typed.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
         _require_ids(typed, vocab_size)
         if typed.logprob_token_ids is not None and typed.logprobs is None:
-            raise InputError("logprob_token_ids is set, which requires logprobs", param="logprob_token_ids")
+            raise InputError(
+                "logprob_token_ids is set, but logprobs is not; set logprobs, or leave logprob_token_ids out",
+                param="logprob_token_ids",
+            )
         try:
             msgspec.msgpack.encode(typed)  # raise an error here rather than when the request is sent to the engine
         except UnicodeEncodeError as error:
@@ -267,7 +270,7 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
         if len(ids) > most:
             raise InputError(f"{name} has {len(ids)} tokens; the limit is {most}", param=name)
         if not ids and name in _NEVER_EMPTY:
-            raise InputError(f"{name} is empty; leave it out, or name at least one token", param=name)
+            raise InputError(f"{name} is empty; leave it out, or give at least one token", param=name)
         if (bad := next((i for i in ids if not 0 <= i < limit), None)) is not None:
             raise InputError(f"{name} has token id {shown(bad)}; it must be in [0, {limit})", param=name)
     if len(params.bad_token_ids) > 2 * MAX_BAD_WORDS:

@@ -107,7 +107,7 @@ def encoded_domain(domain: str) -> str:
     if not _DOMAIN.fullmatch(host) and ":" not in host:
         raise InputError(
             f"allowed_media_domains has {domain!r}; it must be a host name such as example.org, without a "
-            "scheme, port or *. Its subdomains are allowed too"
+            "scheme, port or *. Subdomains of the host are allowed, too"
         )
     return host.lower()
 

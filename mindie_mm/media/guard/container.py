@@ -65,6 +65,9 @@ _PIECE_BYTES = 2**20
 """Maximum number of bytes that one read returns. Each read makes a copy."""
 _VIDEO_CODECS = (
     "h264,hevc,libdav1d,av1,vp8,vp9,mpeg1video,mpeg2video,mpeg4,h263,flv,msmpeg4v1,msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
+    "h264,hevc,libdav1d,av1,vp8,vp9,mpeg1video,mpeg2video,mpeg4,h263,flv,msmpeg4v1,msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
+    "h264,hevc,libdav1d,av1,vp8,vp9,mpeg1video,mpeg2video,mpeg4,h263,flv,msmpeg4v1,msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
+    "h264,hevc,libdav1d,av1,vp8,vp9,mpeg1video,mpeg2video,mpeg4,h263,flv,msmpeg4v1,msmpeg4v2,msmpeg4,wmv1,wmv2,wmv3,vc1,"
     "theora,mjpeg,prores,dnxhd,ffv1,huffyuv,rawvideo,gif,dvvideo,qtrle,cinepak"
 )
 _SOUND_CODECS = (
@@ -223,7 +226,8 @@ def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> It
             read += packet.size
             if read > limit:
                 raise LimitExceeded(
-                    f"the container has {num_bytes} bytes, but its packets add up to more than the limit of {limit}"
+                    f"the container has {num_bytes} bytes, but its packets have more bytes in total than the "
+                    f"limit of {limit}"
                 )
             if packet.size:
                 yield packet

@@ -123,7 +123,7 @@ class Anymap:
             digits = _COMMENT.sub(b"", self.raster).translate(None, _WHITE_SPACE)
             bits = np.frombuffer(digits, np.uint8, num_pixels) - ord("0")
         if bits.max() > 1:
-            raise ValueError("a bit is 0 or 1")
+            raise ValueError("the portable anymap has a sample that is neither 0 nor 1")
         white: NDArray[np.uint8] = (1 - bits.reshape(self.height, self.width, 1)) * np.uint8(255)
         return white
 
@@ -136,7 +136,7 @@ class Anymap:
         count = self.height * self.width * channels
         text = _COMMENT.sub(b" ", self.raster).translate(_BLANKS)
         if 2 * count - 1 > len(text) or text.translate(None, b" 0123456789"):
-            raise ValueError("too few samples, or a sample that is not a number")
+            raise ValueError("the portable anymap has too few samples, or a sample that is not a number")
         values, num_found, start = np.empty(count, np.int64), 0, 0
         while num_found < count and start < len(text):
             # Parse the samples in pieces, because a list of all samples would take 40 bytes per sample.
@@ -145,5 +145,5 @@ class Anymap:
             values[num_found : num_found + len(piece)] = piece
             num_found, start = num_found + len(piece), stop
         if num_found < count:
-            raise ValueError("too few samples")
+            raise ValueError("the portable anymap has too few samples")
         return values.reshape(shape)

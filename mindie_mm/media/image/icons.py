@@ -54,5 +54,5 @@ def _size_of_bitmap(bitmap: bytes) -> tuple[int, int]:
     (head,) = struct.unpack_from("<I", bitmap)
     width, height = struct.unpack_from("<HH" if head == 12 else "<ii", bitmap, 4)
     if width <= 0 or abs(height) < 2:
-        raise ValueError("a bitmap without a size")
+        raise ValueError("a bitmap of the icon has no size")
     return width, abs(height) // 2

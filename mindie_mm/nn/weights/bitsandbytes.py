@@ -72,7 +72,9 @@ class _Weight4bit(PackedWeight):
             needed["nested_absmax"] = (state.state2.absmax.numel(), -(-num_blocks // state.state2.blocksize))
         for part, (actual, expected) in needed.items():
             if actual < expected:
-                raise ValueError(f"it has {actual} {part}; a weight of shape {list(self.shape)} needs {expected}")
+                raise ValueError(
+                    f"the weight has {actual} {part}; a weight of shape {list(self.shape)} needs {expected}"
+                )
 
     def dequantized(self) -> Tensor:
         from bitsandbytes.functional import dequantize_4bit
@@ -117,8 +119,8 @@ class _Weight8bit(PackedWeight):
         self.shape = tuple(self._data.shape)
         if self._data.dtype != torch.int8 or self._scales.shape != self.shape[:1]:
             raise ValueError(
-                f"its dtype is {self._data.dtype}, and it has {len(self._scales)} scales for {self.shape[0]} rows; "
-                "it needs torch.int8 and one scale per row"
+                f"the weight has dtype {self._data.dtype} and {len(self._scales)} scales for {self.shape[0]} rows; "
+                "it must have dtype torch.int8 and one scale per row"
             )
 
     def dequantized(self) -> Tensor:

@@ -128,7 +128,7 @@ def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tup
             try:
                 weight = multiplied(held[""], scales, scheme.block, zero_points).to(dtype)
             except ValueError as error:
-                raise UnsupportedCheckpoint(f"{checkpoint.path}: {owner} {error}") from error
+                raise UnsupportedCheckpoint(f"{checkpoint.path}: {owner}: {error}") from error
             yield owner, weight
 
 
@@ -179,7 +179,7 @@ def _spread(numbers: Tensor, shape: torch.Size, block: tuple[int, int] | None) -
     needed = (-(-rows // block[0]), -(-columns // block[1]))
     if tuple(numbers.shape[-2:]) != needed:
         raise ValueError(
-            f"of {rows} x {columns} numbers in blocks of {block[0]} x {block[1]} has scales of shape "
+            f"the weight has {rows} x {columns} numbers in blocks of {block[0]} x {block[1]}, but scales of shape "
             f"{list(numbers.shape)}; the shape must be {list(needed)}"
         )
     spread = numbers.repeat_interleave(block[0], -2)[..., :rows, :]

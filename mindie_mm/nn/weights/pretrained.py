@@ -331,7 +331,7 @@ def check_shapes(checkpoint: Checkpoint, misfits: Collection[tuple[str, Sequence
         name, actual, needed = min(misfits)
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} has {len(misfits)} weights whose shape does not match config.json; the first "
-            f"is {name}: {list(actual)}, not {list(needed)}"
+            f"is {name}, which has shape {list(actual)} instead of {list(needed)}"
         )
 
 
@@ -347,7 +347,8 @@ def check_weights(
     unknown = [name for name in unexpected if not any(fnmatch(name, pattern) for pattern in unused)]
     if unknown:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has {len(unknown)} weights that its model does not have; the first is {min(unknown)}"
+            f"{checkpoint.path} has {len(unknown)} weights that its model class does not have; the first is "
+            f"{min(unknown)}"
         )
 
 

@@ -185,5 +185,5 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
         )
     if settings.get("llm_int8_has_fp16_weight"):
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has llm_int8_has_fp16_weight, which is for training only; it must be false"
+            f"{checkpoint.path} sets llm_int8_has_fp16_weight, which is for training only; set this key to false"
         )

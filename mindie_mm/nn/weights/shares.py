@@ -76,7 +76,7 @@ def shared(
         if count % shares:
             raise UnsupportedCheckpoint(
                 f"{checkpoint.path} has {count} {what} heads; their number must be a multiple of "
-                f"tensor_parallel, {shares}"
+                f"tensor_parallel ({shares})"
             )
     names = ("pp", "dp_replicate", "fsdp", "tp")
     mesh = init_device_mesh(device.torch_device.type, (1, 1, 1, shares), mesh_dim_names=names)

@@ -73,26 +73,30 @@ class BlockHeader(NamedTuple):
         try:
             magic, crc, size = _PREFIX.unpack(buffer[start : start + _PREFIX.size])
             if magic != MAGIC or not _SMALLEST <= size <= min(MAX_HEADER_BYTES, stop - start):
-                raise DamagedHeaderError(f"magic {magic!r} or size {size} is wrong")
+                raise DamagedHeaderError(
+                    f"the header begins with magic {magic!r} and size {size}; one of them is wrong"
+                )
             body = buffer[start + _PREFIX.size : start + size]
             if zlib.crc32(body, size) != crc:
-                raise DamagedHeaderError("its checksum is wrong")
+                raise DamagedHeaderError("the checksum of the header is wrong")
             block, generation, num_arrays, request_bytes, digest_bytes, _, digest = _FIXED.unpack_from(body)
             behind = len(body) - request_bytes
             if behind < _FIXED.size or (digest_bytes and not MIN_DIGEST_BYTES <= digest_bytes <= MAX_DIGEST_BYTES):
-                raise DamagedHeaderError("its fields exceed its size")
+                raise DamagedHeaderError("the fields of the header exceed its size")
             arrays, end = _unpack_arrays(body[_FIXED.size : behind], num_arrays)
         except (struct.error, IndexError, UnicodeDecodeError, InputError) as error:
             raise DamagedHeaderError(str(error)) from error
         if end > stop - start:
-            raise DamagedHeaderError(f"its arrays end at byte {end}, but the block has {stop - start} bytes")
+            raise DamagedHeaderError(
+                f"the arrays in the header end at byte {end}, but the block has {stop - start} bytes"
+            )
         request = os.fsdecode(body[behind:]) if request_bytes else ""
         return cls(block, generation, arrays, request, digest[:digest_bytes] if digest_bytes else None)
 
     def require(self, block: int, generation: int) -> None:
         """Raise DamagedHeaderError unless the header belongs to this block at this generation."""
         if (self.block, self.generation) != (block, generation):
-            raise DamagedHeaderError(f"it belongs to block {self.block} at generation {self.generation}")
+            raise DamagedHeaderError(f"the header belongs to block {self.block} at generation {self.generation}")
 
 
 @lru_cache(maxsize=1024)
@@ -110,12 +114,12 @@ def _unpack_arrays(described: bytes, num_arrays: int) -> tuple[Mapping[str, Arra
         at += 8 * num_dims
         array = Array(ArraySpec(shape, DTYPES[code]), offset)
         if offset % ALIGNMENT:
-            raise DamagedHeaderError(f"an array begins at {offset}, which is not a multiple of {ALIGNMENT}")
+            raise DamagedHeaderError(f"an array begins at byte {offset}, which is not a multiple of {ALIGNMENT}")
         arrays[described[at : at + name_bytes].decode()] = array
         at += name_bytes
         end = max(end, offset + array.spec.nbytes)
     if not 1 <= len(arrays) == num_arrays <= MAX_ARRAYS or "" in arrays or at != len(described):
-        raise DamagedHeaderError("its arrays do not fill the header")
+        raise DamagedHeaderError("the descriptions of the arrays do not fill the header")
     return MappingProxyType(arrays), end
 
 

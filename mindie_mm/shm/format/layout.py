@@ -225,7 +225,7 @@ class ArenaHeader:
     def require(self, arena: int) -> None:
         """Raise SegmentMissing unless this is the header of arena number `arena`."""
         if self.arena != arena:
-            raise SegmentMissing(f"its header belongs to another arena, {file_name(self.arena)}")
+            raise SegmentMissing(f"the header of the file belongs to another arena, {file_name(self.arena)}")
 
     @classmethod
     def unpack(cls, page: bytes, file_bytes: int, page_bytes: int = PAGE) -> ArenaHeader:

@@ -56,5 +56,7 @@ class ArenaStats:
         """
         words = os.pread(descriptor, STATS_BYTES, STATS_OFFSET)
         if len(words) < STATS_BYTES:
-            raise SegmentMissing(f"the arena's file is too short: its counts end at byte {STATS_OFFSET + STATS_BYTES}")
+            raise SegmentMissing(
+                f"the arena's file is too short: its counters end at byte {STATS_OFFSET + STATS_BYTES}"
+            )
         return cls(*_WORDS.unpack(words))

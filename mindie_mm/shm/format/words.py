@@ -164,9 +164,9 @@ def _unpack(payload: int) -> tuple[str, tuple[int, ...]]:
     code = (payload >> 50) & 0xF
     num_dims = (payload >> 47) & 0x7
     if code >= len(spec.DTYPES):
-        raise ValueError(f"its dtype code {code} is not below {len(spec.DTYPES)}")
+        raise ValueError(f"the dtype code {code} is not below {len(spec.DTYPES)}")
     if not 1 <= num_dims <= spec.MAX_DIMS:
-        raise ValueError(f"its number of dimensions {num_dims} is not in [1, {spec.MAX_DIMS}]")
+        raise ValueError(f"the number of dimensions {num_dims} is not in [1, {spec.MAX_DIMS}]")
     return spec.DTYPES[code], _unpack_dims(payload & ((1 << DIMS_BITS) - 1), num_dims)
 
 
@@ -182,14 +182,14 @@ def _unpack_dims(dims: int, num_dims: int) -> tuple[int, ...]:
         width = WIDTHS[code]
         left -= 4 + width
         if left < 0:
-            raise ValueError("its dimensions exceed their field")
+            raise ValueError("the dimensions have more bits than their field")
         size = (dims >> 4) & ((1 << width) - 1)
         if WIDTH_CODES[size.bit_length()] != code:
             raise ValueError("a dimension is not encoded in its shortest form")
         shape.append(size + 1)
         dims >>= 4 + width
     if dims.bit_length() > FIRST_AXIS_BITS:
-        raise ValueError(f"its first axis has more than {FIRST_AXIS_BITS} bits")
+        raise ValueError(f"the first axis has more than {FIRST_AXIS_BITS} bits")
     shape.append(dims + 1)
     return tuple(reversed(shape))
 

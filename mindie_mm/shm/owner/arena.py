@@ -341,8 +341,8 @@ def _absolute(path: str | Path) -> bytes:
 def _lease_ns(lease_s: float, path_file: str | Path | None) -> int:
     if path_file is not None:
         raise InputError(
-            f"the lease is {lease_s} s, but the block belongs to {path_file}; the request determines how long the "
-            "block lives"
+            f"the lease is {lease_s} s, but the block belongs to {path_file}; leave the lease out, because the "
+            "request determines how long the block lives"
         )
     if not 0 <= lease_s <= _MAX_LEASE_S:
         raise InputError(f"the lease is {lease_s} s; it must be from 0 to {_MAX_LEASE_S}")

@@ -144,7 +144,7 @@ class MappedArena:
     def check(self, ref: Ref) -> None:
         """Raise StaleReference if the block is not published, has another generation or has been freed."""
         if ref.block >= self._num_entries:
-            raise StaleReference(f"{ref}: the arena has only {self.header.num_entries} blocks")
+            raise StaleReference(f"{ref}: the arena has only {self.header.num_entries} entries for blocks")
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
         if state != state_word(ref.generation, PUBLISHED):
             raise StaleReference(f"{ref}: the block is {_state_name(state)} at generation {state >> 8}")
@@ -183,7 +183,10 @@ class MappedArena:
             raise SegmentMissing(f"{ref}: the block's header is damaged: {error}") from error
         spec = next(iter(header.arrays.values())).spec
         if ref.shape is not None and (ref.dtype, ref.shape) != (spec.dtype, spec.shape):
-            raise CorruptReference(f"{ref}: the first array of the block has dtype {spec.dtype} and shape {spec.shape}")
+            raise CorruptReference(
+                f"{ref}: the handle words do not fit the first array of the block, which has dtype {spec.dtype} and "
+                f"shape {spec.shape}"
+            )
         return buffer, base, header
 
     def _pieces(self, block: int) -> Pieces:
@@ -198,7 +201,7 @@ class MappedArena:
             for offset, nbytes in pieces
         ):
             raise DamagedHeaderError(
-                "its pieces are missing, are not whole pages, or are outside the data of the arena"
+                "the pieces of the block are missing, are not whole pages, or are outside the data of the arena"
             )
         return pieces
 
@@ -229,7 +232,7 @@ class MappedArena:
 def _require_regular(status: os.stat_result) -> None:
     """Raise SegmentMissing for anything but a regular file, such as a directory or a pipe."""
     if not stat.S_ISREG(status.st_mode):
-        raise SegmentMissing("it is not a regular file")
+        raise SegmentMissing("the arena is not a regular file")
 
 
 def _state_name(state: int) -> str:

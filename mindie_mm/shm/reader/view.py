@@ -108,7 +108,7 @@ class LooseView(Mapping[str, "np.ndarray[Any, Any]"]):
     def _view(self) -> View:
         arena = self._arena()
         if arena is None:
-            raise SegmentMissing(f"{self.ref}: its arena was closed")
+            raise SegmentMissing(f"{self.ref}: the arena of the block was closed")
         return View(arena, self.ref)
 
 

@@ -136,7 +136,10 @@ def require_spool(root: Path) -> None:
     _require_private(root)
     for path_file in root.glob(f"*/{PATH_FILE_NAME}"):
         if path_file.exists() and not _is_marked(path_file.parent):
-            raise InputError(f"{path_file.parent} is not a request directory (mode 1700), so {root} is not a spool")
+            raise InputError(
+                f"{path_file.parent} is not a request directory, because its mode is not 1700; {root} is therefore "
+                "not a spool"
+            )
 
 
 def require_locks(folder: Path) -> None:

@@ -38,7 +38,11 @@ async def _draft(prompts: Prompts, request: TokenizeRequest, pages: Pages) -> Dr
             await pages.of_messages(messages), *template, continue_final_message=request.continue_final_message
         )
     if request.continue_final_message:
-        raise InputError("continue_final_message needs messages", param="continue_final_message")
+        raise InputError(
+            "continue_final_message is set, but there are no messages; send messages, or leave "
+            "continue_final_message out",
+            param="continue_final_message",
+        )
     items = [Text(request.text)] if request.text is not None else parse_inputs(request.items or [])
     items = items if folder is None else located_items(items, folder)
     return prompts.draft_turn(await pages.of_items(items), *template, chat=request.chat and request.text is None)

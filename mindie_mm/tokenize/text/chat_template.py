@@ -172,7 +172,9 @@ class ChatTemplate:
         if turn["role"] in self._lost_roles:
             raise InputError(f"the role {message.role} is not supported: the model's chat template ignores it")
         if message.role not in ROLES and not self._takes_role(message.role):
-            raise InputError(f"the role {message.role} is not supported: the model's chat template does not write it")
+            raise InputError(
+                f"the role {message.role} is not supported: the model's chat template does not write this role's name"
+            )
         self._check_placed(message.extra, "messages")
         for key, value in message.extra.items():
             if value and key not in self._source:
@@ -314,7 +316,9 @@ def _with_items(text: str, mark: str, items: Sequence[str]) -> str:
     """Replace each `mark` with the text of its item. Raise InputError if the template lost or repeated a mark."""
     first, *pieces = text.split(mark)
     if len(pieces) != len(items):
-        raise InputError(f"the chat template renders {len(pieces)} of {len(items)} media items")
+        raise InputError(
+            f"the chat template renders {len(pieces)} of {len(items)} media items; it must render all of them"
+        )
     return first + "".join(item + piece for item, piece in zip(items, pieces, strict=True))
 
 

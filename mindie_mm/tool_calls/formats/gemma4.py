@@ -52,7 +52,9 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
         value = branch.get("const")
         if isinstance(value, str):
             if cls.quote in value:
-                raise InputError(f"the value {value!r} has {cls.quote!r}, which ends strings in this tool-call format")
+                raise InputError(
+                    f"the value {value!r} contains {cls.quote!r}, which ends strings in this tool-call format"
+                )
             return rules.text(cls.quote + value + cls.quote)
         if branch.get("type") == "string":
             return f"{rules.text(cls.quote)} {rules.raw(branch, cls.quote, cls.excluded)}"

@@ -1,4 +1,4 @@
-"""Haystack: its chat generator of OpenAI's interface, and its agent."""
+"""Scenarios of Haystack: the chat generator for OpenAI's API, and an agent."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def structured() -> None:
 
 
 def structured_streamed() -> None:
-    # The client takes no class for a stream.
+    # In a stream, the client accepts a JSON schema but no class.
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": Thing.model_json_schema()}}
     made = _generator(settings={"response_format": form}, streaming_callback=lambda _: None)
     Thing.model_validate_json(made.run(MESSAGES)["replies"][0].text)

@@ -1,4 +1,4 @@
-"""huggingface_hub: InferenceClient, which names no model where its user names none."""
+"""Scenarios of huggingface_hub: InferenceClient. If its user gives no model, the client sends a placeholder name."""
 
 from __future__ import annotations
 

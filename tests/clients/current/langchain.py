@@ -1,4 +1,4 @@
-"""LangChain: ChatOpenAI, its tools and structured outputs, and an agent."""
+"""Scenarios of LangChain: ChatOpenAI with tools and structured outputs, and an agent."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def structured_with_tools() -> None:
 
 @wrap_model_call
 def _call_first(request: ModelRequest, handler: Any) -> Any:
-    """Ask for a call on the first turn, and leave the others to the model."""
+    """Require a call on the first turn. On later turns, the model decides."""
     first = not any(isinstance(message, ToolMessage) for message in request.messages)
     return handler(request.override(tool_choice="any") if first else request)
 

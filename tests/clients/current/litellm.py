@@ -1,4 +1,4 @@
-"""litellm, with the service as a server of OpenAI's interface and as a hosted vLLM."""
+"""Scenarios of litellm: the service is configured as a server with OpenAI's API, and as a hosted vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scenarios import (
     report,
 )
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from the internet
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # do not download the map
 import litellm
 
 PROVIDERS = ("openai", "hosted_vllm")

@@ -1,4 +1,4 @@
-"""openai for Python."""
+"""Scenarios of openai for Python."""
 
 from __future__ import annotations
 

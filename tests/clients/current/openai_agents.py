@@ -1,4 +1,4 @@
-"""openai-agents: agents over its chat completions model."""
+"""Scenarios of openai-agents: agents that use its model for chat completions."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ async def tool_left_to_the_model() -> None:
 async def tool_called_and_result() -> None:
     for choice in ("required", "get_weather"):
         SEEN.clear()
-        # After the first call, the choice becomes auto.
+        # After the first call, the client sets tool_choice to auto.
         agent = _agent({"tool_choice": choice, "parallel_tool_calls": False}, tools=[get_weather])
         result = await Runner.run(agent, HELLO)
         assert len(SEEN) == 1
         assert result.final_output
-        # A next question sends the call and its result back.
+        # The next question sends the call and its result again.
         turns: Any = [*result.to_input_list(), {"role": "user", "content": "Thanks"}]
         assert (await Runner.run(_agent({"max_tokens": 16}, tools=[get_weather]), turns)).final_output
 

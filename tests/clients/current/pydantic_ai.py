@@ -1,4 +1,4 @@
-"""pydantic-ai: agents over its chat model of OpenAI."""
+"""Scenarios of pydantic-ai: agents that use its chat model for OpenAI's API."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def tools_and_structured_answer() -> None:
 
 
 def _call_first(context: RunContext) -> Any:
-    """Ask for a call on the first turn, and leave the others to the model."""
+    """Require a call on the first turn. On later turns, the model decides."""
     return GREEDY | ({"tool_choice": "required"} if context.run_step == 1 else {"max_tokens": 32})
 
 
@@ -130,7 +130,7 @@ async def tool_called_and_result() -> None:
     result = await agent.run(HELLO, model_settings=_call_first)
     assert seen
     assert result.output
-    # A next question sends the calls and results back.
+    # The next question sends the calls and results again.
     assert (await agent.run("Thanks", message_history=result.all_messages(), model_settings={"max_tokens": 32})).output
 
 

@@ -1,4 +1,4 @@
-"""smolagents: its model of OpenAI's interface, and its two kinds of agents."""
+"""Scenarios of smolagents: the model for OpenAI's API, and both kinds of agents."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def tool_called_streamed() -> None:
 
 def tool_result() -> None:
     message = MODEL_OF_CHAT.generate(_messages(HELLO), tools_to_call_from=[GetWeather()])
-    # An agent keeps calls and results as text of these roles.
+    # An agent stores calls and results as text, in messages with these roles.
     turns = [
         *_messages(HELLO),
         {"role": MessageRole.TOOL_CALL, "content": [{"type": "text", "text": f"Calling tools: {message.tool_calls}"}]},

@@ -1,4 +1,4 @@
-// The AI SDK, with its provider of compatible servers.
+// Scenarios of the AI SDK, with its provider for servers that are compatible with OpenAI.
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { Output, ToolLoopAgent, generateText, stepCountIs, streamText, tool } from "ai";
 import assert from "node:assert/strict";
@@ -99,7 +99,7 @@ await scenario("tool_called_streamed", async () => {
 });
 
 await scenario("tool_result", async () => {
-  // The first step calls, and the second answers.
+  // The first step calls the tool, and the second step answers.
   const prepareStep = ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? "required" : "auto" });
   const given = { ...ask, tools, prepareStep, stopWhen: stepCountIs(2), maxOutputTokens: 400 };
   const { steps, text } = await generateText(given);
@@ -135,7 +135,7 @@ await scenario("structured_streamed", async () => {
 });
 
 await scenario("structured_by_prompt", async () => {
-  // The provider asks for any JSON object unless it is told that the server knows schemas.
+  // Without the setting that the server supports schemas, the provider asks for any JSON object.
   const model = withoutSchemas(MODEL);
   const { output } = await generateText({ ...ask, model, maxOutputTokens: 300, output: Output.json() });
   assert.equal(typeof output, "object");

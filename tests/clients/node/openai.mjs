@@ -1,4 +1,4 @@
-// openai for Node.
+// Scenarios of openai for Node.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 import { zodFunction, zodResponseFormat } from "openai/helpers/zod";
@@ -77,7 +77,7 @@ await scenario("tools_run", async () => {
     return "Sunny.";
   };
   for (const stream of [false, true]) {
-    // A named tool is called once. Then the answer ends.
+    // If the request names a tool, the tool is called once, and the answer ends.
     const runner = client.chat.completions.runTools({
       ...chat,
       stream,

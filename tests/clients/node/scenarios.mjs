@@ -1,4 +1,4 @@
-// What the scripts of the clients for Node share: the values of scenarios.py, and the report.
+// Code that the scripts of the clients for Node share: the values of scenarios.py, and the report.
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 

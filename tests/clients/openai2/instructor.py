@@ -1,4 +1,4 @@
-"""instructor: structured answers by each of its modes for OpenAI's interface."""
+"""Scenarios of instructor: structured answers in each of its modes for OpenAI's API."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def sound() -> None:
 
 def retries_send_the_call_back() -> None:
     class Never(pydantic.BaseModel):
-        """An answer that the client refuses."""
+        """An answer that the client always refuses."""
 
         color: Literal["red", "blue"]
 

@@ -1,4 +1,4 @@
-"""LlamaIndex: OpenAILike, its structured outputs and its agent."""
+"""Scenarios of LlamaIndex: OpenAILike with structured outputs, and an agent."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def structured() -> None:
 
 
 def structured_streamed() -> None:
-    # By tools, the client leaves the call to the model when it streams.
+    # If the client used tools in a stream, it would not require a call.
     structured = _llm(should_use_structured_outputs=True).as_structured_llm(Thing)
     answers = [*structured.stream_chat(MESSAGES)]
     assert len(answers) > 1
