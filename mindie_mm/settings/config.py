@@ -280,6 +280,9 @@ class ServiceConfig:
     media_uuid_bytes: CountOrNone = 64 * MiB
     """Size in bytes of the store of media that chats name by `uuid`. A later request with the same API key,
     `cache_salt` and `uuid` may leave out the data. 0 turns off the store."""
+    enable_mm_embeds: bool = False
+    """Accept `image_embeds` and `audio_embeds` in place of images and sounds. Enable this only for clients that you
+    trust, because embeddings bypass the tower: the model may see what no image or sound could show."""
     max_media_items: CountOrNone = 32
     """Maximum number of media items in one request."""
     max_images: CountOrNone = 32
