@@ -12,6 +12,7 @@ from mindie_mm.inputs.chat_messages import parse_messages
 from mindie_mm.inputs.checks import shown, whole
 from mindie_mm.inputs.items import (
     CUSTOM_ROLE,
+    EMBEDDINGS_KEYS,
     GRID,
     KINDS,
     ROLES,
@@ -39,6 +40,7 @@ from mindie_mm.inputs.webui import from_webui_prompt
 
 __all__ = [
     "CUSTOM_ROLE",
+    "EMBEDDINGS_KEYS",
     "GRID",
     "KINDS",
     "MAX_LISTED_FRAMES",

@@ -43,7 +43,7 @@ def read_embeddings(data: Data) -> Embeddings:
 
     """
     files = data if isinstance(data, tuple) else (data,)
-    tensor = _tensor(files[0], "the embeddings")
+    tensor = _tensor(files[0], "the file of the embeddings")
     if tensor.ndim == _AXES and len(tensor) == 1:
         tensor = tensor[0]
     if tensor.dtype not in _FLOATS or tensor.ndim != 2 or 0 in tensor.shape:
@@ -57,7 +57,7 @@ def read_embeddings(data: Data) -> Embeddings:
 
 
 def _grid(data: Any) -> tuple[int, ...]:
-    tensor = _tensor(data, "image_grid_thw")
+    tensor = _tensor(data, "the file of image_grid_thw")
     if tensor.dtype not in _INTEGERS or [*tensor.shape] not in ([_AXES], [1, _AXES]):
         raise InputError(
             f"image_grid_thw has dtype {_name(tensor)} and shape {[*tensor.shape]}; it must be int32 or int64 [3] or "
@@ -67,21 +67,19 @@ def _grid(data: Any) -> tuple[int, ...]:
 
 
 def _tensor(data: Any, what: str) -> Tensor:
-    """Return the tensor in a file. Error messages call the tensor `what`."""
+    """Return the tensor in a file. Error messages call the file `what`."""
     assert isinstance(data, bytes), "only files are encoded embeddings"
     tensor = _read_torch(data, what) if data.startswith(_ZIP) else _read_safetensors(data, what)
     # A tensor with strides of 0 may have any number of elements.
     if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize > len(data):
-        raise LimitExceeded(f"{what} must be a dense tensor that has all its elements in the file")
+        raise LimitExceeded(f"{what} must contain a dense tensor with all its elements; save a contiguous copy")
     return tensor.detach()
 
 
 def _read_safetensors(data: bytes, what: str) -> Tensor:
     head_bytes = int.from_bytes(data[:8], "little")
     if not 0 < head_bytes <= len(data) - 8:
-        raise MediaError(
-            f"{what} cannot be read: the file is neither complete safetensors nor the output of torch.save"
-        )
+        raise MediaError(f"{what} is neither complete safetensors nor the output of torch.save")
     if head_bytes > _MAX_HEAD_BYTES:
         raise LimitExceeded(f"{what} has a safetensors header of {head_bytes} bytes; the limit is {_MAX_HEAD_BYTES}")
     try:
@@ -110,9 +108,7 @@ def _read_torch(data: bytes, what: str) -> Tensor:
             "safetensors"
         ) from error
     if type(loaded) not in (Tensor, torch.nn.Parameter) or loaded.device.type != "cpu":
-        raise InputError(
-            f"{what} is a file of torch.save with an object of type {type(loaded).__name__}; save a single tensor"
-        )
+        raise InputError(f"{what} contains an object of type {type(loaded).__name__}; save a single tensor of the CPU")
     return loaded  # type: ignore[no-any-return] # checked above
 
 

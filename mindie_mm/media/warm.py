@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.cp437  # noqa: F401 - otherwise, zipfile imports this for names that are not marked as UTF-8
 import io
 import traceback
 import wave
