@@ -633,7 +633,7 @@ class FamilyContract:
             given = {key: files}
             replaced = [item if "text" in item else given for item in items]
             if kind == "image" and item.shape.grid and GRID not in files:
-                with pytest.raises(InputError, match="more than their rows|which no image of this model can have"):
+                with pytest.raises(InputError, match=r"more than their rows|which no image of this model can have"):
                     self.tokenize(tokenizer, name, replaced, path_file)
             else:
                 logits = self.logits(model, self.tokenize(tokenizer, name, replaced, path_file))
