@@ -270,6 +270,10 @@ class ServiceConfig:
     including those inside strings."""
     max_held_bytes: Count = 1 * GiB
     """Maximum total size of the bodies of all requests in progress, in bytes. Further requests are refused."""
+    max_held_logprobs: Count = 2**21
+    """Maximum number of log-probabilities in the answers of all requests in progress: those of prompts and of the whole
+    vocabulary. Each takes about 500 bytes of memory. Further requests get status 429. A request is always accepted
+    while no other request has such log-probabilities."""
     max_item_bytes: Count = 64 * MiB
     """Maximum size in bytes of one encoded media item, such as a JPEG file. Base64 is decoded first."""
     max_media_bytes: Count = 256 * MiB

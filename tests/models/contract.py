@@ -618,13 +618,15 @@ class FamilyContract:
             logits = self.logits(model, ids)
             assert (logits - self.logits(model, tokenized[name])).abs().max() <= self.tolerance, name
 
-    def test_files_of_embeddings_give_the_same_logits_or_are_refused(self, model, processor, tokenizer, path_file):
+    def test_files_of_embeddings_give_the_same_logits_or_are_refused(
+        self, model, processor, tokenizer, tokenized, path_file
+    ):
         """Files are refused if the rows, with `image_grid_thw` if the family uses it, do not give the geometry."""
         for name, items in self.prompts.items():
             (kind, *others) = [kind for item in items for kind in item if kind in KINDS] or [None]
             if kind is None or others or kind not in EMBEDDINGS_KEYS:
                 continue
-            ids = self.tokenize(tokenizer, name, items, path_file)
+            ids = tokenized[name]
             (item,) = model.read(ids.numpy())
             key, (features,) = EMBEDDINGS_KEYS[kind], model.encode([item])
             files = {key: save({"": features.cpu().contiguous()})}
