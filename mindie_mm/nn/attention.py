@@ -97,7 +97,7 @@ def paged_attention(
             sliding_window is None
             and paged.is_causal
             and paged.has_rows
-            and kernels.attends(query, *cached, paged.num_sequences, paged.longest)
+            and kernels.attends(query, *cached, paged.rows)
         ):
             return kernels.attend(query, *cached, paged.rows, scaling)
     match paged.prefills, paged.decodes:  # a batch with a single part needs no output buffer

@@ -150,9 +150,6 @@ class PagedBatch:
 
         """
         self.cache = cache
-        self.num_sequences = len(chunks)
-        self.longest = max((chunk.stop for chunk in chunks), default=0)
-        """Number of tokens of the longest sequence."""
         self._chunks = chunks
         self._device = device
         self.slots = None if cache is None else upload(_slots(chunks, cache.block_size), device)
@@ -217,8 +214,6 @@ class GraphBatch(PagedBatch):
 
         """
         self.cache = cache
-        self.num_sequences = len(slots)
-        self.longest = blocks.shape[1] * cache.block_size
         self.slots = slots
         self.is_causal = True
         self.prefills = []

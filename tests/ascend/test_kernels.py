@@ -328,15 +328,18 @@ def sizes() -> list[bool]:
     """Return which batch sizes are accepted, for heads that can be packed and for other heads."""
     import torch
 
-    from mindie_mm.device import kernels_of, open_device
+    from mindie_mm.device import Rows, kernels_of, open_device
 
     device = open_device("npu").torch_device
+    none = torch.zeros(0, dtype=torch.int64, device=device)
     taken = []
     for width in (128, 64):
         query = torch.zeros(4, 1, width, dtype=torch.bfloat16, device=device)
         pages = torch.zeros(1, 128, 2, width, dtype=torch.bfloat16, device=device)
         attends = kernels_of(device).attends
-        taken += [attends(query, pages, pages, *size) for size in ((4096, 2**18 + 1), (4097, 2**18), (1, 2**18 + 1))]
+        for count, length in ((4096, 2**18 + 1), (4097, 2**18), (1, 2**18 + 1)):
+            rows = Rows([*range(1, count + 1)], [length] * count, none, [None] * count, [], none, none)
+            taken.append(attends(query, pages, pages, rows))
     return taken
 
 

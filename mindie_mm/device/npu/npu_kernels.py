@@ -50,7 +50,7 @@ For layout TND, only `_BLOCK_STEP` is certain to be supported.
 class NPUKernels(Kernels):
     """The fused operators of an Ascend NPU that torch_npu and CANN provide."""
 
-    def attends(self, query: Tensor, keys: Tensor, values: Tensor, num_sequences: int, longest: int) -> bool:
+    def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         (heads, _, width), (_, block_size, kv_heads, _) = query.shape, keys.shape
         return (
             query.dtype in HALF
@@ -61,9 +61,9 @@ class NPUKernels(Kernels):
             and block_size % _BLOCK_STEP == 0
             and block_size <= _MAX_BLOCK
             and (
-                _packs(query, keys, num_sequences)
+                _packs(query, keys, len(rows.lengths))
                 or (
-                    longest <= _MAX_KEYS
+                    max(rows.lengths) <= _MAX_KEYS
                     and keys.numel() <= _MAX_ELEMENTS
                     and works(_ATTENTION, query.device, query.dtype, heads, kv_heads, width, block_size)
                 )
