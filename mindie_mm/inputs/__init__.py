@@ -3,7 +3,8 @@
 Each dict has exactly one of the keys `text`, `image`, `video` and `audio`, and may have options of the item. A media
 value is a path, bytes, a PIL image, an array, or a `data:`, `http(s):` or `file:` URL. A video may also be a list of
 such values, one for each frame. Content parts of OpenAI and Hugging Face chat messages are accepted, too, such as
-`{"type": "image_url", "image_url": {"url": ...}}` and `{"type": "image", "image": ...}`.
+`{"type": "image_url", "image_url": {"url": ...}}` and `{"type": "image", "image": ...}`. The keys `image_embeds` and
+`audio_embeds` of vLLM stand for files of features that a tower has computed before.
 """
 
 from __future__ import annotations

@@ -49,10 +49,12 @@ class Admission:
             QueueFull: The answers of all requests in progress would have too many log-probabilities.
 
         """
+        if not count:
+            return
         request = _current.get()
-        assert request is not None, "an admitted request computes log-probabilities"
+        assert request is not None, "only an admitted request is answered"
         held = sum(other.num_logprobs for other in self._live if other is not request)
-        if count and held and held + count > self._max_logprobs:
+        if held and held + count > self._max_logprobs:
             raise QueueFull(
                 f"the answers of all requests in progress would have {held + count} log probabilities; the limit is "
                 f"{self._max_logprobs} (--max-held-logprobs). Send the request again later, or ask for fewer"
