@@ -120,7 +120,8 @@ def _read_parts(media: Media) -> Frames:
         frames.append(frame)
         num_bytes += len(frame) if isinstance(frame, bytes) else 0
         if num_bytes > MAX_SOURCE_BYTES:
-            raise LimitExceeded(f"the item's files have more bytes in total than the limit of {MAX_SOURCE_BYTES}")
+            files = "files of the embeddings" if media.is_embeddings else "video's frames"
+            raise LimitExceeded(f"the {files} have more bytes than the limit of {MAX_SOURCE_BYTES}")
     return tuple(frames)
 
 
