@@ -71,7 +71,12 @@ def _tensor(data: Any, what: str) -> Tensor:
     assert isinstance(data, bytes), "only files are encoded embeddings"
     tensor = _read_torch(data, what) if data.startswith(_ZIP) else _read_safetensors(data, what)
     # A tensor with strides of 0 may have any number of elements.
-    if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize > len(data):
+    if (
+        tensor.is_nested
+        or tensor.layout != torch.strided
+        or tensor.is_neg()
+        or tensor.numel() * tensor.itemsize > len(data)
+    ):
         raise LimitExceeded(f"{what} must contain a dense tensor with all its elements; save a contiguous copy")
     return tensor.detach()
 

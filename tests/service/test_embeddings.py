@@ -300,6 +300,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a list": (to_torch([rows()]), "an object of type list"),
     "a dict": (to_torch({"image_embeds": rows()}), "an object of type dict"),
     "sparse": (to_torch(torch.eye(4, WIDTH).to_sparse()), "dense tensor"),
+    "negative bit": (to_torch(torch._neg_view(rows())), "dense tensor"),
+    "nested": (to_torch(torch.nested.nested_tensor([rows(), rows(2)])), "dense tensor"),
     "meta": (to_torch(torch.empty(4, WIDTH, device="meta")), "an object of type Tensor"),
     "expanded": (to_torch(torch.zeros(1, 1).expand(10**9, WIDTH)), "with all its elements"),
     "10^9 rows of a small storage": (_pickled(ROWS, b"J" + BILLION + b"K\x80\x86"), "cannot be read with torch.load"),
