@@ -8,6 +8,7 @@ import io
 import json
 import pickle
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -240,6 +241,11 @@ def _safetensors(shape: list[int], size: int, dtype: str = "F32", tail: bytes = 
     return struct.pack("<Q", len(head)) + head + tail
 
 
+def _nested() -> bytes:
+    with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype
+        return to_torch(torch.nested.nested_tensor([rows(), rows(2)]))
+
+
 def _compressed(size: int) -> bytes:
     """Return an archive whose storage is compressed to a thousandth."""
     return _archive(
@@ -301,7 +307,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a dict": (to_torch({"image_embeds": rows()}), "an object of type dict"),
     "sparse": (to_torch(torch.eye(4, WIDTH).to_sparse()), "dense tensor"),
     "negative bit": (to_torch(torch._neg_view(rows())), "dense tensor"),
-    "nested": (to_torch(torch.nested.nested_tensor([rows(), rows(2)])), "dense tensor"),
+    "nested": (_nested(), "dense tensor"),
     "meta": (to_torch(torch.empty(4, WIDTH, device="meta")), "an object of type Tensor"),
     "expanded": (to_torch(torch.zeros(1, 1).expand(10**9, WIDTH)), "with all its elements"),
     "10^9 rows of a small storage": (_pickled(ROWS, b"J" + BILLION + b"K\x80\x86"), "cannot be read with torch.load"),
@@ -309,7 +315,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "offset outside the storage": (_pickled(b"QK\x00", b"QJ" + BILLION), "cannot be read with torch.load"),
     "negative offset": (_pickled(b"QK\x00", b"QJ" + struct.pack("<i", -64)), "cannot be read with torch.load"),
     "compressed": (_compressed(4 * WIDTH * 4), "compressed archive"),
-    "bomb": (_compressed(2**31), "compressed archive"),
+    "bomb": (_compressed(2**26), "compressed archive"),
     "overlapping records": (_overlapping(), "more bytes than the archive"),
     "many records": (
         _archive(GOOD, lambda name, data: data) + b"PK\1\2" * 100,
