@@ -37,10 +37,10 @@ def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Ki
 
 
 def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings) -> Plan:
-    """Return a plan for features that the caller gives instead of media. The engine splices them without a tower.
+    """Return a plan for features that the caller passes instead of media. The engine runs no tower for them.
 
     Raises:
-        InputError: The model cannot have such features.
+        InputError: No item of this kind has features of this width and number.
 
     """
     array, grid = np.ascontiguousarray(source.array), source.grid
@@ -60,7 +60,7 @@ def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings) -> Pla
 
 
 def _require_geometry(processor: Processor, kind: Kind, embeddings: Embeddings) -> None:
-    """Raise InputError unless a file of embeddings says all that the model needs to know about the item's geometry."""
+    """Raise InputError unless a file of embeddings contains all that the model needs to place the item in a prompt."""
     if kind == "image" and processor.traits.has_grid_thw:
         if not embeddings.grid:
             raise InputError(
@@ -79,10 +79,11 @@ def _require_geometry(processor: Processor, kind: Kind, embeddings: Embeddings) 
 
 
 def page_of(media: Media, data: Data) -> Data:
-    """Return the page of a PDF with the bytes `data` that `media` asks for, or `data` if it asks for none.
+    """Return the page of the PDF `data` that `media` refers to. If `media` does not refer to a page, return `data`.
 
     Raises:
-        MediaError, LimitExceeded: As `PdfPage.open`.
+        InputError: `data` are pixels instead of the bytes of a PDF.
+        MediaError: In the same cases as `PdfPage.open`.
 
     """
     if media.page is None:

@@ -80,7 +80,7 @@ def block_table(blocks: Sequence[Sequence[int]], padding: int) -> NDArray[np.int
 
 
 class Kernels:
-    """The fused operators of a device. This base class has no fused attention, so that `nn/` uses plain PyTorch."""
+    """The fused operators of a device. This base class has no fused attention, so `nn/` uses plain PyTorch."""
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         """Return whether `attend` supports these arguments and is the faster way. They are those of `attend`."""

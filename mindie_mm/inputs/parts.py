@@ -25,12 +25,12 @@ _SOURCES: Mapping[str, Kind] = {
     **{key: kind for kind, key in EMBEDDINGS_KEYS.items()},
 }
 _TEXTS = ("text", "refusal")
-"""Keys of a text. OpenAI uses the second in earlier turns of the assistant."""
+"""Keys of a text. OpenAI uses `refusal` in earlier turns of the assistant."""
 _FILE = "file"
 """Key of a text file or a PDF in OpenAI's messages."""
 _BARE_SOURCES = ("url", "path", "base64")
 _HINTS = frozenset({"cache_control", "uuid"})
-"""Keys for the caches of servers. They do not change how an item is read."""
+"""Keys that control the caches of servers. They do not change how an item is read."""
 _MAX_UUID = 256
 MAX_LISTED_FRAMES = 2048
 """Maximum number of frames of a video that is a list of frames."""
@@ -64,8 +64,8 @@ def parse_parts(
     Args:
         parts: The dicts.
         where: Name of the list in error messages.
-        strict: Refuse every unknown key.
-        by_uuid: Read the `uuid` of media, and allow media without data that have one.
+        strict: Whether to refuse every unknown key.
+        by_uuid: Whether to read the `uuid` of media items, and to allow items that have a `uuid` but no data.
 
     Raises:
         InputError: An item is invalid.
@@ -147,7 +147,7 @@ def _key(part: Mapping[str, Any], declared: str | None, where: str, *, may_lack_
 
 
 def _uuid(given: Any, where: str) -> str | None:
-    """Return the name that a client gives to an item. An empty name counts as none."""
+    """Return the client's name for an item, or None if the name is missing or empty."""
     if given is None or given == "":
         return None
     if not isinstance(given, str):
@@ -189,12 +189,12 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str, *, may_lack_data
 
 
 def _parse_embeddings(value: Any, key: str, where: str, *, may_lack_data: bool) -> Any:
-    """Return the file of an item's embeddings, with that of the grid if there is one, or None if they are left out."""
+    """Return the file of embeddings, or a tuple of this file and the file of the grid. None if the data are left out."""
     files: tuple[Any, ...] = (value,)
     if isinstance(value, Mapping):
         given = {name: file for name, file in value.items() if file is not None}
         keys = (key, GRID) if key == EMBEDDINGS_KEYS["image"] else (key,)
-        if unknown := next((name for name in given if name not in keys), None):
+        if (unknown := next((name for name in given if name not in keys), None)) is not None:
             raise InputError(f"{where} has the unknown key {str(unknown)[:40]!r}; it may have {' and '.join(keys)}")
         files = tuple(given.get(name) for name in keys if name == key or name in given)
     if all(file is None for file in files) and may_lack_data:

@@ -2,7 +2,7 @@
 
 Source: arXiv 2403.05525. Token ids, pixels and logits match transformers' `deepseek_vl`.
 
-Checkpoints may have the layout of transformers or the layout of deepseek-ai, whose model_type is multi_modality. The
+Checkpoints may have transformers' layout or the layout of deepseek-ai, whose model_type is multi_modality. The
 second layout is translated in memory by the rules of transformers' convert_deepseek_vl_weights_to_hf.py.
 """
 
@@ -113,7 +113,7 @@ For messages with several parts, the template follows transformers' conversion s
 
 
 class DeepseekVLProcessor(Processor):
-    """Processor of DeepSeek-VL. A block contains `pixel_values`, uint8 [side, side, 3]."""
+    """Processor for DeepSeek-VL. A block contains `pixel_values`, uint8 [side, side, 3]."""
 
     config_name: ClassVar[str] = "DeepseekVLConfig"
     image_type: ClassVar[str] = "DeepseekVLImageProcessor"
@@ -214,9 +214,9 @@ class DeepseekVLProcessor(Processor):
 
 
 class DeepseekVLModel(PretrainedModel):
-    """Model of DeepSeek-VL.
+    """The DeepSeek-VL model.
 
-    `module` is a `DeepseekVLForConditionalGeneration` of transformers, or its hybrid variant.
+    `module` is transformers' `DeepseekVLForConditionalGeneration`, or its hybrid variant.
     """
 
     traits = Traits(vision_parts=("model.vision_model",), projector_parts=("model.aligner",))
@@ -395,7 +395,7 @@ def translate(
     pixels: Mapping[str, Any],
     renamings: Sequence[Renaming],
 ) -> Checkpoint:
-    """Translate a checkpoint from deepseek-ai's layout into the layout of transformers.
+    """Translate a checkpoint from deepseek-ai's layout into transformers' layout.
 
     Args:
         checkpoint: Checkpoint in deepseek-ai's layout, which `check_original` has checked.

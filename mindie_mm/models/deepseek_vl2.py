@@ -150,7 +150,7 @@ _TEMPLATE = """\
 
 
 class DeepseekVL2Processor(Processor):
-    """Processor of DeepSeek-VL2.
+    """Processor for DeepSeek-VL2.
 
     The block of an image contains `tiles`, uint8 [1 + across * down, size, size, 3]: the whole image, then its tiles
     row by row. The grid is the number of tiles (across, down). In a prompt with three or more images, each image has
@@ -299,7 +299,7 @@ class _Projector(nn.Module):
         side = math.isqrt(patches.shape[1])
         grid = patches.transpose(1, 2).unflatten(-1, (side, side))
         grid = pad(grid, (0, side % 2, 0, side % 2))
-        # unfold makes the four values of each channel adjacent, which is the order of the weights.
+        # unfold makes the four values of each channel adjacent, as the weights require.
         windows = nn.functional.unfold(grid, 2, stride=2).transpose(1, 2)
         features: Tensor = self.layers(windows)
         return features
@@ -429,7 +429,7 @@ class _Network(nn.Module):
 
 
 class DeepseekVL2Model(Model):
-    """Model of DeepSeek-VL2."""
+    """The DeepSeek-VL2 model."""
 
     traits = Traits(vision_parts=("vision",), projector_parts=("projector",))
 
@@ -472,6 +472,9 @@ class DeepseekVL2Model(Model):
         """Append the newline feature to each row of [rows, columns, width]; return [rows * (columns + 1), width]."""
         ends = self.module.image_newline.expand(len(grid), 1, -1)
         return torch.cat([grid, ends], dim=1).flatten(0, 1)
+
+    def text_modules(self) -> list[nn.Module]:
+        return [self.module.language]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.module.language.model.embed_tokens(input_ids)

@@ -81,7 +81,7 @@ _RENAMINGS = (
 
 
 class DeepseekVLHybridProcessor(DeepseekVLProcessor):
-    """Processor of DeepSeek-VL with two towers.
+    """Processor for DeepSeek-VL with two towers.
 
     A block also contains `high_res_pixel_values`, uint8 [high side, high side, 3].
     """
@@ -142,7 +142,7 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
 
 
 class DeepseekVLHybridModel(DeepseekVLModel):
-    """Model with two towers. `module` is a `DeepseekVLHybridForConditionalGeneration` of transformers."""
+    """The DeepSeek-VL model with two towers. `module` is transformers' `DeepseekVLHybridForConditionalGeneration`."""
 
     traits = replace(
         DeepseekVLModel.traits,

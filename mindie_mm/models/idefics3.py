@@ -1,4 +1,4 @@
-"""Idefics3: an image as tiles, each of which the prompt labels with its row and column, followed by the whole image.
+"""Idefics3: an image as tiles, followed by the whole image. The prompt labels each tile with its row and column.
 
 Source: arXiv 2408.12637. Token ids, pixels and logits match transformers' `idefics3`.
 """
@@ -40,7 +40,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 class Idefics3Processor(Processor):
-    """Processor of Idefics3.
+    """Processor for Idefics3.
 
     A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The grid is the number of tiles (rows, columns), not
     counting the tile of the whole image. It is (0, 0) for an image that is not split.
@@ -200,9 +200,9 @@ def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
 
 
 class Idefics3Model(PictureModel, PretrainedModel):
-    """Model of Idefics3 and SmolVLM.
+    """The model of Idefics3 and SmolVLM.
 
-    `module` is an `Idefics3ForConditionalGeneration` or a `SmolVLMForConditionalGeneration` of transformers.
+    `module` is transformers' `Idefics3ForConditionalGeneration` or `SmolVLMForConditionalGeneration`.
     """
 
     traits = Traits(vision_parts=("model.vision_model",), projector_parts=("model.connector",))

@@ -1,4 +1,4 @@
-"""Attention of a flat batch over a paged KV cache, for the attention layers of transformers.
+"""Attention of a flat batch over a paged KV cache, for transformers' attention layers.
 
 The `forward` methods of the decoder pass the keyword argument `paged`, a `PagedBatch`, through to `attend`.
 """

@@ -1,4 +1,4 @@
-"""Planning of media items. A plan gives the number of features and the arrays of an item."""
+"""Planning of media items. A plan contains the number of features of an item and the specs of its arrays."""
 
 from __future__ import annotations
 

@@ -154,6 +154,7 @@ class Blip2T5Reference(Blip2Reference, Seq2SeqReference):
 
 
 class TestBlip2T5(Seq2SeqContract):
+    int8_tolerance = 0.2  # 0.13 was measured
     name = "blip_2"
     unspelled = True
     decoder_input_ids = DECODER_INPUT_IDS

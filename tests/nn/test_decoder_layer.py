@@ -31,7 +31,7 @@ WINDOW = 4
 
 
 def text_model(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """Return a text model of transformers with random weights, including norms and biases, and paged attention."""
+    """Return a transformers text model with paged attention and random weights, including norms and biases."""
     torch.manual_seed(0)
     AttentionInterface.register(attention.NAME, attention.attend)
     config = getattr(transformers, f"{name}Config")(**SIZES | settings, attn_implementation=attention.NAME)
@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", MODELS)
-def test_replaced_layers_compute_the_same(case: str, dtype: torch.dtype) -> None:
+def test_replaced_layers_give_the_same_results(case: str, dtype: torch.dtype) -> None:
     name, settings = MODELS[case]
     model = text_model(name, dtype, **settings)
     expected = whole(model)
