@@ -40,7 +40,7 @@ def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings) -> Pla
     """Return a plan for features that the caller passes instead of media. The engine runs no tower for them.
 
     Raises:
-        InputError: No item of this kind has features of this width and number.
+        InputError: The width, number or grid of the features does not fit the model.
 
     """
     array, grid = np.ascontiguousarray(source.array), source.grid

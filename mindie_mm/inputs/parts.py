@@ -189,7 +189,7 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str, *, may_lack_data
 
 
 def _parse_embeddings(value: Any, key: str, where: str, *, may_lack_data: bool) -> Any:
-    """Return the file of embeddings, or a tuple of this file and the file of the grid. None if the data are left out."""
+    """Return the file of embeddings, or this file and the file of the grid. None if the data are left out."""
     files: tuple[Any, ...] = (value,)
     if isinstance(value, Mapping):
         given = {name: file for name, file in value.items() if file is not None}
