@@ -51,6 +51,8 @@ def read_embeddings(data: Data) -> Embeddings:
             f"the embeddings have dtype {_name(tensor)} and shape {[*tensor.shape]}; they must be float16, bfloat16 or "
             "float32 [rows, width] or [1, rows, width], with at least one row"
         )
+    if not tensor.isfinite().all():  # numpy would warn about a signaling NaN
+        raise InputError("the embeddings contain infinite values or NaN")
     # numpy has no bfloat16
     array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).contiguous().numpy()
     return Embeddings(array, _grid(files[1]) if len(files) > 1 else ())
