@@ -58,7 +58,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     Call `require_places` first. It creates the spool and checks the folders.
     """
     model_names = tuple(dict.fromkeys(config.served_model_name)) or (checkpoint_name(worker.config.model or EMBEDDED),)
-    admission = Admission(config.max_concurrent_requests, config.request_timeout_s)
+    admission = Admission(config.max_concurrent_requests, config.request_timeout_s, config.max_held_logprobs)
     metrics = Metrics(model_names[0])
     chat_format = ChatFormat.of(worker, config)
     metrics.watch(lambda: worker.engine.stats)

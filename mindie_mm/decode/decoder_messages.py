@@ -44,11 +44,13 @@ class Item(msgspec.Struct, frozen=True):
     """True to count the frames of a video by decoding them, False to count packets."""
     page: int | None = None
     """`Media.page`."""
+    is_embeddings: bool = False
+    """`Media.is_embeddings`."""
 
     @property
     def media(self) -> Media:
         """Media item without its source."""
-        return Media(self.kind, None, self.options, page=self.page)
+        return Media(self.kind, None, self.options, page=self.page, is_embeddings=self.is_embeddings)
 
 
 class PlanItem(msgspec.Struct, frozen=True, tag="plan"):

@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from mindie_mm.errors import InputError
-from mindie_mm.inputs import Kind, Media
+from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.inputs import GRID, Embeddings, Kind, Media
 from mindie_mm.media.document.pdf import PdfPage
+from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.nn.model import EMBEDDINGS
 from mindie_mm.settings.config import MediaCaps
+from mindie_mm.shm import ArraySpec
 
 
 def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Kind, int], caps: MediaCaps) -> Plan:
@@ -25,8 +28,54 @@ def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Ki
         InputError, MediaError, LimitExceeded: In the same cases as `Processor.plan`.
 
     """
+    if media.is_embeddings:
+        embeddings = read_embeddings(data)
+        _require_geometry(processor, media.kind, embeddings)
+        return under_caps(plan_embeddings(processor, media.kind, embeddings), caps)
     plan = under_caps(processor.plan(media, data, counts), caps)
     return replace(plan, settings=f"{plan.settings}, {data.settings}") if isinstance(data, PdfPage) else plan
+
+
+def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings) -> Plan:
+    """Return a plan for features that the caller passes instead of media. The engine runs no tower for them.
+
+    Raises:
+        InputError: The width, number or grid of the features does not fit the model.
+
+    """
+    array, grid = np.ascontiguousarray(source.array), source.grid
+    num_features, width = array.shape
+    if width != processor.feature_width:
+        raise InputError(f"the embeddings have width {width}; the model needs {processor.feature_width}")
+    if processor.spelling(kind, num_features, grid) is None:
+        raise InputError(
+            f"the embeddings have {num_features} features and the grid {grid}, which no {kind} of this model can have"
+        )
+
+    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        arrays[EMBEDDINGS][...] = array
+
+    spec = ArraySpec(array.shape, str(array.dtype))
+    return Plan(num_features, {EMBEDDINGS: spec}, f"embeddings {spec} {grid}", write, grid)
+
+
+def _require_geometry(processor: Processor, kind: Kind, embeddings: Embeddings) -> None:
+    """Raise InputError unless a file of embeddings contains all that the model needs to place the item in a prompt."""
+    if kind == "image" and processor.traits.has_grid_thw:
+        if not embeddings.grid:
+            raise InputError(
+                f"this model needs {GRID}, the number of patches of the image along time, height and width; send "
+                f'{{"image_embeds": ..., "{GRID}": ...}}'
+            )
+    elif embeddings.grid:
+        raise InputError(f"{GRID} is given, but the model does not use it; leave it out")
+    elif processor.spelling(kind, processor.max_tokens(kind), ()) is None:
+        raise InputError(
+            f"embeddings of the kind {kind} are not supported for this model, because it needs more than their rows: "
+            f"the geometry of the {kind}; send the {kind} itself"
+        )
+    if (num_features := len(embeddings.array)) > (most := processor.max_tokens(kind)):
+        raise LimitExceeded(f"the embeddings have {num_features} rows; the limit of this model is {most}")
 
 
 def page_of(media: Media, data: Data) -> Data:

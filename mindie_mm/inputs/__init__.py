@@ -1,9 +1,10 @@
 """The `List[Dict]` format of inputs. Inputs are checked once, when a caller passes them.
 
-Each dict has exactly one of the keys `text`, `image`, `video`, `audio` and `document` (a PDF), and may have options of
-the item. A media value is a path, bytes, a PIL image, an array, or a `data:`, `http(s):` or `file:` URL. A PDF must be
-a path, bytes or a URL. A video may also be a list of frames, each of which is a media value. Content parts of OpenAI
-and Hugging Face chat messages are accepted, too, such as `{"type": "image_url", "image_url": {"url": ...}}` and
+Each dict has exactly one of the keys `text`, `image`, `video`, `audio`, `document` (a PDF), `image_embeds` and
+`audio_embeds` (files with the output of a tower), and may have options of the item. A media value is a path, bytes, a
+PIL image, an array, or a `data:`, `http(s):` or `file:` URL. A PDF or a file of embeddings must be a path, bytes or a
+URL. A video may also be a list of frames, each of which is a media value. Content parts of OpenAI and Hugging Face chat
+messages are accepted, too, such as `{"type": "image_url", "image_url": {"url": ...}}` and
 `{"type": "image", "image": ...}`.
 """
 
@@ -13,6 +14,8 @@ from mindie_mm.inputs.chat_messages import parse_messages
 from mindie_mm.inputs.checks import shown, whole
 from mindie_mm.inputs.items import (
     CUSTOM_ROLE,
+    EMBEDDINGS_KEYS,
+    GRID,
     KINDS,
     ROLES,
     Detail,
@@ -39,6 +42,8 @@ from mindie_mm.inputs.webui import from_webui_prompt
 
 __all__ = [
     "CUSTOM_ROLE",
+    "EMBEDDINGS_KEYS",
+    "GRID",
     "KINDS",
     "MAX_LISTED_FRAMES",
     "OFF",

@@ -19,6 +19,10 @@ CUSTOM_ROLE = r"[A-Za-z][A-Za-z0-9_.-]{0,63}"
 """Pattern of any other role. It depends on the chat template whether such a role is accepted."""
 DOCUMENT = "document"
 """Key of a PDF in a `List[Dict]`."""
+EMBEDDINGS_KEYS: Mapping[Kind, str] = {"image": "image_embeds", "audio": "audio_embeds"}
+"""Key of a file of embeddings in an item, by the kind of the item."""
+GRID = "image_grid_thw"
+"""Key of the file with the number of patches along time, height and width, for families whose positions need it."""
 Detail = Literal["auto", "low", "high", "original"]
 
 
@@ -61,7 +65,7 @@ class MediaOptions:
 class Embeddings:
     """Features that a tower has computed before, in place of a media source.
 
-    Only the Python interface accepts embeddings. HTTP requests cannot contain them.
+    HTTP requests contain a file of embeddings instead (`Media.is_embeddings`).
     """
 
     array: Any
@@ -89,7 +93,8 @@ class Media:
     kind: Kind
     source: Any
     """A path, URL, bytes, PIL image, array or Embeddings. A video can also be a tuple of frames, but not of Embeddings.
-    None if the client sent only a `uuid`."""
+    None if the client sent only a `uuid`. If `is_embeddings` is true, the source is a file of embeddings, or a tuple of
+    this file and a file with `image_grid_thw`."""
     options: MediaOptions = field(default_factory=MediaOptions)
     is_document: bool = False
     """True for a PDF, which becomes one image per page (`Media.page`) before the prompt is made."""
@@ -97,11 +102,22 @@ class Media:
     """Index of the page if the image is a page of the PDF `source`. The first page has index 0. Otherwise None."""
     uuid: str | None = None
     """The client's name for the item. The service keeps the item's data under this name."""
+    is_embeddings: bool = False
+    """True if the source is a file with the output of a tower (`mindie_mm.media.embeddings`)."""
+
+    @property
+    def num_listed_frames(self) -> int:
+        """Number of frames if the source is a list of frames. Otherwise 0."""
+        return len(self.source) if isinstance(self.source, tuple) and not self.is_embeddings else 0
+
+    def part_name(self, index: int) -> str:
+        """Return the name of the source's element `index` for error messages."""
+        return (EMBEDDINGS_KEYS[self.kind], GRID)[index] if self.is_embeddings else f"frame {index}"
 
 
 Item = Text | Media
 Paths = Path | list[Path]
-"""The file of a media item, or the files of its frames."""
+"""The file of a media item, or the files of its frames or of its embeddings and their grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +182,9 @@ def _with_path(item: Item, paths: Iterator[Paths]) -> dict[str, Any]:
         return {"text": item.text}
     options = {name: value for name, value in asdict(item.options).items() if value is not None}
     path = next(paths)
+    if item.is_embeddings:
+        key = EMBEDDINGS_KEYS[item.kind]
+        return {key: dict(zip((key, GRID), map(str, path), strict=True)) if isinstance(path, list) else str(path)}
     if item.is_document:
         return {DOCUMENT: str(path), **options}
     return {item.kind: list(map(str, path)) if isinstance(path, list) else str(path), **options}

@@ -70,6 +70,8 @@ def with_defaults(messages: Sequence[Message], defaults: MediaDefaults) -> list[
 
 
 def _item(media: Media, defaults: MediaDefaults) -> Media:
+    if media.is_embeddings:
+        return media
     default = defaults.get(FRAMES if isinstance(media.source, tuple) else media.kind)
     return media if default is None else replace(media, options=_merged(media.options, default))
 

@@ -9,7 +9,7 @@ from typing import Any
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs.checks import require_dict, require_list, require_unicode, type_of
 from mindie_mm.inputs.files import parse_file
-from mindie_mm.inputs.items import DOCUMENT, KINDS, Embeddings, Item, Kind, Media, Text, media_of
+from mindie_mm.inputs.items import DOCUMENT, EMBEDDINGS_KEYS, GRID, KINDS, Embeddings, Item, Kind, Media, Text, media_of
 from mindie_mm.inputs.options import parse_options
 from mindie_mm.inputs.unknown_keys import pass_over
 
@@ -22,6 +22,7 @@ _SOURCES: Mapping[str, Kind] = {
     "audio_url": "audio",
     "input_audio": "audio",
     DOCUMENT: "image",
+    **{key: kind for kind, key in EMBEDDINGS_KEYS.items()},
 }
 _TEXTS = ("text", "refusal")
 """Keys of a text. OpenAI uses `refusal` in earlier turns of the assistant."""
@@ -82,7 +83,7 @@ def parse_parts(
 
 def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
     """Return `num_frames` plus the number of frames in lists of `media`. Raise LimitExceeded if the sum is too high."""
-    num_frames += sum(len(item.source) for item in media if isinstance(item.source, tuple))
+    num_frames += sum(item.num_listed_frames for item in media)
     if num_frames > _MAX_LISTED_IN_ALL:
         raise LimitExceeded(
             f"the lists of frames in {where} have more frames in total than the limit of {_MAX_LISTED_IN_ALL}"
@@ -112,6 +113,10 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool, by_uuid: b
         raise InputError(f"{where}.type is {declared!r}, but the item has the key {key!r}")
     options = {name: value for name, value in part.items() if name not in {"type", key}}
     uuid = _uuid(given_uuid, where) if key != DOCUMENT else None
+    if key in EMBEDDINGS_KEYS.values():
+        pass_over(options, where, "embeddings have no options", strict=strict)
+        source = _parse_embeddings(part.get(key), key, f"{where}.{key}", may_lack_data=uuid is not None)
+        return Media(kind, source, uuid=uuid, is_embeddings=True)
     source, nested = _parse_source(part.get(key), key, kind, f"{where}.{key}", may_lack_data=uuid is not None)
     if both := options.keys() & nested.keys():
         raise InputError(
@@ -181,6 +186,24 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str, *, may_lack_data
             raise LimitExceeded(f"{where} has more frames than the limit of {MAX_LISTED_FRAMES} for a list")
         return tuple(_parse_value(frame, key, f"{where}[{index}]") for index, frame in enumerate(frames)), nested
     return _parse_value(value, key, where), nested
+
+
+def _parse_embeddings(value: Any, key: str, where: str, *, may_lack_data: bool) -> Any:
+    """Return the file of embeddings, or this file and the file of the grid. None if the data are left out."""
+    files: tuple[Any, ...] = (value,)
+    if isinstance(value, Mapping):
+        given = {name: file for name, file in value.items() if file is not None}
+        keys = (key, GRID) if key == EMBEDDINGS_KEYS["image"] else (key,)
+        if (unknown := next((name for name in given if name not in keys), None)) is not None:
+            raise InputError(f"{where} has the unknown key {str(unknown)[:40]!r}; it may have {' and '.join(keys)}")
+        files = tuple(given.get(name) for name in keys if name == key or name in given)
+    if all(file is None for file in files) and may_lack_data:
+        return None
+    for file in files:
+        if not isinstance(file, (str, bytes, bytearray, memoryview, os.PathLike)):
+            raise InputError(f"{where} is {type_of(file)}; it must be base64 of safetensors or of torch.save's output")
+    parsed = tuple(_parse_value(file, key, where) for file in files)
+    return parsed if len(parsed) > 1 else parsed[0]
 
 
 def _unwrapped(

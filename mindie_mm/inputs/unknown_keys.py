@@ -27,8 +27,8 @@ OTHERS_OPTIONS = frozenset(
         # SGLang, LMDeploy, InternVL, MiniCPM
         *("max_dynamic_patch", "min_dynamic_patch", "max_num", "max_slice_nums", "use_image_id"),
         # Other sources, or features in place of a source
-        *("url", "path", "base64", "data", "bytes", "file", "file_id", "file_data", "embeds", "image_embeds"),
-        *("audio_embeds", "precomputed_embeddings"),
+        *("url", "path", "base64", "data", "bytes", "file", "file_id", "file_data", "embeds"),
+        "precomputed_embeddings",
     }
 )
 """Names of options and sources in other servers and libraries. Ignoring one of them would change the prompt."""

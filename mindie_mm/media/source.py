@@ -38,7 +38,8 @@ def read_source(media: Media) -> Data:
     """Read the source of a media item.
 
     For a path, a URL or bare base64, the result is bytes. For a PIL image, an array or a tensor, it is pixels or
-    samples. For a video that is a list of frames, it is a tuple with one result per frame. URLs may be `data:`,
+    samples. For a video that is a list of frames, it is a tuple with one result per frame. For embeddings with a grid,
+    it is a tuple of both files. URLs may be `data:`,
     `file:`, `http:` or `https:`. `http:` and `https:` URLs are fetched only from public addresses.
 
     Raises:
@@ -49,7 +50,7 @@ def read_source(media: Media) -> Data:
     """
     source = media.source
     if isinstance(source, tuple):
-        return _read_frames(source)
+        return _read_parts(media)
     if isinstance(source, str):
         return _read_text(source)
     if isinstance(source, bytes):
@@ -109,17 +110,18 @@ def located_messages(messages: Sequence[Message], folder: Path) -> list[Message]
     return with_media(messages, lambda media: located(media, folder))
 
 
-def _read_frames(sources: tuple[Any, ...]) -> Frames:
+def _read_parts(media: Media) -> Frames:
     frames: list[bytes | Pixels] = []
     num_bytes = 0
-    for index, source in enumerate(sources):
-        with naming(f"frame {index}"):
+    for index, source in enumerate(media.source):
+        with naming(media.part_name(index)):
             frame = read_source(Media("image", source))
         assert not isinstance(frame, (tuple, PdfPage)), "a frame is not a list"
         frames.append(frame)
         num_bytes += len(frame) if isinstance(frame, bytes) else 0
         if num_bytes > MAX_SOURCE_BYTES:
-            raise LimitExceeded(f"the video's frames have more bytes than the limit of {MAX_SOURCE_BYTES}")
+            files = "files of the embeddings" if media.is_embeddings else "video's frames"
+            raise LimitExceeded(f"the {files} have more bytes than the limit of {MAX_SOURCE_BYTES}")
     return tuple(frames)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.cp437  # noqa: F401 - otherwise, zipfile imports this for names that are not marked as UTF-8
 import io
 import traceback
 import wave
@@ -12,11 +13,13 @@ import numpy as np
 import numpy.ma  # otherwise, np.median imports this when it is called
 import torch
 from PIL import AvifImagePlugin, Image
+from safetensors.torch import save as save_safetensors
 
 from mindie_mm.errors import MediaError
 from mindie_mm.media.audio.encoded_audio import open_audio
 from mindie_mm.media.audio.mel import MelSettings, write_log_mel
 from mindie_mm.media.document.pdf import PdfPage
+from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.media.image.encoded_image import FORMATS, RESAMPLES, open_image, resize
 from mindie_mm.media.video.encoded_video import open_video
 
@@ -55,6 +58,7 @@ def warm_up() -> None:
     _warm_up_video()
     _warm_up_sound()
     PdfPage.open(_PDF, 0).decode()
+    _warm_up_embeddings()
     try:
         open_image(b"no picture")
     except MediaError as error:
@@ -82,6 +86,13 @@ def _warm_up_video() -> None:
     video = open_video(_encoded(Image.new("RGB", (40, 30)), "GIF"), None)
     for frame in video.decode(range(video.num_frames)):
         resize(frame, 9, 13)
+
+
+def _warm_up_embeddings() -> None:
+    tensor, file = torch.zeros(1, 4, dtype=torch.bfloat16), io.BytesIO()
+    torch.save(tensor, file)
+    for data in (file.getvalue(), save_safetensors({"": tensor})):
+        read_embeddings(data)
 
 
 def _warm_up_sound() -> None:

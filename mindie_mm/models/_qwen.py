@@ -64,7 +64,7 @@ class QwenProcessor(Processor):
     grid. The planes of an image include the repeated frame. A video also has `second_per_grid_t`, float32 [1, 1].
     """
 
-    traits = Traits(bounds_pixels=True, mindie_layouts=_MINDIE)
+    traits = Traits(bounds_pixels=True, has_grid_thw=True, mindie_layouts=_MINDIE)
 
     config_name: ClassVar[str]
     """Name of transformers' configuration class."""

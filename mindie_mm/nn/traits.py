@@ -25,6 +25,11 @@ class Traits:
 
     If not, they are refused.
     """
+    has_grid_thw: bool = False
+    """Processor: whether the grid of an image is that of transformers' `image_grid_thw`.
+
+    The embeddings of an image then require the grid.
+    """
     max_items: Mapping[Kind, int] = field(default_factory=dict)
     """Processor: maximum number of items of a kind in one prompt. Kinds that are not listed have no limit."""
     mixes_kinds: bool = True

@@ -275,6 +275,10 @@ class ServiceConfig:
     including those inside strings."""
     max_held_bytes: Count = 1 * GiB
     """Maximum total size of the bodies of all requests in progress, in bytes. Further requests get status 429."""
+    max_held_logprobs: Count = 2**21
+    """Maximum number of log-probabilities in the answers of all requests in progress. Only log-probabilities of prompts
+    and of the whole vocabulary count. Each log-probability takes about 500 bytes of memory. Further requests get status
+    429, unless no other request in progress has such log-probabilities."""
     max_item_bytes: Count = 64 * MiB
     """Maximum size in bytes of one encoded media item, such as a JPEG file. For base64, the size of the decoded file
     counts."""
@@ -286,6 +290,9 @@ class ServiceConfig:
     media_uuid_bytes: CountOrNone = 64 * MiB
     """Size in bytes of the store for media that chats send with a `uuid`. A later request with the same API key,
     `cache_salt` and `uuid` may leave out the data. 0 turns off the store."""
+    enable_mm_embeds: bool = False
+    """Accept `image_embeds` and `audio_embeds` in place of images and sounds. Enable this only for clients that you
+    trust, because embeddings bypass the tower and can contain what no image or sound can."""
     max_media_items: CountOrNone = 32
     """Maximum number of media items in one request."""
     max_images: CountOrNone = 32

@@ -12,7 +12,7 @@ from mindie_mm.decode import Decoders, Group
 from mindie_mm.decode.decoder_messages import Item
 from mindie_mm.decode.digest import content_digest, parcel_digest
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
-from mindie_mm.decode.planning import under_caps
+from mindie_mm.decode.planning import plan_embeddings, under_caps
 from mindie_mm.errors import InputError, LimitExceeded, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media.guard import cancellation
@@ -150,13 +150,17 @@ class _RequestMedia(RequestMedia):
         with naming(f"media item {index} ({media.kind})"):
             planner.check_options(media.options)
             if isinstance(media.source, Embeddings):
-                plan = planner.embeddings(media.kind, media.source)
+                plan = plan_embeddings(planner.processor, media.kind, media.source)
                 planned = planner.item(index, media.kind, under_caps(plan, stage.caps))
                 self._sources[planned] = media.source
                 return planned, pixels
             parcel = await self._packed(media)
             counting = decodes_to_count()
-            item = Item(media.kind, media.options, {**counts}, parcel.parts, parcel.is_list, counting, media.page)
+            item = Item(
+                *(media.kind, media.options, {**counts}, parcel.parts, parcel.is_list, counting),
+                page=media.page,
+                is_embeddings=media.is_embeddings,
+            )
             facts = await stage.decoders.plan(self._group, item, parcel.descriptor)
             # A compromised decoder could return so many features that the prompt's ids use all memory.
             planner.require_makes(media.kind, facts.num_features, facts.grid)

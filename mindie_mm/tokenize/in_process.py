@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mindie_mm.decode.digest import content_digest
-from mindie_mm.decode.planning import page_of, plan_item, under_caps
+from mindie_mm.decode.planning import page_of, plan_embeddings, plan_item, under_caps
 from mindie_mm.errors import InputError, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media.document.pdf import PdfPage
@@ -79,7 +79,7 @@ class _RequestMedia(RequestMedia):
             self._planner.check_options(media.options)
             if isinstance(media.source, Embeddings):
                 data: Data = np.ascontiguousarray(media.source.array)
-                plan = under_caps(self._planner.embeddings(media.kind, media.source), self._caps)
+                plan = under_caps(plan_embeddings(self._processor, media.kind, media.source), self._caps)
             else:
                 data = read_source(media)
                 plan = plan_item(self._processor, media, page_of(media, data), counts, self._caps)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from mindie_mm.errors import InputError, LimitExceeded, OperationalError
-from mindie_mm.inputs import Embeddings, Kind, Media, MediaOptions
+from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.nn.family import Plan, Processor
-from mindie_mm.nn.model import EMBEDDINGS
 from mindie_mm.nn.splice import ITEM, MediaShape
 from mindie_mm.shm import ArraySpec
 from mindie_mm.tokenize.placeholders import Expansion
@@ -48,7 +44,7 @@ class Planner:
 
     def __init__(self, processor: Processor, family: str) -> None:
         """Create a planner. `family` is the family's name for error messages."""
-        self._processor = processor
+        self.processor = processor
         self._family = family
 
     def counts(self, media: Sequence[Media]) -> Counter[Kind]:
@@ -60,7 +56,7 @@ class Planner:
 
         """
         counts: Counter[Kind] = Counter(item.kind for item in media)
-        taken, traits = self._processor.placeholders, self._processor.traits
+        taken, traits = self.processor.placeholders, self.processor.traits
         for kind in counts:
             if kind not in taken:
                 raise InputError(
@@ -78,7 +74,7 @@ class Planner:
     def check_options(self, options: MediaOptions) -> None:
         """Raise InputError if the family does not support the options."""
         for name in ("min_pixels", "max_pixels"):
-            if getattr(options, name) is not None and not self._processor.traits.bounds_pixels:
+            if getattr(options, name) is not None and not self.processor.traits.bounds_pixels:
                 raise InputError(
                     f"{name} is set, but {self._family} does not support it, because the model determines the "
                     "image size; leave it out"
@@ -86,37 +82,14 @@ class Planner:
 
     def require_makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> None:
         """Raise OperationalError unless the model can have an item of `kind` with this grid and number of features."""
-        if self._processor.spelling(kind, num_features, grid) is None:
+        if self.processor.spelling(kind, num_features, grid) is None:
             raise OperationalError(
                 f"a decoder planned {num_features} features and the grid {grid}, which is not possible for this model"
             )
 
     def item(self, index: int, kind: Kind, plan: Plan) -> PlannedItem:
         """Create the planned item for `plan`."""
-        processor = self._processor
+        processor = self.processor
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         assert spelling is not None, f"the {kind} was planned with {plan.num_features} features and {plan.grid}"
         return PlannedItem(Expansion(kind, processor.placeholders[kind], plan.num_features, spelling), plan, index)
-
-    def embeddings(self, kind: Kind, source: Embeddings) -> Plan:
-        """Return a plan for features that the caller passes instead of media. The engine runs no tower for them.
-
-        Raises:
-            InputError: The width, number or grid of the features does not fit the model.
-
-        """
-        array = np.ascontiguousarray(source.array)
-        num_features, width = array.shape
-        if width != self._processor.feature_width:
-            raise InputError(f"the embeddings have width {width}; the model needs {self._processor.feature_width}")
-        if self._processor.spelling(kind, num_features, source.grid) is None:
-            raise InputError(
-                f"the embeddings have {num_features} features and the grid {source.grid}, which no {kind} of this "
-                "model can have"
-            )
-
-        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            arrays[EMBEDDINGS][...] = array
-
-        spec = ArraySpec(array.shape, str(array.dtype))
-        return Plan(num_features, {EMBEDDINGS: spec}, f"embeddings {spec} {source.grid}", write, source.grid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -15,10 +16,14 @@ from mindie_mm.errors import MindieMMError, QueueFull, RequestAborted, RequestTi
 
 
 class Admission:
-    """The requests in progress: at most `limit` requests at a time, each for at most `timeout_s` seconds."""
+    """The requests in progress: at most `limit` requests at a time, each for at most `timeout_s` seconds.
 
-    def __init__(self, limit: int, timeout_s: float) -> None:
+    Their answers have at most `max_logprobs` log-probabilities together, unless a single answer has more.
+    """
+
+    def __init__(self, limit: int, timeout_s: float, max_logprobs: int = sys.maxsize) -> None:
         self._limit = limit
+        self._max_logprobs = max_logprobs
         self._timeout_s = timeout_s
         self._live: set[_Endable] = set()
         self._idle = asyncio.Event()
@@ -36,6 +41,25 @@ class Admission:
             raise ServiceStopping("the service is stopping")
         if len(self._live) >= self._limit:
             raise QueueFull(f"{len(self._live)} requests are in progress; the limit is {self._limit}")
+
+    def hold_logprobs(self, count: int) -> None:
+        """Count `count` log-probabilities of the current request's answer until the request ends.
+
+        Raises:
+            QueueFull: The answers of all requests in progress would have too many log-probabilities.
+
+        """
+        if not count:
+            return
+        request = _current.get()
+        assert request is not None, "only an admitted request is answered"
+        held = sum(other.num_logprobs for other in self._live if other is not request)
+        if held and held + count > self._max_logprobs:
+            raise QueueFull(
+                f"the answers of all requests in progress would have {held + count} log probabilities; the limit is "
+                f"{self._max_logprobs} (--max-held-logprobs). Send the request again later, or ask for fewer"
+            )
+        request.num_logprobs = count
 
     @asynccontextmanager
     async def admit(self, receive: Receive, timeout_s: float | None = None) -> AsyncIterator[None]:
@@ -98,6 +122,8 @@ class _Endable:
         self._task: asyncio.Task[object] | None = None
         self._cancelling = 0
         self._cause: MindieMMError | None = None
+        self.num_logprobs = 0
+        """Number of log-probabilities that the answer may have, as far as `Admission.hold_logprobs` counts them."""
 
     @property
     def cause(self) -> MindieMMError | None:

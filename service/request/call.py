@@ -36,7 +36,7 @@ For tools, the service itself writes the grammar, so line numbers would mean not
 """
 
 MAX_ANSWER_LOGPROBS = 2**20
-"""Maximum number of log-probabilities in one answer. Each of them takes about 100 bytes.
+"""Maximum number of log-probabilities in one answer. Each of them takes about 500 bytes in all processes together.
 
 If the context is long, one choice may exceed this number, so that every token can have `MAX_LOGPROBS`.
 """
@@ -150,9 +150,14 @@ class Call:
         self.meter.finished(n)
 
     def _require_room(self, sources: Sequence[PromptSource]) -> None:
-        """Raise LimitExceeded if the answer may contain too many log-probabilities."""
+        """Raise LimitExceeded or QueueFull if the answer, or all answers together, may have too many log-probabilities.
+
+        A few for each generated token do not count toward the limit of all answers, because `max_tokens` is often far
+        above the length of the answer.
+        """
         params, info = self.params, self.service.worker.engine.info
-        context, num_logprobs = info.max_model_len, 0
+        context, num_prompts, num_generated = info.max_model_len, 0, 0
+        named = params.logprob_token_ids
 
         def num_each(num_top: int) -> int:
             return 1 + (info.vocab_size if num_top == ALL_TOKENS else num_top)
@@ -160,17 +165,18 @@ class Call:
         for source in sources:
             num_prompt = len(source.prompt)
             if params.prompt_logprobs is not None:
-                num_logprobs += self.n * num_prompt * num_each(params.prompt_logprobs)
+                num_prompts += self.n * num_prompt * num_each(params.prompt_logprobs)
             if params.logprobs is not None:
                 most = params.most_tokens(max(context - num_prompt, 0))
-                named = params.logprob_token_ids
-                num_logprobs += self.n * most * num_each(params.logprobs if named is None else len(named))
+                num_generated += self.n * most * num_each(params.logprobs if named is None else len(named))
         limit = max(MAX_ANSWER_LOGPROBS, context * (MAX_LOGPROBS + 1))
-        if num_logprobs > limit:
+        if (num_logprobs := num_prompts + num_generated) > limit:
             raise LimitExceeded(
                 f"the response may have {num_logprobs} log probabilities (choices x tokens x log probabilities per "
                 f"token); the limit is {limit}. Lower n, max_tokens or logprobs"
             )
+        of_all_tokens = params.logprobs == ALL_TOKENS and named is None
+        self.service.admission.hold_logprobs(num_prompts + (num_generated if of_all_tokens else 0))
 
     async def _outputs(
         self, source: PromptSource, index: int, prompt_logprobs: asyncio.Future[list[TokenLogprob]], *, whole: bool

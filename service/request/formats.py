@@ -41,6 +41,8 @@ _MAGIC: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\xff\xf9", "aac"),
     (8, b"AIFF", "aiff"),
     (8, b"AIFC", "aiff"),
+    (0, b"PK\x03\x04", "pt"),
+    (8, b'{"', "safetensors"),
 )
 
 

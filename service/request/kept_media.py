@@ -18,7 +18,7 @@ MAX_ENTRIES = 4096
 _MAX_SHOWN = 40
 
 _Data = bytes | tuple[bytes, ...]
-"""The file of an item, or the files of its frames."""
+"""The file of an item, or the files of its frames or of its embeddings and their grid."""
 
 
 class KeptMedia:
@@ -98,7 +98,7 @@ class KeptMedia:
 def _key(media: Media, owner: bytes, salt: str) -> bytes:
     """Return the key of an item. None of its parts can contain the separator, because a `uuid` is printable."""
     assert media.uuid is not None
-    parts = [owner.hex(), media.kind, media.uuid]
+    parts = [owner.hex(), "embeddings" if media.is_embeddings else "", media.kind, media.uuid]
     return salted(salt).update("\0".join(parts).encode()).digest()
 
 

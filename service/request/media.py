@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
-from mindie_mm.errors import LimitExceeded, MediaError, OperationalError, naming, os_errors_as
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, OperationalError, naming, os_errors_as
 from mindie_mm.inputs import KINDS, MAX_LISTED_FRAMES, Media, Paths
 from mindie_mm.media.fetch.http import fetch
 from mindie_mm.media.fetch.threads import Threads
@@ -105,7 +105,7 @@ class MediaPolicy:
         """Write `items` to files under `directory`. The files count toward the limits of the spool until `remove`.
 
         The file of an item is <kind>/<n>.<ext>, where n counts the items of its kind from 1. If a video is given as
-        frames, each frame is a file <kind>/<n>-<k>.<ext>. An item's size limit applies to all of its frames together.
+        frames, each frame is a file <kind>/<n>-<k>.<ext>. An item's size limit applies to all of its files together.
 
         Returns:
             The files in the order of the items.
@@ -122,7 +122,12 @@ class MediaPolicy:
         for kind, limit in limits.items():
             if (count := sum(item.kind == kind for item in items)) > limit:
                 raise LimitExceeded(f"the request has {count} media items of kind {kind}; the limit is {limit}")
-        num_frames = sum(len(item.source) for item in items if isinstance(item.source, tuple))
+        if not config.enable_mm_embeds and any(item.is_embeddings for item in items):
+            raise InputError(
+                "image_embeds and audio_embeds are not accepted by this service; start it with --enable-mm-embeds, or "
+                "send the image or sound itself"
+            )
+        num_frames = sum(item.num_listed_frames for item in items)
         if num_frames > MAX_LISTED_FRAMES:
             raise LimitExceeded(f"the request has {num_frames} frames in lists; the limit is {MAX_LISTED_FRAMES}")
         turns = asyncio.Semaphore(-(-config.max_concurrent_fetches // 4))
@@ -132,7 +137,7 @@ class MediaPolicy:
         for index, item in enumerate(items):
             number = counts[item.kind] = counts.get(item.kind, 0) + 1
             stem = directory / item.kind / str(number)
-            writes.append(self._spool_item(f"media item {index} ({item.kind})", item.source, stem, request))
+            writes.append(self._spool_item(f"media item {index} ({item.kind})", item, stem, request))
         return await gather(writes)
 
     def remove(self, directory: Path) -> None:
@@ -141,15 +146,15 @@ class MediaPolicy:
             shutil.rmtree(directory / kind, ignore_errors=True)
         self._quota.give_back(directory.name)
 
-    async def _spool_item(self, what: str, source: Any, stem: Path, request: _Request) -> Paths:
+    async def _spool_item(self, what: str, item: Media, stem: Path, request: _Request) -> Paths:
         """Spool one item. Error messages call the item `what`."""
         request = replace(request, spend=ItemQuota(self.config.max_item_bytes, request.spend).spend)
-        if not isinstance(source, tuple):
-            return await self._spool_file(what, source, stem, request)
+        if not isinstance(item.source, tuple):
+            return await self._spool_file(what, item.source, stem, request)
         writes = []
-        for index, frame in enumerate(source):
-            frame_stem = stem.with_name(f"{stem.name}-{index + 1}")
-            writes.append(self._spool_file(f"{what}: frame {index}", frame, frame_stem, request))
+        for index, part in enumerate(item.source):
+            part_stem = stem.with_name(f"{stem.name}-{index + 1}")
+            writes.append(self._spool_file(f"{what}: {item.part_name(index)}", part, part_stem, request))
         return await gather(writes)
 
     async def _spool_file(self, what: str, source: Any, stem: Path, request: _Request) -> Path:

@@ -50,6 +50,20 @@ class File(TypedDict, total=False):
     filename: str | None
 
 
+class ImageEmbeds(TypedDict, total=False):
+    """Embeddings of an image, for models whose positions depend on the number of patches."""
+
+    image_embeds: str | None
+    image_grid_thw: str | None
+    """Base64 of a file with an integer tensor of 3 elements, like that of `image_embeds`."""
+
+
+class AudioEmbeds(TypedDict, total=False):
+    """Embeddings of a sound."""
+
+    audio_embeds: str | None
+
+
 class Item(ItemOptions, total=False):
     """One text, image, video or sound, in this service's format or in the format of chats."""
 
@@ -66,6 +80,9 @@ class Item(ItemOptions, total=False):
     file: File | None
     document: str | Address | None
     """A PDF, whose pages become images."""
+    image_embeds: str | ImageEmbeds | None
+    """Base64 of safetensors or of the output of torch.save, with one tensor. Requires --enable-mm-embeds."""
+    audio_embeds: str | AudioEmbeds | None
     url: str | list[str] | None
     """Address of the item. `url`, `path` and `base64` require `type`, which says what kind of item it is."""
     path: str | list[str] | None

@@ -1,14 +1,18 @@
-"""Fuzzing targets that decode pictures, videos and sounds of every supported format to pixels and samples."""
+"""Fuzzing targets that decode pictures, videos, sounds and embeddings of every supported format."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from PIL import Image
+from safetensors.torch import save
 
 from mindie_mm.errors import InputError
 from mindie_mm.media.audio.encoded_audio import open_audio
+from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.image.encoded_image import open_image
 from mindie_mm.media.video.encoded_video import EncodedVideo
@@ -97,6 +101,19 @@ def sounds() -> Iterator[Target]:
     seeds += [encode_with_ffmpeg(tone(0.2, 48_000), 48_000, *kind) for kind in _SOUNDS_OF_FFMPEG]
     seeds += [encode_with_ffmpeg(tone(0.1, 48_000, 200, 8), 48_000, *kind, "7.1") for kind in _SURROUND]
     yield Target(tuple(seeds), _reads(lambda data: open_audio(data).decode(_RATE, 30 * _RATE)), _MAX_BYTES)
+
+
+@contextmanager
+def embeddings() -> Iterator[Target]:
+    """Yield a target that reads files of embeddings with `read_embeddings`. An input is a file."""
+    seeds = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        tensor = torch.arange(24, dtype=dtype).reshape(1, 4, 6)
+        for value in (tensor, tensor[:, ::2], torch.nn.Parameter(tensor[0]), tensor.to_sparse()):
+            torch.save(value, file := io.BytesIO())
+            seeds.append(file.getvalue())
+        seeds += [save({"": tensor}), save({"features": tensor[0]})]
+    yield Target(tuple(seeds), _reads(read_embeddings), _MAX_BYTES)
 
 
 def _reads(read: Callable[[bytes], object]) -> Callable[[bytes], bool]:

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from transformers.video_utils import VideoMetadata
 
 from mindie_mm.device import kind_of
@@ -42,7 +42,18 @@ from mindie_mm.errors import (
     TokenOutOfRange,
     UnsupportedCheckpoint,
 )
-from mindie_mm.inputs import KINDS, Embeddings, Kind, Media, MediaOptions, Text, media_of, parse_inputs
+from mindie_mm.inputs import (
+    EMBEDDINGS_KEYS,
+    GRID,
+    KINDS,
+    Embeddings,
+    Kind,
+    Media,
+    MediaOptions,
+    Text,
+    media_of,
+    parse_inputs,
+)
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.source import read_source
 from mindie_mm.media.video.encoded_video import EncodedVideo
@@ -620,6 +631,29 @@ class FamilyContract:
             ids = self.tokenize(tokenizer, name, replaced, path_file)
             logits = self.logits(model, ids)
             assert (logits - self.logits(model, tokenized[name])).abs().max() <= self.tolerance, name
+
+    def test_files_of_embeddings_give_the_same_logits_or_are_refused(
+        self, model, processor, tokenizer, tokenized, path_file
+    ):
+        """Files are refused if the rows, with `image_grid_thw` if the family uses it, do not give the geometry."""
+        for name, items in self.prompts.items():
+            (kind, *others) = [kind for item in items for kind in item if kind in KINDS] or [None]
+            if kind is None or others or kind not in EMBEDDINGS_KEYS:
+                continue
+            ids = tokenized[name]
+            (item,) = model.read(ids.numpy())
+            key, (features,) = EMBEDDINGS_KEYS[kind], model.encode([item])
+            files = {key: save({"": features.cpu().contiguous()})}
+            if kind == "image" and processor.traits.has_grid_thw:
+                files[GRID] = save({"": torch.tensor(item.shape.grid)})
+            given = {key: files}
+            replaced = [item if "text" in item else given for item in items]
+            if kind == "image" and item.shape.grid and GRID not in files:
+                with pytest.raises(InputError, match=r"more than their rows|which no image of this model can have"):
+                    self.tokenize(tokenizer, name, replaced, path_file)
+            else:
+                logits = self.logits(model, self.tokenize(tokenizer, name, replaced, path_file))
+                assert (logits - self.logits(model, ids)).abs().max() <= self.tolerance
 
     def test_embeddings_of_a_wrong_shape_are_refused(self, model, processor, tokenizer, tokenized, path_file):
         """Features are refused if their width, number of rows or number of dimensions is wrong."""

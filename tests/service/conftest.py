@@ -25,6 +25,7 @@ SETTINGS = {
     "max_media_bytes": 5 * MiB,
     "max_media_items": 4,
     "media_uuid_bytes": MEDIA_UUID_BYTES,
+    "max_held_logprobs": 2**17,
     "grace_s": 0.2,
     "reclaim_interval_s": 3600.0,  # a periodic reclaim must not remove the leftovers that tests look for
 }

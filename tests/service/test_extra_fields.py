@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 
 from service.schemas.body import Settings
 from service.schemas.extra_fields import ExtraFields
-from tests.service.conftest import TINY
+from tests.service.conftest import SETTINGS, TINY
 from training.questions import CHAT_ANSWERS
 
 PAGE = (Path(__file__).parents[2] / "docs/vllm-fields.md").read_text()
@@ -216,6 +217,28 @@ def test_log_probabilities_of_the_prompt_have_vllms_form(client: openai.OpenAI, 
     assert len(apart["prompt_logprobs"]) > 3
     assert all(len(top) <= 2 for top in echoed["logprobs"]["top_logprobs"][1:]), "logprobs counts those of echo"
     assert apart["logprobs"] is None
+
+
+def test_all_answers_together_have_a_limit_on_log_probabilities(http: Any) -> None:
+    """A request above the limit is accepted alone, and refused while another one is in progress."""
+    limit = SETTINGS["max_held_logprobs"]
+    body = {"prompt": [64] * 150, "max_tokens": 1, "temperature": 0, "prompt_logprobs": -1}
+
+    def post(further: dict[str, Any]) -> Any:
+        return http.post("/v1/completions", json=body | further)
+
+    above = {"prompt": [64] * 200}
+    alone = post(above).raise_for_status().json()["choices"][0]["prompt_logprobs"]
+    assert len(alone) * (VOCABULARY + 1) > limit
+    with ThreadPoolExecutor(12) as pool:
+        answers = [*pool.map(post, [{}, {"prompt_logprobs": None, "logprobs": -1}, above] * 4)]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(answers) > len(refused) > 0
+    for answer in refused:
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"]
+        assert f"the limit is {limit} (--max-held-logprobs)" in answer.json()["error"]["message"]
+    assert post(above).raise_for_status().json()["choices"][0]["prompt_logprobs"] == alone
 
 
 # --- prompts

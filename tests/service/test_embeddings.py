@@ -1,0 +1,390 @@
+"""Tests of requests with embeddings in place of images and sounds."""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import io
+import json
+import pickle
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from mindie_mm.decode.decoder_messages import DecoderSetup
+from mindie_mm.decode.nursery import load_processor
+from mindie_mm.errors import MediaError
+from mindie_mm.media.embeddings import read_embeddings
+from mindie_mm.models import load_model
+from mindie_mm.settings.config import MediaCaps
+from mindie_mm.tokenize.tokenizer import Tokenizer
+from tests.service.conftest import TINY
+from tests.sound_samples import encode_sound, tone
+from tests.warm import running_service
+from tools.demo import encode, picture
+from tools.serving import RunningService
+
+CHAT = "/v1/chat/completions"
+WIDTH = 128
+RED = encode(picture("red", (220, 40, 40), "square", x=0.4), "PNG")
+SOUND = encode_sound(tone(1.0), 16_000)
+
+
+def to_torch(value: Any, **options: Any) -> bytes:
+    """Return the output of `torch.save`."""
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+def to_safetensors(tensor: Tensor) -> bytes:
+    return save_safetensors({"features": tensor.contiguous()})
+
+
+def as_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def image(data: bytes | None, grid: bytes | None = None, **more: Any) -> dict[str, Any]:
+    files = {"image_embeds": data, "image_grid_thw": grid}
+    return {
+        "type": "image_embeds",
+        "image_embeds": {key: as_base64(file) for key, file in files.items() if file is not None},
+        **more,
+    }
+
+
+def rows(count: int = 4, width: int = WIDTH) -> Tensor:
+    return torch.zeros(count, width)
+
+
+def grid_of(*numbers: int) -> bytes:
+    return to_torch(torch.tensor([numbers]))
+
+
+@pytest.fixture(scope="module")
+def trusting(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
+    """Yield a service that accepts embeddings."""
+    folder = tmp_path_factory.mktemp("trusting")
+    given = settings | {"enable_mm_embeds": True, "spool": folder / "spool"}
+    with running_service(given, folder / "log", TINY) as running:
+        yield running
+        assert running.wait_until_free()["blocks"] == 0
+        assert running.stop() == 0, (folder / "log").read_text()[-2000:]
+    assert not list((folder / "spool").iterdir()), "request directories are left"
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory, device: str) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """Return the tower's output and the grid for a picture and a sound."""
+    folder = tmp_path_factory.mktemp("tower")
+    model = load_model(TINY, device=device)
+    with Tokenizer.from_pretrained(TINY) as tokenizer:
+        ids = tokenizer.tokenize([{"image": RED}, {"audio": SOUND}], folder / "shm_name.txt")
+        items = model.read(ids.numpy())
+        return {
+            item.shape.kind: (features.cpu().clone(), item.shape.grid)
+            for item, features in zip(items, model.encode(items), strict=True)
+        }
+
+
+@pytest.fixture(scope="module")
+def red(embedded: dict[str, Any]) -> tuple[Tensor, bytes]:
+    features, grid = embedded["image"]
+    return features, grid_of(*grid)
+
+
+def ask(service: RunningService, *parts: Any, status: int = 200, kwargs: Any = None) -> Any:
+    """Return the answer's tokens and usage, and the log-probabilities apart, or the message of an error."""
+    content = [*parts, {"type": "text", "text": "What is in the image?"}]
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 5,
+        "return_token_ids": True,
+        "mm_processor_kwargs": kwargs,
+    }
+    answer = httpx2.post(service.url + CHAT, json=body, timeout=300)
+    assert answer.status_code == status, answer.text[:2000]
+    if status != 200:
+        message: str = answer.json()["error"]["message"]
+        return message
+    found = answer.json()
+    (choice,) = found["choices"]
+    usage = {key: value for key, value in found["usage"].items() if "details" not in key}
+    logprobs = [one["logprob"] for token in choice.pop("logprobs")["content"] for one in token["top_logprobs"]]
+    return (choice, usage, found["prompt_token_ids"]), logprobs
+
+
+def require_same(found: Any, expected: Any) -> None:
+    """Assert that two answers of `ask` are equal.
+
+    The service's tower may use another number of threads than the test's, which changes the order of sums.
+    """
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], abs=1e-4)
+
+
+def picture_part(data: bytes = RED) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{as_base64(data)}"}}
+
+
+@pytest.mark.parametrize("save", [to_torch, to_safetensors])
+@pytest.mark.parametrize(
+    "form", [lambda t: t, lambda t: t.unsqueeze(0), torch.nn.Parameter, lambda t: torch.cat([t, t])[: len(t)]]
+)
+def test_the_towers_output_gives_the_answer_of_the_picture(
+    trusting: RunningService, red: tuple[Tensor, bytes], save: Callable[[Tensor], bytes], form: Callable[[Tensor], Any]
+) -> None:
+    expected = ask(trusting, picture_part())
+    assert "red square" in expected[0][0]["message"]["content"]
+    features, grid = red
+    require_same(ask(trusting, image(save(form(features)), grid)), expected)
+
+
+def test_the_towers_output_gives_the_answer_of_the_sound(
+    trusting: RunningService, embedded: dict[str, tuple[Tensor, Any]]
+) -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": as_base64(SOUND), "format": "wav"}}
+    data = as_base64(to_torch(embedded["audio"][0]))
+    expected = ask(trusting, sound)
+    for value in (data, {"audio_embeds": data}):
+        require_same(ask(trusting, {"type": "audio_embeds", "audio_embeds": value}), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("save", [to_torch, to_safetensors])
+def test_half_precision_gives_the_answer_of_the_rounded_features(
+    trusting: RunningService, red: tuple[Tensor, bytes], save: Callable[[Tensor], bytes], dtype: torch.dtype
+) -> None:
+    features, grid = red
+    rounded = features.to(dtype)
+    require_same(ask(trusting, image(save(rounded), grid)), ask(trusting, image(to_torch(rounded.float()), grid)))
+
+
+def test_embeddings_can_stand_beside_pictures_and_default_options(
+    trusting: RunningService, red: tuple[Tensor, bytes]
+) -> None:
+    features, grid = red
+    pixels = {"max_pixels": 8000}
+    expected = ask(trusting, picture_part(), picture_part(), picture_part())
+    embeddings = image(to_torch(features), grid)
+    require_same(ask(trusting, embeddings, picture_part(), embeddings), expected)
+    require_same(ask(trusting, embeddings, embeddings, kwargs=pixels), ask(trusting, picture_part(), picture_part()))
+
+
+def test_embeddings_are_kept_by_uuid_apart_from_pictures(trusting: RunningService, red: tuple[Tensor, bytes]) -> None:
+    features, grid = red
+    expected = ask(trusting, image(to_torch(features), grid, uuid="red"))
+    require_same(ask(trusting, {"type": "image_embeds", "image_embeds": None, "uuid": "red"}), expected)
+    message = ask(trusting, {"type": "image_url", "image_url": None, "uuid": "red"}, status=400)
+    assert "no data are kept" in message
+
+
+def test_other_routes_accept_embeddings(trusting: RunningService, red: tuple[Tensor, bytes]) -> None:
+    features, grid = red
+    part = image(to_torch(features), grid)
+    answers = []
+    for item in (part, {"image": f"data:;base64,{as_base64(RED)}"}):
+        body = {"inputs": [item, {"text": "?"}], "parameters": {"max_new_tokens": 8, "details": True}}
+        infer = httpx2.post(trusting.url + "/infer", json=body, timeout=300).raise_for_status().json()
+        tokens = httpx2.post(trusting.url + "/tokenize", json={"inputs": [item]}).raise_for_status().json()
+        answers.append((infer["details"]["generated_token_ids"], tokens))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("kind", ["image", "audio"])
+def test_embeddings_are_refused_unless_enabled(service: RunningService, kind: str) -> None:
+    key = f"{kind}_embeds"
+    message = ask(service, {"type": key, key: as_base64(to_torch(rows()))}, status=400)
+    assert "--enable-mm-embeds" in message
+
+
+class _Code:
+    def __reduce__(self) -> Any:
+        return (exec, ("import builtins; builtins.embeddings_ran_code = True",))
+
+
+def _archive(data: bytes, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """Return the archive `data` with each record changed."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, change(name, old.read(name)))
+    return file.getvalue()
+
+
+def _pickled(old: bytes, new: bytes) -> bytes:
+    """Return an archive with 4 rows, with `old` replaced in its pickle."""
+
+    def change(name: str, data: bytes) -> bytes:
+        if not name.endswith(".pkl"):
+            return data
+        assert old in data
+        return data.replace(old, new)
+
+    return _archive(to_torch(rows()), change)
+
+
+def _safetensors(shape: list[int], size: int, dtype: str = "F32", tail: bytes = b"") -> bytes:
+    head = json.dumps({"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    return struct.pack("<Q", len(head)) + head + tail
+
+
+def _nested() -> bytes:
+    with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype
+        return to_torch(torch.nested.nested_tensor([rows(), rows(2)]))
+
+
+def _compressed(size: int) -> bytes:
+    """Return an archive whose storage is compressed to a thousandth."""
+    return _archive(
+        to_torch(rows()), lambda name, data: bytes(size) if "/data/" in name else data, zipfile.ZIP_DEFLATED
+    )
+
+
+def _overlapping() -> bytes:
+    """Return an archive whose directory lists the same record 40 times."""
+    data = to_torch(rows(400))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        record = max(archive.infolist(), key=lambda one: one.file_size)
+    file = io.BytesIO(data)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.filelist += [record] * 40
+        archive._didModify = True  # type: ignore[attr-defined] # write the directory again
+    return file.getvalue()
+
+
+BILLION = struct.pack("<i", 10**9)
+ROWS = b"K\x04K\x80\x86"
+"""Opcodes of the shape [4, 128]."""
+GOOD = to_torch(rows())
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "empty"),
+    "text": (b"not a tensor" * 20, "neither complete safetensors"),
+    "a picture": (RED, "neither complete safetensors"),
+    "truncated archive": (GOOD[:-100], "cannot be read with torch.load"),
+    "truncated in the middle": (GOOD[: len(GOOD) // 2], "cannot be read with torch.load"),
+    "head of an archive": (GOOD[:4], "cannot be read with torch.load"),
+    "truncated safetensors": (to_safetensors(rows())[:-1], "cannot be read as safetensors"),
+    "safetensors without data": (_safetensors([4, WIDTH], 4 * WIDTH * 4), "cannot be read as safetensors"),
+    "7 bytes": (b"\1\0\0\0\0\0\0", "neither complete safetensors"),
+    "header longer than the file": (struct.pack("<Q", 2**62) + b"{}", "neither complete safetensors"),
+    "huge header": (struct.pack("<Q", 2**20) + b"[" * 2**20, "a safetensors header of 1048576 bytes"),
+    "deep header": (struct.pack("<Q", 2**15) + b'{"x":' + b"[" * (2**15 - 5), "cannot be read as safetensors"),
+    "two tensors": (save_safetensors({"a": rows(), "b": rows()}), "with 2 tensors"),
+    "no tensor": (struct.pack("<Q", 2) + b"{}", "with 0 tensors"),
+    "10^9 rows": (_safetensors([10**9, WIDTH], 10**9 * WIDTH * 4), "cannot be read as safetensors"),
+    "rows times width overflow": (_safetensors([2**62, 2**62], 0), "cannot be read as safetensors"),
+    "zero rows": (_safetensors([0, WIDTH], 0), "at least one row"),
+    "integers": (to_safetensors(torch.ones(4, WIDTH, dtype=torch.int64)), "dtype int64"),
+    "float64": (to_torch(rows().double()), "dtype float64"),
+    "float8": (to_safetensors(rows().to(torch.float8_e4m3fn)), "dtype float8_e4m3fn"),
+    "complex": (to_torch(rows().to(torch.complex64)), "dtype complex64"),
+    "one axis": (to_torch(torch.zeros(WIDTH)), "shape [128]"),
+    "two images": (to_torch(torch.zeros(2, 4, WIDTH)), "shape [2, 4, 128]"),
+    "wrong width": (to_torch(rows(width=WIDTH + 1)), "have width 129; the model needs 128"),
+    "NaN": (to_torch(rows() * float("nan")), "infinite values or NaN"),
+    "infinity": (to_torch(rows() + float("inf")), "infinite values or NaN"),
+    "infinities that cancel": (to_torch(torch.tensor([[float("inf"), float("-inf")] * 64] * 4)), "infinite values"),
+    "code": (to_torch(_Code()), "cannot be read with torch.load"),
+    "a bare pickle of code": (pickle.dumps(_Code()), "neither complete safetensors"),
+    "an old file of torch.save": (
+        to_torch(rows(), _use_new_zipfile_serialization=False),
+        "neither complete safetensors",
+    ),
+    "a list": (to_torch([rows()]), "an object of type list"),
+    "a dict": (to_torch({"image_embeds": rows()}), "an object of type dict"),
+    "sparse": (to_torch(torch.eye(4, WIDTH).to_sparse()), "dense tensor"),
+    "negative bit": (to_torch(torch._neg_view(rows())), "dense tensor"),
+    "nested": (_nested(), "dense tensor"),
+    "meta": (to_torch(torch.empty(4, WIDTH, device="meta")), "an object of type Tensor"),
+    "expanded": (to_torch(torch.zeros(1, 1).expand(10**9, WIDTH)), "with all its elements"),
+    "10^9 rows of a small storage": (_pickled(ROWS, b"J" + BILLION + b"K\x80\x86"), "cannot be read with torch.load"),
+    "storage larger than its record": (_pickled(b"M\x00\x02", b"J" + BILLION), "cannot be read with torch.load"),
+    "offset outside the storage": (_pickled(b"QK\x00", b"QJ" + BILLION), "cannot be read with torch.load"),
+    "negative offset": (_pickled(b"QK\x00", b"QJ" + struct.pack("<i", -64)), "cannot be read with torch.load"),
+    "compressed": (_compressed(4 * WIDTH * 4), "compressed archive"),
+    "bomb": (_compressed(2**26), "compressed archive"),
+    "overlapping records": (_overlapping(), "more bytes than the archive"),
+    "many records": (
+        _archive(GOOD, lambda name, data: data) + b"PK\1\2" * 100,
+        "an archive of 107 records",
+    ),
+    "long pickle": (_archive(GOOD, lambda name, data: b"N0" * 2**17 if name.endswith(".pkl") else data), "a pickle of"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_file_is_refused(trusting: RunningService, data: bytes, message: str) -> None:
+    assert message in ask(trusting, image(data, grid_of(1, 4, 4)), status=400)
+    assert trusting.wait_until_free()["blocks"] == 0
+
+
+def test_code_in_a_pickle_does_not_run_outside_of_a_sandbox_either() -> None:
+    with pytest.raises(MediaError, match=r"cannot be read with torch\.load"):
+        read_embeddings(HOSTILE["code"][0])
+    assert not hasattr(builtins, "embeddings_ran_code")
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        (None, "this model needs image_grid_thw"),
+        (b"", "is empty"),
+        (grid_of(1, 4, 6), "which no image of this model can have"),
+        (grid_of(1, 2, 8, 1), "shape [1, 4]"),
+        (grid_of(-1, -4, 4), "which no image"),
+        (grid_of(0, 4, 4), "which no image"),
+        (grid_of(1, 16, 1), "which no image"),
+        (grid_of(1, 2**62, 4), "which no image"),
+        (to_torch(torch.tensor([1.0, 4.0, 4.0])), "dtype float32"),
+        (to_torch(torch.zeros(1, dtype=torch.int64).expand(10**9)), "with all its elements"),
+        (GOOD[:-100], "the file of image_grid_thw cannot be read"),
+    ],
+)
+def test_a_wrong_grid_is_refused(trusting: RunningService, grid: bytes | None, message: str) -> None:
+    assert message in ask(trusting, image(GOOD, grid), status=400)
+
+
+def test_more_rows_than_an_image_can_have_are_refused(trusting: RunningService) -> None:
+    processor = load_processor(DecoderSetup(str(TINY), None, MediaCaps()))
+    most = processor.max_tokens("image")
+    message = ask(trusting, image(to_torch(rows(most + 1)), grid_of(1, 2, 2 * (most + 1))), status=400)
+    assert f"have {most + 1} rows; the limit of this model is {most}" in message
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"image_embeds": 5}, "must be base64"),
+        ({"image_embeds": [1, 2]}, "must be base64"),
+        ({"image_embeds": {}}, "must be base64"),
+        ({"image_embeds": {"image_grid_thw": "AAAA"}}, "must be base64"),
+        ({"image_embeds": {"image_embeds": "AAAA", "image_grid_thw": [1, 4, 4]}}, "must be base64"),
+        ({"image_embeds": {"image_embeds": "AAAA", "image_sizes": "AAAA"}}, "unknown key 'image_sizes'"),
+        ({"image_embeds": "AAAA", "max_pixels": 5}, "embeddings have no options"),
+        ({"image_embeds": "AAAA", "image_url": "AAAA"}, "exactly one of"),
+        ({"image_embeds": "AAAA", "audio_embeds": "AAAA"}, "exactly one of"),
+        ({"type": "image_embeds", "audio_embeds": "AAAA"}, "has the key 'audio_embeds'"),
+        ({"type": "image_embeds", "image_embeds": None}, "must have exactly one"),
+        ({"image_embeds": "no base64!"}, "base64"),
+        ({"image_embeds": ""}, "is empty"),
+        ({"audio_embeds": as_base64(to_torch(rows(1501)))}, "the limit of this model is 750"),
+        ({"audio_embeds": {"audio_embeds": as_base64(GOOD), "image_grid_thw": "AAAA"}}, "unknown key"),
+        ({"image_embeds": "A" * 6 * 2**20}, "the limit for one item is 4194304"),
+        ({"video_embeds": "AAAA"}, "must have exactly one"),
+    ],
+)
+def test_a_malformed_part_is_refused(trusting: RunningService, part: dict[str, Any], message: str) -> None:
+    assert message in ask(trusting, part, status=400)
