@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
 
-from mindie_mm.models.idefics3 import resized
+from mindie_mm.models._idefics import resized
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture
 from tests.models.contract import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
