@@ -1,4 +1,4 @@
-"""Checks of whether a machine can run the service, with advice for each problem."""
+"""Checks that a machine can run the service, with advice for each problem."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _memory(config: WorkerConfig) -> Finding:
 
 def _open_files(_: WorkerConfig) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < MIN_OPEN_FILES:  # the service raises its soft limit to the hard one
+    if hard < MIN_OPEN_FILES:  # the service raises its soft limit to the hard limit
         return Finding(
             "open files",
             "warning",

@@ -18,7 +18,7 @@ FULL_SHM = (*UNSHARE, "--mount", "sh", "-c", 'mount -t tmpfs -o size=32m tmpfs /
 def require(prefix: tuple[str, ...]) -> None:
     """Skip the test if `prefix` cannot run a command. Most containers forbid it."""
     if shutil.which("unshare") is None:
-        pytest.skip("there is no unshare")
+        pytest.skip("the program unshare is not installed")
     tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
         pytest.skip(f"{' '.join(prefix)} is not permitted: {tried.stderr.strip()}")

@@ -108,7 +108,7 @@ def test_arguments_of_a_tool_call_become_an_object():
         '{"a": ' + "[" * 5000 + "]" * 5000 + "}",
     ):
         as_written = [{"function": {"name": "add", "arguments": wrong}}]
-        assert parsed(as_written) == as_written, "a model that is told so mends it"
+        assert parsed(as_written) == as_written, "invalid arguments must stay as the model wrote them"
     with pytest.raises(InputError, match=r"tool_calls\[0\]\.function\.arguments contains a lone surrogate"):
         parsed([{"function": {"name": "add", "arguments": "\ud800"}}])
     for calls in ("x", ["x"]):
@@ -328,7 +328,7 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"text": "a", "file_id": "b"}], "unknown key 'file_id'; a text has no options"),
     ],
 )
-def test_mistakes_in_items_are_named(inputs, message):
+def test_the_error_describes_a_mistake_in_an_item(inputs, message):
     with pytest.raises(InputError, match=message):
         parse_inputs(inputs)
 
@@ -370,6 +370,6 @@ def test_messages_are_parsed():
         ([{"role": "user", "content": [{"text": "a", "video": "b"}]}], r"messages\[0\].content\[0\] must have exactly"),
     ],
 )
-def test_mistakes_in_messages_are_named(messages, message):
+def test_the_error_describes_a_mistake_in_a_message(messages, message):
     with pytest.raises(InputError, match=message):
         parse_messages(messages)

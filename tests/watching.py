@@ -17,7 +17,7 @@ def wait_until(condition: Callable[[], object]) -> None:
     """Wait for a condition that no event announces, such as a change in another process."""
     deadline = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.001)
 
 

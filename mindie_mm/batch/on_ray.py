@@ -40,8 +40,8 @@ _CHECK = (
 _DEATHS = 2
 """Number of times that actors may die at a row. After that, the row is skipped."""
 _MOST_BLOCKS = 10_000
-"""Maximum number of Ray's blocks, because Ray's driver keeps data for each block. If there are more chunks, several
-chunks share a block."""
+"""Maximum number of Ray Data blocks. The number is limited because Ray's driver keeps data for each block. If there are
+more chunks, several chunks share a block."""
 _PIECE_BYTES = 1 << 24
 """Number of bytes of a gathered input that are in memory at a time."""
 
@@ -230,7 +230,7 @@ class _Mark(msgspec.Struct, frozen=True):
     """Identifier of the call of `shards` that wrote this record. Records of earlier calls are ignored, because a call
     that was stopped leaves the same record as a call whose actor died."""
     deaths: dict[int, int]
-    """Number of each row that was begun and not finished, and how often this happened."""
+    """Rows that were begun and not finished, with the number of times that this happened."""
 
     def write(self, file: Path) -> None:
         """Write this record to `file`. Raise StorageError if this fails."""

@@ -51,7 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     stdin_folder: str = ""
     """Absolute path of the base folder for relative paths in rows from standard input and pipes."""
     columns: tuple[str, ...] = ()
-    """Columns of Parquet files and keys of JSON objects to read. If empty, all are read."""
+    """Columns of Parquet files and keys of JSON objects to read. If empty, all columns and keys are read."""
     template: str = ""
     """Prompt for the media of rows from a folder or tar. The media replace `{media}`. If the template does not contain
     `{media}`, the media precede the text."""
@@ -287,7 +287,7 @@ def _differences(earlier: Run, now: Run) -> list[str]:
 
 
 def _moved(earlier: Settings, now: Settings) -> list[str]:
-    """Describe the inputs that have moved. Relative paths in their rows may refer to different media there.
+    """Describe the inputs that have moved. After a move, relative paths in their rows may refer to other media.
 
     An input has not moved if its path is only spelled differently. If the earlier folder no longer exists, the input
     may be at any path.

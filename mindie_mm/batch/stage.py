@@ -55,7 +55,7 @@ class Stage:
         settings = run.settings
         self._folder = folder
         self._sources = settings.sources(folder, states, run.input_digests)
-        # `is_folder` is called now, because a folder that is removed later would be treated as a file.
+        # `is_folder` is called early, because a folder that is removed later would be treated as a file.
         self._places = [
             _Place(settings.media_folder(index), is_folder(given)) for index, given in enumerate(settings.inputs)
         ]

@@ -136,7 +136,7 @@ class Tally:
         return self._shares[chunk.file] * (chunk.stop - chunk.start) * rows / chunk.num_rows
 
     def _of_limit(self, done: Progress) -> Progress:
-        """Return `done`. If the number of rows is limited, the share of this limit replaces a smaller share."""
+        """Return `done`. If the number of rows is limited, `share` is at least the finished fraction of this limit."""
         return done if self._limit is None else replace(done, share=max(done.share, done.rows / self._limit))
 
     def _require_few_errors(self, why: str) -> None:

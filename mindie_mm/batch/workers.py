@@ -29,7 +29,7 @@ TIMINGS_FILE = "timings.jsonl"
 
 
 class Workers:
-    """Runs processes that tokenize those `chunks` that no earlier call finished, and write shards to `folder`."""
+    """Runs processes that tokenize the `chunks` that no earlier call has finished, and write shards to `folder`."""
 
     def __init__(self, folder: Path, chunks: Iterator[Chunk], tally: Tally) -> None:
         self._folder = folder

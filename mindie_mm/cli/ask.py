@@ -52,7 +52,7 @@ def command(
 ) -> None:
     """Ask QUESTION about pictures, videos and sounds, and print the answer.
 
-    This loads the model for one question. To ask several, start `mindie-mm serve`.
+    This command loads the model for one question. To ask several questions, start `mindie-mm serve`.
     """
     media = {"image": images, "video": videos, "audio": sounds}
     with importing():

@@ -23,7 +23,7 @@ from mindie_mm.settings.config import EngineConfig, WorkerConfig
 @click.option("--root", type=PATH, default=Path("/"), hidden=True)  # for tests that imitate the files of a machine
 @settings(WorkerConfig, EngineConfig)
 def command(path: Path | None, *, as_json: bool, root: Path, **flags: Any) -> None:
-    """Check whether this machine can serve the checkpoint PATH, and tell how to fix each problem.
+    """Check whether this machine can serve the checkpoint PATH, and say how to fix each problem.
 
     PATH is a checkpoint directory. Without PATH, the embedded checkpoint is checked. Give the same options as to
     `mindie-mm serve`.

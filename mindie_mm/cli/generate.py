@@ -33,6 +33,8 @@ from mindie_mm.processes.interrupts import importing
               "that were used.  [default: auto]")  # fmt: skip
 @click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
 @click.option("--dtype", help="Type of weights and activations: auto, float32, bfloat16 or float16.  [default: auto]")
+@click.option("--weights", type=click.Choice(["auto", "int8"]),
+              help="Precision of the text layers: auto, or int8 on the CPU.  [default: auto]")  # fmt: skip
 @click.option("--tensor-parallel", type=click.IntRange(1),
               help="Number of devices that share the model's weights.  [default: 1]")  # fmt: skip
 @resuming()
@@ -48,13 +50,14 @@ def command(
     limit: int | None,
     device: str | None,
     dtype: str | None,
+    weights: str | None,
     tensor_parallel: int | None,
 ) -> None:
     """Run the model on rows that `mindie-mm tokenize` has prepared.
 
     Each line of the output has row, id, text, token_ids and finish_reason, or row, id and error. The lines are in the
     order of the rows. Run the same command again to continue an unfinished output file. OUTPUT.origin.json records the
-    settings, which must be the same.
+    settings, and a command with other settings is refused.
 
     Exit status: 0 if every row has an answer, 1 if some rows failed, 130 if interrupted, 3 if the run is not finished
     for another reason.
@@ -77,6 +80,7 @@ def command(
     flags = {
         "device": device,
         "dtype": dtype,
+        "weights": weights,
         "tensor_parallel": tensor_parallel,
         "generation_config": generation_config,
         "arena_bytes": 1 << 20,

@@ -37,7 +37,7 @@ def command(*, as_json: bool) -> None:
 def _described(name: str, find: Callable[[str], Any]) -> dict[str, Any]:
     try:
         family = find(name)
-    except InputError as error:  # a family of another package, which cannot be imported
+    except InputError as error:  # a family from another package cannot be imported
         return {"name": name, "model_types": [], "kinds": [], "reference": str(error), "package": None}
     return {
         "name": name,

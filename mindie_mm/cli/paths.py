@@ -1,4 +1,4 @@
-"""Click types of paths and texts."""
+"""Parameter types of click for paths and texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mindie_mm.settings.environment import text_of
 class _Path(click.Path):
     """The type of a path that must not be empty.
 
-    Python treats an empty path as the current folder. On a command line, it usually comes from an unset variable.
+    Python treats an empty path as the current folder. On a command line, an empty path usually comes from an unset
+    variable.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

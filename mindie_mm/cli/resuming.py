@@ -26,7 +26,7 @@ class _Unfinished(click.ClickException):
 def resuming() -> Iterator[None]:
     """Exit with one of the above statuses if the decorated command raises an exception.
 
-    Errors of the user are raised unchanged, because the group of commands has a status for them.
+    Errors that the user has to correct are raised unchanged, because the group of commands has a status for them.
     """
     try:
         yield

@@ -31,7 +31,7 @@ class Decoder:
         self.caps = caps
         self._plan: Plan | None = None
         self._limit_s = caps.max_decode_s
-        """Limit of the last item."""
+        """Limit on CPU time for the last item, in seconds."""
 
     def answer(self, message: ToDecoder, descriptors: list[int]) -> FromDecoder:
         """Handle `message` and return the reply. Close `descriptors` before parsing the media file."""

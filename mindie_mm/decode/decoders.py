@@ -105,9 +105,9 @@ class Decoders:
             descriptor: Descriptor of the item's open file.
 
         Raises:
-            InputError: The item is invalid. MediaError means that the item has crashed two decoders.
-            OperationalError: The decoder has failed. ProcessDied means that two decoders died, and NoProcess means that
-                no decoder can be started or the pool is closed.
+            InputError: The item is invalid, or has crashed two decoders (MediaError).
+            OperationalError: The decoder has failed, two decoders have died (ProcessDied), or no decoder can be started
+                or the pool is closed (NoProcess).
 
         """
         reply, _ = await self._do(Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
@@ -199,7 +199,7 @@ class Decoders:
         """Pass replies to their callers until the process dies.
 
         Raises:
-            ValueError: The process has sent an invalid message. An item may have compromised the process.
+            ValueError: The process has sent an invalid message. A malicious item may have compromised the process.
 
         """
         while True:
@@ -232,7 +232,7 @@ class Decoders:
             process = await starter.again(self._fork)
 
     async def _end_hanging(self) -> None:
-        """Kill decoders that hang, so that other decoders try their items again. Run until canceled."""
+        """Kill decoders that hang, so that other decoders process the items of these decoders. Run until canceled."""
         before: dict[DecoderProcess, tuple[Job | None, int]] = {}
         while True:
             await asyncio.sleep(_HANG_S)
@@ -266,7 +266,7 @@ class Decoders:
         self._hand_out()
 
     async def _fork(self) -> DecoderProcess:
-        """Fork a decoder and give it a job. Raise ProcessDied if the nursery dies."""
+        """Fork a decoder and send it a waiting job, if any. Raise ProcessDied if the nursery dies."""
         born = await self._nursery.fork()
         process = DecoderProcess(born.pid, born.channel, born.status, born.scratch)
         self._processes.append(process)

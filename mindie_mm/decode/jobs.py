@@ -22,7 +22,7 @@ _FAULTS_OF_THE_ITEM = {
     signal.SIGSYS,
     signal.SIGTRAP,
 }
-"""Signals that indicate a fault in the decoder. Signals from other causes, such as the OOM killer, are not listed."""
+"""Signals that indicate that the item crashed the decoder. SIGKILL is not listed: it may come from the OOM killer."""
 
 
 @dataclass(slots=True, eq=False)

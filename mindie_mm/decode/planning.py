@@ -30,10 +30,11 @@ def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Ki
 
 
 def page_of(media: Media, data: Data) -> Data:
-    """Return the page of a PDF with the bytes `data` that `media` asks for, or `data` if it asks for none.
+    """Return the page of the PDF `data` that `media` refers to. If `media` does not refer to a page, return `data`.
 
     Raises:
-        MediaError, LimitExceeded: As `PdfPage.open`.
+        InputError: `data` are pixels instead of the bytes of a PDF.
+        MediaError: In the same cases as `PdfPage.open`.
 
     """
     if media.page is None:

@@ -47,7 +47,7 @@ class Scratch:
         self._give_back(sum(array.nbytes for array in arrays.values()))
 
     def close(self) -> None:
-        """Unmap the memory. If a thread still copies from it, the mapping lives as long as the last array over it."""
+        """Unmap the memory. If a thread is still copying arrays, the memory stays mapped until the copy is complete."""
         with suppress(BufferError):
             self._mapping.close()
 

@@ -11,6 +11,7 @@ import torch
 
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
+from mindie_mm.errors import DeviceError
 from mindie_mm.settings.cgroup import available_cpus
 from mindie_mm.settings.environment import has_thread_count
 
@@ -27,7 +28,7 @@ class Device(ABC):
     records: ClassVar[bool] = False
     """Whether `record` is supported."""
     fuses_layers: ClassVar[bool] = False
-    """Whether `nn/decoder_layer.py` replaces layers of transformers on this device."""
+    """Whether `nn/decoder_layer.py` replaces transformers' layers on this device."""
     kernels: ClassVar[Kernels] = Kernels()
     """Fused operators of the device."""
     has_bitsandbytes: ClassVar[bool] = True
@@ -83,7 +84,7 @@ class Device(ABC):
 
     @classmethod
     def read(cls, source: torch.Tensor, stream: torch.Stream) -> torch.Tensor:
-        """Queue a copy of a tensor in memory that `pin` registered to the device of `stream`. Return the copy."""
+        """Queue a copy to the device of `stream`, and return the copy. `pin` has registered the memory of `source`."""
         with stream:
             return source.to(stream.device, non_blocking=True)
 
@@ -98,10 +99,19 @@ class Device(ABC):
         This method requires `records`. The recorded kernels may or may not run during the recording.
 
         Raises:
-            RuntimeError: `work` waits for the device, which cannot be recorded, or there is not enough memory.
+            RuntimeError: `work` waits for the device, or there is not enough memory.
 
         """
         raise NotImplementedError
+
+    def int8_linear(self, linear: torch.nn.Linear) -> torch.nn.Module:
+        """Return a layer with int8 weights that computes nearly the same as `linear`, whose weights are float32.
+
+        Raises:
+            DeviceError: The device has no such layer.
+
+        """
+        raise DeviceError(f"weights is int8, which is not supported on the device {self.name}; leave the setting out")
 
     def prepare(self, module: torch.nn.Module) -> None:
         """Convert the weights of a loaded and placed model to the fastest layout."""

@@ -99,7 +99,7 @@ def keep_freed(kept_bytes: int = _GiB) -> None:
 
 
 def _trim() -> None:
-    """Return freed memory from the allocator to the kernel. Work that reused this memory would seem to take none."""
+    """Return freed memory from the allocator to the kernel. Work that reused this memory would seem to use none."""
     with suppress(AttributeError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 

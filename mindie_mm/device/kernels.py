@@ -80,19 +80,10 @@ def block_table(blocks: Sequence[Sequence[int]], padding: int) -> NDArray[np.int
 
 
 class Kernels:
-    """The fused operators of a device. This base class has no fused attention, so that `nn/` uses plain PyTorch."""
+    """The fused operators of a device. This base class has no fused attention, so `nn/` uses plain PyTorch."""
 
-    def attends(self, query: Tensor, keys: Tensor, values: Tensor, num_sequences: int, longest: int) -> bool:
-        """Return whether `attend` supports these arguments.
-
-        Args:
-            query: [heads, T, head_dim].
-            keys: Pages of the keys, [blocks, block_size, kv_heads, head_dim].
-            values: Pages of the values, [blocks, block_size, kv_heads, value_head_dim].
-            num_sequences: Number of sequences in the batch.
-            longest: Number of tokens of the longest sequence.
-
-        """
+    def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
+        """Return whether `attend` supports these arguments and is the faster way. They are those of `attend`."""
         return False
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Replacement of the rotary embedding functions of transformers, for devices that have faster functions."""
+"""Replacement of transformers' rotary embedding functions, for devices that have faster functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import nn
 TEXT, TOWER = "apply_rotary_pos_emb", "apply_rotary_pos_emb_vision"
 """Names of transformers' functions, which layers look up as module globals.
 
-TEXT takes [batch, heads, T, width] and angles [batch, T, width]. TOWER takes [T, heads, width] and angles [T, width].
+The arguments of TEXT are [batch, heads, T, width] and angles [batch, T, width]. The arguments of TOWER are [T, heads,
+width] and angles [T, width].
 """
 
 
@@ -47,5 +48,5 @@ def _rotates_halves(own: Callable[..., Any], name: str) -> bool:
     halves = torch.cat([-values[..., 8:], values[..., :8]], -1)
     try:
         return all(map(torch.allclose, own(*values, *angles), values * cos + halves * sin))
-    except (TypeError, RuntimeError, ValueError):  # the function takes other arguments
+    except (TypeError, RuntimeError, ValueError):  # the function needs other arguments
         return False

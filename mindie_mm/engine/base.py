@@ -64,7 +64,7 @@ Draw = tuple[int, list[TokenLogprob] | None]
 
 
 class BaseEngine(ABC):
-    """An engine, which runs requests in steps. A request that fails does not affect other requests."""
+    """An engine that runs requests in steps. A request that fails does not affect other requests."""
 
     _scheduler: BaseScheduler
 
@@ -161,7 +161,7 @@ class BaseEngine(ABC):
         except Exception as error:  # noqa: BLE001 - an unreadable request must not end the others
             _log.exception("request %s failed with an unexpected error", request_id)
             failure = OperationalError(f"the request failed: {type(error).__name__}")
-        # A block of shared memory may be freed after one rank has read it and before another rank reads it.
+        # Only some ranks may fail: a block may be freed after one rank has read it and before another rank reads it.
         failure = self._ranks.all_reduce_error(failure)
         return result if failure is None else failure
 
@@ -190,7 +190,7 @@ class BaseEngine(ABC):
         return self.grammars.constraint(wanted)
 
     def must_compile(self, message: Add) -> bool:
-        """Return whether a structured output must be compiled, which may take as long as several steps."""
+        """Return whether a structured output must be compiled. Compiling may take as long as several steps."""
         wanted = message.params.structure
         return wanted is not None and self.grammars is not None and wanted not in self.grammars
 
@@ -229,8 +229,8 @@ class BaseEngine(ABC):
     def _draw(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[Draw | None]:
         """Draw the next token of each sequence from logits float32 [sequences, vocabulary], changed in place.
 
-        The result is None for a row with NaN or plus infinity, which is caused by an overflow of the model's dtype or
-        by non-finite embeddings.
+        The result is None for a row that contains NaN or plus infinity. The causes of such values are an overflow of
+        the model's dtype and non-finite embeddings.
         """
         non_finite = ~(logits < torch.inf).all(dim=1)  # true for NaN and plus infinity. Minus infinity is a valid mask
         logits.masked_fill_(non_finite.unsqueeze(1), 0)  # keeps sampling valid for the other rows
@@ -381,11 +381,11 @@ class BaseEngine(ABC):
 
 
 _NAMED = -2
-"""Key of the rows that name the tokens whose log-probabilities they ask for."""
+"""Key of the rows whose requests set `logprob_token_ids`."""
 
 
 def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:
-    """Return the rows that ask for log-probabilities, grouped by the number of most likely tokens or by `_NAMED`."""
+    """Return the rows that need log-probabilities, by the number of most likely tokens or under the key `_NAMED`."""
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
         if (num_top := sequence.params.logprobs) is not None:
@@ -394,7 +394,7 @@ def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:
 
 
 def _named_ids(sequences: abc.Sequence[Sequence], rows: abc.Sequence[int], device: torch.device) -> Tensor:
-    """Return the token ids whose log-probabilities the rows ask for, int64 [rows, n], padded with 0."""
+    """Return the `logprob_token_ids` of the rows, int64 [rows, n], padded with 0."""
     named = [sequences[row].params.logprob_token_ids or () for row in rows]
     ids = np.zeros((len(rows), max(map(len, named))), np.int64)
     for own, wanted in zip(ids, named, strict=True):

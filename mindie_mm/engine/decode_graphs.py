@@ -43,7 +43,7 @@ def most_rows(max_num_seqs: int, block_size: int) -> int:
 
 
 def most_blocks(num_rows: int, num_tokens: int, block_size: int) -> int:
-    """Return the most KV blocks that a row of a captured graph has, for sequences of up to `num_tokens` tokens."""
+    """Return the maximum number of KV blocks per row of a graph, for sequences of up to `num_tokens` tokens."""
     return max(1, min(_power(-(-num_tokens // block_size)), MOST_SLOTS // (num_rows * block_size)))
 
 
@@ -64,13 +64,13 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], _Graph] = {}
         """Graphs by number of rows and number of KV blocks per row."""
         self._most_slots = MOST_SLOTS
-        """Current limit, at most MOST_SLOTS. It is halved when a capture runs out of memory, and 0 after any other
-        failure."""
+        """Current limit, at most MOST_SLOTS. It is halved when a capture runs out of memory, and set to 0 after any
+        other failure."""
         num_rows = most_rows(max_num_seqs, cache.block_size)
         self._logits = torch.empty(num_rows, spec.vocab_size, dtype=torch.float32, device=spec.device)
 
     def logits(self, step: abc.Sequence[Scheduled]) -> Tensor | None:
-        """Run a step as a graph and return its logits, float32 [sequences, vocabulary], valid until the next step.
+        """Run a step as a graph and return its logits, float32 [sequences, vocabulary]. The next step overwrites them.
 
         Return None if the step cannot run as a graph, because it contains part of a prompt, its sequences are too long,
         or its capture fails.
@@ -119,7 +119,7 @@ class DecodeGraphs:
 
 
 def _is_decode(scheduled: Scheduled) -> bool:
-    """Return whether the step computes only one token, an output token, of the sequence."""
+    """Return whether the step computes exactly one token of the sequence, and this token is an output token."""
     return (
         scheduled.samples and scheduled.stop - scheduled.start == 1 and scheduled.start >= scheduled.sequence.num_prompt
     )

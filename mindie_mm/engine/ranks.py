@@ -61,7 +61,7 @@ class Ranks:
         return error
 
     def all_reduce_min(self, number: int) -> int:
-        """Return the smallest `number` that a rank passes."""
+        """Return the smallest of the numbers that the ranks pass."""
         return number
 
     def run_on_all(self, work: Callable[[], T], patience: timedelta = PATIENCE) -> T:
@@ -79,7 +79,7 @@ class Ranks:
         return result
 
     def owners(self, costs: Sequence[int]) -> list[int]:
-        """Return a rank for each item, so that costs are balanced. All ranks get the same result.
+        """Assign a rank to each item so that the ranks have similar costs. All ranks get the same result.
 
         Args:
             costs: Cost of each item.
@@ -101,7 +101,7 @@ class Ranks:
             own: Tensors of this rank, in the order of `owners`.
             owners: Rank of each tensor.
             rows: Number of rows of each tensor.
-            like: Empty tensor, [0, width], whose width, dtype and device all tensors have.
+            like: Empty tensor, [0, width], with the width, dtype and device of all tensors.
 
         """
         return list(own)
@@ -191,7 +191,7 @@ def join(number: int, count: int, store: str, device: str) -> Ranks:
     Args:
         number: Rank of this process.
         count: Number of ranks.
-        store: Path of a file, empty at first, in which the ranks find each other.
+        store: Path of an initially empty file through which the ranks find each other.
         device: Device that the engine runs on.
 
     """

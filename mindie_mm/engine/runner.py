@@ -19,7 +19,7 @@ from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 from mindie_mm.nn.splice import Splice
 
 PROMPT_ROWS = 64
-"""Number of prompt rows for which the head always has enough memory in one call."""
+"""Number of prompt rows that one call of the head can always process in the reserved memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Runner:
         )
 
     def _begun(self, scheduled: Scheduled) -> list[int]:
-        """Return the KV block that the step begins but does not fill, in a list that may be empty."""
+        """Return a list with the KV block that the step begins but does not fill, or an empty list."""
         size, stop = self._cache.block_size, scheduled.stop
         last = (stop - 1) // size
         partly = stop % size and scheduled.start <= last * size

@@ -88,7 +88,7 @@ def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tupl
 
 
 def _allow(logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
-    """Mask all but the allowed tokens of each sequence that names some, in place."""
+    """Mask, in place, the tokens that a sequence's `allowed_token_ids` do not contain."""
     rows = [row for row, one in enumerate(sequences) if one.params.allowed_token_ids is not None]
     if not rows:
         return
@@ -98,7 +98,7 @@ def _allow(logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
 
 
 def _bad_tokens(sequence: Sequence) -> set[int]:
-    """Return the tokens that would complete one of the sequences that the output must not contain."""
+    """Return the tokens that would complete one of the request's `bad_token_ids`."""
     bad = sequence.params.bad_token_ids
     longest = max(map(len, bad)) - 1
     tail = tuple(sequence.token_ids[max(sequence.num_prompt, len(sequence.token_ids) - longest) :]) if longest else ()
@@ -106,7 +106,7 @@ def _bad_tokens(sequence: Sequence) -> set[int]:
 
 
 def without_tokens(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor | None:
-    """Return whether each sequence has no token left to draw, bool [sequences].
+    """Return for each sequence whether its settings exclude all tokens, bool [sequences].
 
     Return None if no sequence has settings that exclude tokens.
     """
@@ -148,7 +148,7 @@ def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
         probabilities = scores.softmax(dim=-1)
         # A token is kept if the sum of the more likely tokens is below top_p.
         before = probabilities.cumsum(dim=-1) - probabilities
-        dropped = (before >= top_p) & (top_p < 1) & (rank > 0)  # rank 0 is kept even if top_p underflows in float32
+        dropped = (before >= top_p) & (top_p < 1) & (rank > 0)  # keep the likeliest token even if top_p underflows
         dropped |= probabilities < min_p * probabilities[:, :1]
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, scores.masked_fill(dropped, -torch.inf))
     probabilities = logits.softmax(dim=-1)
@@ -177,7 +177,8 @@ def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
     ends = weights.cumsum(dim=-1)
     total = ends[:, -1:]
     target = (uniform * total).minimum(total * (1 - torch.finfo(total.dtype).eps))  # below the total despite rounding
-    # Find the first partial sum above the target. Rounding in a parallel sum may raise it even where the weight is 0.
+    # Find the first partial sum above the target. Skip weights of 0, because a parallel sum may increase there through
+    # rounding.
     count = weights.shape[-1]
     places = torch.arange(count, device=weights.device)
     place = places.masked_fill(~((ends > target) & (weights > 0)), count).amin(dim=-1, keepdim=True)
@@ -207,8 +208,8 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int, chosen_ids: Tensor | 
         logits: Raw logits, float32 [rows, vocabulary].
         token_ids: Token of each row, int64 [rows]. A prompt may contain an id outside the vocabulary, whose
             log-probability is minus infinity.
-        num_top: Number of most likely tokens. -1: the whole vocabulary.
-        chosen_ids: Tokens to return instead of the most likely ones, int64 [rows, n].
+        num_top: Number of most likely tokens. -1 means the whole vocabulary.
+        chosen_ids: Tokens to return instead of the most likely tokens, int64 [rows, n].
 
     """
     logprobs = logits.log_softmax(dim=-1)

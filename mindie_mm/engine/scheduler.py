@@ -44,8 +44,8 @@ class BaseScheduler(ABC):
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.parked: set[Sequence] = set()
-        """Preempted sequences that wait for their media. They do not block the queue, because their tokenizer may need
-        memory of an arena that waiting sequences fill."""
+        """Preempted sequences that wait for their media. They do not block the queue. Otherwise there could be a
+        deadlock: before it can provide the media again, the tokenizer may need memory that waiting sequences use."""
         self.preemptions = 0
         self.prefix_queries = 0
         """Number of prompt tokens that were looked up in the prefix cache."""
@@ -77,7 +77,7 @@ class BaseScheduler(ABC):
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind all that have its priority or a better one."""
+        """Queue a sequence behind all sequences of the same or a more urgent priority."""
         at = len(self.waiting)
         while at and self.waiting[at - 1].params.priority > sequence.params.priority:
             at -= 1
@@ -119,7 +119,7 @@ class _Budget:
 
 
 class Scheduler(BaseScheduler):
-    """A scheduler for a paged KV cache. If blocks run out, it preempts the most recent of the least urgent sequences.
+    """A scheduler for a paged KV cache. If blocks run out, it preempts the latest of the least urgent sequences.
 
     When a waiting sequence is admitted, the blocks of its prefix are looked up in the cache. Tokens of the blocks that
     are found count as computed.
@@ -177,7 +177,7 @@ class Scheduler(BaseScheduler):
         if stop == sequence.num_computed:
             return None
         while not self._blocks.can_grow(sequence, stop):
-            # Of equal priorities, the last one is preempted first. No sequence yields to a less urgent one.
+            # Preempt the latest of the least urgent sequences. A sequence never yields to a less urgent sequence.
             index = max(range(len(self.running)), key=lambda one: (self.running[one].params.priority, one))
             last = self.running.pop(index)
             self._preempt(last)
@@ -227,7 +227,7 @@ class Scheduler(BaseScheduler):
         return Scheduled(sequence, start, stop)
 
     def _stop(self, sequence: Sequence, start: int, budget: _Budget) -> int:
-        """Return the end of the range of tokens from `start` that the budgets allow."""
+        """Return the end of the range of tokens that begins at `start` and fits the budgets."""
         stop = min(sequence.num_tokens, start + max(budget.tokens, 0))
         items = self._uncached(sequence, start, stop)
         if items and (fitting := budget.tower.num_fitting(items)) < len(items):

@@ -200,7 +200,7 @@ class Seq2SeqEngine(BaseEngine):
 
     def _finished(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
         if sequence.num_output == sequence.max_tokens and self._forces_eos(sequence):
-            return "length", None  # the last token was forced, and is not the model's choice
+            return "length", None  # the last token was forced, so the model has not ended the answer itself
         return super()._finished(sequence, token)
 
     def _forces_eos(self, sequence: Sequence) -> bool:

@@ -30,7 +30,7 @@ class TowerBudget:
         self._items: set[bytes | ItemRef] = set()
 
     def num_fitting(self, items: Sequence[MediaItem]) -> int:
-        """Return how many of the first `items` fit together. The budget does not change."""
+        """Return how many `items`, counted from the first, fit together. The budget does not change."""
         trial = TowerBudget(self._limits)
         trial._tokens, trial._bytes, trial._items = self._tokens, self._bytes, set(self._items)
         for number, item in enumerate(items):

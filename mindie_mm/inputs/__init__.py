@@ -1,9 +1,10 @@
 """The `List[Dict]` format of inputs. Inputs are checked once, when a caller passes them.
 
-Each dict has exactly one of the keys `text`, `image`, `video` and `audio`, and may have options of the item. A media
-value is a path, bytes, a PIL image, an array, or a `data:`, `http(s):` or `file:` URL. A video may also be a list of
-such values, one for each frame. Content parts of OpenAI and Hugging Face chat messages are accepted, too, such as
-`{"type": "image_url", "image_url": {"url": ...}}` and `{"type": "image", "image": ...}`.
+Each dict has exactly one of the keys `text`, `image`, `video`, `audio` and `document` (a PDF), and may have options of
+the item. A media value is a path, bytes, a PIL image, an array, or a `data:`, `http(s):` or `file:` URL. A PDF must be
+a path, bytes or a URL. A video may also be a list of frames, each of which is a media value. Content parts of OpenAI
+and Hugging Face chat messages are accepted, too, such as `{"type": "image_url", "image_url": {"url": ...}}` and
+`{"type": "image", "image": ...}`.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def parse_messages(
 
     Args:
         messages: The messages, as in a request.
-        strict: Refuse every unknown key of a message or a content part, as `parse_inputs` does.
-        by_uuid: Read the `uuid` of media, and allow media without data that have one.
+        strict: Whether to refuse every unknown key of a message or a content part, as `parse_inputs` does.
+        by_uuid: Whether to read the `uuid` of media items, and to allow items that have a `uuid` but no data.
 
     Raises:
         InputError: A message is invalid. The error states the message, the content part and the limit.

@@ -1,7 +1,7 @@
 """Files in content parts of chat messages, in OpenAI's form: `{"file": {"file_data": ..., "filename": ...}}`.
 
-A text file becomes a text, with the file's name before it. A PDF becomes a document, whose pages are shown to the model
-as pictures. The content decides which of them a file is, because clients state types wrongly or not at all.
+A text file becomes a text that begins with the file's name. A PDF becomes a document, whose pages the model receives as
+pictures. The type of a file is detected by its content, because clients state wrong types or none.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mindie_mm.inputs.items import Media, MediaOptions, Text
 from mindie_mm.inputs.unknown_keys import pass_over
 
 MAX_TEXT_FILE_BYTES = 2**23
-"""Maximum size of a text file in bytes. It is more than fits into the context of any model."""
+"""Maximum size of a text file in bytes. So much text does not fit into the context of any model."""
 _PDF = b"%PDF-"
 _PDF_HEAD_BYTES = 1024
-"""Number of bytes in which the head of a PDF stands. Some programs write other bytes before it."""
+"""Number of bytes at the start of a file in which to search for `%PDF-`. Some programs write other bytes before it."""
 _MAX_NAME = 255
 _MAX_DATA_HEAD = 256
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63}):")
@@ -35,11 +35,11 @@ def parse_file(file: Any, options: MediaOptions, where: str, *, strict: bool) ->
     Args:
         file: The value.
         options: Options of the pages of a PDF.
-        where: Name of the value in errors.
-        strict: Refuse unknown keys.
+        where: Name of the value in error messages.
+        strict: Whether to refuse unknown keys.
 
     Raises:
-        InputError: The file is not given by its content, is empty, or is neither a text nor a PDF.
+        InputError: The request does not contain the file's content, or the file is empty or is neither text nor a PDF.
         LimitExceeded: The name or the text is too long.
 
     """
@@ -76,7 +76,7 @@ def _name(name: Any, where: str) -> str:
 
 
 def _start(data: str, where: str) -> int:
-    """Return the index at which the base64 begins. Raise InputError if `data` is a URL of another kind."""
+    """Return the index at which the base64 begins. Raise InputError if `data` is a URL without base64."""
     if (match := _SCHEME.match(data)) is None:
         return 0
     if match[1].lower() != "data":

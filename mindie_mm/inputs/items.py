@@ -13,10 +13,10 @@ from mindie_mm.errors import InputError
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-"""Roles of chat messages that every service knows."""
+"""Roles of chat messages in OpenAI's API."""
 ROLES: tuple[Role, ...] = get_args(Role)
 CUSTOM_ROLE = r"[A-Za-z][A-Za-z0-9_.-]{0,63}"
-"""Pattern of any other role. The chat template decides whether it takes the role."""
+"""Pattern of any other role. It depends on the chat template whether such a role is accepted."""
 DOCUMENT = "document"
 """Key of a PDF in a `List[Dict]`."""
 Detail = Literal["auto", "low", "high", "original"]
@@ -88,15 +88,15 @@ class Media:
 
     kind: Kind
     source: Any
-    """A path, URL, bytes, PIL image, array or Embeddings. A tuple of frames (but not Embeddings) is a video. None if
-    the client sent only a `uuid`."""
+    """A path, URL, bytes, PIL image, array or Embeddings. A video can also be a tuple of frames, but not of Embeddings.
+    None if the client sent only a `uuid`."""
     options: MediaOptions = field(default_factory=MediaOptions)
     is_document: bool = False
     """True for a PDF, which becomes one image per page (`Media.page`) before the prompt is made."""
     page: int | None = None
-    """Page of the PDF `source` that is the image, from 0, or None if the source is an image."""
+    """Index of the page if the image is a page of the PDF `source`. The first page has index 0. Otherwise None."""
     uuid: str | None = None
-    """The client's name for the item, by which the service keeps the data."""
+    """The client's name for the item. The service keeps the item's data under this name."""
 
 
 Item = Text | Media
@@ -109,9 +109,9 @@ class Message:
     """One chat message."""
 
     role: str
-    """One of `ROLES`, or a role of the chat template's own."""
+    """One of `ROLES`, or another role that the chat template accepts."""
     content: str | tuple[Item, ...] | None
-    """A text, or items in order. None if the message has no content, such as an assistant's tool calls."""
+    """A text, or items in order. None if the message has no content, for example because it only calls tools."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """All other fields of the message, such as `name` and `tool_calls`. The chat template receives these fields."""
 

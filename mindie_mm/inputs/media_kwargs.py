@@ -1,6 +1,6 @@
 """Options of all media of a chat, in vLLM's form: `mm_processor_kwargs` and `media_io_kwargs`.
 
-They become options of each item that does not state its own.
+These options are the defaults for the chat's media items. An option of the item itself takes precedence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindie_mm.inputs.prompt_fields import OFF
 FRAMES = "frames"
 """Key of the options of a video that is a list of frames."""
 MediaDefaults = dict[str, MediaOptions]
-"""Options by kind of medium, or by `FRAMES`."""
+"""Options by kind of media, or under the key `FRAMES`."""
 _SCOPES: Mapping[str, Kind] = {"images_kwargs": "image", "videos_kwargs": "video"}
 _OF_IMAGES = ("min_pixels", "max_pixels")
 _OF_VIDEOS = (*_OF_IMAGES, "fps", "num_frames", "min_frames", "max_frames")
@@ -29,18 +29,18 @@ _OWN = {
     "min_frames": ("num_frames",),
     "max_frames": ("num_frames",),
 }
-"""Options of an item, each with the defaults that it replaces because both exclude or bound each other."""
+"""For each option of an item, the default options that it overrides, because both exclude or bound each other."""
 
 
 def media_defaults(mm_processor_kwargs: Any, media_io_kwargs: Any) -> MediaDefaults:
-    """Return the options that the two fields of a request state.
+    """Return the options that the two fields of a request contain.
 
     Args:
         mm_processor_kwargs: Options of images and videos, flat or in `images_kwargs` and `videos_kwargs`.
-        media_io_kwargs: Options of reading, under `video`.
+        media_io_kwargs: Options for reading videos, under the key `video`.
 
     Raises:
-        InputError: A key has no equivalent among the options of items, or its value is wrong.
+        InputError: A key has no equivalent among the options of items, or its value is invalid.
 
     """
     with blaming("mm_processor_kwargs"):
@@ -56,7 +56,7 @@ def media_defaults(mm_processor_kwargs: Any, media_io_kwargs: Any) -> MediaDefau
                 "to choose frames"
             )
         rate = {"sample_fps": reading["fps"]} if "fps" in reading else {}
-        if rate and "num_frames" in reading:  # vLLM takes no more than so many frames at this rate
+        if rate and "num_frames" in reading:  # vLLM samples at this rate, but at most `num_frames` frames
             reading["max_frames"] = reading.pop("num_frames")
         video = parse_options("video", videos | reading, "media_io_kwargs.video", strict=True)
         frames = parse_options("video", pixels | rate, "media_io_kwargs.video", strict=True)
@@ -65,7 +65,7 @@ def media_defaults(mm_processor_kwargs: Any, media_io_kwargs: Any) -> MediaDefau
 
 
 def with_defaults(messages: Sequence[Message], defaults: MediaDefaults) -> list[Message]:
-    """Return `messages` whose media have `defaults` for the options that they do not state."""
+    """Return `messages`, with `defaults` for the options that their media do not set."""
     return with_media(messages, lambda media: _item(media, defaults)) if defaults else [*messages]
 
 
@@ -75,7 +75,7 @@ def _item(media: Media, defaults: MediaDefaults) -> Media:
 
 
 def _merged(own: MediaOptions, default: MediaOptions) -> MediaOptions:
-    """Return `own` options, with those of `default` that are left open."""
+    """Return the options in `own`, and the options in `default` that `own` neither sets nor excludes."""
     stated = {name: value for name, value in asdict(own).items() if value is not None}
     excluded = {name for one in stated for name in _OWN.get(one, ())}
     left = {name: value for name, value in asdict(default).items() if name not in excluded}
@@ -105,7 +105,7 @@ def _of_processor(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def _of_reading(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of reading videos. In vLLM, -1 stands for no limit."""
+    """Return the options for reading videos. In vLLM, -1 stands for no limit."""
     _require_known(kwargs, ("video",), "media_io_kwargs")
     video = _given(kwargs.get("video"), "media_io_kwargs.video")
     _require_known(video, _OF_READING, "media_io_kwargs.video")

@@ -24,12 +24,12 @@ _SOURCES: Mapping[str, Kind] = {
     DOCUMENT: "image",
 }
 _TEXTS = ("text", "refusal")
-"""Keys of a text. OpenAI uses the second in earlier turns of the assistant."""
+"""Keys of a text. OpenAI uses `refusal` in earlier turns of the assistant."""
 _FILE = "file"
 """Key of a text file or a PDF in OpenAI's messages."""
 _BARE_SOURCES = ("url", "path", "base64")
 _HINTS = frozenset({"cache_control", "uuid"})
-"""Keys for the caches of servers. They do not change how an item is read."""
+"""Keys that control the caches of servers. They do not change how an item is read."""
 _MAX_UUID = 256
 MAX_LISTED_FRAMES = 2048
 """Maximum number of frames of a video that is a list of frames."""
@@ -63,8 +63,8 @@ def parse_parts(
     Args:
         parts: The dicts.
         where: Name of the list in error messages.
-        strict: Refuse every unknown key.
-        by_uuid: Read the `uuid` of media, and allow media without data that have one.
+        strict: Whether to refuse every unknown key.
+        by_uuid: Whether to read the `uuid` of media items, and to allow items that have a `uuid` but no data.
 
     Raises:
         InputError: An item is invalid.
@@ -142,7 +142,7 @@ def _key(part: Mapping[str, Any], declared: str | None, where: str, *, may_lack_
 
 
 def _uuid(given: Any, where: str) -> str | None:
-    """Return the name that a client gives to an item. An empty name counts as none."""
+    """Return the client's name for an item, or None if the name is missing or empty."""
     if given is None or given == "":
         return None
     if not isinstance(given, str):

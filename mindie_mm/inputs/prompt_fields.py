@@ -11,7 +11,7 @@ OFF: tuple[Any, ...] = (None, False, "", [], {})
 """Values with the same meaning as a missing field."""
 PROMPT_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("continue_final_message", "chat_template", "documents", "functions"), OFF),
-    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), OFF),  # a chat takes them
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), OFF),  # only chat requests support these
     "function_call": (None, "none", "auto"),
     # In vLLM, -1 truncates the prompt to the context length. No accepted prompt is longer.
     "truncate_prompt_tokens": (*OFF, -1),

@@ -1,6 +1,6 @@
 """Handling of unknown keys in items, in chat messages and their content parts, and in requests.
 
-Clients send keys of other servers, such as `id`, `annotations` or an image's `format`. These are ignored, with one
+Clients send keys of other servers, such as `id`, `annotations` or an image's `format`. These keys are ignored, with one
 warning per key. A key that may be meant to change how the item is read is refused.
 """
 
@@ -38,7 +38,7 @@ MESSAGE_KEYS = frozenset(
         *("reasoning", "reasoning_content"),
     }
 )
-"""Keys of OpenAI's messages, and those in which servers return reasoning."""
+"""Keys of OpenAI's messages, and the keys in which servers return reasoning."""
 _MAX_WARNED = 256
 """Maximum number of keys to warn about, because clients may send any number of different keys."""
 _MAX_SHOWN = 40
@@ -55,12 +55,12 @@ def pass_over(
         keys: Unknown keys of the item.
         where: Name of the item in error messages.
         takes: End of the error message, which describes the keys that the item may have.
-        strict: Refuse every unknown key.
+        strict: Whether to refuse every unknown key.
         foreign: Further keys to refuse, because other servers use them as options.
 
     Raises:
-        InputError: A key is refused. If `strict` is not set, it is an option of another kind of item, resembles an
-            option, or is in `foreign`.
+        InputError: A key is refused. Without `strict`, only three kinds of keys are refused: options of another kind of
+            item, keys that resemble an option, and keys in `foreign`.
 
     """
     for key in map(str, keys):
@@ -80,7 +80,7 @@ def require_known_keys(keys: Iterable[str], where: str) -> None:
 
 
 def warn_once(key: str, owner: str) -> None:
-    """Log that an unknown key of `owner` is ignored, such as "an item". Each key is logged once per owner."""
+    """Log that an unknown key is ignored. `owner`, such as "an item", has the key. Log each key once per owner."""
     key = key[:_MAX_SHOWN]
     if (key, owner) not in _warned and len(_warned) < _MAX_WARNED:
         _warned.add((key, owner))

@@ -1,7 +1,7 @@
-"""Landlock denies a process access to files by path, to TCP, and to other processes by signals or abstract sockets.
+"""Sandboxing with Landlock (docs.kernel.org/userspace-api/landlock.html).
 
-Landlock is documented at docs.kernel.org/userspace-api/landlock.html. It does not restrict the use of descriptors that
-are already open.
+Landlock can deny a process access to files by path, TCP, signals to other processes, and abstract sockets of other
+processes. It does not restrict the use of descriptors that are already open.
 """
 
 from __future__ import annotations

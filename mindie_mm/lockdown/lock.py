@@ -55,9 +55,9 @@ def lock_in(keep: Collection[int], memory_bytes: int = 0) -> Locks:
     Args:
         keep: Descriptors that stay open and writable. Sockets must be connected and of type SOCK_STREAM or
             SOCK_SEQPACKET, because a datagram socket can send to any address. Regular files are never writable, so a
-            log needs a pipe. All other descriptors are closed. A Python object that owns such a descriptor must live as
-            long as the process. Standard streams that are not in `keep` are redirected to /dev/null, so that no later
-            descriptor gets their numbers.
+            log needs a pipe. All other descriptors are closed. A Python object that owns a closed descriptor must live
+            as long as the process. Standard streams that are not in `keep` are redirected to /dev/null, so that no
+            later descriptor gets their numbers.
         memory_bytes: Private memory in bytes that the process may allocate in addition to its current memory. 0 for no
             limit.
 
@@ -71,7 +71,7 @@ def lock_in(keep: Collection[int], memory_bytes: int = 0) -> Locks:
     _drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     # After this call, only privileged processes can read the memory of this process. The call also prevents core dumps
-    # that the kernel pipes to a program, for which it ignores RLIMIT_CORE.
+    # that the kernel pipes to a program. RLIMIT_CORE does not limit these core dumps.
     prctl(PR_SET_DUMPABLE, 0)
     return _locks(landlock.forbid_all, lambda: seccomp.allow_decoding(keep))
 

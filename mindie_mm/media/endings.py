@@ -51,8 +51,9 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
 }
 """File name extensions of each supported image format (`FORMATS`) and of each video and audio container (`CONTAINERS`).
 
-A `.gif` file counts as an image, and an extension of containers that can hold both video and audio counts as a video.
-If a request passes a GIF as a video, its frames are read. If a request passes a video as audio, its audio is read.
+A `.gif` file counts as an image. A file with an extension such as `.mp4` or `.mkv` counts as a video, even if it
+contains only audio. If a request passes a GIF as a video, its frames are read. If a request passes a video as audio,
+its audio is read.
 """
 _KINDS: Mapping[str, Kind] = {
     ending: kind for kind, formats in ENDINGS.items() for endings in formats.values() for ending in endings.split()

@@ -141,7 +141,7 @@ def _read_text(source: str) -> bytes:
 def _fetch(url: str) -> bytes:
     """Fetch a URL with the same restrictions as in the service."""
     from mindie_mm.media.fetch.http import (
-        fetch,  # imported late, because importing an HTTP client is slow and most callers have files
+        fetch,  # imported late, because importing an HTTP client is slow and most callers pass files
     )
 
     # The caller may be inside an event loop, for example in a notebook.
@@ -170,7 +170,7 @@ def _read_file(path: Path) -> bytes:
 
 
 def _read_pipe(path: Path) -> bytes:
-    """Read a pipe or a device up to its end, or up to the first data above the limit.
+    """Read a pipe or a device up to its end, or until the data exceed the limit.
 
     Raises:
         MediaError: The pipe does not end within `FETCH_TIMEOUT_S`.
@@ -178,7 +178,7 @@ def _read_pipe(path: Path) -> bytes:
 
     """
     deadline, data = time.monotonic() + FETCH_TIMEOUT_S, bytearray()
-    # Without O_NONBLOCK, opening a pipe waits for its other end.
+    # Without O_NONBLOCK, opening a pipe would wait until another process opens its other end.
     with FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         waiting = select.poll()
         waiting.register(file, select.POLLIN)

@@ -1,4 +1,4 @@
-"""A warm-up that runs every part of decoding once. After that, a process can decode without files and threads."""
+"""A warm-up that runs every part of decoding once. After that, decoding opens no files and starts no threads."""
 
 from __future__ import annotations
 

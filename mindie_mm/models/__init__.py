@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,7 @@ from mindie_mm.device import Device, open_device
 from mindie_mm.errors import DeviceError, InputError, MindieMMError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family
+from mindie_mm.nn.int8 import quantize
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import TOGETHER, Placement, place
 from mindie_mm.nn.seq2seq import Seq2SeqModel
@@ -28,7 +30,7 @@ from mindie_mm.nn.weights.shares import is_first
 from mindie_mm.nn.weights.stored_tensors import stored_dtype
 
 GROUP = "mindie_mm.models"
-_MOST_KEYS = 12  # in one log message
+_MOST_KEYS = 12  # maximum number of keys in one log message
 _log = logging.getLogger(__name__)
 
 
@@ -151,7 +153,7 @@ def _loaded(entry: EntryPoint) -> type[Family]:
 
 @contextmanager
 def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
-    """Convert unexpected exceptions of a family that reads a checkpoint into UnsupportedCheckpoint.
+    """Raise UnsupportedCheckpoint in place of unexpected exceptions while a family reads a checkpoint.
 
     Families check the settings that they read. This function catches other faults, such as settings of an unexpected
     type or the config.json of another family.
@@ -161,7 +163,8 @@ def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
         family: The family that reads it.
 
     Raises:
-        UnsupportedCheckpoint: The body raised an exception other than a MindieMMError or torch.OutOfMemoryError.
+        UnsupportedCheckpoint: The body of the `with` statement raised an exception other than a MindieMMError or
+            torch.OutOfMemoryError.
 
     """
     try:
@@ -182,6 +185,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     family: str | None = None,
     *,
+    weights: Literal["auto", "int8"] = "auto",
     vision: Placement = TOGETHER,
     projector: Placement = TOGETHER,
     end_token_ids: Sequence[int] | None = None,
@@ -193,6 +197,7 @@ def load_model(
         device: Device that runs the model, or "auto".
         dtype: A torch dtype, its name, or "auto".
         family: Name of the family, or None to find the family as `family_of` does.
+        weights: "int8" quantizes the linear layers of the text model. "auto" keeps the dtype.
         vision: Placement of the vision tower. By default, it runs with the rest of the model.
         projector: Placement of the projector, with the same default.
         end_token_ids: Token ids that replace eos_token_id of generation_config.json.
@@ -222,6 +227,8 @@ def load_model(
         place(model, vision, projector)
         if opened.fuses_layers:
             model.fuse()
+        if weights == "int8":
+            quantize(model, opened)
         opened.prepare(model.module)
     except torch.OutOfMemoryError as error:
         where, reason = opened.torch_device, str(error).partition("\n")[0]

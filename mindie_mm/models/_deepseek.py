@@ -34,7 +34,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 class DeepseekProcessor(Processor):
-    """Base class of the processors of DeepSeek-VL. A block contains `pixel_values`, uint8 [side, side, 3]."""
+    """Base class of the processors for DeepSeek-VL. A block contains `pixel_values`, uint8 [side, side, 3]."""
 
     config_name: ClassVar[str]
     image_type: ClassVar[str]
@@ -130,9 +130,9 @@ class DeepseekProcessor(Processor):
 
 
 class DeepseekModel(PretrainedModel):
-    """Model of DeepSeek-VL.
+    """The DeepSeek-VL model.
 
-    `module` is a `DeepseekVLForConditionalGeneration` of transformers, or its hybrid variant.
+    `module` is transformers' `DeepseekVLForConditionalGeneration`, or its hybrid variant.
     """
 
     traits = Traits(vision_parts=("model.vision_model",), projector_parts=("model.aligner",))

@@ -203,7 +203,7 @@ def translate(
     pixels: Mapping[str, Any],
     renamings: Sequence[Renaming],
 ) -> Checkpoint:
-    """Translate a checkpoint from deepseek-ai's layout into the layout of transformers.
+    """Translate a checkpoint from deepseek-ai's layout into transformers' layout.
 
     Args:
         checkpoint: Checkpoint in deepseek-ai's layout, which `check_original` has checked.

@@ -68,7 +68,7 @@ class _Projector(nn.Module):
         side = math.isqrt(patches.shape[1])
         grid = patches.transpose(1, 2).unflatten(-1, (side, side))
         grid = pad(grid, (0, side % 2, 0, side % 2))
-        # unfold makes the four values of each channel adjacent, which is the order of the weights.
+        # unfold makes the four values of each channel adjacent, as the weights require.
         windows = nn.functional.unfold(grid, 2, stride=2).transpose(1, 2)
         features: Tensor = self.layers(windows)
         return features

@@ -37,7 +37,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 class IdeficsProcessor(Processor):
-    """Base class of the processors of Idefics3 and SmolVLM.
+    """Base class of the processors for Idefics3 and SmolVLM.
 
     A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The grid is the number of tiles (rows, columns), not
     counting the tile of the whole image. It is (0, 0) for an image that is not split.
@@ -197,9 +197,9 @@ def whole_tiles(height: int, width: int, side: int) -> tuple[int, int]:
 
 
 class IdeficsModel(PictureModel, PretrainedModel):
-    """Model of Idefics3 and SmolVLM.
+    """The model of Idefics3 and SmolVLM.
 
-    `module` is an `Idefics3ForConditionalGeneration` or a `SmolVLMForConditionalGeneration` of transformers.
+    `module` is transformers' `Idefics3ForConditionalGeneration` or `SmolVLMForConditionalGeneration`.
     """
 
     traits = Traits(vision_parts=("model.vision_model",), projector_parts=("model.connector",))

@@ -54,7 +54,7 @@ _MINDIE: Mapping[Kind, Layout] = {
 
 
 class QwenProcessor(Processor):
-    """Processor of Qwen2-VL.
+    """Processor for Qwen2-VL.
 
     The block of an image contains `pixel_values`, uint8 [h * w, patch * patch * 3]. The second, identical frame of an
     image is not stored. The block of a video contains `pixel_values_videos`, uint8 [t * h * w, temporal * patch * patch
@@ -67,11 +67,11 @@ class QwenProcessor(Processor):
     traits = Traits(bounds_pixels=True, mindie_layouts=_MINDIE)
 
     config_name: ClassVar[str]
-    """Configuration class of transformers."""
+    """Name of transformers' configuration class."""
     image_types: ClassVar[Sequence[str]]
-    """Image processor classes of transformers that a checkpoint may name."""
+    """Names of the image processor classes in transformers that a checkpoint may state."""
     video_type: ClassVar[str]
-    """Video processor class of transformers."""
+    """Name of transformers' video processor class."""
     video_defaults: ClassVar[Mapping[str, Any]] = VIDEO_DEFAULTS
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -172,7 +172,7 @@ class QwenProcessor(Processor):
         height, width = self.frame_size(video, len(indices), settings)
         patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
         grid = (-(-len(indices) // temporal), height // patch, width // patch)
-        # Frames that come without a rate are assumed to be sampled at MindIE's default rate.
+        # If the caller supplies frames without a rate, assume that they were sampled at MindIE's default rate.
         fps = DEFAULT_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -256,9 +256,9 @@ def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) 
 
 
 class QwenModel(PretrainedModel):
-    """Model of Qwen2-VL, and base class of later models.
+    """The Qwen2-VL model, and the base class of later models.
 
-    `module` is a `Qwen2VLForConditionalGeneration` of transformers, or a class with the same parts.
+    `module` is transformers' `Qwen2VLForConditionalGeneration`, or a class with the same parts.
     """
 
     traits = Traits(mindie_layouts=_MINDIE, vision_parts=("model.visual",), projector_parts=("model.visual.merger",))

@@ -1,4 +1,4 @@
-"""Sizes of images and frames of videos in Qwen2-VL and later models, with the values of transformers' processors."""
+"""Sizes of images and video frames in Qwen2-VL and later models, computed as in transformers' processors."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class PixelSettings:
         return values if values.shape[1] == self.patch_bytes else repeat_frames(values, self.temporal_patch_size)
 
     def normalize_planes(self, planes: torch.Tensor) -> torch.Tensor:
-        """Normalize patches in MindIE's wire format, uint8 [n, 3 * temporal * patch * patch], to the same result."""
+        """Normalize patches in MindIE's wire format, uint8 [n, 3 * temporal * patch * patch], as `normalize` does."""
         return normalize_planes(planes, self.mean, self.std, self.rescale_factor)
 
 

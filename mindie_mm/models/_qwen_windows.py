@@ -16,7 +16,7 @@ PICOSECONDS = 10**12
 def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
     """Return the keyword arguments of the windowed tower `visual` that describe its windows.
 
-    The tower itself would reorder patches with an index on the host, which synchronizes with the device each time.
+    The tower itself would reorder patches with an index on the host. Each such operation waits for the device.
 
     Args:
         visual: The vision tower.

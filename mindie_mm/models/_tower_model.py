@@ -21,9 +21,9 @@ class _Normalizing(Protocol):
 
 
 class TowerModel(PictureModel, PretrainedModel):
-    """Model of LLaVA, and base class of models with the same structure.
+    """The LLaVA model, and the base class of models with the same structure.
 
-    `module` is a `LlavaForConditionalGeneration` of transformers, or a class with the same parts.
+    `module` is transformers' `LlavaForConditionalGeneration`, or a class with the same parts.
     """
 
     traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))

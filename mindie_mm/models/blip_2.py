@@ -1,4 +1,4 @@
-"""BLIP-2: images as outputs of Q-Former queries, which precede the text and its BOS token.
+"""BLIP-2: images as outputs of Q-Former queries. In the prompt, images precede the text and its BOS token.
 
 Source: arXiv 2301.12597. Token ids, pixels and logits match transformers' `blip_2`. The text model is a
 decoder (OPT) or an encoder-decoder (T5).
@@ -47,7 +47,7 @@ _T5_POSITIONS = 512
 
 
 class Blip2Processor(OneSizeProcessor):
-    """Processor of BLIP-2."""
+    """Processor for BLIP-2."""
 
     traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1})
 
@@ -70,7 +70,7 @@ class Blip2Processor(OneSizeProcessor):
 
 
 class _Tower(PictureModel):
-    """Vision tower and Q-Former. `module` is a `Blip2ForConditionalGeneration` of transformers."""
+    """Vision tower and Q-Former. `module` is transformers' `Blip2ForConditionalGeneration`."""
 
     traits = Traits(vision_parts=("vision_model",), projector_parts=("language_projection",))
     module: Any
@@ -81,7 +81,7 @@ class _Tower(PictureModel):
 
 
 class Blip2Model(_Tower, PretrainedModel):
-    """Model of BLIP-2 with a decoder."""
+    """The BLIP-2 model with a decoder."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
@@ -89,7 +89,7 @@ class Blip2Model(_Tower, PretrainedModel):
 
 
 class Blip2Seq2Seq(_Tower, Seq2SeqModel):
-    """Model of BLIP-2 with an encoder-decoder."""
+    """The BLIP-2 model with an encoder-decoder."""
 
     def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model, self._head, rules)

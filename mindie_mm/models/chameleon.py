@@ -43,7 +43,7 @@ _CHAT_TEMPLATE = (
 
 
 class ChameleonProcessor(OneSizeProcessor):
-    """Processor of Chameleon."""
+    """Processor for Chameleon."""
 
     traits = Traits(chat_template=_CHAT_TEMPLATE)
 
@@ -98,7 +98,7 @@ class ChameleonProcessor(OneSizeProcessor):
 
 
 class ChameleonModel(PictureModel, PretrainedModel):
-    """Model of Chameleon. `module` is a `ChameleonForConditionalGeneration` of transformers."""
+    """The Chameleon model. `module` is transformers' `ChameleonForConditionalGeneration`."""
 
     traits = Traits(
         vision_parts=("model.vqmodel.encoder", "model.vqmodel.quant_conv", "model.vqmodel.quantize"),

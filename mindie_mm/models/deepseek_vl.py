@@ -2,7 +2,7 @@
 
 Source: arXiv 2403.05525. Token ids, pixels and logits match transformers' `deepseek_vl`.
 
-Checkpoints may have the layout of transformers or the layout of deepseek-ai, whose model_type is multi_modality. The
+Checkpoints may have transformers' layout or the layout of deepseek-ai, whose model_type is multi_modality. The
 second layout is translated in memory by the rules of transformers' convert_deepseek_vl_weights_to_hf.py.
 """
 
@@ -39,7 +39,7 @@ _RENAMINGS = (
 
 
 class DeepseekVLProcessor(DeepseekProcessor):
-    """Processor of DeepSeek-VL with one tower."""
+    """Processor for DeepSeek-VL with one tower."""
 
     config_name = "DeepseekVLConfig"
     image_type = "DeepseekVLImageProcessor"

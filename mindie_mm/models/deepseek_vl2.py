@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindie_mm.device import Device
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
@@ -147,7 +147,7 @@ _TEMPLATE = """\
 
 
 class DeepseekVL2Processor(Processor):
-    """Processor of DeepSeek-VL2.
+    """Processor for DeepSeek-VL2.
 
     The block of an image contains `tiles`, uint8 [1 + across * down, size, size, 3]: the whole image, then its tiles
     row by row. The grid is the number of tiles (across, down). In a prompt with three or more images, each image has
@@ -247,7 +247,7 @@ class DeepseekVL2Processor(Processor):
 
 
 class DeepseekVL2Model(Model):
-    """Model of DeepSeek-VL2."""
+    """The DeepSeek-VL2 model."""
 
     traits = Traits(vision_parts=("vision",), projector_parts=("projector",))
 
@@ -290,6 +290,9 @@ class DeepseekVL2Model(Model):
         """Append the newline feature to each row of [rows, columns, width]; return [rows * (columns + 1), width]."""
         ends = self.module.image_newline.expand(len(grid), 1, -1)
         return torch.cat([grid, ends], dim=1).flatten(0, 1)
+
+    def text_modules(self) -> list[nn.Module]:
+        return [self.module.language]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.module.language.model.embed_tokens(input_ids)

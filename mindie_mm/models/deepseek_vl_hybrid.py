@@ -81,7 +81,7 @@ _RENAMINGS = (
 
 
 class DeepseekVLHybridProcessor(DeepseekProcessor):
-    """Processor of DeepSeek-VL with two towers.
+    """Processor for DeepSeek-VL with two towers.
 
     A block also contains `high_res_pixel_values`, uint8 [high side, high side, 3].
     """
@@ -140,7 +140,7 @@ class DeepseekVLHybridProcessor(DeepseekProcessor):
 
 
 class DeepseekVLHybridModel(DeepseekModel):
-    """Model with two towers. `module` is a `DeepseekVLHybridForConditionalGeneration` of transformers."""
+    """The DeepSeek-VL model with two towers. `module` is transformers' `DeepseekVLHybridForConditionalGeneration`."""
 
     traits = replace(
         DeepseekModel.traits,

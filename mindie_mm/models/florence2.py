@@ -4,7 +4,7 @@ Source: arXiv 2311.06242. Token ids, pixels and logits match transformers' `flor
 form of a question or an instruction. In prompts and answers, the tokens <loc_0> to <loc_999> denote
 locations, which callers convert to boxes.
 
-Checkpoints may have the layout of transformers, or the layout of Microsoft's repositories and of models fine-tuned from
+Checkpoints may have transformers' layout, or the layout of Microsoft's repositories and of models fine-tuned from
 them. The second layout is translated in memory by the rules of transformers'
 convert_florence2_original_pytorch_to_hf.py.
 """
@@ -174,7 +174,7 @@ _CHAT_TEMPLATE = (
 
 
 class Florence2Processor(OneSizeProcessor):
-    """Processor of Florence-2."""
+    """Processor for Florence-2."""
 
     traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1})
 
@@ -222,7 +222,7 @@ class Florence2Processor(OneSizeProcessor):
 
 
 class Florence2Model(PictureModel, Seq2SeqModel):
-    """Model of Florence-2. `module` is a `Florence2ForConditionalGeneration` of transformers."""
+    """The Florence-2 model. `module` is transformers' `Florence2ForConditionalGeneration`."""
 
     traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
 
@@ -355,7 +355,7 @@ def _translated(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _vision_config(vision: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Translate the original vision_config into the vision_config of transformers.
+    """Translate the original vision_config into transformers' vision_config.
 
     Raise UnsupportedCheckpoint for settings that transformers cannot express.
     """

@@ -46,7 +46,7 @@ _CHAT_TEMPLATE = (
 
 
 class FuyuProcessor(Processor):
-    """Processor of Fuyu.
+    """Processor for Fuyu.
 
     A block contains `patches`, uint8 [rows * columns, patch * patch * 3]. The grid is (rows, columns), in patches.
     """
@@ -150,7 +150,7 @@ class FuyuProcessor(Processor):
 
 
 class FuyuModel(PretrainedModel):
-    """Model of Fuyu, whose tower is one linear layer. `module` is a `FuyuForCausalLM` of transformers."""
+    """The Fuyu model, whose tower is one linear layer. `module` is transformers' `FuyuForCausalLM`."""
 
     traits = Traits(projector_parts=("model.vision_embed_tokens",))
 

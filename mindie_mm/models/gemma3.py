@@ -41,7 +41,7 @@ _TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
 
 
 class Gemma3Processor(Processor):
-    """Processor of Gemma 3.
+    """Processor for Gemma 3.
 
     A block contains `pixel_values`, uint8 [1 + crops, side, side, 3]. The whole image precedes its crops. The grid
     is (crops,), or empty if there are no crops.
@@ -174,7 +174,7 @@ def _check_text(text: Any, where: str) -> None:
 
 
 class Gemma3Model(TowerModel):
-    """Model of Gemma 3. `module` is a `Gemma3ForConditionalGeneration` of transformers."""
+    """The Gemma 3 model. `module` is transformers' `Gemma3ForConditionalGeneration`."""
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         return split_features(self.module.model.get_image_features(self.pixels(items)).pooler_output, items)

@@ -1,4 +1,4 @@
-"""Idefics3: an image as tiles, each of which the prompt labels with its row and column, followed by the whole image.
+"""Idefics3: an image as tiles, followed by the whole image. The prompt labels each tile with its row and column.
 
 Source: arXiv 2408.12637. Token ids, pixels and logits match transformers' `idefics3`.
 """
@@ -10,7 +10,7 @@ from mindie_mm.nn.family import PretrainedFamily
 
 
 class Idefics3Processor(IdeficsProcessor):
-    """Processor of Idefics3."""
+    """Processor for Idefics3."""
 
     config_name = "Idefics3Config"
     image_type = "Idefics3ImageProcessor"

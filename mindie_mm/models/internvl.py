@@ -2,7 +2,7 @@
 
 Source: arXiv 2504.10479. Token ids, pixels and logits match transformers' `internvl`.
 
-Checkpoints may have the layout of transformers or the layout of OpenGVLab, whose model_type is internvl_chat. The
+Checkpoints may have transformers' layout or the layout of OpenGVLab, whose model_type is internvl_chat. The
 second layout is translated in memory by the rules of transformers' convert_internvl_weights_to_hf.py.
 """
 
@@ -55,7 +55,7 @@ _SPELLED = {
 }
 """Texts of special tokens in OpenGVLab's layout.
 
-The original tokenizer has the first three. The fourth occurs only in texts, and is replaced before they are encoded.
+The original tokenizer has the first three tokens. The fourth occurs only in prompts and is replaced before encoding.
 """
 _CHAT_DEFAULTS: Mapping[str, Any] = {
     "select_layer": -1,
@@ -171,7 +171,7 @@ _INTERNLM2_RENAMINGS = (
 
 
 class InternVLProcessor(Processor):
-    """Processor of InternVL. A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The grid is (tiles,)."""
+    """Processor for InternVL. A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The grid is (tiles,)."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = _translated(checkpoint)
@@ -207,7 +207,7 @@ class InternVLProcessor(Processor):
             "video": Normalization.read(video),
         }
         self._shift: bool | float = video["initial_shift"]
-        # Each frame also takes a start token and an end token.
+        # Each frame also needs a start token and an end token.
         positions: int = config.get_text_config().max_position_embeddings
         self._sampling = Sampling.read(video, positions // (self._tile_features + 2))
 
@@ -319,7 +319,7 @@ def _tile(config: Any, where: str) -> tuple[int, int]:
 
 
 class InternVLModel(PictureModel, PretrainedModel):
-    """Model of InternVL. `module` is an `InternVLForConditionalGeneration` of transformers."""
+    """The InternVL model. `module` is transformers' `InternVLForConditionalGeneration`."""
 
     traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
 
@@ -444,7 +444,7 @@ def _check_chat(settings: Mapping[str, Any], vision: Mapping[str, Any], where: s
 
 
 def _vision_config(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Translate the original vision_config into the vision_config of transformers.
+    """Translate the original vision_config into transformers' vision_config.
 
     Raise UnsupportedCheckpoint for settings that transformers cannot express.
     """

@@ -33,7 +33,7 @@ _CLIP: Mapping[str, Any] = {
     "image_mean": CLIP_MEAN,
     "image_std": CLIP_STD,
 }
-# Image processor classes of transformers that these checkpoints name, with their defaults.
+# Names of transformers' image processor classes in these checkpoints, with the defaults of each class.
 _PROCESSORS: Mapping[str, Mapping[str, Any]] = {
     "LlavaImageProcessor": _CLIP,
     "CLIPImageProcessor": _CLIP,
@@ -47,7 +47,7 @@ _PROCESSORS: Mapping[str, Mapping[str, Any]] = {
 
 
 class LlavaProcessor(OneSizeProcessor):
-    """Processor of LLaVA."""
+    """Processor for LLaVA."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)

@@ -19,7 +19,7 @@ from mindie_mm.nn.splice import MediaItem
 
 
 class LlavaNextProcessor(AnyresProcessor):
-    """Processor of LLaVA-NeXT."""
+    """Processor for LLaVA-NeXT."""
 
     config_name = "LlavaNextConfig"
     image_type = "LlavaNextImageProcessor"
@@ -34,7 +34,7 @@ class LlavaNextProcessor(AnyresProcessor):
 
 
 class LlavaNextModel(TowerModel):
-    """Model of LLaVA-NeXT. `module` is a `LlavaNextForConditionalGeneration` of transformers."""
+    """The LLaVA-NeXT model. `module` is transformers' `LlavaNextForConditionalGeneration`."""
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         sizes = torch.tensor([item.shape.grid for item in items])

@@ -55,7 +55,7 @@ _LONGER = 1.1
 
 
 class LlavaOnevisionProcessor(AnyresProcessor):
-    """Processor of LLaVA-OneVision.
+    """Processor for LLaVA-OneVision.
 
     The block of an image contains `pixel_values`, uint8 [tiles, side, side, 3]. Its grid is (height, width, single),
     where `single` is 1 if the prompt has no other image and 0 otherwise. The block of a video contains
@@ -157,7 +157,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
 
 
 class LlavaOnevisionModel(TowerModel):
-    """Model of LLaVA-OneVision. `module` is a `LlavaOnevisionForConditionalGeneration` of transformers."""
+    """The LLaVA-OneVision model. `module` is transformers' `LlavaOnevisionForConditionalGeneration`."""
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         images = [item for item in items if item.shape.kind == "image"]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindie_mm.device import Device, upload
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -97,7 +97,7 @@ KEYS = Keys(
         "use_col_tokens": (True,),
         "message_formatting": ("role",),
         "always_start_with_space": (True,),
-        # The training code's names for the sizes, which it also uses for models with other layers.
+        # Sizes under the training code's names are refused, because they may belong to a model with other layers.
         "d_model": (),
         "n_heads": (),
         "n_kv_heads": (),
@@ -166,20 +166,20 @@ CHAT_TEMPLATE = """
 def slot_order(rows: int, columns: int) -> Tensor:
     """Return the index of the cell for each placeholder of an item, int64 [num_features].
 
-    Cells are numbered crop after crop. The first placeholders take the cells of the global crop. The remaining
-    placeholders take the cells of the joined `rows` x `columns` crops. Where crops overlap, a cell is taken from the
+    Cells are numbered crop after crop. The first placeholders are for the cells of the global crop. The remaining
+    placeholders are for the cells of the joined `rows` x `columns` crops. Where crops overlap, a cell comes from the
     crop in which it is farther from the edge.
     """
     return torch.cat([torch.arange(CELLS**2), CELLS**2 + CROPS.canvas_windows(rows, columns).flatten()])
 
 
 class MolmoProcessor(Processor):
-    """Processor of Molmo.
+    """Processor for Molmo.
 
     A block contains the image at two sizes, float32 [rows, columns, 3] in [0, 1]: `global_pixels` for the global crop
     and `pixels` for the other crops. The values are not stored as uint8, because the reference does not round the
-    result of the resize. The tower pads, cuts overlapping crops and normalizes. The grid is the number of crops (rows,
-    columns).
+    result of the resize. The tower pads the image, cuts overlapping crops and normalizes the crops. The grid is the
+    number of crops (rows, columns).
 
     Images always follow the BOS token, wherever the message places them.
     """
@@ -247,7 +247,7 @@ def _num_features(grid: tuple[int, ...]) -> int:
 
 
 class MolmoModel(Model):
-    """Model of Molmo.
+    """The Molmo model.
 
     The original implementation places the features of every image at the placeholders of the first image, so the
     features of a later image overwrite the features of an earlier image. `overwrite_earlier_images` in config.json
@@ -269,6 +269,9 @@ class MolmoModel(Model):
         self._overwrites: bool = config["overwrite_earlier_images"]
         self._logit_scale = config["hidden_size"] ** -0.5 if config["scale_logits"] else None
         self._mean, self._std = (torch.tensor(values, device=spec.device) for values in (processor.mean, processor.std))
+
+    def text_modules(self) -> list[nn.Module]:
+        return [self._transformer]
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         items = super().read(ids)

@@ -54,7 +54,7 @@ _PATCH = "<im_patch>"
 
 
 class Molmo2Processor(Processor):
-    """Processor of Molmo 2.
+    """Processor for Molmo 2.
 
     The block of an image contains the image at two sizes, uint8 [height, width, 3]: the square `whole`, and `detail`,
     from which the crops are cut. Its grid is the number of crops (rows, columns). The block of a video contains
@@ -244,7 +244,7 @@ def _geometry(settings: Mapping[str, Any], config: Any, where: str) -> Geometry:
 
 
 def _as_planes(rgb: Pixels) -> Tensor:
-    """Convert uint8 [H, W, 3] to float32 [1, 3, H, W] in channels_last, which is resized several times as fast."""
+    """Convert uint8 [H, W, 3] to float32 [1, 3, H, W] in channels_last format, in which a resize is much faster."""
     return torch.from_numpy(np.asarray(rgb, np.float32)).unsqueeze(0).permute(0, 3, 1, 2)
 
 
@@ -258,7 +258,7 @@ def _resize(values: Tensor, out: Pixels) -> None:
 
 
 class Molmo2Model(PretrainedModel):
-    """Model of Molmo 2. `module` is a `Molmo2ForConditionalGeneration` of transformers."""
+    """The Molmo 2 model. `module` is transformers' `Molmo2ForConditionalGeneration`."""
 
     traits = Traits(
         vision_parts=("model.vision_tower",),
@@ -313,8 +313,9 @@ class Molmo2Model(PretrainedModel):
         """Pool patches [n, patches, values] to features [features, hidden].
 
         `windows` is an int64 tensor [features, patches of a window] on the host. The computation is the same as in
-        `Molmo2Model.get_image_features`, but does not wait for the device. The reference waits twice: to learn whether
-        windows lack patches, which the host can tell here, and whether a window is empty, which never happens.
+        `Molmo2Model.get_image_features`, but does not wait for the device. The reference waits twice. First, it checks
+        whether windows lack patches, and here the host can check this. Second, it checks whether a window is empty,
+        and no window is ever empty.
         """
         model, device = self.module.model, self.spec.device
         states = model.vision_tower(patches, output_hidden_states=True).hidden_states

@@ -35,7 +35,7 @@ _THINKER = "thinker_config"
 
 
 class Qwen25OmniProcessor(QwenProcessor):
-    """Processor of Qwen2.5-Omni.
+    """Processor for Qwen2.5-Omni.
 
     Blocks of images and videos are the same as in Qwen2-VL. Blocks of audio clips are the same as in Qwen2-Audio. The
     grid of a video is (t, h, w, interval), where `interval` is the time between two steps of t in picoseconds. The grid
@@ -92,7 +92,7 @@ class Qwen25OmniProcessor(QwenProcessor):
 
 
 class Qwen25OmniModel(QwenModel):
-    """Model of the thinker. `module` is a `Qwen2_5OmniThinkerForConditionalGeneration` of transformers."""
+    """The thinker of Qwen2.5-Omni. `module` is transformers' `Qwen2_5OmniThinkerForConditionalGeneration`."""
 
     traits = replace(QwenModel.traits, mindie_layouts={})
 

@@ -25,7 +25,7 @@ _UNSTATED_FPS = 24.0
 
 
 class Qwen25VLProcessor(QwenProcessor):
-    """Processor of Qwen2.5-VL. Blocks are the same as in Qwen2-VL.
+    """Processor for Qwen2.5-VL. Blocks are the same as in Qwen2-VL.
 
     The grid of a video is (t, h, w, interval), where `interval` is the time between two steps of t in picoseconds.
     """
@@ -46,7 +46,7 @@ class Qwen25VLProcessor(QwenProcessor):
 
 
 class Qwen25VLModel(QwenModel):
-    """Model of Qwen2.5-VL. `module` is a `Qwen2_5_VLForConditionalGeneration` of transformers."""
+    """The Qwen2.5-VL model. `module` is transformers' `Qwen2_5_VLForConditionalGeneration`."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen25VLProcessor) -> None:
         super().__init__(module, spec, processor)

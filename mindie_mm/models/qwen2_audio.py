@@ -38,11 +38,11 @@ _CHAT_TEMPLATE = (
     "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Chat template of the reference for checkpoints without one."""
+"""Chat template of the reference for checkpoints without a template."""
 
 
 class Qwen2AudioProcessor(Processor):
-    """Processor of Qwen2-Audio.
+    """Processor for Qwen2-Audio.
 
     The block of a clip contains `input_features`, float32 [bins, frames]. The grid is (frames,).
     """
@@ -76,7 +76,7 @@ class Qwen2AudioProcessor(Processor):
 
 
 class Qwen2AudioModel(PretrainedModel):
-    """Model of Qwen2-Audio. `module` is a `Qwen2AudioForConditionalGeneration` of transformers."""
+    """The Qwen2-Audio model. `module` is transformers' `Qwen2AudioForConditionalGeneration`."""
 
     traits = Traits(projector_parts=("model.multi_modal_projector",))
 

@@ -10,7 +10,7 @@ from mindie_mm.nn.family import PretrainedFamily
 
 
 class Qwen2VLProcessor(QwenProcessor):
-    """Processor of Qwen2-VL."""
+    """Processor for Qwen2-VL."""
 
     config_name = "Qwen2VLConfig"
     image_types = ("Qwen2VLImageProcessor",)

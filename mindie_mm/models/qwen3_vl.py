@@ -44,7 +44,7 @@ _VIDEO_DEFAULTS: Mapping[str, Any] = {
 
 
 class Qwen3VLProcessor(QwenProcessor):
-    """Processor of Qwen3-VL. Blocks are the same as in Qwen2-VL.
+    """Processor for Qwen3-VL. Blocks are the same as in Qwen2-VL.
 
     The grid of a video is (t, h, w), followed by the time of each temporal patch in tenths of a second.
     """
@@ -151,7 +151,7 @@ class Qwen3VLProcessor(QwenProcessor):
         return self.plan(Media(kind, data), data, {}).num_features
 
     def worst_case(self, kind: Kind) -> Data:
-        """Return the data of an item that takes `max_tokens` tokens.
+        """Return the data of an item that has `max_tokens` features.
 
         A video has either many frames that are too elongated to shrink in proportion, or a few large frames.
         """
@@ -180,7 +180,7 @@ class Qwen3VLProcessor(QwenProcessor):
 
 
 class Qwen3VLModel(QwenModel):
-    """Model of Qwen3-VL. `module` is a `Qwen3VLForConditionalGeneration` of transformers.
+    """The Qwen3-VL model. `module` is transformers' `Qwen3VLForConditionalGeneration`.
 
     The columns of a feature are the final output of the tower, followed by the outputs of its deepstack layers.
     """

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindie_mm.device import Device, upload
 from mindie_mm.errors import CorruptReference, UnsupportedCheckpoint
@@ -117,7 +117,7 @@ _CHATML = """\
 
 
 class QwenVLProcessor(Processor):
-    """Processor of Qwen-VL.
+    """Processor for Qwen-VL.
 
     The block of an image contains `image`, uint8 [size, size, 3]. In MindIE's wire format, an image has normalized
     `pixel_values`, float32 [1, 3, size, size].
@@ -162,10 +162,10 @@ class QwenVLProcessor(Processor):
 
 
 class QwenVLModel(Model):
-    """Model of Qwen-VL.
+    """The Qwen-VL model.
 
-    Positions have two axes: the index of the token, and the factor of the rotary base. The factor is the same for all
-    tokens of a prompt.
+    Positions have two axes: the index of the token, and the factor by which the rotary base is scaled. The factor is
+    the same for all tokens of a prompt.
     """
 
     traits = Traits(
@@ -217,6 +217,9 @@ class QwenVLModel(Model):
             return to_device(item.view, _PIXELS, self.spec.device)
         picture = to_device(item.view, _BYTES, self.spec.device)
         return normalize_pictures(picture.unsqueeze(0), CLIP_MEAN, CLIP_STD)
+
+    def text_modules(self) -> list[nn.Module]:
+        return [self.module.transformer["h"], self.module.lm_head]
 
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.module.transformer["wte"](input_ids)
@@ -347,7 +350,7 @@ def fast_tokenizer(ranks: Mapping[bytes, int], checkpoint: Checkpoint) -> Any:
 
     letters = bytes_to_unicode()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    # List all splits of a token into two other tokens, lowest rank first. tiktoken merges in this order without a list.
+    # List all splits of a token into two other tokens, lowest rank first. tiktoken merges tokens in the same order.
     merges = [
         (spelled[token[:cut]], spelled[token[cut:]])
         for token in sorted(ranks, key=ranks.__getitem__)

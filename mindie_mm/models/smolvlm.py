@@ -34,7 +34,7 @@ _VIDEO_TEMPLATE = (
 _FPS_OF_FRAMES = 24
 """Frame rate that the reference assumes for frames without a rate, in frames per second."""
 _SKIPPED_S = 1
-"""Duration at each end of a long video from which no frames are sampled, in seconds."""
+"""Length in seconds of the parts at the start and at the end of a long video from which no frames are sampled."""
 _SMALL = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen"
@@ -44,7 +44,7 @@ _ONES, _TENS = _SMALL.split(), _TENTHS.split()
 
 
 class SmolVLMProcessor(IdeficsProcessor):
-    """Processor of SmolVLM. Images are processed as in Idefics3.
+    """Processor for SmolVLM. Images are processed as in Idefics3.
 
     The block of a video contains `pixel_values`, uint8 [frames, side, side, 3]. Its grid is the duration, followed by
     the time of each frame, all in whole seconds.
@@ -70,7 +70,7 @@ class SmolVLMProcessor(IdeficsProcessor):
         self.normalizations["video"] = Normalization.read(settings)
         self._num_frames: int | None = sampling.get("max_frames", settings.get("num_frames"))
         self._fps: float | None = sampling.get("fps", settings.get("fps"))
-        # Each frame also takes three tokens around its features.
+        # In addition to its features, each frame has three tokens in the prompt.
         positions: int = self.config.get_text_config().max_position_embeddings
         self._limit = positions // (self.tile_features + 3)
 

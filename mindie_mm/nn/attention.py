@@ -1,4 +1,4 @@
-"""Attention of a flat batch over a paged KV cache, for the attention layers of transformers.
+"""Attention of a flat batch over a paged KV cache, for transformers' attention layers.
 
 The `forward` methods of the decoder pass the keyword argument `paged`, a `PagedBatch`, through to `attend`.
 """
@@ -97,7 +97,7 @@ def paged_attention(
             sliding_window is None
             and paged.is_causal
             and paged.has_rows
-            and kernels.attends(query, *cached, paged.num_sequences, paged.longest)
+            and kernels.attends(query, *cached, paged.rows)
         ):
             return kernels.attend(query, *cached, paged.rows, scaling)
     match paged.prefills, paged.decodes:  # a batch with a single part needs no output buffer

@@ -1,8 +1,8 @@
-"""A decoder layer of the Llama kind that runs few operators, in place of the layers of transformers.
+"""A decoder layer of the Llama kind that runs few operators, in place of transformers' layers.
 
 On the CPU, the operators of a decode step are so small that their number determines the time. Most families share one
 kind of layer: pre-normalization with RMSNorm, rotary attention, and a gated MLP. `fuse` replaces such a layer after a
-trial has shown that the replacement computes the same.
+trial has shown that the replacement computes the same results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Arguments with which a layer of transformers calls its attention."""
+    """Arguments with which a transformers layer calls its attention."""
 
     layer: int
     scaling: float
@@ -49,12 +49,12 @@ class Angles:
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor) -> Angles:
-        """Return the angles for cosines and sines of transformers, [1, T, head_dim] each."""
+        """Return the angles for transformers' cosines and sines, [1, T, head_dim] each."""
         first, second = sin[0].unsqueeze(1).chunk(2, -1)
         return cls(cos[0].unsqueeze(1), torch.cat([-first, second], -1))
 
     def rotate(self, values: Tensor) -> Tensor:
-        """Rotate [T, heads, head_dim]. Each element of the first half of a head pairs with one of the second half."""
+        """Rotate [T, heads, head_dim]. Each element of the first half of a head pairs with an element of the second."""
         return torch.addcmul(values * self.cos, values.roll(values.shape[-1] // 2, -1), self.sin)
 
 
@@ -63,10 +63,10 @@ class _Unlike(Exception):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm decoder layer with one product for queries, keys and values, and one for gate and up."""
+    """A pre-norm decoder layer. One matrix product computes queries, keys and values. Another computes gate and up."""
 
     def __init__(self, layer: Any, call: _Call) -> None:
-        """Take over the weights of a layer of transformers.
+        """Create the layer with the weights of a transformers layer.
 
         Args:
             layer: The layer.
@@ -80,7 +80,7 @@ class DecoderLayer(nn.Module):
         self.num_kv_heads = own.k_proj.out_features // self.head_dim
         self.num_rotated = self.num_heads + self.num_kv_heads
         self.call = call
-        self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read it
+        self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read this
         self.norm, self.eps = layer.input_layernorm.weight, _eps(layer.input_layernorm)
         self.qkv = _joined(own.q_proj, own.k_proj, own.v_proj)
         self.output = own.o_proj
@@ -176,7 +176,7 @@ def _replacement(layer: Any, calls: list[_Call]) -> DecoderLayer:
         try:
             config._attn_implementation = _PROBE  # noqa: SLF001
             expected = layer(hidden, attention_mask=None, position_ids=None, past_key_values=None, **arguments)
-        except (TypeError, RuntimeError, ValueError, AttributeError) as error:  # the layer takes other arguments
+        except (TypeError, RuntimeError, ValueError, AttributeError) as error:  # the layer needs other arguments
             raise _Unlike from error
         finally:
             config._attn_implementation = implementation  # noqa: SLF001
@@ -201,7 +201,7 @@ def _require_parts(layer: nn.Module) -> None:
     if implementation != attention.NAME or not isinstance(getattr(own, "head_dim", None), int):
         raise _Unlike
     if any(own.get_submodule(name).weight.shape != (own.head_dim,) for name in _weighted(own) & _HEAD_NORMS):
-        raise _Unlike  # one norm over all heads
+        raise _Unlike  # the norm extends over all heads
     for part in layer.modules():
         if part._forward_pre_hooks or part._forward_hooks or "forward" in vars(part):  # noqa: SLF001
             raise _Unlike  # nn/placement.py and tensor parallelism change layers in these ways
@@ -232,7 +232,7 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
 
 
 def _eps(norm: Any) -> float:
-    """Return the epsilon of an RMSNorm of transformers, which names it in one of two ways."""
+    """Return the epsilon of a transformers RMSNorm. The attribute has one of two names."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(eps, float):
         raise _Unlike

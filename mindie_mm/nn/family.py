@@ -214,13 +214,16 @@ class Family(ABC):
     kinds: ClassVar[tuple[Kind, ...]]
     """Kinds of media that the family supports."""
     reference: ClassVar[str]
-    """Implementation that the tests compare with, such as `transformers' LlavaForConditionalGeneration`."""
+    """Implementation whose results the tests expect, such as `transformers' LlavaForConditionalGeneration`."""
     processor: ClassVar[type[Processor]]
     """Class of the family's processor."""
 
     @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
-        """Return the keys of config.json that the family does not use. A key in a section is `section.key`."""
+        """Return the keys of config.json that the family does not use.
+
+        A key in a section is returned as `section.key`.
+        """
         return []
 
     @classmethod
@@ -255,10 +258,10 @@ class Family(ABC):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        """Return the checkpoint's tokenizer as a fast tokenizer of transformers.
+        """Return the checkpoint's tokenizer as a transformers fast tokenizer.
 
         Raises:
-            UnsupportedCheckpoint: The checkpoint has no readable tokenizer, or no fast one.
+            UnsupportedCheckpoint: The checkpoint has no readable tokenizer, or no fast tokenizer.
 
         """
         from transformers import AutoTokenizer  # imported late: the import takes a second, and clients do not need it

@@ -1,4 +1,4 @@
-"""A checkpoint's constraints on the tokens of answers, applied by logits processors of transformers.
+"""A checkpoint's constraints on the tokens of answers, applied by transformers' logits processors.
 
 The constraints apply to every request, whatever its parameters.
 """
@@ -67,7 +67,7 @@ class GenerationRules:
         self.eos_token_ids = _ids(stated("eos_token_id"))
         """Tokens that end an answer."""
         self.forced_eos_token_ids = _ids(stated("forced_eos_token_id"))
-        """Tokens that may end an answer that has the maximum length. If empty, any token may."""
+        """Tokens with which an answer of the maximum length may end. If empty, the answer may end with any token."""
         forced_bos = stated("forced_bos_token_id")
         self._rules = rules.LogitsProcessorList()
         if size := stated("no_repeat_ngram_size"):
@@ -112,7 +112,7 @@ def _check(settings: Mapping[str, Any], where: str) -> None:
                 f"{where}: the generation config sets {name} to {value!r}, which is not supported"
             )
     if (beams := settings["num_beams"] or 1) > 1:
-        # Beams only improve the answer at a higher cost, so a checkpoint that wants them can be served without them.
+        # Beam search only improves answers at a higher cost, so a checkpoint that sets num_beams also works without it.
         _log.warning(
             "%s: the generation config sets num_beams to %d; outputs are decoded without beam search", where, beams
         )

@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
 class PatchProjection(nn.Module):
     """A convolution that maps each patch to one output vector, computed as a matrix product.
 
-    The convolution of oneDNN takes several times as long (docs/decisions/0020-cpu-speed.md).
+    On the CPU, the convolution in oneDNN takes several times as long (docs/decisions/0020-cpu-speed.md).
     """
 
     def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
@@ -152,8 +152,22 @@ class MediaModel(ABC):
     def _describe(self, view: ItemView) -> MediaShape:
         return self.describe_segments(view) if isinstance(view, SegmentsView) else MediaShape.of(view)
 
+    def text_modules(self) -> list[nn.Module]:
+        """Return the modules that compute text, including the output layer. They contain no tower."""
+        return []
+
+    def replace(self, old: nn.Module, new: nn.Module) -> None:
+        """Replace a module wherever the model refers to it."""
+        for parent in [*self.module.modules()]:
+            for name, child in [*parent.named_children()]:
+                if child is old:
+                    setattr(parent, name, new)
+        for name, value in [*vars(self).items()]:
+            if value is old:
+                setattr(self, name, new)
+
     def fuse(self) -> None:
-        """Replace layers by layers that run fewer operators. By default, the model has no such layers."""
+        """Replace layers with equivalent layers that run fewer operators. By default, do nothing."""
 
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -277,7 +291,7 @@ class Model(MediaModel):
 
 @torch.inference_mode()
 def packed_logits(model: Model, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits of each sequence, as `Model.logits` does. One flat batch computes all of them."""
+    """Return the logits of each sequence, as `Model.logits` does, but compute all sequences in one flat batch."""
     plain: list[Tensor] = []
     positions: list[Tensor] = []
     chunks: list[Chunk] = []

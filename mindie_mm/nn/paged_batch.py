@@ -1,7 +1,7 @@
 """A flat batch of sequences over a paged KV cache.
 
-A flat batch concatenates the tokens of all its sequences. The decoder of transformers receives this batch as a batch of
-size one, [1, T].
+A flat batch concatenates the tokens of all its sequences. The decoder receives a flat batch as a batch of size one,
+[1, T].
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PagedCache:
-        """Allocate a cache whose values are zero.
+        """Allocate a cache filled with zeros.
 
         Attention also reads the unused tail of a block, under a mask. The tail must therefore contain finite values.
         See `clear`.
@@ -78,7 +78,7 @@ class Chunk:
     """Consecutive tokens of one sequence in a flat batch."""
 
     start: int
-    """Index of the first token in its sequence. It equals the number of its tokens that the cache already has."""
+    """Index of the first token in the sequence. The cache already contains all earlier tokens."""
     stop: int
     """Index after the last token."""
     blocks: Sequence[int]
@@ -97,7 +97,7 @@ class Prefill:
 
     rows: slice
     context: int
-    """Number of tokens before the chunk, which are read from the pages."""
+    """Number of tokens before the chunk. Their keys and values are read from the pages."""
     blocks: Tensor | None
     """Blocks of the sequence, int64 [blocks]. None without a context."""
     span_ids: Tensor | None
@@ -138,7 +138,7 @@ class PagedBatch:
     """The tokens that each row of a flat batch attends to. A batch is built once per step and read by every layer."""
 
     has_rows: ClassVar[bool] = True
-    """Whether `rows` is available. It contains numbers on the host, which a captured graph cannot read again."""
+    """Whether `rows` is available. A captured graph cannot use `rows`, because it never reads host values again."""
 
     def __init__(self, chunks: Sequence[Chunk], cache: PagedCache | None, device: torch.device) -> None:
         """Describe a flat batch.
@@ -150,9 +150,6 @@ class PagedBatch:
 
         """
         self.cache = cache
-        self.num_sequences = len(chunks)
-        self.longest = max((chunk.stop for chunk in chunks), default=0)
-        """Number of tokens of the longest sequence."""
         self._chunks = chunks
         self._device = device
         self.slots = None if cache is None else upload(_slots(chunks, cache.block_size), device)
@@ -217,8 +214,6 @@ class GraphBatch(PagedBatch):
 
         """
         self.cache = cache
-        self.num_sequences = len(slots)
-        self.longest = blocks.shape[1] * cache.block_size
         self.slots = slots
         self.is_causal = True
         self.prefills = []

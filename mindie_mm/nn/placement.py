@@ -25,7 +25,7 @@ class Placement:
     device: str | None = None
     """Name of the device for `open_device`. None means the device of the rest of the model."""
     bits: int | None = None
-    """32 or 16. None means the precision of the rest of the model."""
+    """Bits per weight and activation, 32 or 16. None means the precision of the rest of the model."""
 
     def dtype(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype for a part whose weights were loaded as `own`."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindie_mm.device import Device, upload
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -27,11 +27,11 @@ class Decoding:
     prompt: Tensor
     """Hidden states of the encoder, [1, T, hidden]."""
     cache: Any
-    """EncoderDecoderCache of transformers, with the keys and values of the prompt and of the answer so far."""
+    """An EncoderDecoderCache from transformers, with the keys and values of the prompt and of the answer so far."""
 
 
 class Seq2SeqModel(MediaModel):
-    """An encoder-decoder model of transformers. Each prompt is encoded once. Each family implements `tower`."""
+    """An encoder-decoder model from transformers. Each prompt is encoded once. Each family implements `tower`."""
 
     def __init__(
         self, module: Any, spec: ModelSpec, text_model: Any, lm_head: Callable[[Tensor], Tensor], rules: GenerationRules
@@ -51,6 +51,9 @@ class Seq2SeqModel(MediaModel):
         self.text_model = text_model
         self.lm_head = lm_head
         self.rules = rules
+
+    def text_modules(self) -> list[nn.Module]:
+        return [self.text_model, *([self.lm_head] if isinstance(self.lm_head, nn.Module) else ())]
 
     @property
     def prompt_token_bytes(self) -> int:
@@ -124,7 +127,7 @@ def load_seq2seq(
     max_model_len: int,
     renamed: RenamedWeights | None = None,
 ) -> tuple[Any, ModelSpec, GenerationRules]:
-    """Load an encoder-decoder model of transformers.
+    """Load an encoder-decoder model from transformers.
 
     Args:
         cls: A subclass of PreTrainedModel.
@@ -142,10 +145,10 @@ def load_seq2seq(
 
     """
     module = load_module(cls, checkpoint, device, dtype, renamed)
-    # transformers gives the generation settings in a section of config.json to the submodule of that section.
+    # transformers attaches the generation settings in a section of config.json to the submodule of that section.
     configs = [config for part in (module, *module.children()) if (config := getattr(part, "generation_config", None))]
     if renamed is not None:
-        from transformers import GenerationConfig  # imported late, like all modeling code of transformers
+        from transformers import GenerationConfig  # imported late, like all of transformers' modeling code
 
         configs = [GenerationConfig(**checkpoint.json("generation_config.json"))]
     if (eos := checkpoint.json("generation_config.json").get("eos_token_id")) is not None:

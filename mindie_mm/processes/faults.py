@@ -20,7 +20,7 @@ def arm(role: str, folder: Path | None) -> None:
 
     If the folder is None, points do nothing.
     """
-    global _armed  # noqa: PLW0603 - a point must cost one test of a global
+    global _armed  # noqa: PLW0603 - if it is not armed, a point must cost only one check of a global
     _armed = None if folder is None else str(folder / f"{role}.")
 
 

@@ -68,7 +68,7 @@ _sockets: WeakSet[socket.socket] = WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the channels in a forked process, whose copies would prevent peers from noticing the parent's death."""
+    """Close the channels in a forked process. Its copies would prevent peers from noticing that the parent has died."""
     for sock in list(_sockets):
         if sock.fileno() >= 0:
             os.close(sock.detach())  # uvloop does not allow `sock.close()`
@@ -292,9 +292,9 @@ class ChildChannel:
             raise EOFError("the parent process exited") from error
 
     def poll(self, timeout_s: float | None = 0.0) -> bool:
-        """Return whether a call of `recv` would return or raise EOFError without waiting.
+        """Return whether a call to `recv` would return or raise EOFError without waiting.
 
-        Wait for this up to `timeout_s` seconds. If `timeout_s` is None, there is no time limit.
+        If not, wait until it would, for up to `timeout_s` seconds. If `timeout_s` is None, there is no time limit.
         """
         return self._connection.poll(timeout_s)
 
@@ -354,7 +354,7 @@ class Lifeline:
             self._thread.join()
 
     def _hung_up(self, timeout_ms: int | None) -> bool:
-        """Wait until a peer is gone or `leave` is called, at most `timeout_ms`. Return whether a peer is gone."""
+        """Wait for at most `timeout_ms` until a peer is gone or `leave` is called. Return whether a peer is gone."""
         hangup = select.poll()
         for descriptor in (*self._descriptors, self._left):
             hangup.register(descriptor, 0)  # poll always reports POLLHUP, and needs no other events

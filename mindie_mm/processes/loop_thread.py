@@ -143,6 +143,6 @@ class LoopThread:
         return InputError(f"the {self._owner} belongs to process {self._pid}, from which this process was forked")
 
     def _closed_error(self) -> InputError:
-        """Return the error for calls after `close`. At interpreter exit, the error states this as the reason."""
+        """Return the error for calls after `close`. If the interpreter is shutting down, the message says so."""
         ends = "" if threading.main_thread().is_alive() else ": the interpreter is shutting down"
         return InputError(f"the {self._owner} is closed{ends}")

@@ -81,8 +81,8 @@ class Starter:
     async def again(self, start: Callable[[], Awaitable[T]]) -> T:
         """Call `start` until it succeeds, and return its result.
 
-        Each failed attempt doubles the pause before the next attempt. A process that dies before `proved` is called
-        counts as a failed attempt in this respect.
+        Each failed attempt doubles the pause before the next attempt. If a process starts, but dies before `proved` is
+        called, the pause is doubled, too.
         """
         while True:
             if self.pause_s:

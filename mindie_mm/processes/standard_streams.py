@@ -63,7 +63,7 @@ def use_utf8() -> None:
 
 @contextmanager
 def stderr_without_waiting() -> Iterator[None]:
-    """Replace descriptor 2 of this process and its later children by a pipe that a thread always reads."""
+    """Replace descriptor 2 of this process and its later children with a pipe that a thread reads continuously."""
     drained = _DrainedStderr()
     try:
         yield
@@ -103,7 +103,7 @@ class _DrainedStderr:
             thread.start()
 
     def close(self) -> None:
-        """Write all lines and restore descriptor 2. If writing takes too long, descriptor 2 stays on /dev/null."""
+        """Write all lines and restore descriptor 2. If writing takes too long, leave descriptor 2 on /dev/null."""
         os.write(2, self._last_line)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 2, inheritable=True)
@@ -127,7 +127,7 @@ class _DrainedStderr:
             self._queue(lines + newline, ended=ended)
 
     def _queue(self, lines: bytes, *, ended: bool) -> None:
-        global _dropped_lines  # noqa: PLW0603 - standard error is the process's
+        global _dropped_lines  # noqa: PLW0603 - a process has only one standard error
         with self._change:
             self._ended = ended
             # After dropping a line, drop all further lines until the queue is empty, so that the log has a single gap.

@@ -31,16 +31,17 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of `works`, in order. The first exception cancels the other works and is raised."""
+    """Return the results of the coroutines `works`, in order. The first exception cancels the others and is raised."""
     async with task_group() as group:
         tasks = [group.create_task(work) for work in works]
     return [task.result() for task in tasks]
 
 
 async def gather_in_order(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of `works`, in order. If several works fail, raise the exception of the first.
+    """Return the results of the coroutines `works`, in order.
 
-    The exception that is raised does not depend on which work fails earliest. Later works are canceled.
+    If several coroutines fail, raise the exception of the first of them in `works`, even if another one fails earlier.
+    Coroutines after this one are canceled.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

@@ -16,7 +16,7 @@ owner/      arenas: allocation of blocks, and threads that wait for room
 reader/     attaching, viewing and freeing blocks
 requests/   path file and spool of a request
 operate/    survey of /dev/shm, and reclamation of memory that dead processes left behind
-disk/       files on disk that hold blocks
+disk/       files on disk that contain blocks
 mindie      segments in MindIE's wire format
 """
 

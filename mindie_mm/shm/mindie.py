@@ -1,4 +1,4 @@
-"""MindIE-LLM's wire format, with functions of the same names as in MindIE-LLM (docs/wire-format.md, section 5).
+"""MindIE-LLM's wire format (docs/wire-format.md, section 5). The functions have the same names as in MindIE-LLM.
 
 segment = create_shm(array.nbytes, "request/shm_name.txt")
 np.ndarray(array.shape, array.dtype, segment.buf)[...] = array
@@ -74,7 +74,7 @@ class Segment:
     """Writable memory of the whole segment."""
 
     def close(self) -> None:
-        """Release `buf`. Idempotent and optional: the mapping lives as long as any array over it."""
+        """Release `buf`. Idempotent and optional: the memory stays mapped as long as an array uses it."""
         with suppress(BufferError):
             self.buf.release()
 
@@ -95,7 +95,7 @@ def create_shm(size: int, path: str | os.PathLike[str]) -> Segment:
     Raises:
         InputError: The size is not an integer of at least 1, or the path file is not a regular file of this user.
         LimitExceeded: The size is more than 10^9 bytes, or the path file is full.
-        SharedMemoryError: /dev/shm does not have enough space, or the path file cannot be written or was removed
+        SharedMemoryError: /dev/shm does not have enough space, or the path file cannot be written to or was removed
             during the call.
 
     """
@@ -223,8 +223,8 @@ class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
 
         Args:
             segments: Segments by array name.
-            integers: Small integer arrays by name, whose values are encoded in the handle words themselves. The view
-                presents these values as int64 arrays.
+            integers: Values of small integer arrays, by array name. The handle words encode these values directly. The
+                view contains the values as int64 arrays.
 
         Raises:
             MindieMMError: In the same cases as `get_data_from_shm`.

@@ -1,9 +1,10 @@
 r"""Translates GBNF, the grammar syntax of llama.cpp and xgrammar, into llguidance's Lark syntax.
 
-llguidance's converter parses the grammar. Its Lark output is not used, because its meaning sometimes differs from GBNF:
-a terminal matches as much text as possible, `.` does not match a newline, `[a&&b]` is an intersection, and `\u0041B` is
-U+41B. Instead, a grammar without recursion is translated into one regular expression. In any other grammar, each
-terminal is a single character, so that a terminal cannot match text that belongs to the next terminal.
+llguidance's converter parses the grammar. The converter's Lark output is not used, because its meaning sometimes
+differs from the meaning in GBNF: a terminal matches as much text as possible, `.` does not match a newline, `[a&&b]` is
+an intersection, and `\u0041B` is U+41B. Instead, a grammar without recursion is translated into one regular expression.
+In any other grammar, each terminal is a single character, so that a terminal cannot match text that belongs to the next
+terminal.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _PIECE = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTA
 """Pattern of a comment, a literal or a character class."""
 _CHARACTER = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|(.)", re.DOTALL)
 _READ_CHARACTER = re.compile(r"\\U([0-9a-f]*)|-")
-"""Pattern of a character in the converter's result, or of the hyphen of a range. The group has no leading zeros."""
+"""Pattern of a character in the converter's result, or of the hyphen of a range. The group is the code point in
+hexadecimal, without leading zeros."""
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]"}
 
 

@@ -1,4 +1,4 @@
-"""Compiles structured outputs on trial before they are sent to the engine.
+"""Compiles each structured output in a trial before the output's description is sent to the engine.
 
 The compile time of a description cannot be predicted. A JSON schema of 42 bytes may take half a minute, and llguidance
 cannot be interrupted. Each description is therefore compiled and tried on a few tokens in a separate process, which
@@ -97,7 +97,7 @@ class SchemaCheck:
             del self._known[next(iter(self._known))]
 
     async def _ask(self, wanted: StructuredOutputs) -> str:
-        """Ask the process for the error of `wanted`. If it dies, ask a second process.
+        """Ask the process for the error of `wanted`. If the process dies, ask a second process.
 
         Raises:
             ProcessDied: Both processes died, a process cannot start, or this object is closed.
@@ -137,7 +137,7 @@ class SchemaCheck:
 
 
 def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:
-    """Receive descriptions, and reply to each with its error, or with "", until the channel closes."""
+    """Receive descriptions until the channel closes. Reply to each with its error, or with "" if it is valid."""
     try:
         tokenizer = load_tokenizer(Checkpoint.open(model), family or None)
     except MindieMMError as error:

@@ -32,7 +32,7 @@ from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.room import Room
 
 _LEAST_FEATURE_BYTES = 16
-"""Minimum number of bytes of the arrays per feature, in any family."""
+"""Minimum size of an item's arrays in bytes per feature, in any family."""
 
 
 def read_prompts(
@@ -44,7 +44,12 @@ def read_prompts(
     room: Room,
     preprocessed: Preprocessed,
 ) -> Prompts:
-    """Create the `Prompts` of a checkpoint, which use `decoders` for media. Raise UnsupportedCheckpoint."""
+    """Create the `Prompts` of a checkpoint. The prompts use `decoders` for media.
+
+    Raises:
+        UnsupportedCheckpoint: The checkpoint is not supported.
+
+    """
     family = family_of(checkpoint, family_name)
 
     def make_stage(processor: Processor) -> Decoded:
@@ -85,7 +90,7 @@ class Decoded(MediaStage):
 
 
 class _RequestMedia(RequestMedia):
-    """The media of one request. Their files stay open until the request is done, so that an item can be read again."""
+    """The media of one request. All files stay open until the request is done, so that an item can be read again."""
 
     def __init__(self, stage: Decoded) -> None:
         self._stage = stage
@@ -118,7 +123,7 @@ class _RequestMedia(RequestMedia):
         return [block.ref.to_words() for block in blocks]
 
     async def num_pages(self, document: Media) -> int:
-        """Return the number of pages of a PDF. Errors are those of `MediaStage.num_pages`."""
+        """Return the number of pages of a PDF. Raise the same errors as `MediaStage.num_pages`."""
         self._stage.planner.counts([document])
         parcel = await self._packed(document)
         first = Item("image", document.options, {"image": 1}, parcel.parts, parcel.is_list, decodes_to_count(), page=0)

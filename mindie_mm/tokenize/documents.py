@@ -1,4 +1,4 @@
-"""Replacement of PDFs in prompts by one image per page."""
+"""Replacement of each PDF in a prompt with one image per page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pages:
         """Return `items` with each PDF replaced by the images of its pages, in order.
 
         Raises:
-            InputError: A PDF cannot be read, or the model takes no images. The message names the PDF.
+            InputError: A PDF cannot be read, or the model does not accept images. The message says which PDF.
             LimitExceeded: The PDFs have too many pages.
 
         """

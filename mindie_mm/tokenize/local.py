@@ -67,7 +67,7 @@ class LocalTokenizer(_InCaller):
         thread = WorkThread("mindie_mm-tokenizer")
         tokenizers: list[Tokenizer] = []
         try:
-            await thread.run(partial(collect, [default_spool()]))  # without a service, no other process does this
+            await thread.run(partial(collect, [default_spool()]))  # without a service, no other process collects
             await thread.run(lambda: tokenizers.append(_tokenizer(model_path, config)))
             return cls(tokenizers[0], thread)
         except BaseException:
@@ -120,7 +120,7 @@ class DecodingTokenizer(_InCaller):
         """
         checkpoint, preprocessed = Checkpoint.open(model_path), Preprocessed(config.preprocessed_cache_bytes)
         async with AsyncExitStack() as undo:
-            await in_thread(partial(collect, [default_spool()]))  # without a service, no other process does this
+            await in_thread(partial(collect, [default_spool()]))  # without a service, no other process collects
             arena = Arena.create(config.arena_bytes, quota_bytes=config.arena_request_bytes)
             room = Room(arena, config.arena_wait_s, is_own=True)
             undo.callback(room.close)

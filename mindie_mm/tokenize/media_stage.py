@@ -53,7 +53,7 @@ class MediaStage(ABC):
         """Return the number of pages of a PDF.
 
         Raises:
-            InputError: The model takes no images, or the PDF cannot be read.
+            InputError: The model does not accept images, or the PDF cannot be read.
 
         """
 

@@ -29,14 +29,14 @@ class Expansion:
 
     @property
     def runs(self) -> Sequence[Sequence[int] | NDArray[np.int64]]:
-        """For each placeholder of the item, the run of ids that replaces it."""
+        """For each placeholder of the item, the run of ids that replaces the placeholder."""
         if self.spelling.runs is None:
             return (np.full(self.num_features, self.placeholder.token, np.int64),)
         return self.spelling.runs
 
 
 def check_order(actual: Sequence[object], expected: Sequence[object], num_items: int) -> None:
-    """Raise InputError unless a prompt has the placeholders that its items need. A template may drop items."""
+    """Raise InputError unless a prompt has the placeholders that its items need. A template may have dropped some."""
     if [*actual] != [*expected]:
         raise InputError(
             f"the prompt has {len(actual)} media placeholders, but its {num_items} media items need "
@@ -55,7 +55,7 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
         opening: Number of ids with which every prompt begins.
 
     Raises:
-        InputError: The number or the order of the placeholders does not fit the items.
+        InputError: The number or the order of the placeholders does not match the items.
 
     """
     places = [at for at, index in enumerate(ids) if index in tokens]

@@ -1,4 +1,4 @@
-"""Planning of media items. A plan gives the number of features and the arrays of an item."""
+"""Planning of media items. A plan contains the number of features of an item and the specs of its arrays."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ class Planner:
         return PlannedItem(Expansion(kind, processor.placeholders[kind], plan.num_features, spelling), plan, index)
 
     def embeddings(self, kind: Kind, source: Embeddings) -> Plan:
-        """Return a plan for features that the caller gives instead of media. The engine splices them without a tower.
+        """Return a plan for features that the caller passes instead of media. The engine runs no tower for them.
 
         Raises:
-            InputError: The model cannot have such features.
+            InputError: The width, number or grid of the features does not fit the model.
 
         """
         array = np.ascontiguousarray(source.array)

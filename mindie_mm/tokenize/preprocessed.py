@@ -16,8 +16,8 @@ _Arrays = Mapping[str, NDArray[Any]]
 class Preprocessed:
     """Arrays of media items, by the digest of the item's content. The least recently used arrays are evicted.
 
-    Several threads may use a cache at the same time. Arrays are copied without the lock, because an event loop may wait
-    for the lock.
+    Several threads may use a cache at the same time. The lock is not held while arrays are copied, because an event
+    loop may wait for the lock.
     """
 
     def __init__(self, capacity_bytes: int = 0) -> None:

@@ -30,7 +30,7 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     """Index of the last id, plus one."""
     kind: Kind
     token: int
-    """Placeholder id. Every position of the span that holds this id or a handle word takes a feature."""
+    """Placeholder id. Every position of the span with this id or a handle word receives a feature."""
     lead: int = 0
     """Number of ids directly before the span that belong to the item, such as a start token."""
     tail: int = 0
@@ -59,7 +59,10 @@ class Prompt:
         return ids
 
     def refs(self) -> Iterator[Ref]:
-        """Yield a reference to the block of each media item, in order, for the native wire. Raise CorruptReference."""
+        """Yield a reference to the block of each media item, in order, for the native wire.
+
+        Raise CorruptReference if an item has no handle words or damaged handle words.
+        """
         for span in self.spans:
             own = self.ids[span.start : span.stop]
             words = own[own < 0][:2].tolist()
@@ -79,7 +82,7 @@ class PromptOptions:
     """Maximum number of tokens, or 0 for no limit. ContextLengthExceeded is raised for a longer prompt before its media
     are preprocessed."""
     truncate: bool = False
-    """Whether a longer prompt is shortened instead: the oldest text and whole media items are removed."""
+    """Whether a longer prompt is truncated instead: the oldest text and the oldest media items are removed."""
     cache_salt: str = ""
     """Salt of the digests of media. Prompts with different salts do not share cached media."""
     add_special_tokens: bool = True
@@ -89,13 +92,13 @@ class PromptOptions:
     """Whether the tokenizer's special tokens are added to a chat even if its template has written a BOS."""
     cut_to: int = 0
     """Number of tokens to which a longer prompt is cut. 0 means no cut, and -1 stands for `max_prompt_tokens`. In
-    contrast to `truncate`, exactly as many tokens are kept, and the cut must not split a media item."""
+    contrast to `truncate`, exactly this number of tokens is kept, and the cut must not split a media item."""
     cut_side: Side = "left"
     """Side from which tokens are cut off."""
 
 
 def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:
-    """Replace the first placeholders of each span with the item's handle words. Drop words without a placeholder."""
+    """Replace the first placeholders of each span with the item's handle words. Drop words that find no placeholder."""
     ids = prompt.ids.copy()
     for span, item_words in zip(prompt.spans, words, strict=True):
         own = ids[span.start : span.stop]

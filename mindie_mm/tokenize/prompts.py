@@ -93,7 +93,10 @@ class Prompts:
         return self._text.has_template
 
     def draft_items(self, items: Sequence[Item], options: PromptOptions = _PLAIN) -> Draft:
-        """Return a draft of `items`, which are joined without a template. Raise InputError."""
+        """Return a draft of `items`, which are joined without a template.
+
+        Raise ContextLengthExceeded if the texts are too long.
+        """
         if options.max_prompt_tokens:
             self._text.check_items(items, options.max_prompt_tokens)
 
@@ -116,9 +119,14 @@ class Prompts:
         *,
         continue_final_message: bool = False,
     ) -> Draft:
-        """Return a draft of chat messages, which are formatted with the chat template. Raise InputError.
+        """Return a draft of chat messages, which are formatted with the chat template.
 
         With `continue_final_message`, the prompt ends with the text of the last message.
+
+        Raises:
+            ContextLengthExceeded: The texts are too long.
+            InputError: A template variable is not a JSON value.
+
         """
         variables = template_kwargs or {}
         if options.max_prompt_tokens:
@@ -177,7 +185,7 @@ class Prompts:
         """Return the prompts of one request. Blocks for their media are allocated together and recorded in `path_file`.
 
         After FramesMiscounted, the prompts are made a second time. Videos are then decoded to count their frames, so
-        that frames are sampled from the true count.
+        that frames are sampled from the true number of frames.
 
         Raises:
             InputError: A prompt or an item is invalid.
@@ -261,7 +269,7 @@ def _cut(prompt: Prompt, options: PromptOptions) -> Prompt:
 
 
 def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
-    """Return the prompt, truncated to its limit if necessary. Raise ContextLengthExceeded if this is not allowed."""
+    """Return the prompt, truncated to its limit if necessary. If truncation is off, raise ContextLengthExceeded."""
     if not 0 < options.max_prompt_tokens < len(prompt):
         return prompt
     if not options.truncate:
@@ -282,7 +290,7 @@ def _in_common(ids: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _token_id(index: Any) -> int:
-    """Convert a token id of any integer type to `int`. Raise TokenOutOfRange."""
+    """Convert a token id of any integer type to `int`. Raise TokenOutOfRange for any other value."""
     try:
         token = operator.index(index)
     except TypeError:

@@ -40,11 +40,11 @@ class _Waiter:
 class Room:
     """The queue of requests that need memory in an arena.
 
-    A request gets the blocks for all its items together. Requests that have to wait do so in order of arrival, and do
-    not have blocks while they wait.
+    A request gets the blocks for all its items together. Requests wait in order of arrival, and have no blocks while
+    they wait.
 
     Later requests may overtake the first request in the queue if the free memory suffices for them but not for the
-    first request. Once they have taken as many bytes as the first request needs, none may overtake it.
+    first request. In total, they may take at most as many bytes as the first request needs.
     """
 
     def __init__(self, arena: Arena, wait_s: float, *, is_own: bool = False) -> None:
@@ -143,7 +143,7 @@ class Room:
             await asyncio.sleep(_POLL_S)
 
     def _serve_all(self) -> None:
-        """Allocate blocks for waiting requests, the first ones first, while memory suffices."""
+        """Allocate blocks for waiting requests, in order of arrival, while memory suffices."""
         while self._line and self._serve_one(self._line[0]):
             self._line.popleft()
         for waiter in [*self._line][1:]:

@@ -127,7 +127,7 @@ class Tokenizer:
     def tokenize(
         self, inputs: Sequence[Mapping[str, Any]], shm_name_save_path: str | Path | None = None
     ) -> torch.Tensor:
-        """Return the ids of items, which are joined without a template.
+        """Join items without a template, and return their ids.
 
         Args:
             inputs: Items in order. Each item is a mapping such as {"text": ...} or {"image": ...}.
@@ -138,7 +138,7 @@ class Tokenizer:
             int64 [T] on the CPU. The first placeholders of each media item are replaced with its handle words.
 
         Raises:
-            InputError: An input is invalid. After any error, nothing stays allocated.
+            InputError: An input is invalid. After any error, no shared memory stays allocated.
             ArenaFull: The arena has no free memory for the media.
             SharedMemoryError: Shared memory cannot be used.
 
@@ -161,8 +161,8 @@ class Tokenizer:
             messages: Messages as in OpenAI's chat API.
             shm_name_save_path: As in `tokenize`.
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
-            template_kwargs: More variables for the template. `tools` may contain Python functions, whose descriptions
-                transformers takes from their docstrings.
+            template_kwargs: More variables for the template. `tools` may contain Python functions. For each function,
+                transformers derives a description from the docstring.
 
         Returns:
             int64 [T] on the CPU, as `tokenize` returns it.
@@ -172,7 +172,7 @@ class Tokenizer:
 
         """
         parsed = self.run(Pages(self.prompts.stage).of_messages(parse_messages(messages)))
-        if tools := template_kwargs.get("tools"):  # described before escaping, because docstrings are plain text
+        if tools := template_kwargs.get("tools"):  # before escaping, because control tokens in docstrings are text
             template_kwargs["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
         draft = self.prompts.draft_messages(parsed, add_generation_prompt, template_kwargs)
@@ -184,7 +184,7 @@ class Tokenizer:
         media: Sequence[Mapping[str, Any]] = (),
         shm_name_save_path: str | Path | None = None,
     ) -> torch.Tensor:
-        """Return the ids of a prompt that is already encoded. They are the same as if its text were encoded.
+        """Add media to the ids of an encoded prompt. The result is the same as if the prompt's text were encoded.
 
         Args:
             ids: Ids with one placeholder for each item of `media`.
@@ -215,7 +215,7 @@ class Tokenizer:
     def close(self) -> None:
         """Remove the arena that this tokenizer created, and end its decoders. This may be called repeatedly.
 
-        MindIE segments remain until their path file is released. Later calls of other methods raise InputError.
+        MindIE segments remain until their path file is released. Later calls to other methods raise InputError.
         """
         if self._closed:
             return
@@ -239,7 +239,7 @@ class Tokenizer:
         if self._loop is not None:
             return self._loop.run(making)
         try:
-            while making.send(None) is None:  # it only yields to other tasks, and there are none
+            while making.send(None) is None:  # the coroutine only yields to other tasks, and there are none
                 pass
         except StopIteration as done:
             result: T = done.value

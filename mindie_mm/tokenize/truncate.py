@@ -12,7 +12,7 @@ from mindie_mm.tokenize.prompt import MediaSpan, Prompt, Side
 
 
 def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
-    """Return at most the last `max_tokens` tokens of `prompt`. Drop the oldest text and whole media items.
+    """Return at most the last `max_tokens` tokens of `prompt`. Drop the oldest text and the oldest media items.
 
     The opening is kept, as in a tokenizer that truncates on the left.
 
@@ -45,10 +45,10 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
 
 
 def cut(prompt: Prompt, num_tokens: int, side: Side) -> Prompt:
-    """Return `prompt` without the tokens above `num_tokens` on one side.
+    """Return `prompt` cut to `num_tokens` tokens. The other tokens are removed on one side.
 
     Raises:
-        InputError: The cut would go through a media item.
+        InputError: The cut would split a media item.
 
     """
     start, stop = (len(prompt) - num_tokens, len(prompt)) if side == "left" else (0, num_tokens)
@@ -66,7 +66,7 @@ def cut(prompt: Prompt, num_tokens: int, side: Side) -> Prompt:
 
 
 def _moved(spans: Iterable[MediaSpan], start: int, stop: int) -> tuple[MediaSpan, ...]:
-    """Return the spans in [start, stop), counted from `start`."""
+    """Return the spans inside [start, stop), with positions relative to `start`."""
     return tuple(
         msgspec.structs.replace(span, start=span.start - start, stop=span.stop - start)
         for span in spans

@@ -46,7 +46,7 @@ class Wire(ABC):
     def store(
         self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
-        """Allocate, write and publish an item, and return its handle words. Push a callback on `undo` to free the item.
+        """Allocate, write and publish an item, and return its handle words. Push a callback that frees it onto `undo`.
 
         Args:
             item: Item to store.
@@ -79,8 +79,8 @@ class NativeWire(Wire):
         """Create a wire for `arena`, or for its own arena.
 
         Its own arena is created at the first item, and removed on `close` or at a normal exit. If memory does not
-        suffice for the arena, memory of killed processes is reclaimed first. If another program removes the arena, it
-        is replaced. For example, systemd-logind removes it when the user logs out (RemoveIPC).
+        suffice for the arena, memory of killed processes is reclaimed first. If another program removes the arena, the
+        wire creates a new one. For example, systemd-logind removes arenas when the user logs out (RemoveIPC).
 
         Args:
             arena: Arena to use, or None for the wire's own arena.
@@ -93,7 +93,7 @@ class NativeWire(Wire):
         self._preprocessed = preprocessed or Preprocessed()
 
     def open(self) -> Arena:
-        """Return the arena. Create the arena if it does not exist or is lost. Raise SharedMemoryError."""
+        """Return the arena. Create it if it does not exist or is lost. Raise SharedMemoryError if creation fails."""
         if self._is_own and self._arena is not None and self._arena.lost:
             self.close()
         if self._arena is None:
@@ -163,10 +163,10 @@ class DiskWire(Wire):
 
 
 class MindIEWire(Wire):
-    """A wire with a shared-memory segment per array, the words of the family's MindIE layout, and no digests."""
+    """A wire that stores each array in its own segment, without a digest. Handle words follow the MindIE layout."""
 
     def __init__(self, layouts: Mapping[Kind, Layout]) -> None:
-        """Create a wire. `layouts` must have every kind of media that the model supports."""
+        """Create a wire. `layouts` must contain every kind of media that the model supports."""
         self._layouts = layouts
 
     def check(self, plan: Plan, kind: Kind) -> None:

@@ -92,7 +92,7 @@ class Rules:
 def separated(items: Sequence[tuple[str, bool]], separator: str, rules: Rules) -> str:
     """Return a sequence that matches rules in the given order, with a separator between them.
 
-    Each item is a rule, and whether the rule is required.
+    Each item consists of a rule and a flag that says whether the rule is required.
     """
     first = rest = '""'
     for rule, is_required in reversed(items):

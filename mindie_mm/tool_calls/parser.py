@@ -63,7 +63,7 @@ class ToolCallParser(Scanner, ABC):
         """Number of whitespace characters that are held back before an opening. None after the first event of a
         call."""
         self._pending: str | None = ""
-        """Whitespace between content and a call, which is sent if more content follows. None within content."""
+        """Whitespace between content and a call. It is sent if more content follows. None within content."""
         self._events: list[Event] = []
         self._steps = self.answer()
         next(self._steps)

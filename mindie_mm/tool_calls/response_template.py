@@ -18,7 +18,7 @@ _CALLS = "tool_calls"
 
 
 class ResponseTemplateParser(ToolCallParser):
-    """A parser that applies a response template with the parser of transformers.
+    """A parser that applies a response template with transformers' parser.
 
     A call is sent only when it is complete, because its arguments might not be written in JSON. The parser receives
     text without reasoning.

@@ -20,14 +20,14 @@ _GO_ON = "Choose another file for --output, or restore the earlier settings, fil
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs and settings that determine the answers in a file. They are stored in a second file next to it."""
+    """The inputs and settings that determine the answers in a file. They are stored in the origin file beside it."""
 
     run: str
     """`Manifest.digest` of the rows."""
     model: str
     """Directory of the checkpoint, for information only. The digests identify the checkpoint."""
     model_digest: str
-    """`model_digest` of the checkpoint, which covers its generation_config.json."""
+    """`model_digest` of the checkpoint. It covers generation_config.json, too."""
     weights_digest: str = ""
     """`weights_digest` of the checkpoint."""
     sampling: SamplingParams
@@ -58,7 +58,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             unfinished.write_bytes(msgspec.json.encode(self) + b"\n")
 
     def require(self, output: Path) -> None:
-        """Raise InputError, which lists the differences, unless the answers in `output` have this origin."""
+        """Raise InputError unless the answers in `output` have this origin. The message lists the differences."""
         changes = differences(self._read(output).parts(), self.parts())
         if changes:
             raise InputError(f"{output} has answers of another run: {'; '.join(changes.values())}. {_GO_ON}")

@@ -42,7 +42,7 @@ class AsyncEngine:
     """An engine process and its client. If the process dies, its requests fail and a new process is started."""
 
     def __init__(self, start: Start) -> None:
-        """Prepare an engine. Call the class method `start` instead."""
+        """Create the client without a process. Call the class method `start` instead of this constructor."""
         self._start = start
         self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress]] = {}

@@ -64,7 +64,7 @@ class LLM:
     ) -> None:
         """Start a worker.
 
-        It raises the errors of `Worker.start`.
+        This raises the errors of `Worker.start`.
 
         Args:
             path: Checkpoint directory. If it is None, `config.model` or the embedded checkpoint is used.

@@ -60,7 +60,7 @@ async def generate(
 ) -> tuple[int, int]:
     """Append the answers that are missing in `output`.
 
-    It raises the errors of `Worker.start`, and the errors below.
+    This raises the errors of `Worker.start`, and the errors below.
 
     Args:
         dataset: Rows of a finished `tokenize` run.
@@ -124,7 +124,9 @@ async def generate(
 def _deciding(config: WorkerConfig) -> dict[str, Any]:
     """Return the settings of the engine that affect answers."""
     engine = config.engine
-    return {"family": config.family or ""} | {name: getattr(engine, name) for name in _DECIDING}
+    settings = {"family": config.family or ""} | {name: getattr(engine, name) for name in _DECIDING}
+    # Files of answers from before this setting existed lack it.
+    return settings | ({} if engine.weights == "auto" else {"weights": engine.weights})
 
 
 async def _answers(dataset: Dataset, rows: range, worker: Worker, params: SamplingParams) -> AsyncGenerator[Line, None]:

@@ -156,7 +156,7 @@ class Use:
         held, self._held = self._held, None
         try:
             return await self._hold(self._last)
-        finally:  # release it last, because `hold` would otherwise treat a lost prompt as freed
+        finally:  # release the old prompt last, because `hold` would otherwise treat a lost prompt as freed
             if held is not None:
                 self._source.let_go(held)
 
@@ -175,7 +175,7 @@ class Use:
 async def _retry_once(make: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
     """Call `make`, and call it again if the tokenizer dies. Return the result, and whether the tokenizer died.
 
-    One retry is enough even if the tokenizer has lost its arena: it then dies at its next request.
+    One retry is enough, even if the tokenizer has lost its arena, because such a tokenizer dies at its next request.
     """
     try:
         return await make(), False
@@ -218,8 +218,7 @@ async def generated(
         generate: Function that yields the outputs for a prompt, and calls `Use.release` when the engine has read the
             blocks.
         void: Output after which the caller must discard all earlier outputs. If it is None, `generate` is not called
-        again
-            after its first output.
+            again after its first output.
 
     Raises:
         ProcessDied: The engine died twice, or it died after an output and `void` is None.

@@ -184,7 +184,7 @@ class Worker:
                     yield delta
 
     def check(self) -> None:
-        """Raise ProcessDied, which gives the reason, if requests cannot be answered."""
+        """Raise ProcessDied with the reason if requests cannot be answered."""
         self.engine.check()
         self.tokenizer_stage.check()
 
@@ -194,7 +194,10 @@ class Worker:
             await self._schemas.check(wanted)
 
     def spelled(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with the tokens of `bad_words` in `bad_token_ids`. Raise InputError if a word has none."""
+        """Return `params` with the tokens of `bad_words` added to `bad_token_ids`.
+
+        Raise InputError if a word has no tokens.
+        """
         if not params.bad_words:
             return params
         return msgspec.structs.replace(
@@ -277,7 +280,7 @@ class Worker:
             request_id: Unique id of the request.
             whole: Whether the caller uses the output only when it is complete. In this case the output starts again
                 (`Delta.restarted`) if the engine dies.
-            silent: Ids of the tokens that have no text. None: the special tokens.
+            silent: Ids of the tokens that have no text. None means the special tokens.
 
         """
         void = _RESTARTED if whole else None
@@ -352,7 +355,7 @@ class Worker:
 
 
 def _shown_ids(step: Progress, params: SamplingParams, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a step that are part of the text. A special token that ends the output normally is not."""
+    """Return the tokens of a step that are part of the text. By default, a special end token is not part of it."""
     ids = step.token_ids
     if params.skip_special_tokens or params.include_stop_str_in_output or step.finish_reason != "stop":
         return ids

@@ -1,4 +1,4 @@
-"""Run `python -m MODULE ARGS...` with a simulated NPU: `python -m tests.ascend MODULE ARGS...`."""
+"""Run a module with a simulated NPU. `python -m tests.ascend MODULE ARGS...` replaces `python -m MODULE ARGS...`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def environment(**settings: str | int) -> dict[str, str]:
       contains the time in seconds, the process, the thread, the name and the arguments.
     - `fail`: comma-separated rules that make calls fail. "name=code" applies to every call, "name=code@N" only to call
       N, and "name=code@N+" to call N and all later calls.
-    - `races`: whether calls fail that use memory which another stream may still write. The default is 1, which means
+    - `races`: whether a call fails if it uses memory that another stream may still write. The default is 1, which means
       yes.
     - `patience_ms`: time that a collective waits for a synchronization before the device runs it without one. The
       default is 20.

@@ -41,7 +41,7 @@ def test_npus_that_start_are_ok(diagnose):
 
 
 @pytest.mark.slow
-def test_an_npu_whose_memory_others_use_is_a_warning(diagnose):
+def test_an_npu_whose_memory_other_processes_use_is_a_warning(diagnose):
     one = diagnose(memory_bytes=2**30, others_bytes=2**30 - 2**27)["npu runtime"]
     assert one.status == "warning"
     assert one.found == "1 x Ascend910B1, 0.1 of 1.0 GiB free on the first"
@@ -66,14 +66,14 @@ def test_the_answer_is_found_among_canns_log_lines(diagnose):
 
 
 @pytest.mark.slow
-def test_an_internal_error_of_the_driver_is_named(diagnose):
+def test_an_internal_error_of_the_driver_is_reported(diagnose):
     one = diagnose(fail="aclrtSetDevice=507899")["npu runtime"]
     assert one.status == "error"
     assert one.found.startswith("an internal error of the driver (507899, drvRet=87): RuntimeError: ")
     assert "error code is 507899" in one.found
 
 
-def test_missing_operators_of_cann_are_named(diagnose):
+def test_missing_operators_of_cann_are_reported(diagnose):
     """The simulated CANN has no operators: it allocates memory, but cannot compute."""
     one = diagnose(missing="aten::matmul")["npu runtime"]
     assert one.status == "error"
@@ -95,7 +95,7 @@ def test_a_wrong_product_is_an_error(diagnose):
 
 
 @pytest.mark.slow
-def test_an_unknown_error_is_passed_on(diagnose):
+def test_an_unknown_error_is_shown_unchanged(diagnose):
     one = diagnose(fail="aclrtGetMemInfo=500000")["npu runtime"]
     assert one.status == "error"
     assert one.found.startswith("the process that starts the NPU exited with status 1: RuntimeError: GetDeviceMemories")
@@ -109,7 +109,7 @@ def test_a_machine_without_visible_npus_is_an_error(diagnose):
 
 
 @pytest.mark.slow
-def test_a_missing_environment_of_cann_is_named(tree, monkeypatch):
+def test_a_missing_environment_of_cann_is_reported(tree, monkeypatch):
     """The finding contains torch_npu's own error message."""
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)

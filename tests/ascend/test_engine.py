@@ -78,7 +78,7 @@ def test_answers_equal_those_of_plain_torch(size, layouts):
     assert plain["fused"] == []
     for name, settings in SETTINGS.items():
         fused = call(answers, size, settings)
-        # When operators are tried, only the requested layout is tried.
+        # The trials of the operators also use only this layout.
         assert fused["fused"] == layouts, name
         for number, (prompt, tokens) in plain["found"].items():
             own_prompt, own_tokens = fused["found"][number]

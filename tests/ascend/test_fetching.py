@@ -37,8 +37,8 @@ def answers(
 ) -> dict:
     """Return the results for each picture, and the calls of CANN in each step.
 
-    If `beside`, all requests are added at once, and later requests wait until the first has ended. `disturb` runs after
-    the first step. The checkpoint is at the path `encoder_decoder`, or the embedded checkpoint.
+    If `beside` is set, all requests are added at once, and later requests wait until the first has ended. `disturb`
+    runs after the first step. `encoder_decoder` is the path of a checkpoint. None means the embedded checkpoint.
     """
     import tempfile
 
@@ -108,7 +108,7 @@ def answers_without_room() -> dict:
 
 
 def read(calls: list[str]) -> list[int]:
-    """Return the number of bytes of each copy from the host, in order. A 0 stands for each wait for a stream."""
+    """Return the number of bytes of each copy from the host, in order. A 0 represents a wait for a stream."""
     found = []
     for line in calls:
         if copied := re.match(r"aclrtMemcpyAsync .* n=(\d+) kind=1", line):
@@ -124,16 +124,16 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return call(answers, False, trace=str(tmp_path_factory.mktemp("apart") / "trace"))
 
 
-def test_waiting_pictures_are_read_during_a_step_of_others(apart: dict, tmp_path: Path) -> None:
+def test_pictures_of_waiting_requests_are_read_during_a_step_of_other_requests(apart: dict, tmp_path: Path) -> None:
     found = call(answers, True, trace=str(tmp_path / "trace"))
     assert found["results"] == apart["results"]
     first, *rest = (read(calls) for calls in found["calls"])
     own, *others = found["nbytes"]
     assert len({own, *others}) == len(SIZES)
     encoded = first.index(0, first.index(own))  # after this wait, the first picture has been encoded
-    assert first[-1] == 0, "the step's last wait is for its token"
+    assert first[-1] == 0, "the last wait of a step is for its token"
     assert [size for size in first[encoded:] if size in others] == others
-    assert not [size for step in rest for size in step if size in found["nbytes"]], "none is read twice"
+    assert not [size for step in rest for size in step if size in found["nbytes"]], "no picture is read twice"
     assert found["held"] == 0
 
 

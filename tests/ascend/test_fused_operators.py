@@ -237,7 +237,7 @@ def test_training_attention_with_a_batch_axis_equals_plain_attention(npu, layout
     close(out, there(expected))
 
 
-def test_norms_equal_torchs(npu):
+def test_norms_equal_those_of_torch(npu):
     hidden, other, gamma = values(5, 32), values(5, 32, seed=1), values(32)
     total = (hidden + other).float()
     for found, rows in (
@@ -263,7 +263,7 @@ def test_rotations_equal_complex_products(npu, mode):
     assert torch.allclose(torch.ops.npu.npu_rotary_mul(rows.to(npu), cos, sin, mode).cpu(), expected, atol=1e-6)
 
 
-def test_in_place_rotations_equal_the_others(npu):
+def test_in_place_rotations_equal_rotations_into_new_tensors(npu):
     query, key = values(2, 3, 4, 64), values(2, 3, 1, 64)
     cos, sin = values(2, 3, 1, 64, seed=3).to(npu), values(2, 3, 1, 64, seed=4).to(npu)
     expected = [torch.ops.npu.npu_rotary_mul(part.to(npu), cos, sin).cpu() for part in (query, key)]
@@ -282,7 +282,7 @@ def test_activations_equal_their_formulas(npu):
     assert torch.allclose(torch.ops.npu.fast_gelu(rows.to(npu)).cpu(), rows * torch.sigmoid(1.702 * rows), atol=1e-6)
 
 
-def test_all_writes_to_the_cache_are_equal(npu):
+def test_all_operators_that_write_to_the_cache_give_the_same_pages(npu):
     """Four operators write the same pages."""
     import torch_npu
 
@@ -316,7 +316,7 @@ def test_a_cache_in_the_nz_format_is_written_in_its_order(npu):
     assert query.shape == (4, 1, 32)
 
 
-def test_formats_are_remembered(npu):
+def test_a_cast_records_the_format_of_a_tensor(npu):
     import torch_npu
 
     weight = values(32, 32).to(npu)

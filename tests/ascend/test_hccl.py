@@ -174,7 +174,7 @@ def left_alone(where: str) -> dict:
     return {}
 
 
-def test_a_rank_that_dies_stops_the_others_in_time(tmp_path):
+def test_if_a_rank_dies_the_other_ranks_stop_in_time(tmp_path):
     before = set(Path("/dev/shm").iterdir())
     with start(left_alone, str(tmp_path), ranks=2, HCCL_EXEC_TIMEOUT=2, HCCL_ASYNC_ERROR_HANDLING=0) as processes:
         deadline = time.monotonic() + 90
@@ -248,7 +248,7 @@ def one_waits() -> bool:
     return bool((tensor.cpu() == 3).all())
 
 
-def test_a_device_takes_part_in_a_collective_by_itself(tmp_path):
+def test_a_device_runs_a_collective_without_a_synchronization(tmp_path):
     assert call_ranks(2, one_waits, trace=tmp_path / "trace") == [True, True]
     calls = traced(tmp_path / "trace")
     assert sum(line.startswith("HcclAllReduce count=4") for line in calls) == 2

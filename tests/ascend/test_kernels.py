@@ -228,7 +228,7 @@ def left_alone() -> dict[str, bool]:
         eps = 1e-6
 
     class Turned(nn.Module):
-        """A layer in a module whose rotary function has other arguments than in transformers."""
+        """A layer whose Python module has a rotary function with other arguments than in transformers."""
 
         __module__ = "turned"
 
@@ -249,7 +249,7 @@ def left_alone() -> dict[str, bool]:
     }
 
 
-def test_layers_of_another_kind_are_left_alone():
+def test_layers_of_another_kind_are_not_replaced():
     expected = dict.fromkeys(["gated", "bare", "apart", "on the host", "rotation", "works"], True) | {"plain": False}
     assert call(left_alone) == expected
 
@@ -315,7 +315,7 @@ def test_a_missing_operator_is_logged_once_and_replaced_by_plain_torch(names):
     assert sorted(name for name, _, reason in reasons if reason) == sorted(names)
 
 
-def test_attention_without_packed_rows_uses_the_other_layout():
+def test_attention_uses_the_layout_bsh_if_rows_cannot_be_packed():
     """If packed rows cannot have pages, as in a CANN that follows _op_plugin_docs, the layout is BSH."""
     found, lines = call(with_log_lines, twice, missing=f"{FUSED}@128")
     assert [one["names"] for one in found] == [[STORE + [FUSED] * calls for calls in (3, 2, 1)]] * 2
@@ -328,15 +328,18 @@ def sizes() -> list[bool]:
     """Return which batch sizes are accepted, for heads that can be packed and for other heads."""
     import torch
 
-    from mindie_mm.device import kernels_of, open_device
+    from mindie_mm.device import Rows, kernels_of, open_device
 
     device = open_device("npu").torch_device
+    none = torch.zeros(0, dtype=torch.int64, device=device)
     taken = []
     for width in (128, 64):
         query = torch.zeros(4, 1, width, dtype=torch.bfloat16, device=device)
         pages = torch.zeros(1, 128, 2, width, dtype=torch.bfloat16, device=device)
         attends = kernels_of(device).attends
-        taken += [attends(query, pages, pages, *size) for size in ((4096, 2**18 + 1), (4097, 2**18), (1, 2**18 + 1))]
+        for count, length in ((4096, 2**18 + 1), (4097, 2**18), (1, 2**18 + 1)):
+            rows = Rows([*range(1, count + 1)], [length] * count, none, [None] * count, [], none, none)
+            taken.append(attends(query, pages, pages, rows))
     return taken
 
 
@@ -363,7 +366,7 @@ def scaled() -> list[str]:
     return recorder.names
 
 
-def test_plain_torch_rotates_by_cosines_above_one():
+def test_plain_torch_rotates_if_cosines_exceed_one():
     """The operator's documentation allows only cosines in [-1, 1]."""
     names = call(scaled)
     assert "npu_rms_norm" in names
@@ -388,7 +391,7 @@ def test_a_norm_without_its_operator_is_kept(missing):
 def test_a_rotation_without_its_operator_uses_plain_torch(missing):
     found, lines = call(with_log_lines, layers, missing=missing)
     _, off, own, calls = found["rotation"]
-    assert calls == 1, "the trial"
+    assert calls == 1, "the operator is called only in the trial"
     assert off < 1e-6
     assert own
     (line,) = lines
@@ -396,7 +399,7 @@ def test_a_rotation_without_its_operator_uses_plain_torch(missing):
 
 
 @pytest.mark.parametrize("missing", ["npu_fusion_attention", "npu_fusion_attention@16"])
-def test_a_tower_without_its_operator_attends_window_by_window(missing):
+def test_without_the_operator_a_tower_computes_each_window_separately(missing):
     found, lines = call(with_log_lines, windows, 3, missing=missing)
     assert found["names"] == []
     assert found["off"] < HALF_TOLERANCE

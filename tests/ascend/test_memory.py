@@ -186,7 +186,7 @@ def raw_copies() -> dict:
     return codes
 
 
-def test_copies_are_checked():
+def test_copies_with_wrong_arguments_fail():
     assert call(raw_copies) == {
         "too small": 107000,
         "wrong kind": 107000,

@@ -94,12 +94,12 @@ def without_torch_npu() -> str:
     return NPU.missing()
 
 
-def test_a_missing_torch_npu_is_named():
+def test_the_error_says_that_torch_npu_is_missing():
     release = torch.__version__.partition("+")[0]
     assert call(without_torch_npu) == f"torch_npu is not installed: install CANN, then pip install torch_npu=={release}"
 
 
-def test_a_missing_cann_is_named():
+def test_the_error_says_that_cann_is_missing():
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("ASCEND", "LD_LIBRARY"))}
     variables["PYTHONPATH"] = str(Path.cwd())
     code = (
@@ -136,8 +136,8 @@ def test_memory_is_not_registered_on_an_unsupported_kernel():
     assert call(refused) == [True, False]
 
 
-def test_an_older_cann_does_not_register_memory(tmp_path):
-    """If a later torch_npu runs on a CANN from before aclrtHostRegisterV2, copies use other host memory."""
+def test_memory_is_not_registered_with_an_older_cann(tmp_path):
+    """A new torch_npu may run on a CANN without aclrtHostRegisterV2. Copies then go through other host memory."""
     variables = environment()
     older = Path(shutil.copytree(variables["LD_LIBRARY_PATH"], tmp_path / "cann", symlinks=True))
     library = older / "libhccl.so"

@@ -59,7 +59,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_an_operator_gives_the_hosts_numbers(npu, name, dtype):
+def test_an_operator_gives_the_same_numbers_as_on_the_host(npu, name, dtype):
     values = VALUES.to(dtype)
     expected, found = OPERATORS[name](values), OPERATORS[name](values.to(npu))
     assert found.device == npu
@@ -67,7 +67,7 @@ def test_an_operator_gives_the_hosts_numbers(npu, name, dtype):
     assert torch.equal(found.cpu(), expected)
 
 
-def test_operators_outside_inference_mode_give_the_hosts_numbers(npu):
+def test_operators_outside_inference_mode_give_the_same_numbers_as_on_the_host(npu):
     """torch_npu registers some operators only for autograd."""
     values = VALUES.to(npu).requires_grad_()
     for operator in (OPERATORS["products"], OPERATORS["softmax"], OPERATORS["gathered"]):
@@ -94,10 +94,10 @@ def test_a_cast_to_float64_gives_float32(npu):
         with pytest.warns(UserWarning, match="do not support double"):
             assert cast().dtype == torch.float32
     assert values.to("cpu", torch.float64).dtype == torch.float64
-    assert torch.zeros(2, dtype=torch.float64, device=npu).dtype == torch.float64, "what is made so is so"
+    assert torch.zeros(2, dtype=torch.float64, device=npu).dtype == torch.float64, "a new tensor may be float64"
 
 
-def test_a_cast_to_the_same_dtype_returns_the_tensor_itself(npu):
+def test_a_cast_to_the_same_dtype_returns_the_same_tensor(npu):
     values = VALUES.to(npu)
     assert values.to(values.dtype, copy=True).data_ptr() == values.data_ptr()
     assert values.to(npu, values.dtype, copy=True).data_ptr() != values.data_ptr()
@@ -113,8 +113,8 @@ def test_an_operator_that_copies_the_whole_tensor_is_refused(npu, operator):
 
 def test_an_operator_accepts_host_scalars_and_host_indices(npu):
     values = VALUES.to(npu)
-    assert torch.equal((values * torch.tensor(2.0)).cpu(), VALUES * 2), "numbers may come from the host"
-    assert torch.equal(values[:, IDS].cpu(), VALUES[:, IDS]), "so may indices, in brackets"
+    assert torch.equal((values * torch.tensor(2.0)).cpu(), VALUES * 2), "a scalar operand may be on the host"
+    assert torch.equal(values[:, IDS].cpu(), VALUES[:, IDS]), "indices in brackets may be on the host"
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_an_operator_accepts_host_scalars_and_host_indices(npu):
     ],
     ids=["sum", "index_select", "index_copy_", "index_add_", "index_put_ of values"],
 )
-def test_other_host_tensors_are_refused(npu, operator):
+def test_an_operator_refuses_other_host_tensors(npu, operator):
     with pytest.raises(RuntimeError, match=r"to be (on|in) the same device"):
         operator(VALUES.to(npu))
 
 
-def test_random_numbers_follow_from_the_seed(npu):
+def test_the_seed_determines_the_random_numbers(npu):
     generator = torch.Generator(npu).manual_seed(5)
     drawn = [torch.empty(100, device=npu).exponential_(generator=generator).cpu() for _ in range(2)]
     assert not torch.equal(*drawn)
@@ -230,7 +230,7 @@ def test_an_allowed_race_reads_poisoned_memory():
         (lambda x: x.tolist(), 1),
     ],
 )
-def test_operators_synchronise_only_if_the_host_needs_their_result(npu, operator, count):
+def test_operators_synchronize_only_if_the_host_needs_their_result(npu, operator, count):
     values = VALUES.to(npu)
     torch.npu.synchronize()
     library = simulator()

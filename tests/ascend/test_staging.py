@@ -109,8 +109,10 @@ def test_the_arena_is_registered_once_and_read_by_the_device(tmp_path):
     assert found["values"] == [[1], [2]]
     assert not found["lines"]
     assert not found["kept"]
-    assert found["fetched"] == [1, 0], "what was fetched goes with its arena, whose words may come again"
-    assert found["after"] == [2], "what was attached before is read on, by one copy more"
+    assert found["fetched"] == [1, 0], (
+        "fetched copies are dropped with their arena, because its handle words may be used again"
+    )
+    assert found["after"] == [2], "attached media can still be read, with one more copy"
     # The device has read bytes of the next item, and verifying the block after settling reports an error.
     assert found["read"] == [9]
     assert "freed" in found["error"] or "generation" in found["error"]

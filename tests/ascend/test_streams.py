@@ -34,7 +34,7 @@ def queued_copies() -> dict:
     return found
 
 
-def test_a_queued_copy_runs_when_its_stream_is_synchronised():
+def test_a_queued_copy_runs_when_its_stream_is_synchronized():
     assert call(queued_copies) == {
         "before": [-1.0] * 4,
         "after": [0.0, 1.0, 2.0, 3.0],
@@ -133,7 +133,7 @@ def own_exports() -> dict:
     return found
 
 
-def test_a_stream_is_drained_without_a_wait_of_the_host():
+def test_a_stream_is_drained_even_if_the_host_does_not_wait():
     assert call(own_exports) == {
         "queued": 0,
         "before": [0] * 4,
@@ -262,7 +262,7 @@ def races() -> dict:
     return found
 
 
-def test_unordered_use_is_an_error():
+def test_unordered_use_of_memory_is_an_error():
     found = call(races)
     raced = {name: message for name, message in found.items() if str(message).startswith("race")}
     assert list(raced) == [
@@ -328,5 +328,5 @@ def results_beside_another_thread() -> int:
     return wrong
 
 
-def test_results_are_right_while_another_thread_synchronises():
+def test_results_are_correct_while_another_thread_synchronizes():
     assert call(results_beside_another_thread) == 0

@@ -58,7 +58,7 @@ def after_a_failure() -> tuple[list[int], str]:
 
 def test_a_device_that_answers_without_computing_is_detected():
     answer, error = call(after_a_failure, **QUEUED)
-    assert answer != [5], "torch_npu tells by itself: what asks it is no longer needed"
+    assert answer != [5], "torch_npu reports the failure itself: require_alive is not needed any more"
     assert error.startswith("npu:0 computes wrong results: ")
 
 
@@ -82,7 +82,7 @@ def test_a_failed_trial_does_not_affect_the_device():
 
 
 def served(place: str) -> list[str]:
-    """Return the outcomes of two requests, and of two more requests, in whose step the queue fails at `place`."""
+    """Return the outcomes of two pairs of requests. In the step of the second pair, the queue fails at `place`."""
     import tempfile
     from pathlib import Path
 

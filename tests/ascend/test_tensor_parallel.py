@@ -141,7 +141,7 @@ def test_two_ranks_generate_the_tokens_of_one_process(random_checkpoint, tower_p
     result = processes.call(serve, str(random_checkpoint), tower_parallel, str(folder), devices=2)
     assert result["device"] == "npu:0"
     assert result["found"] == [*outputs.values()]
-    assert result["again"] == result["found"], "after the death of a rank"
+    assert result["again"] == result["found"], "the tokens are the same after a rank has died"
     assert result["left"] == []
 
 
@@ -194,5 +194,7 @@ def test_two_ranks_use_the_fused_attention(width, layout, tmp_path, monkeypatch)
         if call.startswith("npu_fused_infer_attention_score "):
             assert {"num_heads=2", "num_key_value_heads=1", f"input_layout={layout}"} <= {*call.split()}, call
             calls.setdefault(process, []).append(call)
-    assert len(calls) == 2, "both ranks, each with half of the heads"
-    assert min(map(len, calls.values())) > 2 * NUM_TOKENS, "two layers of each step, and the trial"
+    assert len(calls) == 2, "both ranks call the operator, each with half of the heads"
+    assert min(map(len, calls.values())) > 2 * NUM_TOKENS, (
+        "each rank calls the operator for two layers per step, and in the trial"
+    )

@@ -106,7 +106,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
         shm = service.wait_until_free()
         assert shm["blocks"] == 0, shm
         assert service.stop() == 0, (folder / "log").read_text()[-2000:]
-    assert not list((folder / "spool").iterdir()), "request directories are left"
+    assert not list((folder / "spool").iterdir()), "request directories remain in the spool"
 
 
 def _fill(media: Path, outside: Path) -> None:

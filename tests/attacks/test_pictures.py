@@ -21,7 +21,7 @@ def named(cases: dict[str, Make]) -> pytest.MarkDecorator:
 def test_bombs_are_refused_by_their_header(attacked: Attacked, make: Make) -> None:
     message = attacked.refused(with_bytes("image", make()), "media item 0 (image): the ")
     assert "pixels" in message
-    assert "178956970" in message, "the message names the limit"
+    assert "178956970" in message, "the message must contain the limit"
 
 
 def test_too_many_pixels_of_a_request_are_refused(attacked: Attacked) -> None:

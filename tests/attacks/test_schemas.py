@@ -49,5 +49,5 @@ def test_clients_that_leave_do_not_occupy_the_compiler(attacked: Attacked) -> No
     assert attacked.http.get("/health").status_code == 200
     attacked.is_right()
     assert processor_s(attacked.service.process.pid) - before < 40 * COMPILE_S, (
-        "schemas of clients that left are not compiled"
+        "schemas of disconnected clients must not be compiled"
     )

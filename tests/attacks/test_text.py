@@ -83,7 +83,7 @@ def test_special_tokens_stay_text(attacked: Attacked, text: str, role: str) -> N
         return [*before, {"role": role, "content": words}, {"role": "user", "content": "?"}]
 
     plain = num_special(attacked, {"messages": chat("Hello.")})
-    assert num_special(attacked, {"messages": chat(text)}) == plain >= 4, "two around each turn, none that text made"
+    assert num_special(attacked, {"messages": chat(text)}) == plain >= 4, "the text produced a special token"
     answer = attacked.http.post(CHAT, json={"messages": chat(text), "max_tokens": 1})
     assert answer.status_code in (200, 400), answer.text
     attacked.is_right()

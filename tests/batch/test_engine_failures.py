@@ -96,7 +96,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
 def test_a_killed_engine_loses_no_answer(
     folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even rows whose output had already begun get the answers of an engine that is not killed."""
+    """Even rows whose output had already begun get the same answers as from an engine that is not killed."""
     monkeypatch.setenv("MINDIE_MM_FAULTS", str(tmp_path))
     (tmp_path / "engine.mid-decode").touch()
     done = generate(folder, tmp_path / "out.jsonl")
@@ -139,8 +139,8 @@ def test_a_row_that_fails_every_step_becomes_an_error_and_the_others_are_answere
     del expected[3]
     assert found == expected
     behind = asked[len(asked) - asked[::-1].index("3") :]
-    assert behind[:2] == ["anything"] * 2, "before a row is blamed the engine has to answer something else"
-    assert asked.count("anything") == 2, "it is blamed once"
+    assert behind[:2] == ["anything"] * 2, "before a row gets an error, the engine must answer a trivial request"
+    assert asked.count("anything") == 2, "the row gets an error only once"
 
 
 def test_an_engine_that_fails_every_request_ends_the_run_without_row_errors(

@@ -32,7 +32,7 @@ def rows(media: Path) -> Path:
 
 
 def refuse_to_sync(kind: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make fsync fail with the errno `number` for files whose mode fulfills `kind`."""
+    """Make fsync fail with the errno `number` for files for whose mode `kind` returns True."""
     sync = os.fsync
 
     def refuse(descriptor: int) -> None:

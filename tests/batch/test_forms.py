@@ -162,7 +162,7 @@ def flat_urls(folder: Path, out: Path) -> Path:
 def tar_with_lists(folder: Path, out: Path) -> Path:
     """Write a tar with additional files that must be ignored.
 
-    These are the `._*` files that macOS adds, and a second JSON file for each media file.
+    The additional files are the `._*` files that macOS adds, and a second JSON file for each media file.
     """
     return packed(
         out / "lists.tar",
@@ -220,7 +220,7 @@ def test_a_folder_of_media_gives_the_same_prompts(folder: Path, reference: Datas
     assert not list((tmp_path / "run").glob("input-*"))
 
 
-def test_the_command_takes_standard_input_columns_limit_and_template(
+def test_the_command_accepts_standard_input_columns_limit_and_template(
     folder: Path, reference: Dataset, tmp_path: Path
 ) -> None:
     rows = lines(folder, tmp_path).read_text()
@@ -266,7 +266,7 @@ ATTACKS: Sequence[tuple[bytes, str]] = (
 )
 
 
-def test_an_invalid_row_fails_alone(tmp_path: Path) -> None:
+def test_an_invalid_row_does_not_affect_other_rows(tmp_path: Path) -> None:
     good = [
         {"id": "same", "text": "a"},
         {"id": "same", "text": "a"},
@@ -466,7 +466,7 @@ def test_other_files_of_a_folder_are_counted_and_change_no_output(folder: Path, 
     assert beside.stdout == alone.stdout.replace("; no row failed", left_out_summary).replace("alone", "beside")
     assert content(tmp_path / "beside") == content(tmp_path / "alone")
     again = tokenize(media, "--output", tmp_path / "beside")
-    assert again.stdout == beside.stdout, "a run that goes on tells it, too"
+    assert again.stdout == beside.stdout, "a continued run prints the same summary"
 
 
 def test_extensions_beyond_the_eighth_are_summed_up() -> None:

@@ -1,4 +1,4 @@
-"""Tests of files whose names end in .jsonl but that have another format, and of pipes as inputs."""
+"""Tests of .jsonl files that are in another format, and of pipes as inputs."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_rates_exclude_rows_of_earlier_calls() -> None:
 
 
 def read_to_the_end(screen: io.RawIOBase) -> Iterator[bytes]:
-    """Yield the output of a terminal that is closed, in parts. At the end of the output, reading fails with EIO."""
+    """Yield the output of a terminal in parts. When the terminal is closed, reading fails with EIO."""
     with suppress(OSError):
         yield from iter(lambda: screen.read(4096), b"")
 

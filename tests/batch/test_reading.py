@@ -107,7 +107,7 @@ def test_tables_are_read_once_in_any_order(folder: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr("mindie_mm.batch.output.dataset._TABLE_BYTES", 0)
     few = Dataset(tmp_path / "run")
     assert [few[row].row for row in (3, 3, 4, 3)] == [3, 3, 4, 3]
-    assert len(read) == 23, "a table is left out for the next"
+    assert len(read) == 23, "only one table stays in memory"
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on a machine with one core
@@ -234,7 +234,7 @@ def test_generate_answers_every_row_in_order_and_continues(folder: Path, linked:
     assert all(answer["text"] for answer in answers if "error" not in answer)
     whole = output.read_bytes()
     finished = CliRunner().invoke(main, [*arguments, "--device", "none"])
-    assert (finished.exit_code, finished.stdout) == (1, done.stdout), "no engine is started for nothing"
+    assert (finished.exit_code, finished.stdout) == (1, done.stdout), "no engine is started if all rows have answers"
     output.write_bytes(whole[: whole.index(b'{"row":4') + 9])
     by_links = ["generate", "--tokenized", str(linked), *arguments[3:]]
     gone_on = CliRunner().invoke(main, by_links)
@@ -358,7 +358,7 @@ def test_inspect_shows_the_run_and_the_pictures_of_a_row(
     assert "failed: MediaError" in inspect(2)
     assert "video at tokens" in inspect(6, "--png", "six.png")
     with Image.open(tmp_path / "six.png") as sheet:
-        assert sheet.size == (2 * 256 + 3 * 8, 2 * 256 + 3 * 8), "four frames"
+        assert sheet.size == (2 * 256 + 3 * 8, 2 * 256 + 3 * 8), "the page shows four frames"
     assert "audio at tokens" in inspect(7)
     assert "the row has no pictures" in inspect(7, "--png", "seven.png")
     written = {tmp_path / name for name in ("one.png", "two.png", "six.png")}

@@ -186,7 +186,7 @@ def test_hidden_files_of_a_tar_are_ignored(tmp_path: Path) -> None:
         ("input_audio", {"data": "AAAA", "format": "wav"}),
     ],
 )
-def test_a_flat_row_takes_the_same_media_as_a_list(key: str, value: Any, tmp_path: Path) -> None:
+def test_a_flat_row_accepts_the_same_media_as_a_list(key: str, value: Any, tmp_path: Path) -> None:
     values = value if isinstance(value, list) else [value]
     listed = [*({key.removesuffix("s"): one} for one in values), {"text": "what"}]
     flat, as_list = (parse(json.dumps(row).encode(), tmp_path, "") for row in ({key: value, "text": "what"}, listed))
@@ -374,7 +374,7 @@ def test_ids_can_come_from_all_column_types(tmp_path: Path) -> None:
         ({"input_audio": {"data": None, "format": None}, "text": "q"}, {"text": "q"}),
     ],
 )
-def test_a_medium_of_nulls_counts_as_absent(row: dict[str, Any], same: dict[str, Any]) -> None:
+def test_a_media_item_of_nulls_counts_as_missing(row: dict[str, Any], same: dict[str, Any]) -> None:
     """Some tables contain structs whose fields are all null."""
     assert parsed(row) == parse(row, Path("/"), "") == parsed(same)
 
@@ -388,7 +388,7 @@ def test_a_medium_of_nulls_counts_as_absent(row: dict[str, Any], same: dict[str,
         {"inputs": [None, {"text": "q"}]},
     ],
 )
-def test_an_empty_medium_is_refused(row: dict[str, Any]) -> None:
+def test_an_empty_media_item_is_refused(row: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"is empty|exactly one of|must be a dict"):
         parse(row, Path(), "")
 

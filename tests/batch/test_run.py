@@ -78,7 +78,7 @@ def test_the_number_of_workers_does_not_change_the_bytes(lines, tmp_path):
     run_in_process(settings(lines), tmp_path / "1")
     run(settings(lines), tmp_path / "3", num_workers=3)
     first = content(tmp_path / "1")
-    assert len(first) == 2 * 5 + 3, "shards of 7 rows, settings, manifest, errors"
+    assert len(first) == 2 * 5 + 3, "there are five shards, the settings, the manifest and the list of errors"
     assert content(tmp_path / "3") == first
 
 
@@ -95,7 +95,7 @@ def test_a_shard_ends_with_the_row_that_reaches_its_size(lines, tmp_path):
     assert [sample.row for sample in Dataset(tmp_path / "run")] == list(range(manifest.num_rows))
 
 
-def test_bad_rows_report_the_reason_and_fail_alone(lines, tmp_path, media):
+def test_bad_rows_report_the_reason_and_do_not_affect_other_rows(lines, tmp_path, media):
     done = tokenize(lines, "--output", tmp_path / "run", "--workers", 1)
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].endswith(f"3 rows failed, see {tmp_path / 'run/errors.jsonl'}")
@@ -178,7 +178,7 @@ def test_another_run_is_refused_with_the_differences(lines, tmp_path):
 def test_a_finished_run_is_not_repeated(lines, tmp_path):
     first = run_in_process(settings(lines), tmp_path / "run")
     assert run(settings(lines), tmp_path / "run") == first
-    assert not (tmp_path / "run/timings.jsonl").exists(), "no worker did a chunk"
+    assert not (tmp_path / "run/timings.jsonl").exists(), "no worker processed a chunk"
 
 
 @pytest.mark.parametrize("limit", [None, 14, 100_000])
@@ -242,7 +242,7 @@ def test_a_run_that_is_killed_and_resumed_writes_the_same_bytes(lines, tmp_path)
     process.kill()
     process.wait()
     psutil.wait_procs(workers, timeout=300)
-    assert not any(worker.is_running() for worker in workers), "they end with their parent"
+    assert not any(worker.is_running() for worker in workers), "workers end with their parent"
     assert not (tmp_path / "run/manifest.json").exists()
     run_in_process(settings(lines), tmp_path / "run")
     assert content(tmp_path / "run") == content(tmp_path / "whole")
@@ -348,7 +348,7 @@ def test_an_internal_error_exits_with_status_3_and_a_traceback(capsys):
 
 
 class KilledStarts(threading.Thread):
-    """A thread that kills `deaths` workers while they start, which takes them seconds."""
+    """A thread that kills `deaths` workers while they start. A start takes seconds."""
 
     def __init__(self, deaths):
         super().__init__()

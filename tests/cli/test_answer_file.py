@@ -26,7 +26,7 @@ def answer(output: Path, *rows: int) -> list[object]:
 
 
 def test_an_unrelated_os_error_is_not_reported_as_a_write_error(tmp_path: Path) -> None:
-    """Errors that do not come from writing the file pass through unchanged, for example EAGAIN of a fork."""
+    """Errors of operations other than writing the file are raised unchanged, for example EAGAIN from a fork."""
     with pytest.raises(BlockingIOError), continued(tmp_path / "out.jsonl", ORIGIN):
         raise BlockingIOError(errno.EAGAIN, "no process")
 

@@ -76,13 +76,13 @@ def test_mistakes_are_reported_in_one_line(random_checkpoint):
     assert "/no/such.png" in output
     assert "Traceback" not in output
     unheard = ("ask", "What?", "--model", random_checkpoint, "--family", "none", "--temperature", -1)
-    assert "temperature is -1" in run_warm(*unheard, status=2), "before the model is loaded"
+    assert "temperature is -1" in run_warm(*unheard, status=2), "arguments are checked before the model is loaded"
     assert "MINDIE_MM_DECODERS is 'two'" in run_warm("doctor", status=2, MINDIE_MM_DECODERS="two")
 
 
 @pytest.mark.parametrize("option", ["--image", "--video", "--audio"])
 def test_ask_checks_its_files_before_it_loads_the_model(option, tmp_path):
-    """The checkpoint does not exist either. If the model were loaded first, this error would be reported instead."""
+    """The checkpoint is missing, too. If the model were loaded first, the missing checkpoint would be reported."""
     asked = ["ask", "What?", "--model", str(tmp_path / "none"), option]
     for path, output in (
         (tmp_path / "none.png", "does not exist"),

@@ -328,7 +328,9 @@ def test_an_npu_in_use_by_other_processes_is_a_warning(tree):
     assert "1 are idle, ASCEND_RT_VISIBLE_DEVICES=1;" in only(tree).advice
     tree.npu_smi(smi_table(used=(41000, 3395), first=4))
     assert only(tree).found.startswith("NPU 4 chip 0")
-    assert "1 are idle, ASCEND_RT_VISIBLE_DEVICES=1;" in only(tree).advice, "a place, and no card's number"
+    assert "1 are idle, ASCEND_RT_VISIBLE_DEVICES=1;" in only(tree).advice, (
+        "the value is the index of an NPU, not the number of its card"
+    )
 
 
 def test_memory_used_by_no_visible_process_is_reported(tree):
@@ -507,7 +509,7 @@ def test_known_errors_are_explained(text, words, beside):
 
 def test_an_argument_that_cann_refuses_is_explained():
     assert explain(ARGUMENT).meaning == explain(f"{NO_MESSAGES}\n{ARGUMENT}").meaning == "CANN refuses an argument"
-    assert explain(f"error code is 207004\n{NO_MESSAGES}") is None, "which says nothing of what failed"
+    assert explain(f"error code is 207004\n{NO_MESSAGES}") is None, "this message alone does not show the cause"
 
 
 def test_an_unknown_error_is_not_explained():

@@ -34,7 +34,9 @@ def interrupted(arguments: tuple[str, ...], module: str, number: int, folder: Pa
     command = [sys.executable, "-X", "importtime", str(BIN), *arguments]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert any(line.rpartition("|")[2].strip() == module for line in process.stderr), "it has imported the module"
+        assert any(line.rpartition("|")[2].strip() == module for line in process.stderr), (
+            "the command must import the module"
+        )
         process.send_signal(number)
         printed = [line for line in process.stderr if not line.startswith("import time:")]
         return process.wait(TIMEOUT_S), "".join(printed)

@@ -29,7 +29,7 @@ with Tokenizer.from_pretrained(sys.argv[1]) as tokenizer:
 def environment(tmp_path_factory):
     """Return the environment variables of a locale whose encoding is not UTF-8.
 
-    The locale is a newly built one with ISO 8859-1 or, if it cannot be built, the POSIX locale.
+    The fixture builds a locale with ISO 8859-1. If that fails, it uses the POSIX locale.
     """
     folder = tmp_path_factory.mktemp("locales")
     if shutil.which("localedef") is not None:

@@ -118,7 +118,7 @@ def test_list_shows_arenas_and_blocks(arena, path_file):
     (row,) = [line for line in printed.splitlines() if line.startswith(arena.path.name)]
     assert f"alive, pid {os.getpid()}" in row
     assert "1 published" in row
-    assert row.endswith(str(path_file)), "piped, a row stays on one line"
+    assert row.endswith(str(path_file)), "in a pipe, a row is not wrapped"
     assert "/dev/shm: " in printed
     assert f"{arena.path.name}:{ref.block}" not in printed
     assert f"{arena.path.name}:{ref.block}" in run("shm", "list", "-b")

@@ -74,7 +74,7 @@ async def test_an_item_is_written_again_when_its_decoder_is_killed_while_writing
         (signal.SIGABRT, MediaError, "the item crashed two decoders, the last with SIGABRT"),
     ],
 )
-async def test_an_item_that_ends_two_decoders_fails_alone(
+async def test_an_item_that_kills_two_decoders_fails_alone(
     bench: Bench, number: int, error: type[Exception], message: str
 ) -> None:
     before = await bench.whole()
@@ -179,7 +179,7 @@ async def test_the_decoder_that_planned_an_item_writes_it(bench: Bench) -> None:
         bench.decoders.let_go(group)
 
 
-async def test_a_kept_decoder_serves_others_once_it_is_released(bench: Bench) -> None:
+async def test_a_reserved_decoder_serves_other_requests_after_its_release(bench: Bench) -> None:
     kept = [Group(keeps_decoder=True) for _ in range(2)]
     await asyncio.gather(*(bench.plan(SMALL, group) for group in kept))
     waiting = asyncio.create_task(bench.plan(SMALL))

@@ -52,7 +52,7 @@ async def test_a_page_is_the_same_in_a_decoder(bench: Bench, pdf: bytes) -> None
         assert same(await bench.arrays(page), bench.arrays_in_process(page))
 
 
-async def test_pages_of_one_pdf_have_digests_of_their_own(bench: Bench) -> None:
+async def test_pages_of_one_pdf_have_different_digests(bench: Bench) -> None:
     pdf = two_pages()
     facts = [await bench.plan(Media("image", pdf, page=index)) for index in (0, 1)]
     assert len({one.settings for one in facts}) == 2
@@ -63,7 +63,7 @@ def test_a_page_shows_its_picture_and_its_text() -> None:
     shown = PdfPage.open(two_pages(), 0).decode().astype(int)
     photo = np.asarray(photograph("chelsea.png", (150, 120)).convert("RGB")).astype(int)
     assert shown.shape == photo.shape
-    assert abs(shown - photo).mean() < 8, "the PDF holds a JPEG"
+    assert abs(shown - photo).mean() < 8, "the difference is larger than that of a JPEG"
     text = PdfPage.open(raw_pdf(BOX + TEXT, "BT /F 24 Tf 9 9 Td (a text) Tj ET"), 0).decode()
     assert (text == 255).mean() > 0.5
     assert (text < 64).mean() > 0.01

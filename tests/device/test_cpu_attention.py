@@ -23,7 +23,7 @@ def parts(batch, heads, count, width):
 
 @pytest.mark.parametrize("count", [1, 128, 129, 256, 300])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_the_result_equals_torchs(count, scaling):
+def test_the_result_equals_that_of_torch(count, scaling):
     given = parts(2, 3, count, 40)
     found, _ = attend(_Layer(), *given, None, scaling=scaling, is_causal=False)
     exact, _ = sdpa_attention_forward(_Layer(), *(part.float() for part in given), None, scaling=scaling)

@@ -23,7 +23,7 @@ NAMES = {rotation.TEXT: TEXT, rotation.TOWER: TOWER}
 
 
 class Layer(nn.Module):
-    """A layer in a module whose rotary function is that of Qwen2-VL."""
+    """A layer whose Python module has Qwen2-VL's rotary function."""
 
 
 @pytest.fixture
@@ -47,17 +47,17 @@ def values(name: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rotations_equal_transformers(source: ModuleType, name: str) -> None:
+def test_rotations_equal_those_of_transformers(source: ModuleType, name: str) -> None:
     own, given = getattr(source, name), values(name)
     kept = [one.clone() for one in given]
     cpu_layers.lighten(Layer())
     assert getattr(source, name) is not own
     for one, other in zip(getattr(source, name)(*given), own(*given), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    assert all(map(torch.equal, given, kept)), "nothing is written to what was handed in"
+    assert all(map(torch.equal, given, kept)), "the arguments are not changed"
 
 
-def test_heads_may_follow_the_tokens(source: ModuleType) -> None:
+def test_the_axis_of_heads_may_follow_the_axis_of_tokens(source: ModuleType) -> None:
     q, k, cos, sin = values(rotation.TEXT)
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     own = source.apply_rotary_pos_emb
@@ -99,7 +99,7 @@ def test_a_rotation_of_another_kind_is_kept(source: ModuleType, name: str) -> No
         assert getattr(source, name) is other
 
 
-def test_activations_equal_transformers() -> None:
+def test_activations_equal_those_of_transformers() -> None:
     model = nn.Sequential(nn.Linear(8, 8), QuickGELUActivation(), nn.GELU())
     given = torch.randn(5, 8)
     expected = model(given)

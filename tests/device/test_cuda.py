@@ -14,13 +14,13 @@ def no_gpu(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_torch_without_cuda_is_named(monkeypatch):
+def test_the_error_says_that_torch_has_no_cuda_support(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert f"this build of torch ({torch.__version__}) has no CUDA support" in CUDA.missing()
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_the_message_of_the_driver_is_passed_on(monkeypatch):
+def test_the_error_contains_the_message_of_the_driver(monkeypatch):
     def init():
         raise RuntimeError(OLD)
 

@@ -76,7 +76,7 @@ def test_a_model_with_packed_layers_gives_the_same_logits(tmp_path):
     torch.testing.assert_close(packed.logits(ids), plain.logits(ids), atol=1e-4, rtol=0)
 
 
-def test_layers_are_packed_only_if_the_processor_gains():
+def test_layers_are_packed_only_if_packed_layers_are_faster():
     """A trial decides whether layers are packed. Its result applies for the rest of the process."""
     module = nn.ModuleDict({"layer": nn.Linear(WIDTH, WIDTH)})
     CPU().prepare(module)

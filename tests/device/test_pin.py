@@ -32,7 +32,7 @@ def test_a_refusal_is_reported_and_does_not_affect_later_work(kind, pages):
     assert torch.arange(4, device=kind().torch_device).add(1).tolist() == [1, 2, 3, 4]
     if taken:
         kind.unpin(pages.data_ptr())
-        assert kind.pin(pages.data_ptr(), pages.nbytes), "as if it had never been"
+        assert kind.pin(pages.data_ptr(), pages.nbytes), "memory can be registered again after it was unregistered"
         kind.unpin(pages.data_ptr())
 
 

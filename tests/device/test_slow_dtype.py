@@ -1,6 +1,7 @@
 """Tests of the warnings about weights in a dtype that the processor has no instructions for.
 
-oneDNN selects the instructions. An environment variable, which oneDNN reads when it is loaded, excludes some of them.
+oneDNN selects the instructions. The tests exclude some instructions with an environment variable, which oneDNN reads
+when it is loaded.
 """
 
 import os

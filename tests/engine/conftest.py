@@ -22,7 +22,7 @@ class Periods:
     async def passed(self, number: int) -> None:
         """Let `number` timeouts pass, one after another.
 
-        Before each, wait until the engine has started to wait for a step.
+        Before each timeout, wait until the engine has started to wait for a step.
         """
         async with self._changed:
             for _ in range(number):

@@ -1,4 +1,4 @@
-"""Worker code for tests with several ranks, in float32. Each rank's process calls `run_rank`.
+"""Code that each rank runs in tests with several ranks, in float32. Each rank's process calls `run_rank`.
 
 `cases` is a folder with a subfolder per checkpoint. A subfolder contains a file `path` with the checkpoint's path, and
 prompts <name>.npy, which are token ids with handle words. Each rank writes <name>.<rank>.logits.npy. For each value of

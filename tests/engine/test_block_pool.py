@@ -35,7 +35,7 @@ def test_blocks_without_a_key_are_reused_first_and_then_the_least_recently_freed
     assert pool.find([key(0), key(1)]) == [0, 1]
     assert pool.find([key(2), key(3)]) == [2, 3]
     pool.grow(taken, 12)
-    assert pool.find([key(2), key(3)]) == [2], "the end of a prefix goes before its beginning"
+    assert pool.find([key(2), key(3)]) == [2], "the end of a prefix is evicted before its beginning"
     pool.grow(taken, 16)
     assert pool.find([key(2)]) == []
     assert pool.find([key(0), key(1)]) == [0, 1]

@@ -44,7 +44,7 @@ def test_recorded_steps_give_the_same_tokens(model, prompts, recorded):
         assert not errors
         # The first token of each sequence comes from the prompt's step, which is not recorded.
         assert sum(recorded) == 39
-        assert len(recorded) <= 4, "sizes are powers of two"
+        assert len(recorded) <= 4, "recorded sizes are powers of two"
         eager = Engine(model, EngineConfig(kv_block_size=4, enforce_eager=True))
         assert (tokens, errors) == run(eager, given, max_tokens=40, ignore_eos=True)
         assert sum(recorded) == 39
@@ -116,7 +116,7 @@ def test_the_test_recorder_refuses_operators_that_synchronize_a_gpu(waiting):
 
 
 def test_the_first_error_of_a_recording_is_logged(model, prompts, monkeypatch, recorded, caplog):
-    """Of two errors, the first is logged. CUDA's second error only reports that the capture was invalidated."""
+    """If there are two errors, the first is logged. CUDA's second error only says that the capture was invalidated."""
 
     def spoiled(work):
         try:
@@ -147,7 +147,7 @@ def test_sizes_that_run_out_of_memory_are_not_recorded_and_smaller_ones_are(
 
     monkeypatch.setattr(CPU, "record", lacking)
     assert run(engine, prompts, max_tokens=30, ignore_eos=True) == expected
-    assert not recorded, "no larger one is tried"
+    assert not recorded, "after a failure, no larger size is recorded"
     assert len(tried) == 1
     alone = run(Engine(model, EngineConfig(enforce_eager=True)), prompts[:1], max_tokens=30, ignore_eos=True)
     assert run(engine, prompts[:1], max_tokens=30, ignore_eos=True) == alone

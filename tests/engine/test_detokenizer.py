@@ -1,4 +1,4 @@
-"""Tests of incremental detokenization. Up to a stop string, the text equals that of decoding all tokens at once."""
+"""Tests of incremental detokenization. Up to a stop string, the text is the same as if decoded at once."""
 
 import random
 
@@ -84,7 +84,7 @@ def test_any_bytes_are_accepted(by_bytes):
 
 
 def test_many_tokens_without_text_take_linear_time(by_bytes):
-    """With `ignore_eos`, many end tokens may follow. In quadratic time, this test would take minutes."""
+    """With `ignore_eos`, an answer may contain many end tokens. In quadratic time, this test would take minutes."""
     end, *words = (by_bytes.token_to_id(name) for name in ("</s>", "▁a", "▁b"))
     with processor_time_below(20):
         assert pushed(by_bytes, [*words, *[end] * 60_000, *words])[1] == "a b a b"

@@ -79,7 +79,9 @@ class Desk:
                 assert progress.error is None
                 outputs.setdefault(progress.request_id, []).extend(progress.token_ids)
                 if progress.media_consumed:
-                    assert release(self.path_file(progress.request_id)) == 2, "it is told once"
+                    assert release(self.path_file(progress.request_id)) == 2, (
+                        "the engine reports consumed media only once"
+                    )
                 if progress.needs_media and parked is None:
                     assert self.refill(engine, progress.request_id) is None
                 elif progress.needs_media:
@@ -161,7 +163,7 @@ def test_a_parked_request_can_be_aborted(model, desk, alone):
     park(engine, desk)
     engine.abort(Abort("1"))
     assert engine.stats.num_waiting == 0
-    assert desk.refill(engine, "1") is None, "it is nobody's any more"
+    assert desk.refill(engine, "1") is None, "a refill of an aborted request is ignored"
     assert not engine.has_work()
     release(desk.path_file("1"))
     desk.add(engine, "1")
@@ -207,7 +209,7 @@ def test_media_are_consumed_with_their_last_feature_or_with_a_cached_prefix(mode
     steps = 0
     while not any(progress.media_consumed for progress in engine.step().progress):
         steps += 1
-    assert steps + 1 == -(-item.stop // 8), "with the chunk that holds its last feature"
+    assert steps + 1 == -(-item.stop // 8), "media are consumed in the step that computes their last feature"
     release(desk.path_file("0"))
     desk.run(engine, {})
     desk.add(engine, "0")

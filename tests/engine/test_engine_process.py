@@ -125,7 +125,7 @@ async def test_a_stop_token_id_ends_the_answer(engine):
         "no token",
     ],
 )
-async def test_an_invalid_request_fails_alone(engine, ids, params, error, words):
+async def test_an_invalid_request_does_not_affect_other_requests(engine, ids, params, error, words):
     neighbour = asyncio.create_task(tokens(engine, "neighbour"))
     with pytest.raises(error, match=words):
         await tokens(engine, "wrong", ids.astype(np.int64), params)
@@ -161,7 +161,7 @@ async def test_a_running_request_ends_normally_when_its_arena_is_removed(engine,
 async def test_requests_fail_at_once_while_the_engine_cannot_restart(engine, tmp_path, monkeypatch):
     """While the checkpoint is missing, waiting and new requests fail immediately.
 
-    When it is back, requests are answered.
+    When the checkpoint is back, requests are answered.
     """
     start = engine._start
     monkeypatch.setattr(engine, "_start", msgspec.structs.replace(start, model=str(tmp_path / "gone")))
@@ -194,8 +194,12 @@ async def test_a_killed_engine_fails_running_requests_and_restarts(random_checkp
     asked = time.monotonic()
     up = asyncio.create_task(waited(engine, asked))
     later = [progress async for progress in engine.generate("later", PROMPT, GREEDY)]
-    assert [token for progress in later for token in progress.token_ids] == right, "it waits for the next process"
-    assert 0.5 * await up < later[-1].timings.queue_s < time.monotonic() - asked, "and says how long"
+    assert [token for progress in later for token in progress.token_ids] == right, (
+        "a later request waits for the next process"
+    )
+    assert 0.5 * await up < later[-1].timings.queue_s < time.monotonic() - asked, (
+        "queue_s includes the wait for the next process"
+    )
     assert engine.pid != before
     engine.check()
     await engine.close()
@@ -227,7 +231,7 @@ async def test_an_engine_that_hangs_is_restarted(random_checkpoint, device, capl
     try:
         right, before = await tokens(engine, "before"), engine.pid
         await periods.passed(3)
-        assert engine.pid == before, "at rest it makes no step, and need not"
+        assert engine.pid == before, "an idle engine is not restarted"
         os.kill(before, signal.SIGSTOP)
         message = f"engine process {before} made no step for {STEP_TIMEOUT_S:g} s and was stopped"
         hung = asyncio.create_task(tokens(engine, "hung"))

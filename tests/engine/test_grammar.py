@@ -119,7 +119,7 @@ def test_a_schema_is_compiled_once(grammars: Grammars) -> None:
     with processor_time_below(0.5):  # 64 compilations would take seconds
         further = [grammars.constraint(fits(schema)) for _ in range(64)]
     assert walk(grammars, first, 0) == walk(grammars, further[0], 0)
-    assert walk(grammars, further[1], 1) != walk(grammars, further[2], 2), "each goes its own way"
+    assert walk(grammars, further[1], 1) != walk(grammars, further[2], 2), "each constraint has its own state"
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,9 @@ def test_inputs_wait_for_a_small_arena_and_a_removed_arena_is_replaced(random_ch
             return prompts
 
         monkeypatch.setattr(llm._worker.tokenizer_stage, "tokenize_together", tokenize)
-        assert llm.generate(inputs[:1], GREEDY)[0].token_ids == first[0].token_ids, "before the engine has seen it"
+        assert llm.generate(inputs[:1], GREEDY)[0].token_ids == first[0].token_ids, (
+            "an arena may be removed before the engine has mapped it"
+        )
 
 
 def remove_arenas_but(others):
@@ -308,7 +310,7 @@ def test_a_forked_process_cannot_use_the_llm(llm):
 
 
 @pytest.mark.parametrize("in_process", [True, False])
-async def test_a_cancelled_start_leaves_no_process(random_checkpoint, stopped_workers, in_process):
+async def test_a_canceled_start_leaves_no_process(random_checkpoint, stopped_workers, in_process):
     """Worker processes are killed, because they could take a long time to end."""
     config, num_workers = WorkerConfig(model=random_checkpoint, decoders=0), 1 if in_process else 2
     starting = asyncio.create_task(Worker.start(config, in_process=in_process))
@@ -335,7 +337,7 @@ def test_an_embedded_python_without_an_executable_is_refused(random_checkpoint, 
     with pytest.raises(ProcessDied, match=r"no worker process can be started: sys.executable is None"):
         LLM(random_checkpoint)
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
-        assert len(tokenizer.tokenize([{"text": "Hello"}])) > 0, "it starts none"
+        assert len(tokenizer.tokenize([{"text": "Hello"}])) > 0, "a tokenizer in this process starts no worker process"
 
 
 SCRIPT = """

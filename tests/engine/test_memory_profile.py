@@ -88,11 +88,13 @@ def own_room():
 def test_a_larger_worst_case_leaves_a_smaller_cache(random_checkpoint, small_pictures, own_room):
     small, large = own_room(small_pictures), own_room(random_checkpoint)
     assert small - large > 2 * MiB
-    assert own_room(small_pictures, max_tower_tokens=1024) < small - 4 * MiB, "several items in a call"
+    assert own_room(small_pictures, max_tower_tokens=1024) < small - 4 * MiB, (
+        "a call of the tower with several items needs more memory"
+    )
     none = own_room(small_pictures, kinds=())
-    assert none > small, "no tower"
+    assert none > small, "without media, no memory is needed for the tower"
     longer = own_room(small_pictures, (), max_num_batched_tokens=2048, max_model_len=4096)
-    assert longer < none - 4 * MiB, "a longer step"
+    assert longer < none - 4 * MiB, "a longer step needs more memory"
 
 
 @pytest.mark.slow
@@ -102,7 +104,7 @@ def test_memory_of_recorded_steps_counts(random_checkpoint, own_room):
     for settings in ({"enforce_eager": True}, {"measure_s": 0}):
         assert own_room(random_checkpoint, (), Recording(), **wanted, **settings) > recorded + 8 * MiB
     many, few = (room(random_checkpoint, (), Weightless(), **wanted | {"max_num_seqs": n}) for n in (4096, 2048))
-    assert few > many + 1 * MiB, "half as many logits: 3 MiB, some of which is left for what a step gathers"
+    assert few > many + 1 * MiB, "logits of half as many rows need 3 MiB less, and the KV cache gets part of these"
 
 
 def test_the_largest_item_is_limited_by_the_prompt_length(random_checkpoint, own_room):
@@ -138,7 +140,9 @@ def test_trials_begin_with_a_small_part_of_a_large_picture(random_checkpoint):
 
 
 def test_the_memory_share_and_the_caches_limit_the_size(small_pictures):
-    assert room(small_pictures, measure_s=0) == pytest.approx((2 * GiB - 256 * MiB) / 2), "two layers are gathered"
+    assert room(small_pictures, measure_s=0) == pytest.approx((2 * GiB - 256 * MiB) / 2), (
+        "half is reserved for copies of keys and values in a decode step"
+    )
     assert room(small_pictures, measure_s=0, memory_share=1.0) == pytest.approx((4 * GiB - 256 * MiB) / 2)
     assert room(small_pictures, measure_s=0, encoder_cache_bytes=0) == pytest.approx(GiB)
     config = EngineConfig(max_num_seqs=2, max_model_len=512)
@@ -182,7 +186,9 @@ def test_a_context_that_exceeds_the_cache_is_refused_if_configured_and_otherwise
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert f"a context of {own} tokens needs {own * size} bytes of KV cache; the cache has {144 * size}" in caplog.text
     assert "; the context length is 144" in caplog.text
-    assert engine(2 * own, max_model_len=2 * own).ready.max_model_len == own, "the checkpoint's own is not refused"
+    assert engine(2 * own, max_model_len=2 * own).ready.max_model_len == own, (
+        "a context above the checkpoint's own is reduced without an error"
+    )
 
 
 @pytest.mark.usefixtures("copied_workers")
@@ -283,18 +289,18 @@ def test_cgroup_limits_bound_the_free_memory(tmp_path):
     first.mkdir(parents=True)
     own.write_text("4:memory:/c\n0::/a/b\n")
     free = host_memory.available_bytes(mount, own)
-    assert free > 1000, "no limit is stated, so it is the host's"
+    assert free > 1000, "without a limit, the host's memory is reported"
     (group / "memory.max").write_text("max\n")
     (group / "memory.current").write_text("5000\n")
     assert host_memory.available_bytes(mount, own) > 1000
     (group.parent / "memory.max").write_text("9000\n")
     (group.parent / "memory.current").write_text("6000\n")
-    assert host_memory.available_bytes(mount, own) == 3000, "of a group around it"
+    assert host_memory.available_bytes(mount, own) == 3000, "the limit of a parent group applies"
     (group.parent / "memory.stat").write_text("anon 1\ninactive_file 500\n")
-    assert host_memory.available_bytes(mount, own) == 3500, "pages of files can be dropped"
+    assert host_memory.available_bytes(mount, own) == 3500, "inactive file pages count as free"
     (first / "memory.limit_in_bytes").write_text("700\n")
     (first / "memory.usage_in_bytes").write_text("900\n")
-    assert host_memory.available_bytes(mount, own) == 0, "of the first version"
+    assert host_memory.available_bytes(mount, own) == 0, "limits of cgroup version 1 apply"
 
 
 def test_a_peak_is_the_memory_in_use_at_one_time():
@@ -312,7 +318,9 @@ def test_a_peak_is_the_memory_in_use_at_one_time():
     for _ in range(2):
         assert host_memory.peak_bytes(work) == pytest.approx(64 * MiB, rel=0.1)
     kept = []
-    assert host_memory.peak_bytes(lambda: kept.append(take())) == pytest.approx(64 * MiB, rel=0.1), "what stays counts"
+    assert host_memory.peak_bytes(lambda: kept.append(take())) == pytest.approx(64 * MiB, rel=0.1), (
+        "memory that is still allocated counts"
+    )
     assert host_memory.peak_bytes(lambda: None) < MiB
 
 
@@ -324,4 +332,6 @@ def test_zeros_take_memory_only_when_written(dtype):
     assert kept[0].dtype == dtype
     assert not kept[0][::16].any()
     row = kept[0][0].nbytes
-    assert row <= host_memory.peak_bytes(lambda: kept[0][7].fill_(1)) < row + 5 * MiB, "a huge page at either end"
+    assert row <= host_memory.peak_bytes(lambda: kept[0][7].fill_(1)) < row + 5 * MiB, (
+        "at most two huge pages more than the row"
+    )

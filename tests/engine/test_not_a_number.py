@@ -44,7 +44,7 @@ def test_old_contents_of_a_block_are_never_read(model, prompts, settings):
     assert run(engine, prompts, max_tokens=40, ignore_eos=True) == expected
 
 
-def test_a_request_with_nan_logits_fails_alone_and_shares_no_prefix(model, prompts):
+def test_a_request_with_nan_logits_affects_no_other_request_and_shares_no_prefix(model, prompts):
     params = SamplingParams(temperature=0.5, seed=1, max_tokens=8)
     engine = Engine(model, EngineConfig(kv_block_size=4))
     assert engine.add(Add("lost", prompts[1].numpy().tobytes(), params)) is None
@@ -109,7 +109,9 @@ def test_non_finite_logits_fail_only_their_own_rows(model, number):
 
     whole = drawn([0, 1, 2, 3])
     assert [draw[1] and [len(one.top) for one in draw[1]] for draw in whole] == [[2], None, [0], None]
-    assert [drawn([row]) for row in range(4)] == [[draw] for draw in whole], "as alone"
+    assert [drawn([row]) for row in range(4)] == [[draw] for draw in whole], (
+        "each row has the same draw as in a batch of its own"
+    )
     logits[[0, 3], 5] = number
     assert drawn([0, 1, 2, 3]) == [None, *whole[1:3], None]
 

@@ -211,7 +211,7 @@ def test_aborted_and_failed_requests_leave_only_computed_blocks(model, tokenizer
     assert [progress.error.name for progress in engine.step().progress] == ["StaleReference"]
     assert_all_free(engine)
     good = tokenizer.tokenize([{"image": picture(60, 90, 3)}, QUESTION], path_file)
-    assert cached(engine, good) == 0, "the step that failed left nothing"
+    assert cached(engine, good) == 0, "a failed step leaves no cached blocks"
     assert item.digest == model.read(good.numpy())[0].digest
 
 
@@ -268,7 +268,7 @@ def test_a_different_picture_is_never_a_hit(pair, model, tokenizer, path_file, t
         ids = tokenizer.tokenize([{"image": source}, QUESTION], path_file)
         (item,) = model.read(ids.numpy())
         found.append((cached(engine, ids), item.digest))
-        assert cached(engine, ids) == (len(ids) - 1) // 4 * 4, "and the same one does"
+        assert cached(engine, ids) == (len(ids) - 1) // 4 * 4, "the same picture is a hit"
     assert [number for number, _ in found] == [0, 0]
     assert found[0][1] != found[1][1]
 
@@ -305,11 +305,11 @@ def test_an_item_without_a_digest_is_never_a_hit(model, random_checkpoint, path_
     (item,) = model.read(ids.numpy())
     assert item.digest is None
     assert cached(engine, ids) == 0
-    assert cached(engine, ids) == item.start // 4 * 4, "the text before it is"
+    assert cached(engine, ids) == item.start // 4 * 4, "the text before the item is a hit"
 
 
 def variant(model, **attributes):
-    """Return a copy of the model, of a subclass with the given `attributes`."""
+    """Return a copy of the model whose class has the given `attributes`."""
     copy = object.__new__(type("Variant", (type(model),), attributes))
     copy.__dict__ = model.__dict__
     return copy
@@ -348,10 +348,10 @@ def greedy(model, ids, count):
     ],
     ids=["one step", "chunks smaller than a span", "token by token", "few blocks"],
 )
-def test_bidirectional_spans_are_never_cut(spans, settings, model, prompts):
+def test_bidirectional_spans_are_never_split(spans, settings, model, prompts):
     spanned = variant(model, bidirectional_spans=spans)
     expected = [greedy(spanned, ids, 8) for ids in prompts]
-    assert expected != [greedy(model, ids, 8) for ids in prompts], "the spans matter"
+    assert expected != [greedy(model, ids, 8) for ids in prompts], "the spans change the tokens"
     engine = Engine(spanned, EngineConfig(**SMALL, **settings))
     for _ in range(2):
         outputs, errors = run(engine, prompts, max_tokens=8, ignore_eos=True)
@@ -371,7 +371,7 @@ def test_all_items_of_a_bidirectional_span_must_be_equal(model, tokenizer, path_
     assert cached(Engine(model, EngineConfig()), ids) == 0
 
 
-def test_media_behind_a_prefix_matter_only_to_a_model_that_sees_them(model, tokenizer, path_file):
+def test_media_after_a_prefix_matter_only_to_a_model_that_sees_them(model, tokenizer, path_file):
     seeing = variant(model, traits=Traits(prefix_sees_later_media=True))
     for either, expected in ((seeing, [0, 0]), (model, [0, 32])):
         engine = Engine(either, EngineConfig(**SMALL))

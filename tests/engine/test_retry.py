@@ -19,7 +19,7 @@ DIED, LOST = ProcessDied("dead"), SegmentMissing("lost")
 
 
 class Script:
-    """A tokenizer and engine that returns or raises `steps` in order.
+    """A fake tokenizer or engine that returns or raises `steps` in order.
 
     If there are too many calls, IndexError is raised.
     """
@@ -72,7 +72,7 @@ async def test_a_request_whose_tokenizer_died_is_retried_once():
         await lost(source)
 
 
-async def test_a_request_that_waited_in_vain_for_a_process_is_not_retried():
+async def test_a_request_that_got_no_process_is_not_retried():
     absent = NoProcess("none came back")
     with pytest.raises(NoProcess):
         await tokenized(Script(absent), [TokenizeRequest(text="a")])
@@ -101,7 +101,7 @@ async def test_lost_blocks_are_rebuilt_once():
         await outputs(source, Script([LOST], [LOST]))
 
 
-async def test_a_tokenizer_that_dies_because_of_its_lost_arena_costs_the_request_no_try():
+async def test_lost_blocks_are_rebuilt_even_if_the_tokenizer_dies_first():
     (source,) = await tokenized(Script(FIRST, DIED, SECOND), [TokenizeRequest(text="a")])
     assert await outputs(source, Script([LOST], ["a"])) == ["a"]
     (source,) = await tokenized(Script(FIRST, DIED, DIED), [TokenizeRequest(text="a")])
@@ -125,7 +125,9 @@ async def test_unread_output_restarts_once():
     assert [one async for one in generated(source, engine.generate, "void")] == ["a", "b", "void", "a", "b", "c"]
     assert engine.seen == [FIRST, FIRST]
     engine = Script([DIED], ["a"])
-    assert [one async for one in generated(source, engine.generate, "void")] == ["a"], "there is nothing to take back"
+    assert [one async for one in generated(source, engine.generate, "void")] == ["a"], (
+        "without earlier output, nothing has to be discarded"
+    )
     with pytest.raises(ProcessDied):
         [one async for one in generated(source, Script(["a", DIED], ["a", DIED]).generate, "void")]
     engine = Script(["a", DIED], [LOST], ["b"])
@@ -208,7 +210,7 @@ async def test_blocks_are_freed_when_every_answer_has_consumed_them_or_ended(are
     first, second = source.use(), source.use()
     await first.take()
     first.release()
-    assert stage.held() == [True], "others have not begun"
+    assert stage.held() == [True], "the block is kept for answers that have not begun"
     await second.take()
     second.release()
     second.release()

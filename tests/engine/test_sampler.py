@@ -48,7 +48,7 @@ def draws(row: dict[int, float], count=400, **settings) -> Counter:
 
 
 def test_end_tokens_beyond_the_vocabulary_are_dropped():
-    """For `min_tokens`, end tokens are banned. An id beyond the vocabulary would ban a token of the next row."""
+    """`min_tokens` bans end tokens. An id beyond the vocabulary would ban a token of the next row."""
     device, dtype = torch.device("cpu"), torch.float32
     assert ModelSpec(VOCABULARY, 8, 8, 1, 1, 8, (2, VOCABULARY, VOCABULARY + 9, -1), device, dtype).eos_token_ids == EOS
 
@@ -62,11 +62,11 @@ def test_top_k_keeps_k_tokens():
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
-    # The softmax of these three tokens is 0.67, 0.24 and 0.09. All other tokens together have almost none.
+    # These three tokens have the probabilities 0.67, 0.24 and 0.09. All other tokens together have almost 0.
     row = {1: 12.0, 3: 11.0, 4: 10.0}
     assert set(draws(row, top_p=0.5)) == {1}
     assert set(draws(row, top_p=0.8)) == {1, 3}
-    assert set(draws(row, top_p=1e-46)) == {1}, "no float32 is as small"
+    assert set(draws(row, top_p=1e-46)) == {1}, "one token is kept even if top_p underflows in float32"
 
 
 def test_min_p_drops_tokens_far_below_the_most_likely():
@@ -207,7 +207,7 @@ def test_settings_that_are_not_used_launch_no_operators():
     with Operators() as operators:
         sample(rows, sequences, EOS)
         without_tokens(rows, sequences)
-    assert operators.count == 2, "a view of the logits, and their maxima"
+    assert operators.count == 2, "the operators are a view of the logits and their argmax"
 
 
 class Unread(list):
@@ -220,7 +220,7 @@ class Unread(list):
         raise AssertionError("copied")
 
 
-def test_penalties_do_not_walk_the_whole_sequence():
+def test_penalties_do_not_iterate_over_the_whole_sequence():
     """Counts are updated with each token, because counting 32,000 tokens again takes 33 ms per step."""
     settings = {"temperature": 0, "repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.3}
     whole, grown = sequence(prompt=(5, 8, 5), output=(8, 9, 9), **settings), sequence(prompt=(5, 8, 5), **settings)
@@ -267,15 +267,15 @@ def test_only_allowed_tokens_are_drawn():
     assert set(draws(row, allowed_token_ids=(4, 3, 30))) == {3, 4, 30}
 
 
-def test_a_bad_sequence_loses_only_its_last_token_after_the_others():
+def test_only_the_last_token_of_a_bad_sequence_is_banned_and_only_after_its_other_tokens():
     row, bad = {9: 9.0, 4: 8.0, 6: 1.0}, {"temperature": 0, "bad_token_ids": ((8, 3, 9), (4,))}
     assert sample(logits(row), [sequence(output=(8, 3), **bad)], EOS).tolist() == [6]
     for output in ((), (3,), (8, 3, 3), (8,)):
         assert sample(logits(row), [sequence(output=output, **bad)], EOS).tolist() == [9]
-    assert sample(logits(row), [sequence(prompt=(8, 3), **bad)], EOS).tolist() == [9], "the prompt does not count"
+    assert sample(logits(row), [sequence(prompt=(8, 3), **bad)], EOS).tolist() == [9], "only tokens of the output count"
 
 
-def test_rows_without_a_token_are_found():
+def test_rows_whose_settings_exclude_all_tokens_are_found():
     nothing = {"temperature": 0, "allowed_token_ids": (3, 4), "bad_token_ids": ((3,), (4,))}
     rows, sequences = logits({5: 1.0}, {5: 1.0}), [sequence(**nothing), sequence(temperature=0, allowed_token_ids=(3,))]
     sample(rows, sequences, EOS)

@@ -69,7 +69,7 @@ def scheduler(*sequences: Sequence, blocks: int = 100, tower_tokens: int = 100, 
 
 
 def step(sched: BaseScheduler) -> list[tuple[str, int, int]]:
-    """Schedule a step, and complete it as the engine does. Return (name, start, stop): computed tokens per sequence."""
+    """Schedule a step, and complete it as the engine does. Return (name, start, stop) of the computed tokens."""
     found = sched.schedule()
     if isinstance(sched, Scheduler):
         sched.computed(found)
@@ -96,7 +96,7 @@ def test_a_step_fills_the_token_budget_and_running_sequences_come_first():
         {"items": (picture(0, 10), picture(30, 90, b"large"))},  # both pictures together exceed the tower's limit
     ],
 )
-def test_a_long_prompt_does_not_delay_an_answer_that_began_behind_it(prompt):
+def test_a_long_prompt_does_not_delay_an_answer_that_began_after_it(prompt):
     """The short answer comes first in each later step, because a chunk of the long prompt fills the budget."""
     sched = scheduler(sequence("long", 200, **prompt), sequence("b", 4), tower_tokens=90, max_num_batched_tokens=40)
     assert step(sched) == [("long", 0, 30), ("b", 0, 4)]
@@ -104,7 +104,7 @@ def test_a_long_prompt_does_not_delay_an_answer_that_began_behind_it(prompt):
     assert step(sched) == [("b", 5, 6), ("long", 69, 108)]
 
 
-def test_a_more_urgent_sequence_overtakes_the_waiting_ones():
+def test_a_more_urgent_sequence_overtakes_waiting_sequences():
     """Sequences with lower priority numbers come first. Sequences with equal numbers keep their order."""
     ranked = [sequence(f"{priority}{name}", 4, priority=priority) for priority, name in ((1, "a"), (0, "b"), (1, "c"))]
     sched = scheduler(*ranked, sequence("-1d", 4, priority=-1), max_num_seqs=2)
@@ -173,7 +173,7 @@ def test_a_waiting_sequence_can_be_removed():
     assert step(sched) == [("a", 2, 3)]
 
 
-def test_a_chunk_does_not_cut_a_span():
+def test_a_chunk_does_not_end_within_a_span():
     sched = scheduler(sequence("a", 12, joined=((4, 9),)), max_num_batched_tokens=6)
     assert [step(sched) for _ in range(3)] == [[("a", 0, 4)], [("a", 4, 10)], [("a", 10, 12)]]
 
@@ -187,28 +187,28 @@ def test_a_span_beyond_the_budget_is_the_only_prompt_of_its_step():
     """The span cannot be split, but must run eventually. It may exceed the budget if its step has no other prompt."""
     large = sequence("large", 12, joined=((0, 12),))
     sched = scheduler(sequence("a", 3), large, sequence("b", 2), max_num_batched_tokens=5)
-    assert step(sched) == [("a", 0, 3)], "the span does not come behind another prompt"
+    assert step(sched) == [("a", 0, 3)], "the span is not added to a step with another prompt"
     assert step(sched) == [("a", 3, 4), ("large", 0, 12)]
     assert step(sched) == [("a", 4, 5), ("large", 12, 13), ("b", 0, 2)]
 
 
-def test_a_chunk_ends_before_media_that_the_tower_cannot_take():
+def test_a_chunk_ends_before_media_that_exceed_the_tower_budget():
     items = (picture(1, 3, b"first"), picture(5, 3, b"second"))
     sched = scheduler(sequence("a", 10, items=items), tower_tokens=4)
     assert [step(sched) for _ in range(2)] == [[("a", 0, 5)], [("a", 5, 10)]]
     again = sequence("b", 10, items=items)
     sched.add(again)
-    assert step(sched) == [("a", 10, 11), ("b", 0, 10)], "what is cached costs the tower nothing"
+    assert step(sched) == [("a", 10, 11), ("b", 0, 10)], "cached media use no tower budget"
 
 
-def test_media_behind_those_of_another_request_wait_for_the_next_step():
+def test_media_that_exceed_the_tower_budget_wait_for_the_next_step():
     sequences = [sequence(name, 6, items=(picture(2, 3, name.encode()),)) for name in "ab"]
     sched = scheduler(*sequences, tower_tokens=4)
     assert step(sched) == [("a", 0, 6), ("b", 0, 2)]
     assert step(sched) == [("a", 6, 7), ("b", 2, 6)]
 
 
-def test_media_and_spans_out_of_view_are_not_walked():
+def test_media_and_spans_outside_a_range_are_not_visited():
     """Each step and each block of a prompt looks up media and spans, so the lookup must be a search."""
 
     class Unread(list):
@@ -225,7 +225,7 @@ def test_media_and_spans_out_of_view_are_not_walked():
 
 
 def test_media_may_overlap():
-    """In some Molmo checkpoints, the features of every picture go over those of the first picture."""
+    """In some Molmo checkpoints, the features of every picture overwrite the features of the first picture."""
     items = tuple(picture(4, length, b"%d" % length) for length in (5, 9, 2, 7))
     one = sequence("a", 20, items=items)
     for start in range(20):
@@ -235,14 +235,14 @@ def test_media_may_overlap():
 def test_the_newest_sequence_is_preempted_and_resumed_first():
     first, second = sequence("a", 6), sequence("b", 6)
     sched = scheduler(first, second, sequence("c", 1), blocks=4)
-    assert step(sched) == [("a", 0, 6), ("b", 0, 6)], "no block is left for the third"
+    assert step(sched) == [("a", 0, 6), ("b", 0, 6)], "no block is left for the third sequence"
     assert step(sched) == [("a", 6, 7), ("b", 6, 7)]
     assert step(sched) == [("a", 7, 8), ("b", 7, 8)]
     assert step(sched) == [("a", 8, 9)]
     assert sched.preemptions == 1
     assert [one.request_id for one in sched.waiting] == ["b", "c"]
     assert (second.num_computed, second.kv_blocks, second.num_output) == (0, [], 3)
-    assert step(sched) == [("a", 9, 10)], "it needs three blocks for its nine tokens"
+    assert step(sched) == [("a", 9, 10)], "the preempted sequence waits, because its nine tokens need three blocks"
     sched.remove(first)
     assert step(sched) == [("b", 0, 9), ("c", 0, 1)]
 
@@ -263,7 +263,7 @@ def test_a_sequence_alone_that_needs_more_blocks_is_preempted():
     assert (sched.preemptions, sched.usage) == (1, 0)
 
 
-def test_a_prompt_begins_behind_the_blocks_that_it_can_share():
+def test_a_prompt_is_computed_from_the_end_of_its_shared_blocks():
     first = sequence("a", 10, shared=True)
     sched = scheduler(first)
     step(sched)
@@ -282,7 +282,7 @@ def test_a_prompt_waits_for_blocks_of_the_same_step_if_they_save_half():
     assert step(sched) == [("a", 0, 9)]
     assert step(sched) == [("a", 9, 10), ("b", 8, 9), ("c", 0, 2)]
     sched = scheduler(sequence("a", 9, shared=True), sequence("b", 9), max_num_batched_tokens=20)
-    assert step(sched) == [("a", 0, 9), ("b", 0, 9)], "what shares nothing does not wait"
+    assert step(sched) == [("a", 0, 9), ("b", 0, 9)], "a sequence that shares no blocks does not wait"
 
 
 def test_a_preempted_sequence_finds_its_remaining_blocks():
@@ -294,7 +294,7 @@ def test_a_preempted_sequence_finds_its_remaining_blocks():
     assert step(sched) == [("a", 8, 9)]
     sched.remove(first)
     assert step(sched) == [("b", 8, 12)]
-    assert second.num_cached == 0, "of the first time"
+    assert second.num_cached == 0, "num_cached keeps its value from the first scheduling"
 
 
 def encoder_decoder(*sequences: Sequence, room: int = 1000, **settings) -> Seq2SeqScheduler:
@@ -306,11 +306,11 @@ def encoder_decoder(*sequences: Sequence, room: int = 1000, **settings) -> Seq2S
     return sched
 
 
-def test_an_encoder_decoder_encodes_a_prompt_whole_beside_running_answers():
+def test_an_encoder_decoder_encodes_whole_prompts_while_answers_run():
     sched = encoder_decoder(sequence("a", 5), sequence("b", 4), sequence("c", 9), max_num_batched_tokens=8)
-    assert step(sched) == [("a", 0, 5)], "the second does not fit behind the first"
+    assert step(sched) == [("a", 0, 5)], "the second prompt does not fit in the same step"
     assert step(sched) == [("a", 5, 6), ("b", 0, 4)]
-    assert step(sched) == [("a", 6, 7), ("b", 4, 5), ("c", 0, 9)], "a step's first prompt may be more than the budget"
+    assert step(sched) == [("a", 6, 7), ("b", 4, 5), ("c", 0, 9)], "the first prompt of a step may exceed the budget"
 
 
 def test_an_encoder_decoder_limits_the_media_of_a_step():

@@ -88,7 +88,7 @@ async def test_a_schema_that_takes_too_long_is_refused(check: SchemaCheck, schem
     before = used_s()
     with pytest.raises(InputError, match="processor time"):
         await check.check(fits(schema))
-    assert used_s() == before, "it is remembered"
+    assert used_s() == before, "the result is cached"
     await check.check(fits('{"type": "boolean"}'))
 
 
@@ -127,7 +127,7 @@ async def test_a_schema_that_the_engine_must_compile_again_is_checked_again(
         await check.check(fits(schema))
     assert tried == [first, second, *others]
     await check.check(fits(first))  # not checked again: this schema was used recently, so it is still compiled
-    await check.check(fits(second))  # checked again: as many other schemas as stay compiled have evicted this schema
+    await check.check(fits(second))  # checked again: other schemas have evicted this schema
     assert tried == [first, second, *others, second]
 
 
@@ -166,7 +166,7 @@ async def test_a_schema_that_is_too_large_is_refused_unread(check: SchemaCheck) 
         await check.check(fits(f'"{"x" * MAX_STRUCTURE_BYTES}"'))
 
 
-async def test_cancelled_checks_do_not_run(check: SchemaCheck) -> None:
+async def test_canceled_checks_do_not_run(check: SchemaCheck) -> None:
     before = used_s()
     asked = [asyncio.create_task(check.check(fits(LONG.format(1000003 + i)))) for i in range(40)]
     await asyncio.sleep(0)
@@ -174,12 +174,12 @@ async def test_cancelled_checks_do_not_run(check: SchemaCheck) -> None:
         one.cancel()
     await asyncio.wait(asked)
     await check.check(fits('{"type": "null"}'))
-    assert used_s() - before < 0.5, "of 40, the one in work"
+    assert used_s() - before < 0.5, "of the 40 checks, only the one that has begun runs"
     with pytest.raises(InputError):
         await check.check(fits("5"))
 
 
-async def test_cancelled_checks_do_not_enlarge_the_memory_of_schemas(check: SchemaCheck) -> None:
+async def test_canceled_checks_do_not_enlarge_the_cache_of_results(check: SchemaCheck) -> None:
     """The check remembers as many schemas as the engine keeps compiled.
 
     Further schemas would pass without a pause, although the engine would compile them each time.
@@ -220,7 +220,7 @@ async def test_closing_does_not_wait_for_schemas() -> None:
     asked = [asyncio.create_task(check.check(fits(LONG.format(1000003 + i)))) for i in range(20)]
     await asyncio.sleep(0)
     await check.close()
-    assert processor_s(os.getpid()) - before < 10 * COMPILE_S, "those that had waited are not compiled"
+    assert processor_s(os.getpid()) - before < 10 * COMPILE_S, "waiting schemas are not compiled"
     for ended in await asyncio.gather(*asked, return_exceptions=True):
         assert isinstance(ended, ProcessDied | asyncio.CancelledError)
     assert not [child for child in psutil.Process().children() if schema_check.__name__ in child.cmdline()]

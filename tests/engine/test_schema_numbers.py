@@ -1,4 +1,4 @@
-"""Tests of numbers in JSON schemas that float64 cannot represent. No answer may contain a rounded number instead."""
+"""Tests of JSON schemas with numbers that float64 cannot represent. No answer may contain a rounded number instead."""
 
 import json
 from typing import Any
@@ -68,7 +68,7 @@ def takes(grammars: Grammars, tokenizer: Tokenizer, schema: Any, text: str) -> b
         ({"default": {"const": 2**53 + 1}, "examples": [2**53 + 1], "enum": [1]}, [1], [2]),
     ],
 )
-def test_no_other_number_is_accepted(
+def test_exactly_the_numbers_that_fit_the_schema_are_accepted(
     grammars: Grammars, tokenizer: Tokenizer, schema: Any, fitting: list[Any], others: list[Any]
 ) -> None:
     def text(value: Any) -> str:

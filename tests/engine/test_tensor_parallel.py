@@ -101,7 +101,7 @@ async def test_two_ranks_give_the_tokens_of_one_process(engine, model, prompts):
     found = await asyncio.gather(*(tokens(engine, name, ids) for name, ids in prompts.items()))
     assert found == [*outputs.values()]
     again = await asyncio.gather(*(tokens(engine, name, ids) for name, ids in prompts.items()))
-    assert again == found, "from the encoder's and the prefix cache"
+    assert again == found, "tokens from cached features and prefixes are the same"
     assert engine.stats.prefix_cache_hits > 0
 
 
@@ -121,10 +121,10 @@ async def test_a_seed_repeats_its_tokens_and_requests_without_a_seed_differ(engi
     )
     assert first == second
     assert all(len(found) == 12 for found in others)
-    assert len({tuple(found) for found in others}) == 3, "each has its own"
+    assert len({tuple(found) for found in others}) == 3, "each request without a seed has its own random seed"
 
 
-async def test_a_schema_holds_on_all_ranks(engine, model, random_checkpoint):
+async def test_all_ranks_give_answers_that_fit_the_schema(engine, model, random_checkpoint):
     schema = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]})
     one = Engine(model, EngineConfig())
     one.grammars = Grammars(load_tokenizer(Checkpoint.open(random_checkpoint)), model.spec.eos_token_ids)
@@ -137,7 +137,7 @@ async def test_a_schema_holds_on_all_ranks(engine, model, random_checkpoint):
     assert await tokens(engine, "again", PROMPT, params) == outputs[0]
 
 
-async def test_a_request_that_fails_fails_alone(engine, prompts, tmp_path):
+async def test_a_failed_request_does_not_affect_other_requests(engine, prompts, tmp_path):
     release(tmp_path / "two")
     long = np.full(9000, 5)
     good, stale, broken, much = await asyncio.gather(
@@ -196,7 +196,7 @@ async def test_a_killed_process_restarts_all_processes(engine, which):
         async for _ in stream:
             pass
     assert_gone(processes)
-    assert await tokens(engine, "after") == right, "it waits for those that are started anew"
+    assert await tokens(engine, "after") == right, "a later request waits for the new processes"
     assert not {process.pid for process in everything(engine)} & {process.pid for process in processes}
 
 
@@ -333,7 +333,7 @@ def test_checkpoints_that_cannot_be_sharded_are_refused(tmp_path, random_checkpo
 
 
 @pytest.mark.slow
-async def test_an_error_of_the_ranks_is_raised_by_the_start(tmp_path):
+async def test_starting_raises_an_error_of_the_ranks(tmp_path):
     with pytest.raises(UnsupportedCheckpoint, match=r"no config\.json"):
         await AsyncEngine.start(tmp_path, TWO)
 

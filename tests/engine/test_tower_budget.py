@@ -39,7 +39,7 @@ def test_items_fit_up_to_either_limit_and_one_item_always_fits(limits, fits):
         assert budget.can_take(one) == expected
         if expected:
             budget.take(one)
-    assert budget.can_take(item(b"\0")), "it is in already"
+    assert budget.can_take(item(b"\0")), "an item that is already in the call uses no budget"
 
 
 def test_items_without_a_digest_are_told_apart_by_reference():
@@ -49,12 +49,12 @@ def test_items_without_a_digest_are_told_apart_by_reference():
     assert not budget.can_take(item(None, "two"))
 
 
-def test_counting_the_items_that_fit_does_not_take_them():
+def test_counting_the_items_that_fit_uses_no_budget():
     budget = TowerBudget(TowerLimits(8, 10**6, 25))
     items = [item(bytes([number])) for number in (0, 0, 1, 2, 3)]
     assert [budget.num_fitting(items) for _ in range(2)] == [3, 3]
     assert budget.num_fitting([]) == 0
-    assert budget.num_fitting([item(b"large", num_features=100), *items]) == 1, "the first one always fits"
+    assert budget.num_fitting([item(b"large", num_features=100), *items]) == 1, "the first item always fits"
     budget.take(items[-1])
     assert budget.num_fitting(items) == 2
 
@@ -84,13 +84,13 @@ def test_a_burst_of_large_pictures_takes_several_calls_of_the_tower(random_check
         (one,) = model.read(prompts[0].numpy())
         cost = sum(one.view[name].nbytes for name in one.view) + one.shape.num_features * model.spec.feature_bytes
         sizes, expected = calls(Engine(model, EngineConfig()), prompts)
-        assert sizes == [12], "requests share a call"
+        assert sizes == [12], "several requests share a call"
         sizes, outputs = calls(Engine(model, EngineConfig(max_tower_bytes=5 * cost)), prompts)
         assert sizes == [5, 5, 2]
         assert outputs == expected
         together = tokenizer.tokenize([{"image": picture(112, 112, i)} for i in range(12)], path_file)
         sizes, _ = calls(Engine(model, EngineConfig(max_tower_bytes=5 * cost)), [together])
-        assert sizes == [5, 5, 2], "of one prompt, too"
+        assert sizes == [5, 5, 2], "the items of one prompt are also split into several calls"
         params = SamplingParams(temperature=0, max_tokens=1)
         engine = Engine(model, EngineConfig(max_tower_bytes=1))
         engine.add(Add("r", together.numpy().tobytes(), params))

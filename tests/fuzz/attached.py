@@ -90,7 +90,7 @@ def living_arena() -> Iterator[Target]:
                     survey()
             finally:
                 memory[PAGE:] = control + rest
-            assert _read(ref), "once it is mended it is read"
+            assert _read(ref), "the block must be readable after the repair"
             free(ref)
             return accepted
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow  # each process imports every decoder anew
 @pytest.fixture(scope="module")
 def media() -> list[Sample]:
     found = samples()
-    assert len({sample[:2] for sample in found}) == len(found), "names are told apart"
+    assert len({sample[:2] for sample in found}) == len(found), "two samples have the same kind and name"
     return found
 
 
@@ -71,7 +71,7 @@ def test_media_decode_to_the_same_arrays_as_without_locks(media, locked, kind):
         expected = {name: digest_of(kind, data) for one, name, data in media if one == kind}
     found = {name: digest for (one, name, _), digest in zip(media, locked[0], strict=True) if one == kind}
     assert found == expected
-    assert sum(len(digest) == 64 for digest in found.values()) > 30, "most are decoded, not refused"
+    assert sum(len(digest) == 64 for digest in found.values()) > 30, "most files must be decoded, not refused"
 
 
 @pytest.mark.slow

@@ -91,9 +91,9 @@ def require(name: str, mechanism: str) -> None:
         if one.lower().startswith(mechanism):
             pytest.skip(one)
     if mechanism == "landlock" and landlock.abi() < NEEDED_ABI.get(name, 1):
-        pytest.skip(f"Landlock of this kernel has ABI {landlock.abi()}, this needs {NEEDED_ABI[name]}")
+        pytest.skip(f"this kernel has version {landlock.abi()} of Landlock's ABI; the act needs {NEEDED_ABI[name]}")
     if name in ON_X86 and os.uname().machine != "x86_64":
-        pytest.skip("x86-64 alone has a second interface")
+        pytest.skip("only x86-64 has a second system call interface")
 
 
 @pytest.mark.parametrize("user", USERS)
@@ -102,7 +102,7 @@ def test_each_act_is_stopped_by_its_mechanism(name, mechanism, outcome, user):
     require(name, mechanism)
     found = outcomes(user)[name, mechanism]
     if name in GUARDED and mechanism == "none" and found["outcome"] != outcome:
-        pytest.skip(f"this machine forbids it to everybody: {found['outcome']}")
+        pytest.skip(f"this machine forbids the act to all processes: {found['outcome']}")
     assert str(found["outcome"]).startswith(outcome)
     if mechanism == "all":
         block = 7 if name in {"write_its_block", "write_behind_its_block"} else 0

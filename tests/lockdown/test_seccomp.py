@@ -90,7 +90,7 @@ def test_calls_of_other_architectures_and_of_x32_kill_the_process():
 )
 def test_system_call_numbers_match_the_kernels_headers(machine, header):
     if not (path := Path(header)).exists():
-        pytest.skip(f"no {path}: the headers of the kernel are not installed")
+        pytest.skip(f"the headers of the kernel are not installed: there is no {path}")
     found = {
         name: int(value) for name, value in re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", path.read_text("utf-8"))
     }

@@ -140,7 +140,7 @@ def test_formats_that_libsndfile_cannot_read_are_decoded(container, codec):
     best = max(
         np.corrcoef(original[2000:20_000], found[2000 + shift : 20_000 + shift])[0, 1] for shift in range(0, 1200, 1)
     )
-    assert best > 0.99, "one of the shifts that coders delay by"
+    assert best > 0.99, "no shift aligns the decoded samples with the original"
 
 
 def test_a_transport_stream_with_only_sound_is_decoded():
@@ -247,7 +247,7 @@ def test_bytes_after_an_mp3_are_ignored(behind):
     whole = open_audio(data).decode(44_100, 10**6)
     found = open_audio(data + behind).decode(44_100, 10**6)
     assert np.array_equal(found[: len(whole)], whole)
-    assert len(found) - len(whole) < 1152, "a frame's padding at most"
+    assert len(found) - len(whole) < 1152, "at most the padding of one frame may be added"
     expected = load_audio(f"data:;base64,{base64.b64encode(data + behind).decode()}", 44_100, backend="soundfile")
     assert np.abs(found[: len(expected)] - expected).max() < 1e-5
 
@@ -259,7 +259,7 @@ def test_a_stream_without_a_container_continues_after_damage(container, codec, f
     for damaged in (data[:-100], data[:9000] + b"junk" * 80 + data[9000:], data + data):
         found = open_audio(damaged).decode(48_000, 10**6)
         assert len(found) > len(whole) - 5 * frame
-    assert len(found) > 1.9 * len(whole), "one behind the other"
+    assert len(found) > 1.9 * len(whole), "both copies must be decoded, one after the other"
 
 
 def test_a_damaged_file_in_a_container_is_refused():

@@ -131,7 +131,7 @@ LOCATIONS = [
     (b"//HOST/echo/%7E~", "/echo/%7E~"),
     (b"http://HOST/echo/%7E~?a=b%3D", "/echo/%7E~?a=b%3D"),
 ]
-"""Location headers, in which HOST stands for the server, and the request target that each must lead to."""
+"""Location headers, and the request target that each header must lead to. HOST is replaced with the server's host."""
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -241,7 +241,7 @@ async def test_a_location_is_requested_byte_for_byte(server: str, number: int) -
 
 
 @pytest.mark.parametrize("name", [*ENCODED][: [*ENCODED].index("invalid gzip")])
-async def test_decodes_the_named_content_encodings(server: str, name: str) -> None:
+async def test_decodes_supported_content_encodings(server: str, name: str) -> None:
     spent: list[int] = []
     assert await get(f"{server}/encoded?name={quote(name)}", spend=spent.append) == BODY
     assert sum(spent) >= len(BODY)

@@ -173,7 +173,7 @@ def test_an_icon_is_the_largest_picture_with_the_fewest_colours_as_in_pillow():
     assert found[0, 0].tolist() == [0, 0, 255]
 
 
-def test_the_error_names_a_pillow_limit_that_the_program_set(monkeypatch):
+def test_the_error_mentions_a_pillow_limit_that_the_program_has_set(monkeypatch):
     data = encoded(photograph(size=(80, 60)), "PNG")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(LimitExceeded, match=re.escape("PIL.Image.MAX_IMAGE_PIXELS is 1000")):

@@ -250,7 +250,7 @@ def test_each_frame_is_read_as_an_image(tmp_path):
     ],
     ids=str,
 )
-def test_a_bad_frame_is_named(frame, message):
+def test_the_error_says_which_frame_is_bad(frame, message):
     with pytest.raises(InputError, match=message):
         read_source(Media("video", (DATA, frame)))
 

@@ -154,7 +154,7 @@ def test_frames_before_the_first_keyframe_do_not_count(container):
 
 
 MOTION_THEN_STILL = [*range(20), *range(20, 220, 10)]
-"""Times of 40 frames of 21.1 s in all, as in a screen recording. The last frame is shown for 0.1 s."""
+"""Times of the 40 frames of a video of 21.1 s, as in a screen recording. The last frame is shown for 0.1 s."""
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_hidden_frames_do_not_count():
 def test_a_damaged_hevc_does_not_deadlock_the_decoder_threads():
     data = encode_video(moving_frames(6, 64, 48), codec="libx265", options={"x265-params": "log-level=none"})
     parameters = bytes.fromhex("4401c173d089")
-    assert parameters in data, "the encoder's picture parameter set, of which one bit is changed"
+    assert parameters in data, "the encoder did not write the picture parameter set that the test changes"
     damaged = data.replace(parameters, bytes.fromhex("4401c1739089"))
     refusals = []
 
@@ -368,7 +368,7 @@ def test_the_duration_of_given_frames_follows_from_their_rate():
             open_video(moving_frames(5), 0.4)
 
 
-def test_a_broken_frame_is_named():
+def test_the_error_says_which_frame_is_broken():
     data = encoded(photograph(size=(40, 30)), "PNG")
     video = open_video((data, data[:-100]), None)
     with pytest.raises(MediaError, match="frame 1: the PNG image of 40x30 pixels is broken"):

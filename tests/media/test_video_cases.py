@@ -155,7 +155,7 @@ def test_placeholders_in_headers_written_to_a_pipe_are_ignored(container, codec,
 
 @pytest.mark.parametrize("stated", [0, PLACEHOLDER, 2**31 - 1])
 @pytest.mark.parametrize("riff", [0, 2**32 - 1])
-def test_an_unfinished_avi_is_counted(stated, riff):
+def test_the_frames_of_an_unfinished_avi_are_counted(stated, riff):
     data = bytearray(encode_video(moving_frames(20), container="avi", codec="mpeg4"))
     struct.pack_into("<I", data, 4, riff)
     struct.pack_into("<I", data, data.index(b"avih") + 8 + 16, stated)
@@ -183,7 +183,7 @@ def test_the_rate_of_matroska_follows_the_times_and_not_the_default_duration(rea
     fps = EncodedVideo.open(data).fps
     assert fps == (pytest.approx(stated, abs=1e-6) if real == stated else pytest.approx(float(real), rel=0.02))
     if real == Fraction(2947, 100):
-        assert fps == pytest.approx(29.47, abs=0.25), "the last frame lasts for the default duration"
+        assert fps == pytest.approx(29.47, abs=0.25), "only the duration of the last frame may differ"
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska", "mpegts"])
@@ -210,7 +210,7 @@ CUT = {
 @pytest.mark.parametrize("codec", CUT)
 def test_pictures_whose_references_were_cut_off_are_not_counted(codec, container):
     if codec in ("vp8", "vp9") and container != "matroska":
-        pytest.skip("the container has no such codec")
+        pytest.skip("the container does not support the codec")
     name, options = CUT[codec]
     whole = encode_video(moving_frames(40), container="matroska", codec=name, options=options)
     for start in (3, 10, 11, 20):

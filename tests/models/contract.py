@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from transformers.video_utils import VideoMetadata
 
 from mindie_mm.device import kind_of
+from mindie_mm.device.cpu.int8_linear import Int8Linear
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.requests.engine_messages import Add
@@ -224,6 +225,8 @@ class FamilyContract:
     """Class of the reference, whose only argument is the path of the checkpoint."""
     tolerance: ClassVar[float] = 1e-4
     """Largest allowed difference of any float32 logit."""
+    int8_tolerance: ClassVar[float] = 0.1
+    """Largest allowed difference of the logits with int8 weights, as a norm relative to the norm of the logits."""
     bf16_tolerance: ClassVar[float] = 0.15
     """Largest allowed difference of any bfloat16 logit, in standard deviations of the reference's logits.
 
@@ -505,6 +508,17 @@ class FamilyContract:
             own = ((half.logits(items) - expected)[open_].abs().max() / scale).item() if half else 0.0
             assert own <= 0.5, f"{name}: in bfloat16 the reference is off by {own:.3f}, and says nothing"
             assert found <= max(self.bf16_tolerance, 2 * own), f"{name}: {found:.3f}; the reference itself {own:.3f}"
+
+    def test_int8_weights_change_the_logits_little(self, path, device, model, tokenized):
+        if device != "cpu":
+            pytest.skip("only the CPU multiplies int8")
+        quantized = load_model(path, device=device, dtype="float32", weights="int8")
+        assert any(isinstance(module, Int8Linear) for module in quantized.module.modules())
+        for name in self.prompts:
+            expected, found = self.logits(model, tokenized[name]), self.logits(quantized, tokenized[name])
+            open_ = expected > -1e30  # a family may mask tokens
+            off = (found - expected)[open_].norm() / (expected[open_] - expected[open_].mean()).norm()
+            assert 0 < off <= self.int8_tolerance, f"{name}: {off:.3f}"
 
     def test_tokens_generated_in_bfloat16_are_among_the_likeliest(self, path, device, model, tokenized):
         """Where the tokens first differ from float32, the token is among the likeliest in float32."""

@@ -151,6 +151,7 @@ class Blip2T5Reference(Blip2Reference, Seq2SeqReference):
 
 
 class TestBlip2T5(Seq2SeqContract):
+    int8_tolerance = 0.2  # 0.13 was measured
     name = "blip_2"
     reference_class = Blip2T5Reference
     unspelled = True

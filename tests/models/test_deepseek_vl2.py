@@ -58,6 +58,7 @@ class DeepseekVL2Contract(FamilyContract):
     name = "deepseek_vl2"
     settings_file = "processor_config.json"
     num_tokens = 8
+    int8_tolerance = 0.25  # 0.18 was measured, because rounding changes the chosen experts
 
     @classmethod
     def write_checkpoint(cls, out):

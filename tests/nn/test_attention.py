@@ -95,7 +95,7 @@ def test_a_batch_without_a_cache_equals_whole_sequences():
 
 @pytest.mark.parametrize("window", [None, 3, 5, 30])
 def test_chunks_with_bidirectional_spans_and_windows_equal_whole_sequences(window):
-    """Prompts mix bidirectional spans and causal tokens. The result is the same for a whole prompt and for chunks.
+    """Prompts contain bidirectional spans and causal tokens. A whole prompt and its chunks give the same result.
 
     No chunk ends within a span.
     """

@@ -31,7 +31,7 @@ WINDOW = 4
 
 
 def text_model(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """Return a text model of transformers with random weights, including norms and biases, and paged attention."""
+    """Return a transformers text model with paged attention and random weights, including norms and biases."""
     torch.manual_seed(0)
     AttentionInterface.register(attention.NAME, attention.attend)
     config = getattr(transformers, f"{name}Config")(**SIZES | settings, attn_implementation=attention.NAME)
@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", MODELS)
-def test_replaced_layers_compute_the_same(case: str, dtype: torch.dtype) -> None:
+def test_replaced_layers_give_the_same_results(case: str, dtype: torch.dtype) -> None:
     name, settings = MODELS[case]
     model = text_model(name, dtype, **settings)
     expected = whole(model)
@@ -133,7 +133,7 @@ def test_a_changed_layer_is_kept() -> None:
 
 @pytest.mark.parametrize("order", ["consecutive", "scattered"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_decode_steps_over_pages_equal_whole_sequences(name: str, order: str) -> None:
+def test_decode_steps_over_pages_equal_whole_sequences(name: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = text_model(name)
     fuse(model)
     size, lengths = 4, (LENGTH, 5, 8)
@@ -148,8 +148,10 @@ def test_decode_steps_over_pages_equal_whole_sequences(name: str, order: str) ->
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    for pages in (*cache.keys, *cache.values):
-        pages.fill_(torch.nan)  # no step may read a place that no token has filled
+    monkeypatch.setattr("mindie_mm.device.cpu.cpu_kernels._MIN_BYTES", 0)
+    if order == "consecutive":
+        for pages in (*cache.keys, *cache.values):
+            pages.fill_(torch.nan)  # pages that are read in place are read up to their last token
     hidden = [torch.randn(1, n, 64, generator=torch.Generator().manual_seed(n)) for n in lengths]
 
     def run(chunks: list[Chunk], rows: list[Tensor], cache: PagedCache | None) -> Tensor:
@@ -172,13 +174,29 @@ def test_decode_steps_over_pages_equal_whole_sequences(name: str, order: str) ->
     torch.testing.assert_close(together, torch.stack([one[-1] for one in expected]), rtol=1e-5, atol=1e-5)
 
 
-def test_pages_are_read_in_place_only_if_their_blocks_are_consecutive() -> None:
-    rows = Rows.build([1, 1, 1], [7, 7, 3], [[2, 3], [3, 2], [5]], 4, torch.device("cpu"))
-    assert rows.first_slots == [8, None, 20]
+@pytest.mark.parametrize(
+    ("blocks", "length", "is_fused"),
+    [
+        ([[2, 3]], 7, True),
+        ([[3, 2]], 7, False),
+        ([[2, 3], [4, 5]], 7, False),
+        ([[2, 3], [4, 5]], 8, True),
+        ([[2, 3], [5, 4]], 8, False),
+    ],
+)
+def test_pages_are_read_in_place_if_they_are_consecutive_and_large_enough(
+    blocks: list[list[int]], length: int, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = len(blocks)
+    rows = Rows.build([1] * count, [length] * count, blocks, 4, torch.device("cpu"))
     keys = torch.randn(6, 4, 2, 8)
-    values, query = torch.randn_like(keys), torch.randn(4, 3, 8)
+    values, query = torch.randn_like(keys), torch.randn(4, count, 8)
+    monkeypatch.setattr("mindie_mm.device.cpu.cpu_kernels._MIN_BYTES", 8 * 2 * (8 + 8) * 4)
+    assert CPUKernels().attends(query, keys, values, rows) == is_fused
+    if not is_fused:
+        return
     out = CPUKernels().attend(query, keys, values, rows, 0.3)
-    for number, (length, blocks) in enumerate([(7, [2, 3]), (7, [3, 2]), (3, [5])]):
-        key, value = (pages[blocks].flatten(0, 1)[:length].repeat_interleave(2, 1) for pages in (keys, values))
+    for number, held in enumerate(blocks):
+        key, value = (pages[held].flatten(0, 1)[:length].repeat_interleave(2, 1) for pages in (keys, values))
         weights = (torch.einsum("hd,lhd->hl", query[:, number], key) * 0.3).softmax(-1)
         torch.testing.assert_close(out[number], torch.einsum("hl,lhd->hd", weights, value))

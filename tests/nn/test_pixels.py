@@ -21,14 +21,14 @@ def sliced(pixels: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", [lambda pixels: pixels, channels_first, sliced])
 @pytest.mark.parametrize("values", [CHANNELS, {"mean": (0.5,), "std": (0.25,)}])
-def test_each_channel_is_normalised_in_any_memory_layout(layout, values):
+def test_each_channel_is_normalized_in_any_memory_layout(layout, values):
     normalized = Normalization(**values, rescale_factor=1 / 255)(layout(PIXELS))
     mean, std = (torch.tensor(values[name]).view(-1, 1, 1) * 255.0 for name in ("mean", "std"))
     assert normalized.dtype == torch.float32
     assert torch.equal(normalized, (PIXELS.permute(0, 3, 1, 2).float() - mean) / std)
 
 
-def test_pixels_may_be_rescaled_without_normalisation():
+def test_pixels_may_be_rescaled_without_normalization():
     normalized = Normalization((), (), 1 / 255)(PIXELS)
     assert torch.equal(normalized, PIXELS.permute(0, 3, 1, 2).float() * (1 / 255))
     assert torch.equal(Normalization((), (), 1.0)(PIXELS), PIXELS.permute(0, 3, 1, 2).float())

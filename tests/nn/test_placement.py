@@ -62,7 +62,7 @@ def test_a_32_bit_tower_is_more_exact_in_a_16_bit_model(random_checkpoint, ids):
 
 @pytest.mark.parametrize("name", ["vision", "projector"])
 @pytest.mark.parametrize("bits", [4, 8, 0, 64])
-def test_other_precisions_are_refused_by_name(name, bits):
+def test_other_precisions_are_refused(name, bits):
     with pytest.raises(InputError, match=f"{name}_bits is {bits}; it must be 16 or 32"):
         EngineConfig(**{f"{name}_bits": bits})
 
@@ -90,7 +90,7 @@ def test_a_model_without_the_part_is_refused():
         place(Bare(text=nn.Linear(2, 2)), Placement(bits=16), Placement())
 
 
-def test_another_precision_for_a_quantised_part_is_refused():
+def test_another_precision_for_a_quantized_part_is_refused():
     packed = nn.Linear(2, 2)
     packed.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
     with pytest.raises(InputError, match="quantized"):

@@ -26,12 +26,12 @@ def test_each_weight_follows_the_first_rule_that_matches():
         assert torch.equal(renamed.weights[f"layer.3.{part}"], expected)
     assert torch.equal(renamed.weights["position"], position[0])
     assert torch.equal(renamed.weights["head.weight"], head.T)
-    assert renamed.weights["norm"] is published["norm"], "a weight of no rule keeps its name"
+    assert renamed.weights["norm"] is published["norm"], "a weight without a matching rule keeps its name"
     assert [*renamed.others] == ["other"]
     assert not renamed.misfits
 
 
-def test_missing_and_misshapen_weights_have_their_published_name_and_shape():
+def test_missing_weights_and_wrong_shapes_are_reported_with_published_names():
     shapes = {**{f"layer.0.{part}": (2, 2) for part in "qkv"}, "head.weight": (3, 2)}
     renamed = rename([("blocks.0.qkv", torch.zeros(5, 2))], shapes, RULES)
     assert set(renamed.misfits) == {("blocks.0.qkv", (5, 2), (6, 2))}

@@ -34,12 +34,12 @@ FLAT = {
 
 
 @pytest.mark.parametrize(("cls", "config"), [(LlavaConfig, LLAVA), (Qwen2VLConfig, FLAT)], ids=["sections", "flat"])
-def test_keys_that_are_read_or_translated_are_not_named(cls, config):
+def test_keys_that_are_read_or_translated_are_not_listed(cls, config):
     assert unused_keys(config, cls.from_dict) == []
     assert unused_keys(config, cls.from_dict) == []  # a second call detects whether the first changed its argument
 
 
-def test_keys_of_every_section_are_named():
+def test_unused_keys_of_every_section_are_listed():
     other = json.loads(json.dumps(LLAVA))
     other["vision_config"]["in_chans"] = 3
     other["text_config"]["rope_tetha"] = None
@@ -51,7 +51,7 @@ def test_keys_of_every_section_are_named():
     ]
 
 
-def test_a_key_at_the_top_is_named_unless_a_section_has_its_value():
+def test_a_key_at_the_top_level_is_listed_unless_a_section_has_the_same_value():
     config = {"model_type": "fuyu", "hidden_size": 64, "text_config": {"model_type": "persimmon", "hidden_size": 64}}
     assert unused_keys(config, FuyuConfig.from_dict) == []
     assert unused_keys(config | {"hidden_size": 32}, FuyuConfig.from_dict) == ["hidden_size"]
@@ -74,13 +74,13 @@ def test_unused_keys_are_logged_once_in_one_line(random_checkpoint, tmp_path, ca
 
 
 @pytest.mark.parametrize("stated", ["w8a8", "w4a16", "w8a8s"])
-def test_weights_quantised_for_mindie_are_refused_by_name(stated, random_checkpoint, tmp_path):
+def test_the_error_says_that_weights_are_quantized_for_mindie(stated, random_checkpoint, tmp_path):
     other = changed(random_checkpoint, tmp_path / "other", "config", {"quantize": stated})
     with pytest.raises(UnsupportedCheckpoint, match=f"quantized for MindIE .quantize is '{stated}'"):
         load_model(other, "cpu")
 
 
-def test_a_description_of_quantised_weights_is_refused(random_checkpoint, tmp_path):
+def test_a_checkpoint_with_a_description_of_quantized_weights_is_refused(random_checkpoint, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(random_checkpoint, other)
     (other / "quant_model_description_w8a8.json").write_text("{}")
@@ -89,7 +89,7 @@ def test_a_description_of_quantised_weights_is_refused(random_checkpoint, tmp_pa
         load_model(other, "cpu")
 
 
-def test_a_float_checkpoint_for_mindie_is_served(random_checkpoint, tmp_path):
+def test_a_float_checkpoint_for_mindie_is_accepted(random_checkpoint, tmp_path):
     other = changed(random_checkpoint, tmp_path / "other", "config", {"quantize": "float"})
     assert Checkpoint.open(other).config["quantize"] == "float"
     load_model(other, "cpu")

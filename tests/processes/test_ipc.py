@@ -113,7 +113,7 @@ async def test_a_busy_worker_ends_with_its_channel_and_removes_its_files(tmp_pat
     assert await child.channel.recv() == b"made"
     assert file.exists()
     await child.end()
-    assert child.status == 0, "by itself, not by a signal"
+    assert child.status == 0, "the worker must exit by itself, not by a signal"
     assert not file.exists()
     await child.end()
 
@@ -142,7 +142,7 @@ async def test_an_error_during_the_startup_of_a_worker_is_raised(how: str, error
         ("/bin/false", "it exited with status 1 before it was ready; it was started with sys.executable, /bin/false"),
     ],
 )
-async def test_an_executable_that_is_not_python_is_named_in_the_error(
+async def test_the_error_mentions_an_executable_that_is_not_python(
     monkeypatch: pytest.MonkeyPatch, executable: str, message: str
 ) -> None:
     """In a program that embeds Python, sys.executable may be empty or that program, so the error mentions it."""
@@ -187,7 +187,7 @@ async def test_a_worker_sees_its_channel_close_despite_a_forked_process(forked, 
     assert await child.channel.recv() == b"made"
     forked()
     await child.end()
-    assert child.status == 0, "by itself, not by a signal"
+    assert child.status == 0, "the worker must exit by itself, not by a signal"
 
 
 async def test_the_end_of_a_worker_is_seen_despite_a_process_forked_at_its_start(forked, monkeypatch):

@@ -31,7 +31,7 @@ def test_threads_of_a_service_sleep_soon(environment, tmp_path):
     with running_service({"spool": tmp_path / "spool"}, log := tmp_path / "log") as service:
         assert service.get("/health")
     counts = spin_counts(log.read_text())
-    assert len(counts) >= 2, "the engine and the tokenizer"
+    assert len(counts) >= 2, "at least the engine and the tokenizer must print their variables"
     assert set(counts) == {SPIN_COUNT}
 
 
@@ -51,11 +51,11 @@ def test_variables_of_the_operator_are_kept(environment, name, value):
     before = dict(os.environ) | {name: value}
     script = "import os, mindie_mm; print(sorted(os.environ.items()))"
     done = subprocess.run([sys.executable, "-c", script], env=before, capture_output=True, text=True, check=True)
-    assert eval(done.stdout) == sorted(before.items()), "nothing is added"
+    assert eval(done.stdout) == sorted(before.items()), "importing the package must not change variables"
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="tests do not run in parallel")
-def test_torch_knows_the_number_of_threads_of_parallel_tests():
+def test_torch_uses_the_number_of_threads_of_parallel_tests():
     """PyTorch must use OMP_NUM_THREADS threads.
 
     With more threads, parallel tests would compete for CPUs, and `copied_workers` could not copy workers.

@@ -35,7 +35,7 @@ async def test_pauses_grow_until_a_process_has_proved_itself():
     for _ in range(6):
         pauses.append(starter.pause_s)
         await starter.again(start)
-    assert pauses == [0, 0.01, 0.02, 0.04, 0.05, 0.05], "the first one is started at once"
+    assert pauses == [0, 0.01, 0.02, 0.04, 0.05, 0.05], "the first start must not be delayed"
     assert time.monotonic() - began >= sum(pauses)
     starter.proved()
     assert starter.pause_s == 0
@@ -57,14 +57,14 @@ async def test_waiting_is_limited_from_the_first_failure_and_skipped_if_hopeless
         raise error
 
     starter = Starter("the thing", first_pause_s=0.01, last_pause_s=0.01)
-    assert starter.patience_s() == RESTART_WAIT_S, "it may be back at any time"
+    assert starter.patience_s() == RESTART_WAIT_S, "a request waits the full time if no attempt has failed"
     again = asyncio.create_task(starter.again(start))
     await failed.wait()
     assert least <= starter.patience_s(10) <= most
     starter._failing_since_s = time.monotonic() - 11
     failed.clear()
     await failed.wait()
-    assert starter.patience_s(10) == 0, "it has failed for longer than anybody waits"
+    assert starter.patience_s(10) == 0, "the process has failed for longer than a request waits"
     mended.set()
     assert await again == "up"
     assert starter.patience_s() == RESTART_WAIT_S

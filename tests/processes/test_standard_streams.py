@@ -49,7 +49,7 @@ def test_unread_lines_wait_and_dropped_lines_are_counted():
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=write, text=True) as process,
     ):
         os.close(write)
-        assert process.stdout.readline() == "True\n", "nothing was dropped"
+        assert process.stdout.readline() == "True\n", "no line must be dropped yet"
         kept = []
         for line in log:
             if b"were dropped" in line:

@@ -39,7 +39,7 @@ async def test_cancelled_work_waits_for_its_threads() -> None:
 
 
 async def test_cancelled_work_that_waits_for_a_thread_never_runs() -> None:
-    """Threads stay free for other requests, whose work would have to wait behind the canceled work."""
+    """Canceled work must not occupy a thread, because the work of other requests would have to wait for this thread."""
     began, may_end = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(1))

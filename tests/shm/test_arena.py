@@ -1,4 +1,4 @@
-"""Tests of what an arena's owner does: create, allocate, publish, wait and close."""
+"""Tests of an arena's owner: creation, allocation, publishing, waiting and closing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_arrays_are_written_in_place_and_aligned(arena: Arena) -> None:
         assert view.ref == ref
 
 
-def test_a_block_left_unpublished_is_freed(arena: Arena) -> None:
+def test_an_unpublished_block_is_freed(arena: Arena) -> None:
     with arena.allocate(SPECS, path_file=None) as block:
         assert arena.num_blocks == 1
         with pytest.raises(StaleReference, match="filling"):
@@ -96,7 +96,7 @@ def test_a_block_is_freed_when_filling_it_fails(arena: Arena) -> None:
     assert arena.used_bytes == 0
 
 
-def test_the_path_file_names_the_block_before_it_is_filled(arena: Arena, path_file: Path) -> None:
+def test_a_block_is_recorded_in_the_path_file_before_it_is_filled(arena: Arena, path_file: Path) -> None:
     with arena.allocate(SPECS, path_file=path_file) as block:
         ref = block.ref
         line = f"mindie_mm-{ref.arena:04x} {ref.block} {ref.generation}\n"
@@ -123,7 +123,7 @@ def test_an_unwritable_path_file_allocates_no_block(arena: Arena, tmp_path: Path
 def test_a_block_freed_while_it_is_filled_is_not_published(arena: Arena, path_file: Path) -> None:
     with arena.allocate(SPECS, path_file=path_file) as block:
         assert release(path_file) == 1
-        assert arena.num_blocks == 1, "its writer still writes"
+        assert arena.num_blocks == 1, "the block must stay until its writer has finished"
         with pytest.raises(StaleReference, match="freed while"):
             block.publish()
     assert arena.num_blocks == 0
@@ -164,7 +164,7 @@ def test_a_waiting_request_wakes_when_the_owner_frees_a_block(monkeypatch: pytes
             waiter.join(0.01)
         arena.free(block)
         waiter.join(120)
-        assert taken, "it was not told"
+        assert taken, "the waiting thread was not woken"
 
 
 @pytest.mark.parametrize("size", [15, 65])
@@ -199,7 +199,7 @@ def test_a_full_arena_raises_arena_full_after_the_timeout(arena: Arena) -> None:
     with pytest.raises(ArenaFull, match=r"block of [0-9]+ bytes within 0.05 s: 0 of 1048576 bytes are free"):
         arena.allocate(PAGE_SPECS, path_file=None, timeout_s=0.05)
     free(kept[0])
-    assert publish(arena, HALF_SPECS).block != kept[0].block, "an entry rests before it is used again"
+    assert publish(arena, HALF_SPECS).block != kept[0].block, "the entry of a freed block must not be reused at once"
 
 
 def test_a_waiting_request_wakes_when_another_process_releases_a_block(arena: Arena, path_file: Path, start) -> None:
@@ -229,7 +229,7 @@ def test_a_small_request_does_not_overtake_a_waiting_large_one(arena: Arena) -> 
     free(kept[0])
     while arena.num_blocks > 1:
         threading.Event().wait(0.001)
-    assert order == [], "the small one would fit, the large one is first"
+    assert order == [], "the small request fits, but must not overtake the large one"
     free(kept[1])
     for thread in threads:
         thread.join()

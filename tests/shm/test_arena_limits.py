@@ -33,7 +33,7 @@ def test_a_request_may_hold_at_most_half_of_an_arena(arena: Arena, tmp_path: Pat
         LimitExceeded, match=rf"its request already holds [0-9]+ bytes; a request may hold at most {MiB // 2} bytes"
     ):
         arena.allocate(TENTH, path_file=greedy)
-    assert len(greedy.read_text().splitlines()) == 4, "what was refused is not recorded"
+    assert len(greedy.read_text().splitlines()) == 4, "a refused block must not be recorded"
     publish(arena, TENTH, modest)
     publish(arena, TENTH)
     free(refs[0])

@@ -19,11 +19,11 @@ DEADLINE_S = 10.0
 """Time in seconds that a request waits in the queue before it gives up."""
 
 BOUNDS = {16: 0.75, 32: 0.55, 64: 0.40, 128: 0.25, 256: 0.20}
-"""Bounds by n. If a larger share of the bytes is free, a request of 1/n of the capacity fits in one piece.
+"""Shares of free bytes, by n. If a larger share is free, a request of 1/n of the capacity fits in one piece.
 
 In simulations of 80 weeks, the worst shares were 0.69, 0.49, 0.36, 0.21 and 0.15. Other strategies lie within a few
 hundredths of these values: best fit, first fit, small and large blocks at opposite ends, and sizes that are powers of
-two. Blocks that cannot be moved allow no better result. Therefore, a block may consist of several pieces.
+two. No strategy is better, because blocks cannot be moved. Therefore, a block may consist of several pieces.
 """
 PIECES = 64
 
@@ -166,7 +166,7 @@ def test_small_requests_do_not_wait_in_weeks_of_mixed_traffic(
         if number % 4000 == 0:
             room.check()
     room.empty()
-    assert failures, "it was never full"
+    assert failures, "the heap was never full"
     assert all(worst[part] < bound for part, bound in bounds.items()), (worst, room.most_pieces)
 
 
@@ -208,12 +208,12 @@ def test_repeated_filling_and_draining_uses_the_same_space(descending: bool) -> 
         for offset in blocks:
             assert offset is not None
             room.free(offset)
-    assert len(set(filled)) == 1, "each tooth takes the same"
+    assert len(set(filled)) == 1, "every round must use the same space"
     room.empty()
 
 
 def test_growing_blocks_find_room_at_half_load_up_to_a_sixteenth() -> None:
-    """Each block is slightly larger than the blocks before it, so it does not fit where one of them was freed."""
+    """Each block is slightly larger than the blocks before it, so it does not fit into the space of a freed block."""
     room = Room(64 * MiB)
     window: list[int] = []
     size = 16.0 * KiB

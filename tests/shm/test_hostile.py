@@ -87,7 +87,7 @@ def run(prefix: tuple[str, ...], script: str, *args: object) -> list[str]:
     """Run a script to its end, and return the lines that it prints."""
     command = [*prefix, sys.executable, "-c", PREAMBLE + script, *map(str, args)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=False)
-    assert done.returncode == 0, f"it ended with {done.returncode}: {done.stdout}"
+    assert done.returncode == 0, f"the script exited with status {done.returncode}: {done.stdout}"
     return done.stdout.splitlines()
 
 
@@ -120,7 +120,7 @@ def test_a_nearly_full_dev_shm_reports_the_free_bytes_and_how_to_add_more() -> N
         for advice in ("mindie-mm shm gc", "ask for less", "mount -o remount,size=", "--shm-size", "emptyDir"):
             assert advice in message
     assert f"has 0 of {32 << 20} bytes free" in none
-    assert left_then == left == "['another-program']", "what could not be made leaves nothing"
+    assert left_then == left == "['another-program']", "a failed creation must not leave a file"
 
 
 KILLED = """
@@ -237,9 +237,9 @@ def test_an_unlinked_arena_raises_for_its_owner_and_for_each_reader(arena: Arena
             attach(ref)
         free(ref)
     assert release(path_file) == 0
-    assert (view["x"] == 7).all(), "readers that map it keep their pages"
+    assert (view["x"] == 7).all(), "readers that have mapped a removed arena must keep its pages"
     with Arena.create(1 << 20) as other:
-        assert is_whole(publish(other)), "the next arena is not touched by it"
+        assert is_whole(publish(other)), "a new arena must not be affected by the removed one"
 
 
 CUT_WHILE_OWNED = """
@@ -262,7 +262,7 @@ say(os.path.exists(arena.path))
 def test_a_truncated_arena_raises_instead_of_ending_the_process(size: int) -> None:
     with process((), CUT_WHILE_OWNED, size) as owner:
         lines = owner.stdout.read().splitlines()
-    assert owner.wait() == 0, f"it ended with {owner.returncode}: {lines}"
+    assert owner.wait() == 0, f"the owner exited with status {owner.returncode}: {lines}"
     owners, readers, left = lines
     assert "create a new arena" in owners
     assert "mindie_mm-" in readers
@@ -287,7 +287,7 @@ def test_another_arena_with_the_same_number_is_not_taken_for_this_one(arena: Are
     try:
         scratch.rename(arena.path)
         renamed = Ref(arena.number, stranger.block, stranger.generation, stranger.dtype, stranger.shape)
-        assert is_whole(renamed), "it is an arena"
+        assert is_whole(renamed), "the copy must be readable as an arena"
         if (stranger.block, stranger.generation) != (ref.block, ref.generation):
             with pytest.raises(StaleReference):
                 attach(ref)
@@ -296,7 +296,7 @@ def test_another_arena_with_the_same_number_is_not_taken_for_this_one(arena: Are
         with pytest.raises(SharedMemoryError, match="create a new arena"):
             arena.allocate(SPECS, path_file=None)
         arena.close()
-        assert arena.path.exists(), "it is not this owner's file"
+        assert arena.path.exists(), "the owner must not remove another arena's file"
     finally:
         arena.path.unlink()
 
@@ -457,7 +457,9 @@ def test_a_reused_pid_does_not_keep_a_dead_arena_alive() -> None:
         owner.wait()
         found = info(path)
         assert found is not None
-        assert (found.alive, found.owner.pid) == (False, os.getpid()), "the lock tells, not the pid"
+        assert (found.alive, found.owner.pid) == (False, os.getpid()), (
+            "the lock, not the pid, shows whether the owner is alive"
+        )
         assert str(path) in collect().of("owner_dead")
         assert not path.exists()
 
@@ -478,17 +480,17 @@ def test_an_arena_of_another_pid_namespace_is_kept_until_its_owner_ends(death: s
         found = info(path)
         assert found is not None
         assert found.alive
-        assert found.owner.pid == 1, "its pid is another process's here"
+        assert found.owner.pid == 1, "the owner has pid 1 in its own namespace"
         assert found.owner.pid_namespace != Path("/proc/self/ns/pid").stat().st_ino
         collect()
-        assert is_whole(ref), "it is kept while it lives"
+        assert is_whole(ref), "the arena must be kept while its owner is alive"
         if death == "killed":
             owner.kill()
         else:
             print(file=owner.stdin, flush=True)
         owner.wait()
         if death == "ended":
-            assert not path.exists(), "nobody closed it, the process's end did"
+            assert not path.exists(), "the arena must be removed when its process ends"
             return
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # wait for the kernel to drop the owner's lock, shortly after unshare ends

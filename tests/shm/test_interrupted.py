@@ -1,4 +1,4 @@
-"""Tests of arenas when a signal handler raises, when the process forks, and when `close` is never called."""
+"""Tests of arenas when a signal handler raises an exception, when a process forks, and when `close` is not called."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Interrupt(BaseException):
 
 
 class InterruptAt:
-    """A trace function that executes `number` lines of the arena's code, and then raises Interrupt."""
+    """A trace function that raises Interrupt after `number` lines of the arena's code have been executed."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -106,9 +106,9 @@ class Kept:
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("how", ["free", "sweep", "leave"])
 def test_an_interrupt_at_any_line_leaks_nothing(path_file: Path, how: str, in_pieces: bool) -> None:
-    """After an interrupt, the arena is as before or marked as lost. A lost arena is removed when it is closed.
+    """After an interrupt, the arena is unchanged or marked as lost.
 
-    A lost arena allocates no more blocks.
+    A lost arena allocates no more blocks, and is removed when it is closed.
     """
 
     def work() -> None:
@@ -145,7 +145,7 @@ def test_an_interrupt_at_any_line_leaks_nothing(path_file: Path, how: str, in_pi
         work()
         assert not kept.arena.lost
         assert number > 60
-        assert 10 < lost < number - 10, "both happen"
+        assert 10 < lost < number - 10, "some interrupts must lose the arena, and some must not"
     finally:
         kept.arena.close()
 

@@ -1,4 +1,4 @@
-"""Tests of MindIE's wire format: words, segments, and errors where MindIE returns wrong results."""
+"""Tests of MindIE's wire format: words, segments, and errors in cases where MindIE returns wrong results."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_an_invalid_shape_word_is_refused(vector):
 
 
 def test_each_name_and_each_shape_has_one_word():
-    """Every word that is accepted encodes back to itself. The test tries damaged words and random numbers."""
+    """Every accepted word decodes to a value that encodes to the same word. Damaged and random words are tried."""
     generator = random.Random(3)
     names = [encode_shm_name_to_int64(f"psm_{generator.randrange(1 << 32):08x}") for _ in range(50)]
     shapes = [encode_shape_to_int64((generator.randrange(1, 1 << 27), generator.randrange(1, 2000))) for _ in range(50)]
@@ -482,7 +482,7 @@ def test_a_special_file_with_a_segment_name_is_neither_read_nor_removed(tmp_path
 
 def test_another_users_segment_is_neither_read_nor_removed(path_file):
     if os.geteuid():
-        pytest.skip("needs root, to make another user's file")
+        pytest.skip("only root can create a file of another user")
     segment, name, word = put(np.zeros(10, np.float32), path_file)
     os.chown(SHM / segment.name, 12345, -1)
     with pytest.raises(SegmentMissing, match="not a regular file of user 0"):

@@ -77,7 +77,7 @@ def test_the_collector_keeps_a_live_arena_and_removes_a_dead_one(start) -> None:
     assert {one.num_bytes for one in collected.reclaimed if one.what == str(path)} == {size}
     assert info(path) is None
     assert not path.exists()
-    assert (view["x"] == 7).all(), "readers that map it keep their pages"
+    assert (view["x"] == 7).all(), "readers that have mapped a removed arena must keep its pages"
     view.verify()
     with pytest.raises(SegmentMissing):
         attach(ref)

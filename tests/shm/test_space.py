@@ -48,7 +48,7 @@ def test_an_unlimited_dev_shm_is_usable_and_shown_as_unlimited(tmp_path: Path) -
     assert logged.endswith("dev_shm_free_bytes unlimited dev_shm_bytes unlimited")
 
 
-def test_the_error_names_used_up_inodes(tmp_path: Path) -> None:
+def test_the_error_reports_used_up_inodes(tmp_path: Path) -> None:
     require(THREE_INODES)
     use = 'for name in "ab": Path("/dev/shm/" + name).touch()\n'
     *errors, shown, _ = run(THREE_INODES, SHOW + use + MAKE + "show()", tmp_path / "shm_name.txt")

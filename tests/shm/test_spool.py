@@ -174,9 +174,11 @@ hear()
     process.say("end")
     assert process.hear().endswith("cannot be removed: Too many open files")
     (left,) = tmp_path.iterdir()
-    assert collect([tmp_path]).of("request_dead") == (), "it may just be made"
+    assert collect([tmp_path]).of("request_dead") == (), "a young directory may still be in creation"
     os.utime(left / "shm_name.txt", (0, 0))
-    assert collect([tmp_path]).of("request_dead") == (str(left),), "while the process lives"
+    assert collect([tmp_path]).of("request_dead") == (str(left),), (
+        "the directory must be removed, although the process is alive"
+    )
     assert list(tmp_path.iterdir()) == []
     assert arena.num_blocks == 0
 
@@ -210,7 +212,7 @@ def test_half_made_and_half_removed_directories_are_collected_when_old(tmp_path:
     anothers = tmp_path / "not-ours"
     anothers.mkdir()
     os.utime(anothers, (0, 0))
-    assert collect([tmp_path]).of("request_dead") == (), "they may just be made"
+    assert collect([tmp_path]).of("request_dead") == (), "young directories may still be in creation"
     for path in (half_made, half_removed):
         os.utime(path, (0, 0))
     assert collect([tmp_path]).of("request_dead") == (str(half_made), str(half_removed))
@@ -244,7 +246,7 @@ def test_collecting_continues_past_failures(tmp_path: Path, start) -> None:
     process = start(TROUBLE, tmp_path)
     assert process.hear() == "z_last"
     assert arena_path in process.hear().split()
-    assert [path.name[:11] for path in tmp_path.iterdir()] == [".mindie_mm-"], "the deep one is tried again later"
+    assert [path.name[:11] for path in tmp_path.iterdir()] == [".mindie_mm-"], "only the deep directory must remain"
 
 
 def test_a_dataset_is_not_taken_for_a_dead_request(tmp_path: Path) -> None:

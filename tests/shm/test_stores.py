@@ -62,7 +62,7 @@ class StoreContract:
                     assert view.digest == bytes([number]) * 32
                     assert not view["grid"].flags.writeable
 
-    def test_a_block_left_unpublished_is_returned(self, store: Arena | DiskArena) -> None:
+    def test_an_unpublished_block_returns_its_space(self, store: Arena | DiskArena) -> None:
         used = store.used_bytes
         with pytest.raises(ZeroDivisionError), store.allocate(SPECS, path_file=None) as block:
             block["grid"][...] = 1 // 0
@@ -75,7 +75,7 @@ class StoreContract:
         with pytest.raises(LimitExceeded, match="bits of a shape word; the limit is 47"):
             store.allocate({"x": ArraySpec((1, 2**31, 2**23), "uint8")}, path_file=None)
 
-    def test_a_block_cannot_be_published_after_it_was_left(self, store: Arena | DiskArena) -> None:
+    def test_a_block_cannot_be_published_after_its_context_has_ended(self, store: Arena | DiskArena) -> None:
         with store.allocate(SPECS, path_file=None) as left:
             pass
         with store.allocate(SPECS, path_file=None) as block:
@@ -173,7 +173,7 @@ class TestDiskArena(StoreContract):
             _ = 1 // 0
         assert list(tmp_path.iterdir()) == []
 
-    def test_the_same_blocks_make_the_same_bytes(self, tmp_path: Path) -> None:
+    def test_equal_blocks_produce_equal_files(self, tmp_path: Path) -> None:
         """Discarded blocks and the leftovers of an earlier writer do not affect the file."""
 
         def write(path: Path, discarded: Callable[[DiskArena], None]) -> bytes:
@@ -334,7 +334,7 @@ class TestDiskArena(StoreContract):
         with pytest.raises(SharedMemoryError, match="another process"):
             DiskArena.create(store.path, 7, CAPACITY)
 
-    def test_a_file_that_another_writer_just_finished_is_left_alone(
+    def test_a_file_that_another_writer_has_just_finished_is_kept(
         self, store: DiskArena, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The file was opened under its temporary name. The other writer renamed it before the lock was acquired."""

@@ -49,7 +49,7 @@ ws ::= | " " | "\n" [ \t]{0,20}
         (JSON, [json.dumps({"a": ["x" * 300, 1.5e3, True, {"b\n": "é"}], "c": [[]] * 20})], ["{", "[]", '{"a": 01}']),
     ],
 )
-def test_texts(takes: Takes, grammar: str, fitting: list[str], others: list[str]) -> None:
+def test_a_grammar_allows_exactly_its_texts(takes: Takes, grammar: str, fitting: list[str], others: list[str]) -> None:
     assert [text for text in fitting if not takes(text, grammar=grammar)] == []
     assert [text for text in others if takes(text, grammar=grammar)] == []
 
@@ -73,12 +73,12 @@ def test_texts(takes: Takes, grammar: str, fitting: list[str], others: list[str]
         ("root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(1500)) + 'r1500 ::= "a"', "nests too deeply"),
     ],
 )
-def test_grammars_that_are_refused(takes: Takes, grammar: str, said: str) -> None:
+def test_invalid_and_unsupported_grammars_are_refused(takes: Takes, grammar: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         takes("", grammar=grammar)
 
 
-def test_a_grammar_is_told_from_lark() -> None:
+def test_gbnf_is_distinguished_from_lark() -> None:
     assert is_gbnf('# start: x\nstart ::= "a"\nroot ::= start')
     assert is_gbnf('  root   ::= "a"')
     assert not is_gbnf('start: "a ::= b"\n// root ::= x')

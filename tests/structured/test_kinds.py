@@ -44,13 +44,15 @@ DATE = {
         ({"structural_tag": '{"format": {"type": "const_string", "value": "x"}}'}, ["x"], ["xx", ""]),
     ],
 )
-def test_texts(takes: Takes, wanted: dict[str, Any], fitting: list[str], others: list[str]) -> None:
+def test_each_kind_allows_exactly_its_texts(
+    takes: Takes, wanted: dict[str, Any], fitting: list[str], others: list[str]
+) -> None:
     assert [text for text in fitting if not takes(text, **wanted)] == []
     assert [text for text in others if takes(text, **wanted)] == []
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_drawn_fits(drawn: Any, seed: int) -> None:
+def test_every_drawn_text_fits_its_description(drawn: Any, seed: int) -> None:
     assert re.fullmatch("[a-c]{2,5}(x|yz)", drawn(seed, regex="[a-c]{2,5}(x|yz)"))
     assert drawn(seed, choice=("one", "two", "three")) in ("one", "two", "three")
     assert re.fullmatch(r"\d\d\d\d-\d\d-\d\d", json.loads(drawn(seed, json=json.dumps(DATE)))["d"])
@@ -58,7 +60,7 @@ def test_whatever_is_drawn_fits(drawn: Any, seed: int) -> None:
     assert drawn(seed, grammar='start: "x" %json {"enum": [1, "a"]}') in ("x1", 'x"a"')
 
 
-def test_schemas_in_a_grammar_are_read_as_schemas_alone(takes: Takes) -> None:
+def test_schemas_in_a_grammar_have_the_same_meaning_as_separate_schemas(takes: Takes) -> None:
     """Numbers are exact, and white space is as in json.dumps.
 
     `%json` in strings and comments does not start a schema.
@@ -109,7 +111,9 @@ def test_an_output_may_begin_after_the_reasoning(takes: Takes, wanted: dict[str,
         assert not takes(text, after="</think>", **wanted), text
 
 
-def test_a_marker_may_be_a_token_or_its_letters(takes: Takes, grammars: Grammars, tokenizer: Any) -> None:
+def test_the_end_of_the_reasoning_may_be_a_token_or_its_letters(
+    takes: Takes, grammars: Grammars, tokenizer: Any
+) -> None:
     wanted: dict[str, Any] = {"choice": ("ok",), "after": "<|AUDIO|>"}
     spelled = [i for c in "a<|AUDIO|>ok" for i in tokenizer.encode(c, add_special_tokens=False).ids]
     assert AUDIO not in spelled
@@ -133,7 +137,7 @@ def test_a_marker_may_be_a_token_or_its_letters(takes: Takes, grammars: Grammars
         ({"choice": tuple(f"choice {i}" for i in range(10_000))}, "the choice has 108890 bytes; the limit is 32768"),
     ],
 )
-def test_descriptions_that_are_refused_at_once(wanted: dict[str, Any], said: str) -> None:
+def test_invalid_descriptions_are_refused_with_the_sampling_parameters(wanted: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said) as caught:
         SamplingParams(structured_outputs=StructuredOutputs(**wanted)).check(100)
     assert caught.value.param == "structured_outputs"
@@ -182,6 +186,6 @@ def test_fields_are_converted_to_their_types() -> None:
         ({"json": '{"$ref": "http://127.0.0.1:1/schema.json"}'}, "the JSON schema is not supported"),
     ],
 )
-def test_descriptions_that_cannot_be_enforced(takes: Takes, wanted: dict[str, Any], said: str) -> None:
+def test_descriptions_that_cannot_be_enforced_are_refused(takes: Takes, wanted: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=f"(?s){said}"):
         takes("", **wanted)

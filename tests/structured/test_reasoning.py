@@ -24,7 +24,7 @@ def test_the_model_may_begin_with_the_output_if_the_reasoning_is_optional(takes:
     assert takes("<think>a plan</think>yes", opening="<think>", **CHOICE | {"after": "</think>"})
 
 
-def test_the_reasoning_ends_with_its_budget(takes: Takes) -> None:
+def test_the_reasoning_ends_when_its_budget_is_used_up(takes: Takes) -> None:
     one = "red"  # this is one token
     assert takes(f"{one}{END}yes", reasoning_tokens=1, **CHOICE)
     assert takes(f"{END}yes", reasoning_tokens=1, **CHOICE)
@@ -45,7 +45,7 @@ def test_the_reasoning_ends_with_its_budget(takes: Takes) -> None:
         (CHOICE | {"opening": ""}, "hold text"),
     ],
 )
-def test_a_reasoning_that_cannot_be_limited_is_refused(
+def test_a_limit_on_reasoning_that_cannot_be_enforced_is_refused(
     grammars: Grammars, wanted: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):

@@ -83,13 +83,15 @@ def think(end: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_texts(takes: Takes, given: dict[str, Any], fitting: list[str], others: list[str]) -> None:
+def test_a_structural_tag_allows_exactly_its_texts(
+    takes: Takes, given: dict[str, Any], fitting: list[str], others: list[str]
+) -> None:
     tag = json.dumps({"type": "structural_tag", "format": given})
     assert [text for text in fitting if not takes(text, structural_tag=tag)] == []
     assert [text for text in others if takes(text, structural_tag=tag)] == []
 
 
-def test_the_older_form(takes: Takes) -> None:
+def test_a_tag_in_the_older_format_allows_exactly_its_texts(takes: Takes) -> None:
     structures = [
         {"begin": "<f=a>", "schema": {"type": "boolean"}, "end": "</f>"},
         {"begin": "<f=b>", "end": "</f>"},
@@ -149,12 +151,12 @@ def test_an_added_token_may_be_written_as_the_token_or_by_its_letters(tokenizer:
         ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "structural tag is not supported"),
     ],
 )
-def test_tags_that_are_refused(takes: Takes, given: Any, said: str) -> None:
+def test_invalid_and_unsupported_tags_are_refused(takes: Takes, given: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         takes("", structural_tag=given if isinstance(given, str) else json.dumps(given))
 
 
-def test_depth_is_limited(takes: Takes) -> None:
+def test_the_nesting_depth_of_a_tag_is_limited(takes: Takes) -> None:
     given: dict[str, Any] = const("x")
     for _ in range(33):
         given = {"type": "optional", "content": given}

@@ -260,7 +260,9 @@ async def test_a_cancelled_request_leaves_no_block(tokenizer, request_path):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(await tokenizer.tokenize(TokenizeRequest(text="a"))) > 0, "others need not wait for it"
+    assert len(await tokenizer.tokenize(TokenizeRequest(text="a"))) > 0, (
+        "another request must not wait for the canceled one"
+    )
     async with asyncio.timeout(300):
         while blocks(tokenizer) != before:  # noqa: ASYNC110 - another process frees the block and sends no event
             await asyncio.sleep(0.01)

@@ -128,7 +128,7 @@ def test_an_item_is_served_without_memory_for_a_copy(run: Run, monkeypatch: pyte
     run.arrays({"image": CAT}, {"image": COFFEE})
     assert run.num_decoded == 5
     run.arrays({"image": CAT}, {"image": COFFEE})
-    assert run.num_decoded == 5, "what was not kept takes no room"
+    assert run.num_decoded == 5, "an item that was not cached must not use space in the cache"
 
 
 def test_a_repeated_video_gives_the_same_arrays(run: Run) -> None:

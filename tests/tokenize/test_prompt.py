@@ -47,7 +47,7 @@ def test_rows_of_features_may_end_in_a_separate_token():
     assert worded.plain_ids.tolist() == prompt.ids.tolist()
 
 
-def test_words_replace_only_slots():
+def test_handle_words_replace_only_placeholders():
     prompt = expand([6], [item("image", IMAGE, 2, runs=([6, 9, 6],))], TOKENS)
     assert put_words(prompt, [(-5, -6)]).ids.tolist() == [-5, 9, -6]
 

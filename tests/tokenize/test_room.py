@@ -26,7 +26,7 @@ def arena() -> Iterator[Arena]:
 
 
 class Asking:
-    """A client that requests blocks of given numbers of pages. Each request has its own path file."""
+    """A client that requests blocks of given sizes in pages. Each request has its own path file."""
 
     def __init__(self, arena: Arena, folder: Path, wait_s: float = 300.0) -> None:
         self.arena = arena
@@ -152,7 +152,7 @@ async def test_small_requests_overtake_a_large_one_up_to_its_size(asking: Asking
         passed += 3
         asking.free(small)
         assert passed <= 32
-    assert passed == 30, "as many bytes as the large one asks for, and no more"
+    assert passed == 30, "the small requests may take at most the 32 pages of the large one"
     late = asking.waiting(3)
     await turn()
     assert not late.done()
@@ -171,14 +171,14 @@ async def test_waiting_requests_overtake_within_the_same_bound(asking: Asking) -
     asking.free(held[0])
     done, _ = await asyncio.wait(small, return_when=asyncio.FIRST_COMPLETED, timeout=60)
     await turn()
-    assert [task.done() for task in small] == [True, True, True, False, False, False], "there is room for three"
+    assert [task.done() for task in small] == [True, True, True, False, False, False], "three requests fit"
     for task in done:
         asking.free(task.result())
     fourth = await soon(small[3])
     assert not large.done()
     asking.free(fourth)
     await asyncio.sleep(0.1)
-    assert [task.done() for task in small[4:]] == [False, False], "40 pages have passed"
+    assert [task.done() for task in small[4:]] == [False, False], "later requests have already taken 40 pages"
     asking.free(held[1])
     blocks = await soon(large)
     for task in small[4:]:
@@ -186,7 +186,7 @@ async def test_waiting_requests_overtake_within_the_same_bound(asking: Asking) -
     asking.free(blocks)
 
 
-async def test_the_line_advances_at_once_when_its_first_request_leaves(asking: Asking) -> None:
+async def test_the_queue_advances_at_once_when_its_first_request_leaves(asking: Asking) -> None:
     """Only the limit on overtaking held the last request back. It gets its blocks without another poll."""
     held = asking.at_once(40)
     large = asking.waiting(32)
@@ -310,7 +310,7 @@ async def test_a_cancelled_request_leaves_no_block(asking: Asking, served: bool)
     assert asking.arena.num_blocks == 0
 
 
-async def test_a_block_that_another_process_frees_wakes_the_line(asking: Asking) -> None:
+async def test_a_block_that_another_process_frees_wakes_the_queue(asking: Asking) -> None:
     path_file = asking.path_file()
     (block,) = asking.room.try_take(_specs((60,)), path_file)
     block.publish()

@@ -99,7 +99,7 @@ def run_script(script: str, kind: str, checkpoint: Path, folder: Path) -> tuple[
     )
     assert ended.stdout, ended.stderr
     pids, *printed = ended.stdout.splitlines()
-    assert len(pids.split()) == (4 if kind == "LLM" else 3), "two decoders, their nursery, and an LLM's engine"
+    assert len(pids.split()) == (4 if kind == "LLM" else 3), "two decoders, their nursery, and the LLM's engine, if any"
     wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids.split()))
     assert "Task was destroyed" not in ended.stderr
     return ended.returncode, printed, ended.stderr

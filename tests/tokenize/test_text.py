@@ -217,7 +217,7 @@ CHOSEN_ROLES = (  # like the template of Qwen3
         ("{% for m in messages %}{{ m.role or 'developer' }}: {{ m.content }}\n{% endfor %}", "developer"),
     ],
 )
-def test_a_developer_becomes_the_system_unless_the_template_knows_the_role(
+def test_the_developer_role_becomes_system_unless_the_template_supports_it(
     tmp_path, checkpoint_path, reference, template, role
 ):
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
@@ -241,7 +241,7 @@ def test_a_developer_becomes_the_system_unless_the_template_knows_the_role(
         ),
     ],
 )
-def test_a_role_of_its_own_is_taken_if_the_template_writes_it(
+def test_a_custom_role_is_accepted_if_the_template_writes_it(
     tmp_path, checkpoint_path, reference, template, role, is_taken
 ):
     tokenizer = Tokenizer.from_pretrained(with_template(tmp_path, checkpoint_path, template))
@@ -307,7 +307,7 @@ ALPHABET = st.sampled_from([*"<|>_ap\n ", "im_end", "image_pad", "vision_start",
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(ALPHABET, min_size=1, max_size=8).map("".join), min_size=1, max_size=4))
-def test_no_text_makes_a_token(plain, reference, texts):
+def test_no_text_produces_a_control_token(plain, reference, texts):
     ids = plain.tokenize_chat(user(*texts)).tolist()
     assert special(reference, ids) == FRAME
     assert reference.decode(ids) == f"<|im_start|>user\n{''.join(texts)}<|im_end|>\n<|im_start|>assistant\n"
@@ -414,7 +414,7 @@ def test_repeated_messages_have_the_same_ids(plain, reference):
     for _ in range(3):
         for (messages, opens), ids in zip(asked, expected, strict=True):
             assert plain.tokenize_chat(messages, add_generation_prompt=opens).tolist() == ids
-    assert len({*map(tuple, expected)}) == len(asked) - 2 * 2, "hello in two parts, and as a string, is the same text"
+    assert len({*map(tuple, expected)}) == len(asked) - 2 * 2, "the first three conversations have the same text"
 
 
 def test_a_subclass_of_str_is_read_as_its_text(plain):

@@ -197,7 +197,7 @@ def test_frames_in_another_order_have_another_digest(tokenizer, spool):
     assert first == third != second
 
 
-def test_a_run_of_one_slot_holds_the_name_word_alone(tokenizer, spool):
+def test_a_single_placeholder_is_replaced_with_only_the_name_word(tokenizer, spool):
     ids = tokenizer.tokenize([{"image": np.zeros((28, 28, 3), np.uint8), "max_pixels": 784}], spool / "shm_name.txt")
     (word,) = ids[ids < 0].tolist()
     with attach(Ref.from_words(word, None)) as view:

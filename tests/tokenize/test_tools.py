@@ -37,7 +37,7 @@ def test_a_template_with_a_place_for_tools_writes_the_tools(tmp_path: Path) -> N
     assert given[-len(bare) :] == bare
     assert len(given) > len(bare)
     end = json.loads((folder / "config.json").read_text())["eos_token_id"]
-    assert end not in given, "a control token spelled in a tool is text"
+    assert end not in given, "a control token that a tool spells must stay text"
 
 
 def test_a_template_without_a_place_for_tools_refuses_the_tools() -> None:

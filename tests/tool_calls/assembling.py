@@ -13,10 +13,10 @@ from mindie_mm.tool_calls.reasoning import ReasoningParser
 from mindie_mm.tool_calls.tool import Tool
 
 FORMAT_NAMES = {"internlm2": "internlm", "llama4_pythonic": "pythonic", "mistral_v11": "mistral", "phi4_mini": "phi4"}
-"""Our names for formats that tool-formats.jsonl names differently."""
+"""This package's names of formats that have other names in tool-formats.jsonl."""
 
 SAMPLES = [json.loads(line) for line in (Path(__file__).parent / "tool-formats.jsonl").read_text().splitlines()]
-"""In each format, a text with one call and a text with two, and the calls that the texts mean."""
+"""For each format, a text with one call and a text with two calls, and the calls in each text."""
 
 CROP = Tool(
     "crop_image",

@@ -12,7 +12,7 @@ from mindie_mm.tool_calls.registry import parser_named
 from mindie_mm.tool_calls.tool import Tool
 from tests.tool_calls.assembling import answer_of, reasoned
 
-# Split into characters instead of tokens: any tokenizer's splits are among the splits between characters.
+# Split the text into characters instead of tokens. Every split of a tokenizer is also a split between characters.
 STRATEGIES = parse_strategies(["token", "rand:1:8", "rand:2:40"])
 
 NOT_SERVED = {
@@ -28,7 +28,7 @@ DIFFERENCES = {
 FAMILIES = load_families()
 
 
-def test_every_fixture_of_a_served_format_passes_whole_and_streamed():
+def test_every_fixture_of_a_supported_format_passes_whole_and_streamed():
     failed = {}
     num_passed = 0
     for fixture in load_fixtures():
@@ -46,7 +46,7 @@ def test_every_fixture_of_a_served_format_passes_whole_and_streamed():
 
 
 def parsed(fixture: Fixture, pieces: list[str]) -> ParseResult:
-    """Parse an output, without calls that do not end. Clients see these only with `finish_reason: length`."""
+    """Parse an output, and leave out calls that do not end. Clients see such calls only if the output is truncated."""
     name, reasoning_name = formats_of(fixture)
     tools = [Tool(tool["function"]["name"], tool["function"].get("parameters")) for tool in fixture.tools]
     parser = parser_named(name)(tools)

@@ -1,4 +1,4 @@
-"""Tests of the meaning of texts in each tool call format."""
+"""Tests of the content and the calls that each tool-call format reads from a text."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_variants_of_a_format_read_the_same_calls():
         assert calls_of(parse(name, text)) == expected, name
 
 
-def test_text_without_calls_is_content_unchanged():
+def test_text_without_calls_becomes_unchanged_content():
     texts = (
         "",
         " \n",
@@ -116,7 +116,7 @@ def test_a_call_without_arguments_has_an_empty_object():
             assert seen(parse(name, text)) == ("", [("now", "{}", True)]), (name, text)
 
 
-def test_a_cut_output_ends_no_call():
+def test_a_truncated_output_does_not_complete_its_last_call():
     for sample in SAMPLES:
         name, text = name_of(sample), sample["two"]
         for length in range(len(text)):
@@ -128,7 +128,7 @@ def test_a_cut_output_ends_no_call():
                 assert marker not in answer.content, (name, text[:length])
 
 
-def test_a_cut_call_without_arguments_leaves_no_marker():
+def test_a_truncated_call_without_arguments_leaves_no_marker_in_the_content():
     for name, variants in WITHOUT_ARGUMENTS.items():
         for text in variants:
             for length in range(len(text)):
@@ -136,7 +136,7 @@ def test_a_cut_call_without_arguments_leaves_no_marker():
                 assert all(opening not in answer.content for opening in parser_named(name).openings), text[:length]
 
 
-def test_an_invalid_call_is_lost_and_the_text_behind_it_is_kept():
+def test_an_invalid_call_is_dropped_and_the_text_after_it_is_kept():
     for name, text in {
         "hermes": '<tool_call>{"name": "now", "arguments": {"a": undefined}}</tool_call>after',
         "kimi_k2": (
@@ -151,7 +151,7 @@ def test_an_invalid_call_is_lost_and_the_text_behind_it_is_kept():
         assert answer.content == "after", name
 
 
-def test_deep_nesting_costs_no_recursion():
+def test_deep_nesting_causes_no_recursion():
     depth = 20_000
     deep = f'{{"a": {"[" * depth}{"]" * depth}}}'
     answer = parse("hermes", f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call>')
@@ -166,7 +166,7 @@ def test_deep_nesting_costs_no_recursion():
         assert len(answer.calls) == 1, name
 
 
-def test_ids_follow_the_demands_of_the_templates():
+def test_ids_have_the_form_that_the_templates_require():
     assert parse("hermes", '<tool_call>{"name": "now"}</tool_call>').calls[0].id.startswith("call_")
     ids = {call.id for call in parse("hermes", '<tool_call>{"name": "now"}</tool_call>' * 50).calls}
     assert len(ids) == 50
@@ -239,7 +239,7 @@ def test_python_literals_become_json():
         (True, "[1]", [1]),
     ],
 )
-def test_the_schema_decides_about_the_type_of_raw_text(schema, text, value):
+def test_the_schema_determines_the_type_of_raw_text(schema, text, value):
     root = {"$defs": {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}}
     types = types_of(schema, root)
     found = json.loads(json_of(text, types)) if types != {"string"} else text
@@ -253,7 +253,7 @@ def test_the_schema_decides_about_the_type_of_raw_text(schema, text, value):
         assert json.dumps(read["arguments"]) == json.dumps({"a": value}), name
 
 
-def test_the_first_of_repeated_arguments_counts():
+def test_only_the_first_of_repeated_arguments_is_used():
     for is_string in ("true", "false"):
         parameter = f'<｜DSML｜parameter name="a" string="{is_string}">'
         text = (
@@ -264,7 +264,7 @@ def test_the_first_of_repeated_arguments_counts():
         assert json.loads(call.arguments, object_pairs_hook=list) == [("a", "1" if is_string == "true" else 1)]
 
 
-def test_calls_within_reasoning_are_reasoning_where_it_ends():
+def test_calls_within_completed_reasoning_are_part_of_the_reasoning():
     call = '<tool_call>{"name": "now"}</tool_call>'
     reasoning = ReasoningParser(reasoning_named("qwen3"), opened=True)
     text, answer = reasoned(reasoning, parser_named("hermes")(), [f"I try {call}\n</think>\n\n{call}done"])
@@ -273,7 +273,7 @@ def test_calls_within_reasoning_are_reasoning_where_it_ends():
     assert reasoning.is_over
 
 
-def test_reasoning_that_never_ends_may_end_in_a_call():
+def test_reasoning_without_an_end_text_may_end_with_a_call():
     call = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
     for name, expected in {"qwen3_coder": ("I try", 1), "hermes": (f"I try\n{call}", 0)}.items():
         parser = parser_named(name)

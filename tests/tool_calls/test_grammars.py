@@ -169,7 +169,7 @@ def test_raw_strings_follow_the_keywords_of_their_schema():
             jsonschema.validate(call["arguments"], STRINGS.schema)
 
 
-def test_what_raw_text_cannot_enforce_is_refused_by_name():
+def test_schemas_that_cannot_be_enforced_in_raw_text_are_refused():
     refused = (
         ({"properties": {"a": {"type": "string", "format": "regex"}}}, "'regex'"),
         ({"properties": {"a": {"minimum": 3}}}, "f.a"),
@@ -203,7 +203,7 @@ def test_invalid_schemas_are_refused():
             parser_named("glm47").grammar([Tool("f", schema)], parallel=False, one_of=["f"], added_tokens={})
 
 
-def test_a_schema_with_exponentially_many_paths_costs_little():
+def test_a_schema_with_exponentially_many_paths_gives_a_small_grammar():
     levels = {f"n{level}": {"anyOf": [{"$ref": f"#/$defs/n{level + 1}"}] * 20} for level in range(14)}
     tool = Tool("f", {"properties": {"a": {"$ref": "#/$defs/n0"}}, "$defs": {**levels, "n14": {"type": "integer"}}})
     for name in ("qwen3_coder", "gemma4"):
@@ -213,7 +213,7 @@ def test_a_schema_with_exponentially_many_paths_costs_little():
     assert calls_of(answer_of(parser_named("qwen3_coder")([tool]), [text])) == [{"name": "f", "arguments": {"a": 5}}]
 
 
-def test_text_may_stand_around_calls_that_begin_with_a_token():
+def test_text_may_surround_calls_that_begin_with_a_token():
     for name in ("hermes", "mistral", "kimi_k2", "deepseek_v31", "glm47", "gemma4"):
         plain, marked = vocabularies(name)
         sample = next(sample for sample in SAMPLES if name_of(sample) == name)
@@ -244,7 +244,7 @@ def test_names_that_a_format_cannot_write_are_refused():
             parser_named(name).grammar([tool], parallel=False, one_of=["f"], added_tokens={})
 
 
-def test_names_with_spaces_and_signs_are_written_where_a_format_can():
+def test_names_with_spaces_and_signs_are_written_if_the_format_allows_them():
     properties = {"key with space": {"type": "string", "maxLength": 5}, "$filter[x]": {"enum": ["a", 1]}, "é": {}}
     for name in FORMATS:
         written = {key: schema or {"type": "boolean"} for key, schema in properties.items()}
@@ -265,7 +265,7 @@ def test_a_tool_that_is_not_offered_cannot_be_forced():
         parser_named("hermes").grammar(TOOLS, parallel=False, one_of=["fly"], added_tokens={})
 
 
-def test_names_and_properties_with_odd_characters_stay_literals():
+def test_special_characters_in_names_and_properties_are_literal():
     odd = Tool(
         'a"b\\c/<[5]>%json', {"properties": {'p"\n{}': {"type": "integer", "enum": [1]}}, "required": ['p"\n{}']}
     )

@@ -38,7 +38,7 @@ def ids(messages: list[Any]) -> list[tuple[list[str], str | None]]:
     return [([one["id"] for one in m.get("tool_calls", ())], m.get("tool_call_id")) for m in messages]
 
 
-def test_ids_take_the_form_that_the_template_demands() -> None:
+def test_ids_have_the_form_that_the_template_requires() -> None:
     assert with_own_ids(HISTORY, parser_named("hermes")) == HISTORY
     for name in ("mistral", "mistral_v3"):
         found = ids(with_own_ids(HISTORY, parser_named(name)))
@@ -73,7 +73,7 @@ def test_ids_take_the_form_that_the_template_demands() -> None:
     ],
     ids=str,
 )
-def test_messages_of_a_wrong_form_are_left_to_the_check_of_messages(message: Any) -> None:
+def test_invalid_messages_are_unchanged(message: Any) -> None:
     for name in ("mistral", "kimi_k2", "hermes"):
         assert with_own_ids([message], parser_named(name)) == [message]
     assert with_tool_calls([message, message]) == [message, message]
@@ -104,7 +104,7 @@ def test_calls_and_results_become_text_in_alternating_turns() -> None:
     ]
 
 
-def test_the_description_stands_where_the_template_shows_it() -> None:
+def test_tools_are_described_in_a_message_that_the_template_shows() -> None:
     user = {"role": "user", "content": [IMAGE, text("Hello!")]}
     system, same = with_described_tools([user], [TOOL], takes_system=True)
     assert (system["role"], same) == ("system", user)
@@ -116,7 +116,7 @@ def test_the_description_stands_where_the_template_shows_it() -> None:
     assert with_described_tools([], [TOOL], takes_system=False)[0]["role"] == "user"
 
 
-def test_messages_of_functions_become_messages_of_tools() -> None:
+def test_function_messages_become_tool_messages() -> None:
     called = {"name": "f", "arguments": "{}"}
     alone: list[Any] = [{"role": "function", "name": "f", "content": "1"}, 5, {"role": "assistant", "content": "Yes."}]
     call, result, again = with_tool_calls(

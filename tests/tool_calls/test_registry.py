@@ -60,26 +60,26 @@ WEATHER_TEMPLATE = {
 }
 
 
-def test_the_template_decides_about_the_format():
+def test_the_template_determines_the_format():
     for name, template in TEMPLATES.items():
         assert parser_for(template, set()) is FORMATS[name], name
     assert parser_for(TEMPLATES["mistral_v3"], {"[TOOL_CALLS]", "[ARGS]"}) is FORMATS["mistral"]
     assert {*TEMPLATES, "mistral"} == set(FORMATS)
 
 
-def test_the_vocabulary_alone_shows_no_format():
+def test_the_vocabulary_alone_does_not_determine_a_format():
     assert parser_for("{{ message.content }}", {"<tool_call>", "[ARGS]", "<|python_tag|>"}) is None
 
 
 @pytest.mark.skipif(not HUB.is_dir(), reason="the configurations of published checkpoints are not here")
-def test_published_templates_show_their_formats():
+def test_published_templates_determine_their_formats():
     shown = {"qwen3_vl_8b_lora": "hermes", "qwen3_vl_cosmos2": "hermes", "qwen25_vl_7b": None, "llava15": None}
     for folder, name in shown.items():
         text = "".join(path.read_text() for path in sorted((HUB / folder).glob("chat_template.*")))
         assert parser_for(text, set()) is (name and FORMATS[name]), folder
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones():
+def test_the_error_for_an_unknown_name_lists_the_known_names():
     with pytest.raises(InputError, match=r"there is no tool-call format named 'herms'; the formats are .*hermes"):
         parser_named("herms")
     with pytest.raises(InputError, match=r"there is no reasoning format named 'qwen'; the formats are .*qwen3"):
@@ -131,7 +131,9 @@ def test_other_packages_add_formats(other_package):
     ("attribute", "said"),
     [("missing", "cannot be loaded: AttributeError"), ("NO_PARSER", "is not a subclass of ToolCallParser")],
 )
-def test_a_format_that_does_not_load_is_named_and_stops_no_other(other_package, caplog, attribute, said):
+def test_a_format_that_cannot_be_loaded_is_reported_and_does_not_affect_other_formats(
+    other_package, caplog, attribute, said
+):
     other_package(attribute)
     with pytest.raises(InputError, match=f"'other' .other_format:{attribute}. {said}"):
         parser_named("other")
@@ -152,7 +154,7 @@ def test_a_response_template_reads_the_calls():
         assert answer_of(parser(TOOLS), [f"a{invalid}"]).content.startswith("a")
 
 
-def test_a_response_template_takes_the_grammar_of_the_chat_template():
+def test_a_response_template_uses_the_grammar_of_the_chat_template():
     arguments = {"parallel": False, "one_of": ["now"], "added_tokens": {}}
     known = parser_for("<tool_call>", set(), WEATHER_TEMPLATE)
     assert known is not None
@@ -166,7 +168,7 @@ def test_a_response_template_takes_the_grammar_of_the_chat_template():
         parser_for("", set(), {"fields": json.loads("[]")})
 
 
-def test_the_template_shows_the_reasoning():
+def test_the_template_determines_the_reasoning_format():
     shown = {
         "{{ '<think>' + reasoning + '</think>' }}": "qwen3",
         "[THINK]{{ reasoning }}[/THINK]": "mistral",

@@ -51,7 +51,7 @@ def test_splits_into_three_pieces_give_the_same_calls():
             assert seen(parse(name, cut(text, stops))) == whole, (name, cut(text, stops))
 
 
-def test_single_characters_give_the_same_calls_at_every_end_of_the_output():
+def test_single_characters_give_the_same_calls_wherever_the_output_ends():
     for name, text in texts():
         parser = parser_named(name)(TOOLS)
         streamed = Answer()

@@ -34,12 +34,12 @@ _WRONG_PATH = frozenset(
         errno.EROFS,
     }
 )
-"""Error numbers that mean that the user must choose another path or change permissions."""
+"""Error numbers of failures for which the user must choose another path or change permissions."""
 
 
 @contextmanager
 def creating(path: Path, advice: str) -> Iterator[None]:
-    """Turn an OSError that is raised while an output is created or opened into an error of this package.
+    """Convert an OSError from creating or opening an output to an error of this package.
 
     Raises:
         InputError: The user must choose another path or change permissions. The message ends with `advice`.

@@ -45,7 +45,7 @@ _VARIABLES = frozenset({"tools", "tool_choice", "reasoning_effort", "chat_templa
 _NOT_SERVED = {**PROMPT_FIELDS, "add_special_tokens": OFF}
 _KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
 _FILE_KEYS = frozenset({"file_name", "img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
-"""Keys that other formats use for the path of a media file. Any other unknown key is allowed in a row with a text."""
+"""Keys that other formats use for the path of a media file. A row with a text and no media may not have such a key."""
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2"})
 _EXACT = 2**53
 """Above this absolute value, a float may represent several integers."""
@@ -58,7 +58,7 @@ _Locate = Callable[[Media], Media]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A prompt: one user turn of items, or messages."""
+    """A prompt, given as the items of one user turn or as messages."""
 
     items: Sequence[Item] | None = None
     messages: Sequence[Message] | None = None
@@ -86,7 +86,7 @@ def row_id(record: Record) -> str | None:
 
 
 def _damaged_id(record: bytes) -> str | None:
-    """Return the `id` of an object that contains NaN or text that is not Unicode, which Python's decoder accepts."""
+    """Return the `id` of an object that contains NaN or text that is not Unicode. Python's decoder accepts both."""
     try:
         value = json.loads(record.decode(errors="surrogateescape"))
         row_id = _id(value.get("id")) if isinstance(value, dict) else None

@@ -30,7 +30,7 @@ def packing(data: bytes) -> str | None:
 
 
 def no_lines(head: bytes) -> str | None:
-    """Return the format of a file that does not begin as JSON lines do, with advice, or None."""
+    """Return the format of a file, with advice, if the file does not begin like JSON lines. Otherwise, return None."""
     if head[_TAR_MAGIC] == b"ustar":
         return "a tar file. Save it under a name that ends in .tar"
     first, newline, _ = head.removeprefix(BOM_UTF8).lstrip().partition(b"\n")

@@ -48,7 +48,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     @property
     def stop_row(self) -> int:
-        """Number of the chunk's last row, plus one."""
+        """Number of the row after the chunk's last row."""
         return self.first_row + self.num_rows
 
 
@@ -300,7 +300,7 @@ def _single(batch: Any) -> Iterator[Any]:
 
 
 def _cell(name: str, scalar: Any) -> Any:
-    """Return the value of a cell. If Python cannot represent it, such as text that is not UTF-8, return empty bytes.
+    """Return the value of a cell. If Python cannot represent the value, such as text that is not UTF-8, return b"".
 
     In an id, text that is not UTF-8 is escaped instead, so that the row keeps its id.
     """

@@ -75,7 +75,7 @@ class ShardInfo(msgspec.Struct, frozen=True):
 
     @property
     def stop_row(self) -> int:
-        """Number of the shard's last row, plus one."""
+        """Number of the row after the shard's last row."""
         return self.first_row + self.num_rows
 
 

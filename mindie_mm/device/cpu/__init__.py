@@ -13,8 +13,10 @@ from mindie_mm.device.base import Device
 from mindie_mm.device.cpu import cpu_attention
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
+from mindie_mm.device.cpu.int8_linear import has_int8, int8_linear
 from mindie_mm.device.cpu.packed_linear import pack
 from mindie_mm.device.kernels import Kernels
+from mindie_mm.errors import DeviceError
 
 
 class CPU(Device):
@@ -49,6 +51,14 @@ class CPU(Device):
         # oneDNN accepts bfloat16 on any AVX-512 processor, but may multiply in float32.
         has = not on_x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
         return has and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
+
+    def int8_linear(self, linear: torch.nn.Linear) -> torch.nn.Module:
+        if not has_int8():
+            raise DeviceError(
+                f"weights is int8, which torch does not support on this processor ({platform.machine()}); leave the "
+                "setting out"
+            )
+        return int8_linear(linear)
 
     def prepare(self, module: torch.nn.Module) -> None:
         host_memory.keep_freed()

@@ -8,12 +8,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mindie_mm.device.kernels import Kernels, Rows
 
+_MIN_BYTES = 2**19
+"""Minimum size of the keys and values of the longest sequence for calling the attention of each sequence separately.
+
+For smaller sequences, copying all of them into one batch costs less than the calls.
+"""
+
 
 class CPUKernels(Kernels):
     """The fused operators of the CPU."""
 
-    def attends(self, query: Tensor, keys: Tensor, values: Tensor, num_sequences: int, longest: int) -> bool:
-        return query.shape[1] == num_sequences  # one new token per sequence
+    def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
+        count = len(rows.lengths)
+        if query.shape[1] != count or None in rows.first_slots:  # one new token per sequence, and nothing to copy
+            return False
+        token_bytes = keys.shape[2] * (keys.shape[3] + values.shape[3]) * keys.element_size()
+        return count == 1 or max(rows.lengths) * token_bytes >= _MIN_BYTES
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
         num_rows, num_kv_heads = query.shape[1], keys.shape[2]
@@ -21,13 +31,8 @@ class CPUKernels(Kernels):
         queries = query.transpose(0, 1).reshape(num_rows, 1, num_kv_heads, -1, query.shape[-1])
         pages = keys.flatten(0, 1), values.flatten(0, 1)
         attended = []
-        for number, (row, length) in enumerate(zip(queries, rows.lengths, strict=True)):
-            first = rows.first_slots[number]
-            if first is not None:
-                key, value = (page[first : first + length] for page in pages)
-            else:
-                blocks = rows.blocks[number, : -(-length // keys.shape[1])]
-                key, value = (page.index_select(0, blocks).flatten(0, 1)[:length] for page in (keys, values))
-            key, value = key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
+        for row, first, length in zip(queries, rows.first_slots, rows.lengths, strict=True):
+            assert first is not None
+            key, value = (page[first : first + length].transpose(0, 1).unsqueeze(0) for page in pages)
             attended.append(scaled_dot_product_attention(row, key, value, scale=scaling))
         return torch.cat(attended).reshape(num_rows, -1, values.shape[-1])

@@ -1,4 +1,4 @@
-"""Replacements for layers of transformers that make fewer passes over memory.
+"""Replacements for transformers' layers that make fewer passes over memory.
 
 Memory traffic determines the time of an elementwise operator on a tower's activations. The five separate operators of
 rotary embeddings take a tenth of the time of a tower.
@@ -17,7 +17,7 @@ _Rotated = tuple[Tensor, Tensor]
 
 
 class QuickGELU(nn.Module):
-    """The QuickGELU activation of transformers, with one new tensor instead of three."""
+    """A replacement for transformers' QuickGELU activation that allocates one tensor instead of three."""
 
     def forward(self, values: Tensor) -> Tensor:
         """Apply the activation to a tensor of any shape."""
@@ -62,7 +62,7 @@ def _takes(*values: Tensor) -> bool:
 
 
 def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of elements, each with one element from each half of the last axis."""
+    """Rotate pairs of elements. Each pair has one element from each half of the last axis."""
     half = values.shape[-1] // 2
     out = values * cos
     out[..., :half].addcmul_(values[..., half:], sin[..., :half], value=-1)

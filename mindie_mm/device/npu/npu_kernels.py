@@ -48,9 +48,9 @@ For layout TND, only `_BLOCK_STEP` is certain to be supported.
 
 
 class NPUKernels(Kernels):
-    """The fused operators of an Ascend NPU that torch_npu and CANN provide."""
+    """The fused operators that torch_npu and CANN provide for an Ascend NPU."""
 
-    def attends(self, query: Tensor, keys: Tensor, values: Tensor, num_sequences: int, longest: int) -> bool:
+    def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         (heads, _, width), (_, block_size, kv_heads, _) = query.shape, keys.shape
         return (
             query.dtype in HALF
@@ -61,9 +61,9 @@ class NPUKernels(Kernels):
             and block_size % _BLOCK_STEP == 0
             and block_size <= _MAX_BLOCK
             and (
-                _packs(query, keys, num_sequences)
+                _packs(query, keys, len(rows.lengths))
                 or (
-                    longest <= _MAX_KEYS
+                    max(rows.lengths) <= _MAX_KEYS
                     and keys.numel() <= _MAX_ELEMENTS
                     and works(_ATTENTION, query.device, query.dtype, heads, kv_heads, width, block_size)
                 )
@@ -84,7 +84,7 @@ class NPUKernels(Kernels):
 def _packs(query: Tensor, keys: Tensor, num_sequences: int) -> bool:
     """Return whether one call can compute all rows.
 
-    Older releases of CANN support TND only for other heads or without pages.
+    Older releases of CANN support the layout TND only for another head size or without pages.
     """
     heads, kv_heads = query.shape[0], keys.shape[2]
     return (
@@ -243,7 +243,7 @@ _TRIALS: dict[str, Callable[..., None]] = {
 
 @cache
 def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) -> bool:
-    """Return whether an operator runs on `device`. A trial, which waits for the device, decides. Its result is cached.
+    """Return whether an operator runs on `device`. The first call runs a trial and waits for it. Its result is cached.
 
     Args:
         operator: Name of the operator.
@@ -273,6 +273,6 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
 
 @cache
 def _tell(operator: str, device: torch.device, dtype: torch.dtype, reason: str) -> None:
-    """Log that an operator is missing. Because of the cache, this is logged only once for all shapes."""
+    """Log that an operator does not work. Results are cached, so this is logged only once for all shapes."""
     instead = "its layout BSH" if operator == _PACKED_ATTENTION else "plain torch"
     _log.warning("%s does not run on %s in %s; %s is used instead: %s", operator, device, dtype, instead, reason)

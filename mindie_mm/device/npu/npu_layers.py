@@ -1,7 +1,7 @@
-"""Replacement of layers of transformers by fused operators of torch_npu.
+"""Replacement of transformers' layers by fused operators of torch_npu.
 
-For each kind of layer, a trial on random values shows whether the fused operator gives the same results. The name of
-the layer is not enough.
+For each kind of layer, a trial on random values shows whether the fused operator gives the same results. The name of a
+layer would not show this.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def fuse(module: nn.Module) -> None:
     """Replace the RMS normalization, tower attention and rotary embeddings of `module` on an NPU by fused operators."""
     _fuse_norms(module)
     npu_towers.pack(module)
-    # The operator requires cosines up to 1, but YaRN scales them.
+    # The operator requires cosines in [-1, 1], but YaRN scales cosines.
     if all(getattr(part, "attention_scaling", 1.0) == 1.0 for part in module.modules()):
         rotation.replace(module, rotation.TEXT, _rotate)
 
@@ -69,7 +69,7 @@ def _agree(layer: nn.Module, fused: nn.Module, weight: Tensor) -> bool:
         values = torch.randn(4, *weight.shape, dtype=torch.float32).to(weight)
         try:
             return _close(layer(values), fused(values))
-        except (TypeError, AttributeError):  # the layer takes additional arguments
+        except (TypeError, AttributeError):  # the layer needs additional arguments
             return False
 
 

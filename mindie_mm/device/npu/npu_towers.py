@@ -13,13 +13,13 @@ from mindie_mm.device.npu.npu_kernels import HALF, PACKED, works
 NAME = "mindie_mm_flash_packed"
 """Name under which `attend` is registered with transformers.
 
-Because it contains "flash", towers do not split the images.
+Because the name contains "flash", towers pass all images as one packed sequence instead of splitting them.
 """
 
 MOST_SEQUENCES = 1024
 """Maximum number of sequences in one call (docs/npu.md).
 
-A large image has more windows than this maximum, and a long video has three times as many.
+A large image or a long video may have more windows. They are then divided among several calls.
 """
 
 

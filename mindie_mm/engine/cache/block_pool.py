@@ -1,4 +1,4 @@
-"""The KV blocks, with the number of their users and their keys."""
+"""The pool of KV blocks. It records each block's key and how many sequences use the block."""
 
 from __future__ import annotations
 

@@ -35,12 +35,12 @@ def block_size(spec: ModelSpec, config: EngineConfig) -> int:
 
 
 def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
-    """Return the number of KV blocks that all sequences at full length use. More blocks would never be used."""
+    """Return the number of KV blocks that sequences use if all are at full length. More blocks would never be used."""
     return config.max_num_seqs * -(-context_length(spec, config) // block_size(spec, config))
 
 
 def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
-    """Return the size in bytes of the KV cache of all sequences at full length."""
+    """Return the size in bytes of a KV cache that holds all sequences at full length."""
     spec = model.spec
     if isinstance(model, Seq2SeqModel):
         token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # assumes prompt and answer of equal length

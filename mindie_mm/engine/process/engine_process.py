@@ -150,6 +150,7 @@ def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
             config.device,
             config.dtype,
             start.family,
+            weights=config.weights,
             vision=Placement(config.vision_device, config.vision_bits),
             projector=Placement(config.projector_device, config.projector_bits),
             end_token_ids=start.end_token_ids,

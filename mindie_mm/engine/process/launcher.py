@@ -33,7 +33,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, num_ranks: str, device: str)
             pid, status = os.wait()
             number = numbers.pop(pid)
             if status:
-                lifeline.end()  # does not return if the parent is gone, which is why the rank was killed
+                lifeline.end()  # if the parent is gone, `_end` has killed the rank, and this call exits the process
                 _log.error("rank %d (process %d) exited with status %d", number, pid, os.waitstatus_to_exitcode(status))
                 _end(ranks)
                 sys.exit(1)

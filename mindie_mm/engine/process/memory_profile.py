@@ -44,9 +44,9 @@ def kv_cache_bytes(
 ) -> int:
     """Return the size in bytes of this rank's KV cache.
 
-    The size is `config.kv_cache_bytes` if that is set. Otherwise it is the part of `memory_share` that the largest step
-    and the encoder cache do not use. It never exceeds the size that all sequences at full length use. Ranks on CPUs
-    divide the host's memory equally.
+    The size is `config.kv_cache_bytes` if that is set. Otherwise it is the memory that `memory_share` allows, minus the
+    memory of the largest step and of the encoder cache. It never exceeds the size that all sequences at full length
+    use. Ranks on CPUs divide the host's memory equally.
 
     Args:
         model: Loaded model.
@@ -133,7 +133,7 @@ class WorstCase:
         most = self._max_model_len
         if (
             not isinstance(self._model, Seq2SeqModel) and not self._model.traits.joins_items
-        ):  # other models compute whole prompts
+        ):  # a model that does not fit this condition computes a whole prompt in one step
             most = min(self._config.max_num_batched_tokens, most)
             if _has_bidirectional_spans(self._model):  # the last span of a step may exceed the budget
                 most = min(most + max(map(self._processor.max_tokens, kinds), default=0), self._max_model_len)

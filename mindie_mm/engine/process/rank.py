@@ -17,7 +17,7 @@ def main(
         num_ranks: Number of ranks.
         device: Device that the engine runs on.
         parent: Inherited descriptor of the channel to the launcher's parent.
-        store: Inherited descriptor of the file in which the ranks find each other.
+        store: Inherited descriptor of the file through which the ranks find each other.
 
     """
     logs.configure(logs.current(), f"engine.{number}")

@@ -76,9 +76,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     """Natural log-probability of the token."""
     top: list[tuple[int, float]]
-    """Most likely tokens and their log-probabilities, in descending order, or those of `logprob_token_ids`."""
+    """The most likely tokens in descending order, or the `logprob_token_ids`, each with its log-probability."""
     rank: int | None = None
-    """Rank of the token of a prompt among all tokens, from 1 on. Equally likely tokens share it. None: not computed."""
+    """Rank of a prompt token by its probability, from 1. Equally likely tokens have the same rank. None for output
+    tokens."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +124,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The message that the engine is ready for requests. An engine that cannot start sends a Failure instead."""
+    """Notice that the engine is ready for requests. An engine that cannot start sends a Failure instead."""
 
     vocab_size: int
     max_model_len: int

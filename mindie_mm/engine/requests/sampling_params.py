@@ -22,7 +22,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_LOGPROB_TOKEN_IDS = 128
 ALL_TOKENS = -1
-"""Number of log-probabilities that stands for the whole vocabulary."""
+"""Value of `logprobs` that means the whole vocabulary."""
 _MAX_SHOWN = 40
 
 
@@ -40,8 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     """Divisor of the logits, in [0, 100]. 0 means greedy sampling."""
     top_p: float = 1.0
-    """Probability, in (0, 1]. Tokens are drawn from the smallest set of most likely tokens whose sum reaches
-    `top_p`."""
+    """Probability, in (0, 1]. Tokens are drawn from the smallest set of most likely tokens whose total probability
+    reaches `top_p`."""
     top_k: int = 0
     """Number of most likely tokens to keep. 0 means all tokens."""
     min_p: float = 0.0
@@ -74,19 +74,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     spaces_between_special_tokens: bool = True
     """Whether the tokenizer may write blanks between special tokens that follow each other. Few tokenizers do so."""
     bad_words: tuple[str, ...] = ()
-    """Words that are not generated, at most 128 of 256 characters. Of a word with several tokens, the last one is never
-    drawn after the others. `Worker` adds the tokens to `bad_token_ids`."""
+    """Words that are not generated: at most 128 words of at most 256 characters each. If a word has several tokens,
+    its last token is never drawn directly after its other tokens. `Worker` adds the tokens to `bad_token_ids`."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids that the output does not contain."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """Token ids that may be generated. None: all of them."""
+    """Token ids that may be generated. None means all ids."""
     logprobs: int | None = None
-    """Number of most likely tokens whose log-probabilities are returned at each position, in addition to that of the
-    drawn token. It is in [-1, 20], where -1 stands for the whole vocabulary. None means that no log-probabilities are
-    returned. They are computed before penalties are applied."""
+    """Number of most likely tokens, in [-1, 20], whose log-probabilities are returned at each position. The
+    log-probability of the drawn token is also returned. -1 means the whole vocabulary. None means that no
+    log-probabilities are returned. They are computed before penalties are applied."""
     logprob_token_ids: tuple[int, ...] | None = None
-    """Token ids, at most 128, whose log-probabilities are returned instead of those of the most likely tokens. It
-    requires `logprobs`, whose value then has no effect."""
+    """At most 128 token ids. Their log-probabilities are returned in place of the log-probabilities of the most likely
+    tokens. `logprobs` must be set, but its value has no effect."""
     prompt_logprobs: int | None = None
     """Same as `logprobs`, for each position of the prompt except the first."""
     priority: int = 0
@@ -100,7 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text_options(self) -> dict[str, bool]:
-        """The settings of these names that decide which tokens the text shows."""
+        """The settings that determine how tokens become text, by name."""
         names = ("skip_special_tokens", "spaces_between_special_tokens")
         return {name: getattr(self, name) for name in names}
 
@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return room if self.max_tokens is None else min(room, self.max_tokens)
 
     def stating(self, **stated: Any) -> SamplingParams:
-        """Return a copy with the settings that a request gives. Arguments that are None are ignored.
+        """Return a copy with the settings of a request. Arguments that are None are ignored.
 
         An explicit `max_tokens` sets `cut_max_tokens` to False.
         """
@@ -132,15 +132,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        """Whether to take the most likely token. Float32 logits cannot be divided by a temperature below 1e-5."""
+        """Whether to take the most likely token, because the temperature is 0 or too small as a divisor in float32."""
         return self.temperature < 1e-5
 
     def check(self, vocab_size: float) -> SamplingParams:
         """Return a copy with each setting converted to its type.
 
         Args:
-            vocab_size: Exclusive upper limit of token ids. It is math.inf, which skips this check, before the model is
-                loaded.
+            vocab_size: Exclusive upper limit of token ids. Before the model is loaded, pass math.inf to skip this
+                check.
 
         Raises:
             InputError: A setting is invalid. The message gives the setting, its value and its limits.
@@ -253,7 +253,7 @@ def _require_texts(noun: str, texts: Sequence[str], most: int, most_characters: 
 
 
 def _require_ids(params: SamplingParams, vocab_size: float) -> None:
-    """Raise InputError if a token id is outside the vocabulary, a bias is outside its range, or there are too many."""
+    """Raise InputError if a token id or a bias is out of range, or if a setting has too many ids or too few."""
     limit = min(vocab_size, _INT32 + 1)
     for name, ids, most in (
         ("logit_bias", params.logit_bias, MAX_BIASES),

@@ -22,7 +22,7 @@ from mindie_mm.structured.grammar import Constraint
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, media and KV blocks of a request. Only the scheduler changes `num_computed` and `blocks`."""
+    """Tokens, media and KV blocks of a request. Only the scheduler changes `num_computed` and `kv_blocks`."""
 
     request_id: str
     params: SamplingParams
@@ -75,7 +75,7 @@ class Sequence:
     _item_starts: list[int] = field(init=False)
     """Position of the first placeholder of each item, ascending."""
     _item_stops: list[int] = field(init=False)
-    """For each item, the largest index of a placeholder of this item and of all earlier items, plus one, ascending."""
+    """For each item, the index after the last placeholder of this item and all earlier items, ascending."""
 
     def __post_init__(self) -> None:
         self.spans = _spans(self.span_ids)
@@ -92,7 +92,7 @@ class Sequence:
 
     @property
     def media_stop(self) -> int:
-        """Index of the last placeholder of all items, plus one, or 0 if there are no media."""
+        """Index after the last placeholder of all items, or 0 if there are no media."""
         return self._item_stops[-1] if self._item_stops else 0
 
     def consume_media(self) -> None:

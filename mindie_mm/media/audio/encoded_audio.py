@@ -1,7 +1,7 @@
-"""Decoding of audio with PyAV. Like `load_audio` of transformers, this module mixes to one channel and resamples.
+"""Decoding of audio with PyAV. Like `load_audio` of transformers, this module returns one channel at a given rate.
 
-For lossless files, the result is bit for bit the same as from the soundfile backend of `load_audio` and from
-`librosa.load`. Channels are averaged, soxr resamples with quality HQ, and the result has
+For lossless files, the result is identical, bit for bit, to that of `librosa.load` and of the soundfile backend of
+`load_audio`. Channels are averaged, soxr resamples with quality HQ, and the result has
 ceil(samples * rate / source rate) samples.
 """
 
@@ -39,10 +39,12 @@ MIN_RATE, MAX_RATE = 1_000, 768_000
 """Minimum and maximum sampling rate of a source in Hz."""
 MAX_CHANNELS = 64
 MAX_AMPLITUDE = 1e9
-"""Maximum absolute sample value. Unscaled integers are far below this, and powers of larger values would overflow."""
+"""Maximum absolute sample value. The squares of much larger values would overflow in the spectrogram."""
 
 _MAX_PLANES = 7
-"""Maximum number of planes of a frame that PyAV can read. PyAV needs an end marker, which a longer list does not have.
+"""Maximum number of planes of a frame that PyAV can read.
+
+PyAV expects an end marker after the planes. If there are more planes, FFmpeg's list has no space for this marker.
 """
 
 # Number of seconds to decode beyond a cut, so that the cut does not affect the resampling filter.
@@ -168,9 +170,9 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
 def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
     """Return the audio stream that players choose, and its number of channels.
 
-    This function replaces the channel layout by a layout without an order. If PyAV reads a layout with a custom order,
-    as in some CAF, AIFF and MOV files, it frees a list that belongs to FFmpeg. For each frame, it would free the list
-    again.
+    This function replaces the channel layout with a layout without an order. If PyAV reads a layout with a custom
+    order, as in some CAF, AIFF and MOV files, it frees a list that belongs to FFmpeg. For each frame, it would free the
+    list again.
 
     Raises:
         MediaError: There is no supported audio stream.
@@ -180,7 +182,7 @@ def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
         raise MediaError("the audio stream of the file has no sampling rate")
     stream: AudioStream = best_stream(container, "audio")
     check_codec(stream.codec_context, "the audio stream")
-    if num_channels := stream.codec_context.channels:  # this frees the list, and the next line drops it
+    if num_channels := stream.codec_context.channels:  # this frees the list; the next line replaces the layout
         stream.codec_context.layout = f"{num_channels} channels"
     return stream, num_channels
 
@@ -207,7 +209,7 @@ def _mono(frame: av.AudioFrame) -> Samples:
     """Return float32 [samples]. Integers are scaled to [-1, 1), and channels are averaged."""
     array = frame.to_ndarray()
     channels = array if frame.format.is_planar else array.reshape(-1, frame.layout.nb_channels).T
-    with np.errstate(over="ignore", invalid="ignore"):  # `_resample` refuses NaN and infinity
+    with np.errstate(over="ignore", invalid="ignore"):  # `_resample` rejects NaN and infinity
         scaled: Samples = channels.astype(np.float32)
         if array.dtype.kind == "u":
             scaled -= 128  # unsigned samples always have 8 bits

@@ -78,7 +78,7 @@ def write_log_mel(samples: Samples, settings: MelSettings, out: NDArray[np.float
         samples: Samples at the rate of `settings`, float32 [samples].
         settings: Spectrogram settings.
         out: Output, float32 [num_bins, frames]. The number of frames is at least `settings.num_frames(len(samples))`
-            and at most `settings.max_frames`. Frames after the clip are silent.
+            and at most `settings.max_frames`. Frames after the end of the clip contain silence.
 
     """
     samples = samples[: settings.max_samples]
@@ -91,7 +91,9 @@ def write_log_mel(samples: Samples, settings: MelSettings, out: NDArray[np.float
     spectrum = torch.stft(
         padded, settings.window, settings.hop, window=torch.hann_window(settings.window), return_complex=True
     )
-    real, imaginary = torch.view_as_real(spectrum.T[:-1]).unbind(-1)  # transposed, as torch stores it: no copy
+    real, imaginary = torch.view_as_real(spectrum.T[:-1]).unbind(
+        -1
+    )  # transposed to torch's memory layout, without a copy
     power = real.square().addcmul_(imaginary, imaginary)
     logarithm = (_filters(settings.rate, settings.num_bins, settings.window) @ power.T).clamp_(min=_FLOOR).log10_()
     floor = logarithm.max() - _RANGE  # the maximum of all frames, including frames that are not requested

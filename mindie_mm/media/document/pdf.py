@@ -1,7 +1,7 @@
 """Pages of PDFs as images, rendered by PDFium.
 
-PDFium is built without JavaScript and XFA, and nothing that a PDF asks for is executed or fetched. Fonts that are not
-embedded are replaced by PDFium's own, so that a page looks the same on every machine.
+PDFium is built without JavaScript and XFA. It runs no actions of a PDF, and fetches no files or URLs that a PDF refers
+to. Fonts that are not embedded are replaced by PDFium's built-in fonts, so a page looks the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.guard.caps import add_picture, caps, check_pixels
 
 DPI = 144
-"""Resolution of a page. Pages that would have more pixels than `max_pdf_page_pixels` are rendered smaller."""
+"""Resolution of a rendered page in dots per inch.
+
+If a page would have more pixels than `max_pdf_page_pixels`, it is rendered at a lower resolution.
+"""
 _POINTS_PER_INCH = 72
 _PASSWORD, _SECURITY = 4, 5  # FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY
 _FORM, _IMAGE = 5, 3  # FPDF_PAGEOBJ_FORM, FPDF_PAGEOBJ_IMAGE
 _RGB = 2  # FPDFBitmap_BGR, with the bytes in the reverse order
 _FLAGS = 0x01 | 0x10  # FPDF_ANNOT, FPDF_REVERSE_BYTE_ORDER
 _MAX_DEPTH = 8
-"""Maximum depth of objects whose images are counted before rendering."""
+"""Maximum nesting depth of form objects whose images are counted before rendering."""
 _lock = threading.RLock()
-"""PDFium has global state and is not thread-safe."""
+"""Lock that guards all use of PDFium, which has global state and is not thread-safe."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PdfPage:
-    """A page whose size is known. It is not rendered yet. Its interface is that of an EncodedImage."""
+    """A page whose size has been read. It is not rendered yet. The class has the same interface as EncodedImage."""
 
     data: bytes
     """The PDF."""
     index: int
-    """Number of the page, from 0."""
+    """Index of the page. The first page has index 0."""
     height: int
     """Height in pixels."""
     width: int
@@ -54,8 +57,7 @@ class PdfPage:
         """Read the size of a page.
 
         Raises:
-            MediaError: The data are no PDF, or the PDF is encrypted or broken.
-            LimitExceeded: The page exceeds a cap.
+            MediaError: The data are not a PDF, or the PDF is encrypted or broken.
 
         """
         with _document(data) as document:
@@ -72,7 +74,7 @@ class PdfPage:
 
     @property
     def settings(self) -> str:
-        """Properties that the pixels depend on beside the data."""
+        """Index and size of the page, as a string. Together with `data`, they determine the pixels."""
         return f"page {self.index} of a PDF at {self.width}x{self.height}"
 
     def decode(self) -> NDArray[np.uint8]:
@@ -101,14 +103,14 @@ class PdfPage:
 
 
 def open_page(page: PdfPage) -> PdfPage:
-    """Return `page`, and count its pixels. Raise LimitExceeded if the images of the request have too many."""
+    """Count the pixels of `page` and return it. Raise LimitExceeded if the page or the request has too many pixels."""
     add_picture(page.width, page.height)
     return page
 
 
 @cache
 def _pdfium() -> Any:
-    """Return the library, initialized without fonts of the system."""
+    """Return the PDFium library, initialized without the fonts of the system."""
     import pypdfium2_raw  # late, because it loads a library of 8 MB that only decoders need
 
     no_fonts = (ctypes.POINTER(ctypes.c_char) * 1)()
@@ -119,7 +121,7 @@ def _pdfium() -> Any:
 
 @contextmanager
 def _document(data: bytes) -> Iterator[Any]:
-    """Open a PDF. Raise MediaError if it cannot be opened."""
+    """Open a PDF, as a context manager that holds the lock. Raise MediaError if the PDF cannot be opened."""
     with _lock:
         pdfium = _pdfium()
         document = pdfium.FPDF_LoadMemDocument64(data, len(data), None)
@@ -146,9 +148,13 @@ def _page(document: Any, index: int) -> Iterator[Any]:
 
 @contextmanager
 def _forms(document: Any) -> Iterator[Any]:
-    """Open the form fields of a document, which are drawn with their values. Yield None if there are none.
+    """Open the form fields of a document, so that they can be drawn with their values.
 
-    The environment has no callbacks, so that no action of the document runs.
+    The environment has no callbacks, so no action of the document runs.
+
+    Yields:
+        The environment, or None if the document has no form fields.
+
     """
     pdfium = _pdfium()
     if not pdfium.FPDF_GetFormType(document):
@@ -164,7 +170,7 @@ def _forms(document: Any) -> Iterator[Any]:
 
 
 def _check_images(page: Any) -> None:
-    """Raise LimitExceeded if an image on a page, or all of them together, have too many pixels."""
+    """Raise LimitExceeded if an image on a page has too many pixels, or if all its images together have too many."""
     pdfium, total = _pdfium(), 0
     waiting = [(pdfium.FPDFPage_GetObject(page, i), 0) for i in range(pdfium.FPDFPage_CountObjects(page))]
     width, height = ctypes.c_uint(), ctypes.c_uint()

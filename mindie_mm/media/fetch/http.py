@@ -46,7 +46,7 @@ _CLOSED = tuple(
 
 
 def is_public(address: str) -> bool:
-    """Return whether the IP `address` belongs to the public internet. A zone is ignored."""
+    """Return whether the IP `address` belongs to the public internet. The zone of an IPv6 address is ignored."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
         ip = ip.ipv4_mapped

@@ -1,7 +1,7 @@
 """Threads for system calls that may hang, such as name lookups and reads from a stalled mount.
 
-A lookup or a read cannot be canceled. The event loop has few threads. Calls that hang in those threads would block all
-other work, even long after the requests have ended.
+A lookup or a read cannot be canceled. The event loop's own pool has few threads. Calls that hang in these threads would
+block all other work in the pool, even long after the requests have ended.
 """
 
 from __future__ import annotations

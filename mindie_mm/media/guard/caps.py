@@ -88,7 +88,7 @@ def under(these: MediaCaps) -> Iterator[Work]:
 
 @contextmanager
 def decoding_to_count() -> Iterator[None]:
-    """Count the frames of videos that are opened inside this context by decoding them, and not by their packets."""
+    """Decode each video that is opened inside this context to count its frames, instead of counting its packets."""
     token = _decodes_to_count.set(True)
     try:
         yield

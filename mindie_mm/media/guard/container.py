@@ -47,7 +47,7 @@ MAX_READ = 4
 """Maximum total size of a stream's packets, as a multiple of the container's size. In an MP4, samples may share bytes.
 """
 SPARE_BYTES = 2**24
-"""Number of bytes by which the packets may exceed this multiple."""
+"""Number of bytes by which a stream's packets may exceed `MAX_READ` times the container's size."""
 BARE = ("mp3", "aac")
 """Formats without a container. The decoder itself finds their frames.
 
@@ -82,9 +82,9 @@ FFmpeg has hundreds of other decoders, for example for the formats of games and 
 class _Source(io.BytesIO):
     """The bytes of a container, which FFmpeg reads in pieces. Reads are limited while the container is being opened.
 
-    FFmpeg does not limit the number of boxes, chunks, tags or cues. 40 MiB of these can take 6 s. FFmpeg also does not
-    limit the size of objects that it keeps as a whole. Reads of such objects can be recognized, because FFmpeg requests
-    the size of the object instead of the size of its buffer.
+    FFmpeg does not limit the number of boxes, chunks, tags or cues. It can take 6 s to read 40 MiB of these. FFmpeg
+    also does not limit the size of objects that it keeps as a whole. Reads of such objects can be recognized, because
+    FFmpeg requests the size of the object instead of the size of its buffer.
     """
 
     def __init__(self, data: bytes, began: float) -> None:
@@ -99,7 +99,7 @@ class _Source(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         """Return at most `_PIECE_BYTES` bytes, or no bytes if a limit has been exceeded.
 
-        `opened` later raises the error. If this method raised it more than once, PyAV would print it.
+        `opened` later raises the error. This method does not, because PyAV prints an error that is raised repeatedly.
         """
         size = self._num_bytes if size is None or size < 0 else size
         if not self._is_open:
@@ -205,10 +205,11 @@ def best_stream(container: InputContainer, kind: Literal["video", "audio"]) -> A
 
 
 def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[av.Packet[_Stream]]:
-    """Yield the packets of `stream` in decoding order, except empty packets. Other streams are skipped without reading.
+    """Yield the packets of `stream` in decoding order, except empty packets. Skip the packets of other streams.
 
     Raises:
-        LimitExceeded: The packets together have many more bytes than the container, which has `num_bytes` bytes.
+        LimitExceeded: The packets have more than `MAX_READ` * `num_bytes` + `SPARE_BYTES` bytes in total. `num_bytes`
+            is the size of the container.
         RequestAborted: The request was aborted.
 
     """

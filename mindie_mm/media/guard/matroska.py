@@ -1,8 +1,8 @@
 """Detection of compressed tracks in Matroska and WebM files, before FFmpeg decompresses the tracks.
 
-FFmpeg decompresses each block while it searches for packets, even blocks of tracks that are not read. 9 KB may become
-10 MB. FFmpeg skips blocks that it cannot decompress, so a limit on packets does not apply to such blocks. RFC 9559
-defines the elements and their IDs.
+FFmpeg decompresses each block while it searches for packets, even blocks of tracks that are not read. A block of 9 KB
+may become 10 MB. FFmpeg skips blocks that it cannot decompress, so a limit on packets does not apply to such blocks.
+RFC 9559 defines the elements and their IDs.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ MAX_PAGES = 2**19
 MAX_MAKER = 128
 """Maximum size in bytes of the vendor string, which precedes the number of comments in Ogg.
 
-With this limit, the number is contiguous, because the first 255 bytes of a packet are always on the same page.
+With this limit, the bytes of the number are contiguous, because the first 255 bytes of a packet are always on the same
+page.
 """
 
 _MATROSKA = b"\x1a\x45\xdf\xa3"
@@ -44,7 +45,7 @@ _COUNTED = (
 _BY_CHANCE = 192
 """For elements with the limit `MAX_PLACES`, the limit is raised by 1 for each 192 bytes of the file.
 
-The IDs of these elements have one byte, so that media data contain an ID by chance once in 256 bytes.
+The IDs of these elements have one byte, so media data contain an ID by chance once in 256 bytes.
 """
 _FLAC_COMMENTS = 4
 _ID3 = re.compile(rb"ID3[\2-\4].{2}([\0-\x7f]{4})", re.DOTALL)
@@ -57,8 +58,7 @@ _AMF_BYTES = {0: 8, 1: 1, 5: 0, 6: 0, 11: 10, 13: 0}
 """Size in bytes of AMF0 values with a fixed size, by type marker. Other values are strings, objects and arrays."""
 _AMF_TEXT, _AMF_OBJECT, _AMF_NAMED_ARRAY, _AMF_ARRAY = 2, 3, 8, 10
 _COMMENTS = (b"OpusTags", b"\3vorbis", b"\x81theora")
-"""Beginnings of comments in Ogg. They are searched one by one, because a single search for all takes ten times as long.
-"""
+"""Beginnings of comments in Ogg. There is one search for each, because a search for all takes ten times as long."""
 _PAGE = b"OggS\0"
 _OGG_FLAC = b"\x7fFLAC"
 _OGG_UNREAD = (

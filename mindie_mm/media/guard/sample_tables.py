@@ -1,6 +1,6 @@
 """Limits on the sample tables of MP4 files, checked before FFmpeg builds an index from them.
 
-A file of 3 KB can state an index of gigabytes.
+A file of 3 KB can describe an index of several gigabytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _UPRIGHT = struct.pack(">5i", 1 << 16, 0, 0, 0, 1 << 16)
 _MATROSKA_POSES = tuple(name + size for name in (b"\x76\x73", b"\x76\x75") for size in (b"\x84", b"\x88"))
 """Element IDs and sizes of ProjectionPoseYaw, which mirrors frames, and ProjectionPoseRoll, which rotates frames.
 
-Other data may contain the same bytes. After a false match, the file is only read once more.
+Other data may contain the same bytes. The only effect of a false match is that the file is read once more.
 """
 _MATROSKA_HEAD = 2**16
 """Number of bytes at the start of a Matroska file in which to search for track entries."""
@@ -83,7 +83,7 @@ def check_tables(data: bytes) -> None:
 def may_be_turned(data: bytes) -> bool:
     """Return whether a container may state a rotation or mirroring of its frames.
 
-    MP4 states it as a matrix, and Matroska as a projection pose.
+    MP4 describes the rotation or mirroring with a matrix, and Matroska with a projection pose.
     """
     head = data[:_MATROSKA_HEAD]
     if any(pose in head for pose in _MATROSKA_POSES):

@@ -16,7 +16,7 @@ import numpy as np
 from mindie_mm.errors import LimitExceeded
 
 MAX_PARTS = 100_000
-"""Maximum number of parts, for which Pillow takes about half a second.
+"""Maximum number of parts. Pillow takes about half a second to read this number of parts.
 
 Parts are the segments of a JPEG header, the chunks of a PNG, the blocks of a GIF before its first frame, and the
 entries or strips of a TIFF. If Pillow searches or parses data byte by byte, each byte counts as a part.
@@ -101,8 +101,8 @@ def check_scans(data: bytes, width: int, height: int, *, up_to_end: bool = False
         data: The file. Scan markers at any position count, because a decoder may find them.
         width: Width in pixels, as stated in the frame header.
         height: Height in pixels, as stated in the frame header.
-        up_to_end: Count only the scans that libjpeg finds. libjpeg skips segments by their length, and stops at the end
-            of the image. Other images or a video may follow in the same file.
+        up_to_end: Whether to count only the scans that libjpeg finds. libjpeg skips segments by their length, and stops
+            at the end of the image. Other images or a video may follow in the same file.
 
     Raises:
         LimitExceeded: The JPEG has more scans than its size allows.

@@ -34,12 +34,13 @@ _PNG_DEPTH = re.compile(r"(?:L|RGB);(\d+)B?")
 def pil_to_rgb(image: Image.Image, background: Colour | None, significant_bits: int | None = None) -> Image.Image:
     """Return `image` upright, as 8-bit RGB.
 
-    The result is the same as from `transformers.image_utils.load_image`, with three exceptions:
+    The result is the same as that of `transformers.image_utils.load_image`, with three exceptions:
 
     - Transparent pixels show `background`, as in vLLM and qwen-vl-utils. load_image drops the alpha channel, and
-      transparent pixels are black in most files. If `background` is None, this function drops the alpha channel, too.
-    - Grayscale samples of more than 8 bits are scaled to 8 bits, from `significant_bits` if the file states this
-      number. Pillow would clip large values to white.
+      transparent pixels then become black in most files. If `background` is None, this function drops the alpha
+      channel, too.
+    - Grayscale samples of more than 8 bits are scaled to 8 bits. If `significant_bits` is given, it is the number of
+      bits of the samples. Pillow would clip large values to white.
     - Only the orientation is read from the EXIF data. ImageOps.exif_transpose rewrites all other entries, and fails if
       an entry has a wrong type.
     """
@@ -66,7 +67,7 @@ def states_orientation_in_tiff(image: Image.Image) -> bool:
 def mend_transparency(image: Image.Image) -> None:
     """Scale the transparent color of a PNG (tRNS) to 8 bits. Call this function before the image is loaded.
 
-    Pillow scales the pixels, but not the transparent color, so that no pixel would match the color.
+    Pillow scales the pixels, but not the transparent color. Without this function, no pixel would match the color.
     """
     colour = image.info.get("transparency")
     tiles = getattr(image, "tile", None)
@@ -85,7 +86,7 @@ def mend_transparency(image: Image.Image) -> None:
 
 
 def significant_bits_of(png: bytes) -> int | None:
-    """Return the number of significant bits that a grayscale PNG states (sBIT), or None if it does not state it."""
+    """Return the number of significant bits in the sBIT chunk of a grayscale PNG, or None if the PNG has no sBIT."""
     place = png.find(b"\0\0\0\1sBIT", 0, max(0, png.find(b"IDAT")))
     bits = png[place + 8] if place >= 0 else 0
     return bits if 1 <= bits <= 16 else None
@@ -112,9 +113,9 @@ def _shallow(image: Image.Image, significant_bits: int | None) -> Image.Image:
 def scaled_integers(deep: NDArray[np.integer[Any]], significant_bits: int | None) -> NDArray[np.uint8]:
     """Scale integers to uint8.
 
-    The integers have `significant_bits` bits. If this is None, they have the smallest number of bits, at least 8, that
-    holds all values, because most writers store samples of 10, 12 or 14 bits unscaled in 16 bits. If all values are at
-    most 255, they are kept, as in Pillow.
+    `significant_bits` is the number of bits of the integers. If it is None, this function uses the smallest number of
+    bits, at least 8, that holds all values, because most writers store samples of 10, 12 or 14 bits unscaled in 16
+    bits. If all values are at most 255, they are then kept, as in Pillow.
     """
     offset = min(0, int(deep.min()))
     num_bits = (int(deep.max()) - offset).bit_length()

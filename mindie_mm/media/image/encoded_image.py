@@ -38,8 +38,8 @@ os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO", "PPM")
 """Supported formats, detected by content.
 
-Pillow can read more formats. For some of them it has decoders in Python, which take minutes for a few megabytes. Others
-cannot be detected by content.
+Pillow can read more formats. Some of its decoders are written in Python, and take minutes for a few megabytes. Some
+formats cannot be detected by content.
 """
 _FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
 
@@ -92,7 +92,7 @@ class EncodedImage:
             raise _beyond_pillows_limit() from None
         except (LimitExceeded, MemoryError):
             raise
-        except Exception:  # noqa: BLE001 - a hostile header makes decoders raise anything
+        except Exception:  # noqa: BLE001 - for a hostile header, a decoder may raise any exception
             raise MediaError(
                 f"the {len(data)} bytes cannot be read as an image (supported formats: {', '.join(FORMATS)})"
             ) from None
@@ -159,11 +159,12 @@ class DecodedImage:
 
 
 def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | EncodedImage | DecodedImage | PdfPage:
-    """Read the size of an image. Its pixels are decoded on request.
+    """Read the size of an image. Call `decode` on the result to decode the pixels.
 
     Args:
-        data: The file, pixels, uint8 [height, width, 3], or a page of a PDF.
-        drop_alpha: Show the colours that transparent pixels have in the file, instead of the background.
+        data: An encoded image, pixels as uint8 [height, width, 3], or a page of a PDF.
+        drop_alpha: Whether transparent pixels keep the colors that they have in the file. If False, they show the
+            background.
 
     Raises:
         MediaError: The data are not a readable image.

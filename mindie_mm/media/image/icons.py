@@ -1,4 +1,4 @@
-"""Selection of the same image in a Windows icon that Pillow would choose, without decoding any image."""
+"""Selection of an image in a Windows icon. Pillow would choose the same image, but would decode it at once."""
 
 from __future__ import annotations
 

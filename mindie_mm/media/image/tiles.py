@@ -15,8 +15,8 @@ CanvasSize = tuple[int, int]
 def best_canvas(height: int, width: int, canvases: Sequence[CanvasSize]) -> CanvasSize:
     """Return the canvas on which an image keeps the most pixels.
 
-    If this is true of several canvases, return the first of the smallest of them. An image that is as thin as a line
-    keeps no pixels on a small canvas.
+    If several canvases keep equally many pixels, return the smallest of them, or the first of equally small ones. A
+    very thin image keeps no pixels on a small canvas, because its scaled height or width is rounded down to 0.
     """
     best, most, least_wasted = canvases[0], 0, math.inf
     for canvas in canvases:
@@ -39,7 +39,7 @@ def fit(height: int, width: int, canvas: CanvasSize) -> tuple[int, int]:
 def closest_grid(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
     """Return the numbers of rows and columns of the grid of tiles whose aspect ratio is nearest to that of an image.
 
-    Of two equally near grids, the larger is preferred if the image has more than half as many pixels as that grid.
+    If two grids are equally near, prefer the larger one if the image has more than half as many pixels as this grid.
 
     Args:
         height: Height of the image in pixels.
@@ -50,7 +50,7 @@ def closest_grid(height: int, width: int, tile: int, least: int, most: int) -> t
 
     """
     sides = range(1, most + 1)
-    # Grids with the same number of tiles are in the order of their columns, as in the reference.
+    # Grids with the same number of tiles are sorted by their number of columns, as in the reference.
     grids = sorted(
         ((rows, columns) for columns in sides for rows in sides if least <= rows * columns <= most), key=math.prod
     )

@@ -44,7 +44,7 @@ def is_whole(packet: memoryview, codec: str, extradata: bytes | None) -> bool:
 def is_idr(packet: memoryview, extradata: bytes | None) -> bool:
     """Return whether the picture in a packet is an IDR picture. Later pictures never refer to pictures before it.
 
-    Other keyframes are recovery points. After such a keyframe, pictures may be correct only some frames later.
+    Other keyframes are recovery points. After such a keyframe, the first pictures may be incorrect.
     """
     return any(packet[at] & 31 == _IDR for at in _units(packet, extradata))
 

@@ -47,7 +47,7 @@ CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg", "gif", "
 """Supported containers, detected by content.
 
 `mov` includes MP4, `matroska` includes WebM, and `mpeg` is the MPEG program stream. Playlists are not supported,
-because FFmpeg would open files and addresses that the client chooses.
+because with a playlist, the client could choose files and URLs for FFmpeg to open.
 """
 _FEW_FRAMES = 64
 """Number of further frames that may always be decoded to check that a video is complete, even if few are sampled."""
@@ -64,7 +64,7 @@ class EncodedVideo:
     num_frames: int
     """Number of frames that FFmpeg decodes from the file."""
     fps: float | None
-    """Average number of frames per second. None if neither the container nor the frame times state it."""
+    """Average number of frames per second. None if neither the container nor the frame times determine the rate."""
     orientation: Orientation
     """Rotation and mirroring that make a frame upright."""
     data: bytes
@@ -144,7 +144,7 @@ class EncodedVideo:
         """Yield the frame for each of the ascending `indices` as RGB pixels, uint8 [height, width, 3].
 
         A frame of another size is scaled to the size of the video. If the container supports seeking, frames that are
-        far from the sampled frames are not decoded. The remaining frames of the video may be decoded to verify the
+        far from the sampled frames are not decoded. Frames after the last of `indices` may be decoded to verify the
         number of frames.
 
         Raises:

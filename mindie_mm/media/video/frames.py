@@ -51,7 +51,7 @@ class Sampling:
 
 
 def comes_sampled(video: Video, options: MediaOptions) -> bool:
-    """Return whether `video` is a list of frames and no option samples it. All frames are used, up to `max_frames`."""
+    """Return whether `video` is a list of frames and no option asks to sample them. Then all of them are used."""
     return isinstance(video, SampledVideo) and options.num_frames is None and options.fps is None
 
 

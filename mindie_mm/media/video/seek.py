@@ -30,9 +30,9 @@ class Keyframes:
 
     @classmethod
     def of(cls, times: NDArray[np.int64], key_times: NDArray[np.int64]) -> Keyframes | None:
-        """Create from the times of all frames and the times of keyframes, both in decoding order.
+        """Create an object from the times of all frames and the times of keyframes, both in decoding order.
 
-        Return None unless both ascend.
+        Return None unless both sequences are ascending.
         """
         if not len(times) or not len(key_times):
             return None
@@ -65,7 +65,7 @@ def sought(
 
     PyAV errors are propagated unchanged.
     """
-    left = 2 * len(keyframes.times)  # packets: even with a wrong index, no more than twice the video is decoded
+    left = 2 * len(keyframes.times)  # limit on packets, in case a wrong index leads to decoding the same parts again
 
     def decoded() -> Iterator[av.VideoFrame]:
         nonlocal left

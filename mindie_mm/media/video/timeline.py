@@ -1,7 +1,7 @@
 """Number and presentation times of the frames of a video.
 
-The frames of a video are the frames that FFmpeg decodes, even if the headers state another number. If each packet
-certainly becomes one frame, the packets are counted. Otherwise all packets are decoded once to count the frames.
+The frames of a video are the frames that FFmpeg decodes, even if the headers state another number. If each packet is
+certain to become one frame, the packets are counted. Otherwise all packets are decoded once to count the frames.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AVI = "avi"
 """FFmpeg's name for AVI. Its frames have no timestamps. All chunks have the same duration, and an empty chunk repeats a
 frame."""
 PLACEHOLDER = 2**30
-"""Frame count in the header if FFmpeg has written an AVI to a pipe. So many frames would last a year."""
+"""Frame count that FFmpeg writes to the header of an AVI if the output is a pipe. Real videos have fewer frames."""
 _ONE_FRAME_EACH = frozenset(
     ["h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mjpeg", "prores", "dnxhd", "ffv1", "huffyuv", "rawvideo"]
 )
@@ -38,8 +38,7 @@ _ONE_FRAME_EACH = frozenset(
 _LONGEST_TAIL = 32
 """Maximum number of packets that may be damaged or missing at the end of a video.
 
-A second limit is a tenth of all packets.
-With a higher limit, a large missing part of a video would not be noticed.
+A second limit is a tenth of all packets. With a higher limit, a large missing part of a video would not be noticed.
 """
 _LONGEST_PAUSE_S = 10.0
 """Maximum pause in seconds between frames of an MPEG stream. After a longer pause, another recording begins."""
@@ -151,7 +150,7 @@ def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: i
     """Yield the frames of `stream`.
 
     Errors before the first frame are ignored, because a stream that was cut begins with pictures whose references are
-    missing. Later errors of PyAV are raised unchanged.
+    missing. Later PyAV errors are propagated unchanged.
 
     Raises:
         LimitExceeded: In the same cases as `packets_of`.
@@ -212,7 +211,7 @@ def rate_of(
 
     As in torchcodec, the rate is the number of frames divided by the time from the start of the first frame to the end
     of the last frame. The rate that a container states is only a hint, which Matroska players ignore. If the rounded
-    times match this rate, it is returned, because it is exact.
+    times match the stated rate, the stated rate is returned, because it is exact.
     """
     stated, time_base = stream.average_rate, stream.time_base
     if container == AVI:

@@ -83,10 +83,10 @@ class Checkpoint:
     def translated(
         self, config: Mapping[str, Any], files: Mapping[str, dict[str, Any]], renamings: Sequence[Renaming]
     ) -> Checkpoint:
-        """Return this checkpoint in the layout of transformers. No files are written.
+        """Return this checkpoint in transformers' layout. No files are written.
 
         Args:
-            config: Contents of config.json in the layout of transformers.
+            config: Contents of config.json in transformers' layout.
             files: Contents of other JSON files in that layout, by name.
             renamings: Rules for the published names of the weights.
 

@@ -18,12 +18,12 @@ _TEXT_MODELS = ("text_config", "llm_config", "language_config")
 def eos_token_ids(checkpoint: Checkpoint, default: Collection[int] = ()) -> tuple[int, ...]:
     """Return the ids that end a sequence, from generation_config.json or config.json, and from the tokenizer.
 
-    A chat model may name the token that ends a text in generation_config.json, and the token that ends a turn in
-    tokenizer_config.json. vLLM uses both tokens, too.
+    The generation_config.json of a chat model may contain the token that ends a text, while tokenizer_config.json
+    contains the token that ends a turn. vLLM uses both tokens, too.
 
     Args:
         checkpoint: The checkpoint.
-        default: Ids in the family's original code, which are returned if the checkpoint's files name no such token.
+        default: Ids to return if the checkpoint's files name no such token. They come from the family's original code.
 
     Raises:
         UnsupportedCheckpoint: An id is not an integer.

@@ -39,8 +39,8 @@ def settle(checkpoint: Checkpoint, config: Any, default_theta: float | None = No
 def _settle_theta(stated: Mapping[str, Any], text: Any, default_theta: float) -> None:
     """Set the rotary frequencies from text_config, else from the top level of config.json, else from the default.
 
-    In transformers 4, the default was in the class of the text model's configuration. If text_config has no value,
-    transformers 5 uses 10000 (or another value) and ignores the top level.
+    In transformers 4, each configuration class of a text model had its own default. If text_config has no value,
+    transformers 5 ignores the top level and uses a default of its own, usually 10000.
     """
     own = stated.get("text_config") or {}
     theta = _stated(own, "rope_theta") or _stated(stated, "rope_theta") or default_theta
@@ -59,8 +59,8 @@ def _stated(config: Mapping[str, Any], name: str) -> Any:
 def _settle_ties(stated: Mapping[str, Any], config: Any) -> None:
     """Copy tie_word_embeddings from text_config if the top level does not set it.
 
-    transformers 4 read it from the text model's configuration. transformers 5 reads it from the configuration of the
-    whole model.
+    transformers 4 read this key from the text model's configuration. transformers 5 reads it from the configuration of
+    the whole model.
     """
     own = (stated.get("text_config") or {}).get("tie_word_embeddings")
     if own is not None and stated.get("tie_word_embeddings") is None:

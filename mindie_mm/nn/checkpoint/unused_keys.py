@@ -18,11 +18,12 @@ Path = tuple[str, ...]
 
 
 def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], Any]) -> list[str]:
-    """Return the keys of config.json that have no effect on the configuration. A key in a section is `section.key`.
+    """Return the keys of config.json that have no effect on the configuration.
 
-    A key counts as used if the configuration class has a field of this name or computes an attribute of this name. A
-    key also counts as used if another value is refused or changes other attributes, as with old spellings that the
-    class translates. Finally, a key at the top level counts as used if it repeats a section's value.
+    A key in a section is returned as `section.key`. A key counts as used if the configuration class has a field of this
+    name or computes an attribute of this name. A key also counts as used if another value is refused or changes other
+    attributes, as with old spellings that the class translates. Finally, a key at the top level counts as used if it
+    repeats a section's value.
 
     Args:
         stated: The contents of config.json.
@@ -93,7 +94,7 @@ def _same(actual: Any, value: Any) -> bool:
 
 
 def _is_translated(stated: Mapping[str, Any], path: Path, resolve: Callable[[dict[str, Any]], Any]) -> bool:
-    """Return whether another value of the key is refused, or changes attributes other than the one with its name.
+    """Return whether another value of the key is refused, or changes attributes other than the attribute of its name.
 
     Also return True if the class computes the attribute when the key is missing.
     """

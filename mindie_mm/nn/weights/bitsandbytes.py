@@ -1,8 +1,8 @@
 """Weights that bitsandbytes packed into 4 or 8 bits, for models whose layers mindie_mm implements.
 
 Sources: QLoRA (Dettmers et al., 2023, arXiv 2305.14314) and LLM.int8() (Dettmers et al., 2022, arXiv 2208.07339). A
-checkpoint has several tensors for each packed weight: the numbers, and companion tensors that scale them. 4-bit weights
-run in bitsandbytes' own layers, and 8-bit weights in `Linear8bit`.
+checkpoint has several tensors for each packed weight: the packed numbers, and companion tensors with their scales.
+4-bit weights run in bitsandbytes' own layers, and 8-bit weights in `Linear8bit`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LARGEST = 127
 _CPU_BLOCK = 32
 """Number of outputs that bitsandbytes' AVX512-BF16 kernel computes at once.
 
-A layer must have a multiple of this number.
+The number of outputs of a layer must be a multiple of this number.
 """
 
 
@@ -100,7 +100,7 @@ class _Weight4bit(PackedWeight):
 
 
 def avoid_cpu_kernel(module: nn.Module) -> None:
-    """Disable bitsandbytes' AVX512-BF16 kernel in the 4-bit layers of `module` whose shape it cannot handle."""
+    """Disable bitsandbytes' AVX512-BF16 kernel in those 4-bit layers of `module` whose shape it does not support."""
     layer: Any
     for layer in module.modules():
         if (state := getattr(getattr(layer, "weight", None), "quant_state", None)) is not None:
@@ -166,8 +166,7 @@ def read_packed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator
         settings: The checkpoint's `quantization_config`.
 
     Raises:
-        UnsupportedCheckpoint: A packed weight lacks a companion tensor or has a wrong one. The message names the
-            weight.
+        UnsupportedCheckpoint: A companion tensor of a packed weight is missing or wrong. The message names the weight.
 
     """
     compute_dtype = getattr(torch, settings.get("bnb_4bit_compute_dtype") or "float32")
@@ -194,7 +193,7 @@ def read_packed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator
 
 
 def _owner(name: str) -> tuple[str, str]:
-    """Return the name of the weight that a tensor belongs to, and the tensor's part of it. The numbers are part ""."""
+    """Return the name of a tensor's weight, and the suffix of a companion tensor. Packed numbers have suffix ""."""
     if (match := _COMPANION.fullmatch(name)) is None:
         return name, ""
     if match["layer"]:

@@ -63,7 +63,7 @@ def build(
         elif type(layer := module.get_submodule(name.rpartition(".")[0])) is nn.Linear:
             module.set_submodule(name.rpartition(".")[0], weight.layer(layer, device.torch_device))
             packed.add(name)
-        else:  # not the weight of an nn.Linear, for example of an nn.MultiheadAttention
+        else:  # the weight of a layer other than nn.Linear, such as nn.MultiheadAttention
             tensors[name] = weight.dequantized().to(device.torch_device, dtype)
     check_shapes(checkpoint, misfits)
     check_weights(checkpoint, sorted(expected.keys() - tensors.keys() - packed), unexpected, unused)

@@ -99,9 +99,9 @@ def must_dequantize(checkpoint: Checkpoint, device: Device) -> bool:
 def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and value of each weight, on the CPU. Scaled weights are dequantized to `dtype`.
 
-    The reader of transformers is not used, for two reasons. It leaves other weights in their stored dtype, so that
-    adjacent layers may differ in dtype. It also divides a weight evenly among its scales, but the last block of a row
-    may be shorter.
+    There are two reasons not to use the reader in transformers. That reader leaves other weights in their stored dtype,
+    so that adjacent layers may differ in dtype. It also divides a weight evenly among its scales, but the last block of
+    a row may be shorter.
 
     Raises:
         UnsupportedCheckpoint: The scales of a weight are missing or do not fit. The message names the weight.

@@ -1,6 +1,6 @@
 """Loaders of transformers modules with a checkpoint's weights, and with paged attention in the text layers.
 
-The modeling code of transformers takes seconds to import. It is imported late here, because the tokenizer imports the
+The modeling code in transformers takes seconds to import. It is imported late here, because the tokenizer imports the
 families but never loads a model.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -71,9 +71,9 @@ def text_width(name: str, checkpoint: Checkpoint) -> int:
 
 
 class PretrainedModel(Model):
-    """A decoder-only model of transformers.
+    """A decoder-only model from transformers.
 
-    Each family adds its tower, and `positions` unless they are the token indices.
+    Each family implements `tower`, and also `positions` if positions differ from the token indices.
     """
 
     def __init__(self, module: Any, spec: ModelSpec, text_model: Any, lm_head: Callable[[Tensor], Tensor]) -> None:
@@ -103,6 +103,9 @@ class PretrainedModel(Model):
             return self._run_layers(hidden, positions, paged)
         return self.run_text_model(hidden, positions, paged)
 
+    def text_modules(self) -> list[nn.Module]:
+        return [self.text_model, *([self.lm_head] if isinstance(self.lm_head, nn.Module) else ())]
+
     def fuse(self) -> None:
         """Replace layers of the text model as `decoder_layer.fuse` does, and run them without its `forward`.
 
@@ -123,7 +126,7 @@ class PretrainedModel(Model):
             expected = self.run_text_model(hidden, positions, paged)
             try:
                 actual = self._run_layers(hidden, positions, paged)
-            except (AttributeError, TypeError, RuntimeError):  # the text model has other parts
+            except (AttributeError, TypeError, RuntimeError):  # the text model has an unexpected structure
                 return
         self.runs_layers = torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
@@ -174,7 +177,7 @@ def load_pretrained(
     renamed: RenamedWeights | None = None,
     default_theta: float | None = None,
 ) -> tuple[Any, ModelSpec]:
-    """Load a model of transformers for inference, and switch its text layers to paged attention.
+    """Load a transformers model for inference, and switch its text layers to paged attention.
 
     Args:
         cls: A subclass of PreTrainedModel.
@@ -187,8 +190,7 @@ def load_pretrained(
         default_theta: As in `settle`.
 
     Returns:
-        The module, and the sizes of its text model. With tensor parallelism, the sizes are the sizes of this rank's
-        share.
+        The module, and the sizes of its text model. With tensor parallelism, these are the sizes of this rank's share.
 
     Raises:
         UnsupportedCheckpoint: As in `load_module`, except that several ranks may share the weights if there is a plan.
@@ -211,7 +213,7 @@ def load_pretrained(
 def load_module(
     cls: type[Any], checkpoint: Checkpoint, device: Device, dtype: torch.dtype, renamed: RenamedWeights | None = None
 ) -> Any:
-    """Load a model of transformers for inference, and keep its own attention.
+    """Load a transformers model for inference, and keep its own attention.
 
     Args:
         cls: A subclass of PreTrainedModel.
@@ -268,7 +270,7 @@ def _load(
             dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the error of transformers does not name the weights
+            ignore_mismatched_sizes=True,  # transformers' error does not name the weights
             **placed,
         )
     except torch.OutOfMemoryError:

@@ -49,7 +49,7 @@ def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _is_off(settings: Mapping[str, Any]) -> bool:
-    """Return whether these are settings of bitsandbytes that enable neither 4 nor 8 bits."""
+    """Return whether these are bitsandbytes settings that enable neither 4-bit nor 8-bit weights."""
     return settings.get("quant_method") == "bitsandbytes" and method_of(settings) == "bitsandbytes"
 
 
@@ -59,7 +59,7 @@ def is_quantized(checkpoint: Checkpoint) -> bool:
 
 
 def method_of(settings: Mapping[str, Any]) -> str:
-    """Return transformers' name for the quantization method. bitsandbytes has one name for 4 and one for 8 bits."""
+    """Return transformers' name for the quantization method. The names for bitsandbytes also contain the bits."""
     for bits in ("4bit", "8bit"):
         if settings.get(f"load_in_{bits}") or settings.get(f"_load_in_{bits}"):
             return f"bitsandbytes_{bits}"
@@ -70,14 +70,14 @@ def check_quantization(checkpoint: Checkpoint, device: Device) -> None:
     """Check that quantized weights can run on `device`.
 
     Raises:
-        UnsupportedCheckpoint: A package or an operator is missing, or transformers does not support the method. It
-            would load packed weights of an unknown method as if they were not quantized.
+        UnsupportedCheckpoint: A package or an operator is missing, or transformers does not support the method.
+            transformers would load packed weights of an unknown method as if they were not quantized.
 
     """
     if (settings := quantization(checkpoint)) is None:
         return
     check_method(checkpoint)
-    from transformers.quantizers.auto import AutoHfQuantizer  # imported late, like all modeling code of transformers
+    from transformers.quantizers.auto import AutoHfQuantizer  # imported late, like all of transformers' modeling code
 
     method = method_of(settings)
     refused = f"{checkpoint.path} is quantized with {method!r}, which cannot run here"
@@ -160,7 +160,7 @@ def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
 def refuse_mindie(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedCheckpoint for weights that MindIE's tools quantized.
 
-    These tools declare it in their own way.
+    config.json then has the key `quantize`, or the checkpoint has a quant_model_description file.
     """
     stated = checkpoint.config.get("quantize")
     files = sorted(file.name for file in checkpoint.path.glob("quant_model_description*.json"))
@@ -174,7 +174,7 @@ def refuse_mindie(checkpoint: Checkpoint) -> None:
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint if only layers of transformers can run the quantization method."""
+    """Raise UnsupportedCheckpoint if only transformers' layers can run the quantization method."""
     if (settings := quantization(checkpoint)) is None:
         return
     method = method_of(settings)

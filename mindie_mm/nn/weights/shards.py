@@ -12,7 +12,8 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.folder_errors import check_link, check_pointer
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
-"""Names of a file with all weights. If there are several files, their index has the additional suffix .index.json."""
+"""Names of a single file with all weights. If there are several files, their index has the additional suffix
+.index.json."""
 _MOST_HEADER_BYTES = 100_000_000
 """Largest header that safetensors reads."""
 _OTHER_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")

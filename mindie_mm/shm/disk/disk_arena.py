@@ -57,7 +57,7 @@ class DiskArena:
     """Writer of a file of blocks on disk. It is a context manager and thread-safe.
 
     Blocks are allocated and published as in an `Arena`, but never freed. `close` syncs the complete file to disk and
-    gives it its name. If the context exits with an error, no file remains. Equal blocks in the same order produce
+    renames it to `path`. If the context exits with an error, no file remains. Equal blocks in the same order produce
     equal files.
     """
 
@@ -104,7 +104,7 @@ class DiskArena:
 
         Raises:
             InputError: The number, the capacity or the number of entries is out of range.
-            SharedMemoryError: The file cannot be created, or another process is writing it.
+            SharedMemoryError: The file cannot be created, or another process is writing to it.
 
         """
         if not 0 <= number <= MAX_ARENA:
@@ -268,7 +268,7 @@ class DiskArena:
                 self._write_batch()
 
     def close(self) -> None:
-        """Finish the file, sync it to disk and give it its name. Idempotent.
+        """Finish the file, sync it to disk and rename it to `path`. Idempotent.
 
         Raises:
             InputError: A block is still being filled.
@@ -363,7 +363,7 @@ class DiskArena:
             self._writer.write(batch)
 
     def _end_filling(self, block: Block) -> None:
-        """Mark the block as filled, and write its batch if it is complete. Raise OSError if a write has failed."""
+        """Mark the block as filled. Write the batch if all its blocks are filled. Raise OSError if writing failed."""
         _, batch = self._filling.pop(block.entry)
         batch.num_filling -= 1
         if batch is not self._batch and not batch.num_filling:
@@ -372,7 +372,7 @@ class DiskArena:
             self._write_batch()
 
     def _cut(self, end: int) -> None:
-        """Start the next block at offset `end`. Later blocks overwrite the data after it, or `close` truncates it."""
+        """Start the next block at offset `end`. Bytes after `end` are overwritten by later blocks or cut by `close`."""
         self._end = end
         for batch in filter(None, [self._batch, *(batch for _, batch in self._filling.values())]):
             batch.cut(end - batch.offset)
@@ -390,7 +390,7 @@ def _unfinished(path: Path) -> Path:
 
 
 def _locked(unfinished: Path) -> LivenessLock:
-    """Open or create the unfinished file and lock it. Raise SharedMemoryError if another process is writing it."""
+    """Open or create the unfinished file and lock it. Raise SharedMemoryError if another process is writing to it."""
     with os_errors_as(SharedMemoryError, f"{unfinished} cannot be created"):
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:

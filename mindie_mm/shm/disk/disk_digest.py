@@ -1,8 +1,8 @@
 """Digest that detects damage to a file of blocks.
 
-The digest combines digests of the blocks, so that the writer never reads the file again. The hash function is XXH3,
-which is as fast as memory. BLAKE3 would take 5 % of the processing time of a row. The digest does not protect against
-deliberate changes, because an attacker could replace the digest, too.
+The digest is computed from the digests of the blocks, so the writer need not read the file again. The hash function is
+XXH3, which is as fast as reading the data from memory. BLAKE3 would take 5% of the processing time of a row. The digest
+does not protect against deliberate changes, because an attacker could replace the digest, too.
 """
 
 from __future__ import annotations

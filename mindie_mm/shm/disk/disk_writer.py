@@ -18,7 +18,7 @@ WRITE_BATCH_BYTES = 16 * 2**20
 
 
 class WriteBatchMemory:
-    """Pool of batch memory, which several files can share. Faulting in two new batches would take 9 ms."""
+    """Pool of batch memory, which several files can share. Faulting in the memory of two new batches takes 9 ms."""
 
     def __init__(self) -> None:
         self._spare: list[mmap.mmap] = []

@@ -31,7 +31,7 @@ _SMALLEST = _PREFIX.size + _FIXED.size
 
 
 class DamagedHeaderError(ValueError):
-    """Bytes that do not form a valid block header. Callers convert this to an error of `mindie_mm.errors`."""
+    """Error for bytes that are not a valid block header. Callers replace it with an error from `mindie_mm.errors`."""
 
 
 class _Buffer(Protocol):
@@ -49,8 +49,8 @@ class Array(NamedTuple):
 class BlockHeader(NamedTuple):
     """Contents of a block's header.
 
-    Every call of `attach` creates a BlockHeader. This is a named tuple because creating a dataclass takes three times
-    as long.
+    Every call to `attach` creates a BlockHeader. The class is a named tuple because creating a dataclass takes three
+    times as long.
     """
 
     block: int
@@ -60,14 +60,14 @@ class BlockHeader(NamedTuple):
     request: str
     """Path of the request's path file. Empty if the block has no path file."""
     digest: bytes | None = None
-    """Digest of the content and its preprocessing, 16 to 64 bytes. None if the item must not be cached."""
+    """Digest of the arrays and the preprocessing settings, 16 to 64 bytes. None if the item must not be cached."""
 
     @classmethod
     def unpack(cls, buffer: _Buffer, start: int, stop: int) -> BlockHeader:
         """Read the header of the block at [start, stop) of `buffer`.
 
         Raises:
-            DamagedHeaderError: The bytes are not a valid header, or its arrays do not fit the block.
+            DamagedHeaderError: The bytes are not a valid header, or the arrays do not fit into the block.
 
         """
         try:

@@ -2,7 +2,7 @@
 
     0                header: one page; the owner's counters begin at byte 512 (stats.py)
     one page         table: 64 bytes per entry: state word, offset, size, allocation time, end of lease, next piece
-    releases_offset  release words: the doorbell, then one word per entry, on separate pages that any process may write
+    releases_offset  release words: the doorbell, then one word per entry, on separate pages; any process may write them
     data_offset      blocks, aligned to pages
 
 All numbers are little-endian. Reads and writes of 8-byte words are atomic.
@@ -49,7 +49,7 @@ STATE, OFFSET, SIZE, ALLOCATED_NS, EXPIRES_NS, NEXT = range(6)
 - OFFSET: Offset in the file in bytes.
 - SIZE: Size in bytes. In the block's own entry, this is the size of all pieces together.
 - ALLOCATED_NS: Time of allocation on CLOCK_BOOTTIME.
-- EXPIRES_NS: End of the block's lease on CLOCK_BOOTTIME. 0 for no lease. Only a block without a path file has a lease.
+- EXPIRES_NS: End of the block's lease on CLOCK_BOOTTIME. 0 for no lease. A block with a path file never has a lease.
 - NEXT: 1 + the entry of the block's next piece. 0 for no next piece.
 """
 
@@ -61,7 +61,7 @@ BYTES_PER_ENTRY = 1 << 16
 """Bytes of capacity per table entry. The name word limits the number of entries to MAX_BLOCK + 1."""
 
 DOORBELL = 0
-"""Index of the word that requests the owner to check the release words. The release word of entry n is at 1 + n."""
+"""Index of the word that asks the owner to check the release words. The release word of entry n is at 1 + n."""
 
 
 def file_name(arena: int) -> str:
@@ -130,7 +130,7 @@ class Owner:
 
     @classmethod
     def nobody(cls) -> Owner:
-        """Return the owner for files on disk. It is always the same, so that equal blocks produce equal files."""
+        """Return the value for the headers of files on disk. It is constant, so equal blocks produce equal files."""
         return cls(0, 0, str(UUID(int=0)), 0, 0)
 
     @classmethod

@@ -22,7 +22,7 @@ class Ref:
     block: int
     """Index of the block's entry in the arena's table, 0 to 16,383."""
     generation: int
-    """Generation of the entry when the block was allocated, 1 to 2^24 - 1. Each reuse of the entry changes it."""
+    """Generation of the entry when the block was allocated, 1 to 2^24 - 1. A reused entry has another generation."""
     dtype: str | None = None
     """Dtype of the block's first array. None if the reference was decoded from a name word alone."""
     shape: tuple[int, ...] | None = None

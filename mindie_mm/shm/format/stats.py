@@ -23,12 +23,12 @@ STATS_BYTES = _WORDS.size
 class ArenaStats:
     """Counters of an arena.
 
-    The owner keeps counting while a reader reads. Each counter is exact, but two counters can be from different
-    moments.
+    The owner can change the counters while they are being read. Each value is exact, but two values can be from
+    different moments.
     """
 
     populated_bytes: int
-    """Number of bytes, counted from the start of the arena's file, whose pages have been faulted in."""
+    """Number of bytes at the start of the arena's file whose pages have been faulted in."""
     used_bytes: int
     """Bytes in blocks that the owner has not reclaimed. A freed block counts until the owner reclaims it."""
     peak_bytes: int

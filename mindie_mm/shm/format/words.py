@@ -32,7 +32,7 @@ WIDTH_CODES = tuple(next(code for code, width in enumerate(WIDTHS) if width >= b
 """Code of the smallest width that holds a number, by the number's bit length."""
 
 NAME_WORD_STOP = -(1 << 62)
-"""Exclusive upper bound of name words. Shape words are at or above it."""
+"""Exclusive upper bound of name words. No shape word is below this bound."""
 
 _MASK64 = (1 << 64) - 1
 _NAME_TAG, _SHAPE_TAG = 0b10, 0b11
@@ -82,7 +82,7 @@ def _does_not_fit(arena: int, block: int, generation: int) -> NoReturn:
 
 
 def encode_shape(name_word: int, dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the shape word that belongs to `name_word`. Raise LimitExceeded if the shape does not fit its 47 bits."""
+    """Return the shape word that belongs to `name_word`. Raise LimitExceeded if the shape does not fit in a word."""
     payload = _pack(dtype, shape)
     return _signed((payload << 8) | _crc8(payload, (name_word & 0xFF) ^ _NAME_TO_SHAPE))
 

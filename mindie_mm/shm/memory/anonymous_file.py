@@ -36,7 +36,7 @@ def make_anonymous() -> int:
 
 
 def reserve(descriptor: int, nbytes: int, what: str) -> None:
-    """Allocate all pages of a file. If /dev/shm is full, this raises an error, and no later write raises SIGBUS.
+    """Allocate all pages of a file, so that a later write does not raise SIGBUS because /dev/shm is full.
 
     Args:
         descriptor: The open file.

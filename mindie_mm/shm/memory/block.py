@@ -25,7 +25,7 @@ class Store(Protocol):
     """Arena number in references to the blocks, 0 to 65,535."""
 
     def publish(self, block: Block, digest: bytes | None) -> None:
-        """Make a filled block readable. `digest` identifies its contents in caches. None if it must not be cached."""
+        """Make a filled block readable. If `digest` is not None, caches use it as the key of the block's contents."""
 
     def discard(self, block: Block) -> None:
         """Free a block that was not published."""

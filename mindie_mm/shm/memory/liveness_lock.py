@@ -1,4 +1,4 @@
-"""Locks that show whether a process is alive, also across containers. The kernel drops them when a process dies."""
+"""Locks that show whether a process is alive, even in another container. The kernel drops them if a process dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class LivenessLock:
 
         Args:
             descriptor: The open file.
-            needed: Whether to raise OSError if the file system has no locks. If False, the lock then counts as held.
+            needed: Whether to raise OSError if the file system has no locks. If False, the lock counts as held on such
+                a file system.
 
         Raises:
             BlockingIOError: Another process holds the lock.
@@ -86,8 +87,8 @@ def unlink_same(path: Path, descriptor: int) -> bool:
 def lock_of_the_dead(descriptor: int) -> bool:
     """Lock a file unless a live process holds a LivenessLock on it. Return whether this call locked the file.
 
-    A call of `is_locked` in another process briefly acquires a shared lock. This function waits up to 1 s for the
-    release of such a lock.
+    A call to `is_locked` in another process briefly acquires a shared lock. This function waits up to 1 s until the
+    other process has released its shared lock.
     """
     until = time.monotonic() + 1
     while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""Population of mappings in the background.
+"""A background thread that populates a mapping, that is, faults in its pages.
 
 Faulting in 1 GiB takes 0.6 to 2 s. Without this thread, the first requests would wait that long.
 """

@@ -26,7 +26,7 @@ _FAILED = ctypes.c_void_p(-1).value
 def map_pieces(descriptor: int, pieces: Pieces, *, writable: bool) -> memoryview:
     """Map the pieces of an open file contiguously, in the given order.
 
-    The mapping lives as long as any array over it.
+    The memory stays mapped as long as an array uses it.
 
     Args:
         descriptor: The open file.
@@ -53,7 +53,7 @@ def map_pieces(descriptor: int, pieces: Pieces, *, writable: bool) -> memoryview
 
 
 def map_file(descriptor: int, nbytes: int) -> memoryview:
-    """Map the first `nbytes` of an open file for reading. The mapping lives as long as any array over it.
+    """Map the first `nbytes` of an open file for reading. The memory stays mapped as long as an array uses it.
 
     Raises:
         OSError: The kernel refuses the mapping.

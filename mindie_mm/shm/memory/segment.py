@@ -21,7 +21,7 @@ from mindie_mm.shm.memory.anonymous_file import make_anonymous, reserve
 MAX_SEGMENT_BYTES = 10**9
 
 NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR)
-"""Error numbers of `open` for a symbolic link, another user's file, a socket, or writing to a directory."""
+"""Error numbers of `open` for a symbolic link, another user's file, a socket, or a directory opened for writing."""
 
 
 def free_name() -> str:

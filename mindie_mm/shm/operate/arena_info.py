@@ -1,4 +1,4 @@
-"""Survey of the arenas in /dev/shm, for operators. It only reads, never waits, and works without a service."""
+"""Survey of the arenas in /dev/shm, for operators. A survey only reads, never waits, and works without a service."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _describe(number: int, path: Path, descriptor: int, *, described: bool) -> A
 
 def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterator[BlockInfo]:
     now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    # A single read makes the snapshot of the table and the release words as consistent as possible for a reader.
+    # Read the table and the release words with one call, so that the snapshot is as consistent as possible.
     table = os.pread(descriptor, header.data_offset - PAGE, PAGE)
     if len(table) < header.data_offset - PAGE:
         raise SegmentMissing("the arena's file was truncated in the meantime")
@@ -248,7 +248,7 @@ def _block_header(descriptor: int, block: int, generation: int, start: int, size
 
 
 class _FileBytes:
-    """Bytes of a file, of which each slice is read on demand."""
+    """Bytes of a file. A slice is read from the file when it is requested."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

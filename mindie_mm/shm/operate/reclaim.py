@@ -87,7 +87,7 @@ _totals_lock = Lock()
 
 
 def totals() -> dict[Cause, Total]:
-    """Return the totals of all collections since this process started, by cause. Metrics show them."""
+    """Return the totals of all collections since this process started, by cause. The metrics contain these totals."""
     with _totals_lock:
         return dict(_totals)
 
@@ -225,7 +225,7 @@ def _why_orphaned(block: BlockInfo, *, paths_are_ours: bool) -> Cause | None:
 
 
 def _has_same_paths(owner: Owner, here: Owner) -> bool:
-    """Return whether paths refer to the same files for both processes. Other containers and chroots differ.
+    """Return whether a path refers to the same file in both processes. In another container or chroot, it does not.
 
     Return False if this cannot be determined.
     """

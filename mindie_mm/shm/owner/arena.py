@@ -1,4 +1,4 @@
-"""The owner's side of an arena. An arena is one file in /dev/shm, fully reserved, in which blocks are allocated."""
+"""The owner's side of an arena: a file in /dev/shm with fully reserved space, in which blocks are allocated."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Arena:
 
     Only the owner changes the state of a block. Other processes write a release word to request that a block be freed.
     A forked child does not own the arena: `allocate` fails there, and `close` keeps the file. An arena that is never
-    closed is removed when it is garbage-collected or when the process exits normally. If a signal handler raises while
-    this class changes the arena, the arena is `lost`.
+    closed is removed when it is garbage-collected or when the process exits normally. If a signal handler raises an
+    exception while this class changes the arena, the arena becomes `lost`.
     """
 
     def __init__(self, file: ArenaFile, inventory: Inventory) -> None:
@@ -85,7 +85,7 @@ class Arena:
         - The arena is closed, or belongs to the parent process.
         - Another program removed, truncated or overwrote the file. Readers then find no blocks, and a write beyond the
           truncated end raises SIGBUS.
-        - An exception interrupted a change of the arena. Published blocks then stay readable until the arena is closed.
+        - An exception interrupted a change to the arena. Published blocks then stay readable until the arena is closed.
         """
         with self._mutex:
             return self._is_lost()
@@ -125,7 +125,7 @@ class Arena:
             InputError: An argument is invalid, such as a lease together with a path file.
             LimitExceeded: The block exceeds the arena's capacity, the wire format's limits or the request's quota.
             ArenaFull: There was no room within `timeout_s`.
-            SharedMemoryError: The arena is closed or lost, or the path file cannot be written.
+            SharedMemoryError: The arena is closed or lost, or the path file cannot be written to.
 
         """
         request = b"" if path_file is None else _absolute(path_file)
@@ -158,7 +158,7 @@ class Arena:
     def try_allocate(
         self, all_specs: Sequence[Mapping[str, ArraySpec]], *, path_file: str | Path
     ) -> list[Block] | None:
-        """Allocate one block for each of `all_specs`, as `allocate` does, without waiting.
+        """Allocate one block for each of `all_specs`, like `allocate`, but without waiting.
 
         Returns:
             The blocks, or None if there is not enough room for all of them. In that case, no block is allocated.
@@ -231,7 +231,7 @@ class Arena:
             self._inventory.publish(block, digest or b"")
 
     def discard(self, block: Block) -> None:
-        """Free a block whose `publish` did not return, on behalf of `Block`. Do nothing if the arena is `lost`."""
+        """Free a block on behalf of `Block` if `publish` was not called or failed. Do nothing in a `lost` arena."""
         with self._mutex:
             if not self._is_lost() and self._inventory.discard(block):
                 self._line.wake()
@@ -239,7 +239,7 @@ class Arena:
     def free(self, block: Block) -> None:
         """Free a published block immediately. Do nothing if it has been reclaimed already, or if the arena is `lost`.
 
-        `shm.free` with the block's reference would have the same effect, but maps the arena a second time.
+        `shm.free` with the block's reference would also free the block, but would map the arena a second time.
         """
         with self._mutex:
             if not self._is_lost() and self._inventory.free(block):
@@ -331,7 +331,7 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _absolute(path: str | Path) -> bytes:
-    """Return the encoded absolute path. If `path` is absolute already, `paths.absolute` takes four times as long."""
+    """Return the encoded absolute path. If `path` is already absolute, this is four times as fast as `absolute`."""
     encoded = os.fsencode(path)
     if b"\0" in encoded:
         raise InputError(f"path file {os.fspath(path)!r} contains a NUL character")

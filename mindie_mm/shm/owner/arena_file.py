@@ -1,4 +1,4 @@
-"""The file of an arena, which is complete, fully reserved and locked before it gets a name."""
+"""The file of an arena. The file is complete, fully reserved and locked before it gets a name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ArenaFile:
             raise InputError(f"the capacity of an arena is {capacity_bytes!r}; it must be an integer of at least 1")
         header = ArenaHeader.plan(capacity_bytes, time.time_ns(), Owner.current())
         # Lock the file first, because LivenessLock closes the descriptor in forked children. Another thread may fork
-        # during `reserve`, which takes long.
+        # during `reserve`, which takes a long time.
         with os_errors_as(SharedMemoryError, f"cannot lock a file in {SHM_DIRECTORY}"):
             lock = LivenessLock(make_anonymous())
         try:

@@ -23,7 +23,7 @@ _STEP_BITS = (2 * CLASSES_PER_DOUBLING).bit_length() - 1
 def size_class(size: int) -> int:
     """Return `size` rounded up to its size class, in bytes.
 
-    There are few size classes, so that a freed extent is likely to fit a later block exactly.
+    There are few size classes, so a freed extent is likely to have exactly the size of a later block.
     """
     step = max(PAGE, 1 << max((size - 1).bit_length() - _STEP_BITS, 0))
     return -(-size // step) * step

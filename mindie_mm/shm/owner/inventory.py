@@ -17,7 +17,7 @@ from mindie_mm.shm.owner.heap import Heap
 from mindie_mm.shm.owner.quota import Quotas
 from mindie_mm.shm.owner.table import Table
 
-# Average number of published blocks that an allocation may check for releases while other processes free blocks.
+# Limit on the cost of sweeps: on average, an allocation checks at most this many published blocks for releases.
 _SWEEP_BLOCKS = 16
 
 # Maximum number of pieces of a block. A reader needs one mapping per piece, and the kernel allows 65,530 mappings per
@@ -54,7 +54,7 @@ class Inventory:
         self._filling: dict[int, _Filling] = {}
         self._published: dict[int, Block] = {}
         self.torn = False
-        """True while a method changes the arena. After an interrupted change, it stays True; the arena is unusable."""
+        """True while a method changes the arena. It stays True after an interrupted change: the arena is unusable."""
         self._since_sweep = 0
 
     def __len__(self) -> int:
@@ -146,8 +146,8 @@ class Inventory:
 
         Blocks that are being filled stay, unless their writer has dropped them. By default, this method reads the
         release words only if the doorbell was rung or a block was dropped. With `unasked`, it always reads the release
-        words, and also frees the blocks whose lease has expired. This also finds a block whose release word was
-        written by a process that died before it rang the doorbell.
+        words, and also frees the blocks whose lease has expired. It thus also finds a block if the process that wrote
+        its release word died before it rang the doorbell.
         """
         dropped = [held for held in self._filling.values() if held.block() is None]
         if not (unasked or dropped or self._table.rung):

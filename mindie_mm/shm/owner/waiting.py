@@ -12,7 +12,7 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-# Poll interval of the first thread in line. Another process frees a block by writing a word, which wakes no thread.
+# Poll interval of the first thread in line. Another process frees a block by writing a word. This wakes no thread.
 POLL_S = 0.001
 
 # Poll interval of the other threads. The first thread normally wakes them, but an exception can prevent this.
@@ -34,7 +34,7 @@ class WaitingLine:
     def wait(self, take: Callable[[], _T | None], timeout_s: float) -> _T | None:
         """Call `take` until it returns a value, and return the value. Return None after `timeout_s` seconds.
 
-        The calling thread holds the mutex during `take`, and calls it only while it is first in line.
+        The calling thread calls `take` only while it is first in line, and holds the mutex during the call.
         """
         deadline = time.monotonic() + timeout_s
         ticket: SimpleQueue[None] = SimpleQueue()

@@ -124,7 +124,7 @@ class MappedArena:
         self._closing.append(action)
 
     def is_intact(self) -> bool:
-        """Return whether the file still has a name and its original size. This takes one call of fstat.
+        """Return whether the file still has a name and its original size. This takes one fstat call.
 
         If the link count is 0, the file was removed or replaced by another file.
         """
@@ -132,17 +132,17 @@ class MappedArena:
         return status.st_nlink > 0 and status.st_size == self._file_bytes
 
     def close(self) -> None:
-        """Stop population and run the registered actions. The mapping lives as long as any array over it."""
+        """Stop populating, and run the registered actions. The memory stays mapped as long as an array uses it."""
         if self._populator is not None:
             self._populator.stop()
         while self._closing:
             try:
                 self._closing.pop()()
-            except Exception:  # noqa: BLE001 - a failing device must not fail the lookup of another arena
+            except Exception:  # noqa: BLE001 - if a device fails, the lookup of another arena must still succeed
                 _log.exception("closing a mapped arena failed")
 
     def check(self, ref: Ref) -> None:
-        """Raise StaleReference unless the block is published, has the reference's generation and is not freed."""
+        """Raise StaleReference if the block is not published, has another generation or has been freed."""
         if ref.block >= self._num_entries:
             raise StaleReference(f"{ref}: the arena has only {self.header.num_entries} blocks")
         state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
@@ -245,7 +245,7 @@ class ArenaCache:
         self._lock = Lock()
 
     def get(self, arena: int) -> MappedArena:
-        """Return an arena, and map it if necessary. If it is mapped already, this takes one call of fstat.
+        """Return an arena, and map it if necessary. If it is mapped already, this takes one fstat call.
 
         Raises:
             SegmentMissing: In the same cases as `MappedArena`.
@@ -340,9 +340,9 @@ def mount(path: Path, number: int | None = None) -> Iterator[int]:
 
     Args:
         path: The file.
-        number: Arena number to mount the file under, instead of the number in its header. References to the blocks
-            must contain this number, and the caller must own an arena in /dev/shm with this number, which reserves it.
-            Two files with the same number in their headers can thus be mounted at the same time.
+        number: Arena number to mount the file under, instead of the number in its header. To reserve this number, the
+            caller must own an arena in /dev/shm with the same number. References to the blocks must contain this
+            number. Two files with the same number in their headers can thus be mounted at the same time.
 
     Yields:
         The arena number under which the file is mounted.

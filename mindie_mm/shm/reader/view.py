@@ -32,7 +32,7 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
         self.ref = ref
         """Reference to the block."""
         self.digest = header.digest
-        """Digest of the content and its preprocessing. None if the item must not be cached."""
+        """Digest of the arrays and the preprocessing settings. None if the item must not be cached."""
         self.arena = arena
         """Arena that contains the block."""
         self._header = header
@@ -118,7 +118,7 @@ def attach(ref: Ref) -> View:
     Raises:
         StaleReference: The block was freed.
         SegmentMissing: The arena was removed, truncated or replaced, or is damaged.
-        CorruptReference: The dtype or shape differs from that of the block's first array.
+        CorruptReference: The dtype or shape in the reference differs from that of the block's first array.
         SharedMemoryError: The arena cannot be mapped.
 
     """

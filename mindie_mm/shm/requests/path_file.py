@@ -29,7 +29,7 @@ from mindie_mm.shm.reader.view import release_block
 PATH_FILE_NAME = "shm_name.txt"
 MAX_BYTES = 16 << 20
 
-# A file above this size is full. The margin up to MAX_BYTES is for processes that append lines at the same time.
+# A path file larger than this is full. The margin up to MAX_BYTES is for processes that append lines at the same time.
 _FULL_BYTES = MAX_BYTES - (64 << 10)
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -60,7 +60,7 @@ def record(path_file: bytes, arena: int, block: int, generation: int) -> None:
     Raises:
         InputError: The path file is not a regular file of this user.
         LimitExceeded: The path file is full.
-        SharedMemoryError: The path file cannot be written.
+        SharedMemoryError: The path file cannot be written to.
 
     """
     _append(path_file, b"mindie_mm-%04x %d %d\n" % (arena, block, generation))

@@ -32,8 +32,8 @@ _HIDDEN = ".mindie_mm-"
 # `a/shm_name.txt` and `a/image/`.
 _MARK = stat.S_ISVTX
 
-# Ages in seconds from which a hidden directory counts as abandoned: the first if it has no path file, the second if no
-# process has locked the path file. Another process may still be creating a younger directory.
+# Minimum age in seconds at which a hidden directory counts as abandoned: _MAKING_S if it has no path file, and
+# _LOCKING_S if no process has locked its path file. Another process may still be creating a younger directory.
 _MAKING_S = 60.0
 _LOCKING_S = 1.0
 
@@ -85,7 +85,7 @@ def request_directory(root: Path, request_id: str | None = None) -> Iterator[Req
 
     Args:
         root: The spool. It is created if it does not exist.
-        request_id: Name of the directory, 1 to 255 bytes. None chooses a random name.
+        request_id: Name of the directory, 1 to 255 bytes. If it is None, a random name is chosen.
 
     Raises:
         InputError: The request id is not a file name or is in use.
@@ -241,8 +241,8 @@ def _lock_new(path_file: Path) -> LivenessLock:
 def _remove(path: Path) -> bool:
     """Free the blocks of a request and remove its directory, even if a block cannot be freed.
 
-    The directory first gets a hidden name. If a tokenizer still works for the request, it then fails to record a block
-    and does not create a new path file. Return False if the directory does not exist.
+    The directory first gets a hidden name. If a tokenizer process is still working on the request, it then fails to
+    record a block, and does not create a new path file. Return False if the directory does not exist.
     """
     hidden = _hidden(path.parent)
     faults.point("before-remove")

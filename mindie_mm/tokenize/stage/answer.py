@@ -1,4 +1,4 @@
-"""Tokenization of a request. All tokenizer stages use this function."""
+"""A function that tokenizes a request. All tokenizer stages use this function."""
 
 from __future__ import annotations
 

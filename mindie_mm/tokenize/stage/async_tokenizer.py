@@ -41,7 +41,7 @@ _MODULE = "mindie_mm.tokenize.stage.tokenizer_process"
 _CLOSED = "the tokenizer is closed"
 
 HANG_S = 60.0
-"""Time in seconds after which a process that has requests and sends nothing is killed. Its event loop hangs."""
+"""Time in seconds after which a process that has requests but sends nothing is killed, because its event loop hangs."""
 
 _PING_S = 5.0
 
@@ -56,7 +56,7 @@ class AsyncTokenizer(TokenizerStage):
         self._up = False
         """Whether the process accepts requests."""
         self._settled = asyncio.Event()
-        """Set if the process accepts requests, or if no process ever will."""
+        """Event that is set if the process accepts requests, or if it is certain that no process ever will."""
         self._replies: dict[int, asyncio.Future[list[Prompt]]] = {}
         """Futures of the prompts of requests in progress, by request number."""
         self._numbers = count()
@@ -164,7 +164,10 @@ class AsyncTokenizer(TokenizerStage):
             await self._starter.again(self._launch)
 
     async def _serve(self) -> str:
-        """Pass replies to their callers until the process ends or hangs. Return a description if it hangs, or ""."""
+        """Pass replies to their callers until the process ends or hangs.
+
+        Return a description for the log if the process hangs, and "" if it has ended.
+        """
         receiving = asyncio.create_task(self._receive())
         try:
             while not receiving.done():
@@ -211,7 +214,7 @@ class AsyncTokenizer(TokenizerStage):
                     prompts.set_exception(died)
             self._replies.clear()
         with logged("the arena of the tokenizer process cannot be reclaimed"):
-            await asyncio.to_thread(collect)  # it is still there if the process was killed
+            await asyncio.to_thread(collect)  # the arena still exists if the process was killed
 
     def _send(self, message: ToProcess) -> None:
         assert self._child is not None
@@ -223,7 +226,7 @@ def _hand_over(reply: Tokenized | Failed, prompts: asyncio.Future[list[Prompt]])
         if not prompts.done():
             prompts.set_exception(reply.error.exception())
     elif prompts.done():
-        with logged("the blocks of an aborted request cannot be freed"):  # its directory's removal tries again
+        with logged("the blocks of an aborted request cannot be freed"):  # removing its directory frees them later
             for prompt in reply.prompts():
                 for ref in prompt.refs():
                     free(ref)

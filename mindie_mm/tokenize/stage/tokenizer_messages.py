@@ -43,7 +43,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """More variables for the chat template, such as `tools`."""
     options: PromptOptions = PromptOptions()
     media_defaults: MediaDefaults = {}
-    """Options of media in `messages` that state none."""
+    """Default options for media in `messages`. An option of the item itself takes precedence."""
 
 
 class Setup(msgspec.Struct, frozen=True):

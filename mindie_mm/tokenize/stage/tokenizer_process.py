@@ -1,6 +1,6 @@
 """The tokenizer process. It owns the arena, and processes several requests at the same time.
 
-It exits when its channel closes, because the client has closed the channel or died.
+It exits when its client closes the channel or dies.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class Server:
         self._encoder = msgspec.msgpack.Encoder()
 
     async def serve(self) -> None:
-        """Answer requests until the channel closes or the arena is lost. A new process then creates a new arena."""
+        """Answer requests until the channel closes or the arena is lost.
+
+        If the arena is lost, the process exits, and the client starts a new process with a new arena.
+        """
         try:
             await self._receive()
         finally:
@@ -139,7 +142,7 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
     decoders = Decoders(DecoderSetup(setup.model, setup.family, setup.media), setup.arena_bytes)
     room = Room(arena, setup.arena_wait_s)
     try:
-        async with task_group() as group:  # in parallel, because both import for seconds
+        async with task_group() as group:  # in parallel, because the imports of each take seconds
             group.create_task(decoders.open(setup.num_decoders))
             reading = group.create_task(asyncio.to_thread(_read_checkpoint, setup, decoders, room))
         prompts = reading.result()

@@ -10,9 +10,10 @@ from mindie_mm.errors import InputError
 
 
 def bad_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
-    """Yield the token sequences of `words`, as they are at the beginning of a text and after a blank.
+    """Yield the token sequences that encode each word at the beginning of a text and after a blank.
 
-    vLLM drops the second sequence if it is longer or shorter than the first. Then the word could follow a blank.
+    vLLM drops the second sequence if it is longer or shorter than the first. The model could then generate the word
+    after a blank.
 
     Raises:
         InputError: A word has no tokens.

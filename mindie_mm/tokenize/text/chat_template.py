@@ -32,14 +32,14 @@ _RESERVED_KWARGS = frozenset(
     | {"sanitize_control_tokens", "conversations", "self", "continue_final_message", "documents"}
 )
 _SHOWN_PROMPT = "Final message to continue"
-"""Words of transformers before the whole prompt, in its error about a message that cannot be continued."""
-_LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - cuts sources; nothing is rendered
+"""Words that precede the whole prompt in transformers' error about a message that cannot be continued."""
+_LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - splits sources; renders nothing
 """Lexer with the whitespace settings of transformers."""
 _PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
 """Variables and keys of messages that are refused unless the template uses them."""
 _PROBE = "a text"
 _NO_ROLE = "norole0"
-"""Custom role that no template gives a meaning."""
+"""Custom role for which no template has a special case."""
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "a_name", "arguments": {}}}
 _ASKED = (Message("user", "another"), Message("assistant", "another", {"tool_calls": [_CALL]}))
 _TOOL = {"type": "function", "function": {"name": "a_name", "description": "", "parameters": {"type": "object"}}}
@@ -49,7 +49,7 @@ _TRIED: Mapping[str, Sequence[Message]] = {
     "tool": (*_ASKED, Message("tool", _PROBE, _NAMED)),
     "function": (*_ASKED, Message("function", _PROBE, _NAMED)),
 }
-"""Roles that some templates skip. For each role, a conversation for testing whether a template skips it."""
+"""Conversations that test whether a template skips a role. The keys are the roles that some templates skip."""
 
 
 class ChatTemplate:
@@ -180,7 +180,7 @@ class ChatTemplate:
         return turn
 
     def _takes(self, role: str) -> bool:
-        """Return whether the template writes messages of a custom role, and writes no control token for its name."""
+        """Return whether the template writes a custom role's name and messages, without extra control tokens."""
         names = (role, _NO_ROLE)
         texts = [self._probed(one) for one in names]
         if not all(text is not None and one.lower() in text.lower() for text, one in zip(texts, names, strict=True)):
@@ -189,7 +189,10 @@ class ChatTemplate:
         return counts[0] == counts[1]
 
     def _probed(self, role: str) -> str | None:
-        """Return a conversation with the probe in a message of `role`, or None if the template refuses or loses it."""
+        """Render a conversation with the probe in a message of `role`.
+
+        Return None if the template refuses the conversation or leaves out the probe.
+        """
         tried = [
             as_dict(Message(one, text), self._wraps_strings) for one, text in (("user", "another"), (role, _PROBE))
         ]
@@ -206,16 +209,17 @@ class ChatTemplate:
                 raise InputError(detail, param=field or name)
 
     def _reads(self, wraps_strings: bool) -> bool | None:
-        """Return whether the template shows a user's text, after a system message if it requires one.
+        """Return whether the template writes a user's text.
 
-        Return None if the template refuses both conversations.
+        If the template refuses a conversation without a system message, try a conversation with one. Return None if it
+        refuses both.
         """
         user = as_dict(Message("user", _PROBE), wraps_strings)
         system = as_dict(Message("system", "another"), wraps_strings)
         return next((shown for tried in ([user], [system, user]) if (shown := self._shows(tried)) is not None), None)
 
     def _shows_messages(self, tried: Sequence[Message]) -> bool | None:
-        """Return whether the template writes the probe in messages. If it refuses them, it raises an error itself."""
+        """Return whether the template writes the probe in the messages `tried`, or None if it refuses the messages."""
         return self._shows([as_dict(message, self._wraps_strings) for message in tried])
 
     def _shows(self, conversation: Sequence[Mapping[str, Any]]) -> bool | None:

@@ -27,10 +27,10 @@ class TextStream:
         spaces_between_special_tokens: bool = True,
         silent: Collection[int] | None = None,
     ) -> None:
-        """Start a text.
+        """Create a decoder for one text.
 
-        `silent` are the ids of the tokens without text, or None for `skip_special_tokens`. The other arguments are
-        those of `SamplingParams`.
+        `silent` contains the ids of the tokens that produce no text. If it is None, `skip_special_tokens` determines
+        these tokens. The other arguments have the same meaning as in `SamplingParams`.
         """
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens and silent is None
@@ -53,7 +53,7 @@ class TextStream:
             if after_added and self._after_added:
                 return self._spell(token_id)
         text = self._decoded([*self._last, *self._behind])
-        # A longer list would be decoded again with each further token.
+        # If the list could grow without limit, the whole list would be decoded again for each further token.
         if len(self._behind) <= _UNFINISHED and (len(text) <= len(self._last_text) or text.endswith("\ufffd")):
             return ""
         return self._tell(text)
@@ -90,7 +90,7 @@ class TextStream:
 
 
 def is_skipped(tokenizer: Tokenizer, token_id: int) -> bool:
-    """Return whether `skip_special_tokens` leaves a token out of texts."""
+    """Return whether a token is left out of the text if `skip_special_tokens` is set."""
     return not tokenizer.decode([token_id], skip_special_tokens=True) and bool(
         tokenizer.decode([token_id], skip_special_tokens=False)
     )
@@ -110,7 +110,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> None:
-        """Create a detokenizer. `silent` is as in `TextStream`. The other arguments are those of `SamplingParams`."""
+        """Create a detokenizer. `TextStream` and `SamplingParams` describe the arguments."""
         self._stream = TextStream(
             tokenizer,
             skip_special_tokens=skip_special_tokens,
@@ -127,7 +127,7 @@ class Detokenizer:
         """The stop string that ended the text."""
 
     def push(self, token_ids: list[int]) -> str:
-        """Decode more tokens, and return new text that cannot change, or nothing after a stop string."""
+        """Decode more tokens, and return new text that cannot change, or an empty string after a stop string."""
         for token_id in token_ids:
             self._num_tokens += 1
             if piece := self._stream.push(token_id):
@@ -152,7 +152,7 @@ class Detokenizer:
             self._text = self._text[: at + len(self.stopped_by) if self._includes_stop else at]
 
     def _certain(self) -> int:
-        """Return the index from which the text may be the beginning of a stop string, or the length of the text."""
+        """Return the index at which an incomplete stop string may begin, or the length of the text if there is none."""
         text = self._text
         if self.stopped_by is None and not self._includes_stop:
             # An index that was ruled out stays ruled out, so the search begins where the returned text ends.

@@ -1,13 +1,13 @@
 """Escaping of control tokens in a user's text, so that they differ from intended control tokens.
 
-Before a prompt is assembled, the first character of any such spelling is replaced with a private-use character that
-occurs nowhere else. Every control token that the prompt still spells is intended. `Rendered.restore` contains the
-original characters.
+Before a prompt is assembled, the first character of each control token that a user's text spells is replaced with a
+private-use character that occurs nowhere else. Every control token that is left in the prompt is intended.
+`Rendered.restore` contains the original characters.
 
 The escapes work with a template that writes each of the user's strings unchanged, or without surrounding whitespace.
-Other templates can still produce a control token from a user's text: if they split a string and join the pieces, change
-its letters, or begin a token and complete it with the user's number or with a name that the template looks for, such as
-"object".
+Other templates can still produce a control token from a user's text. They may split a string and join the pieces,
+change its letters, or write the beginning of a token and complete it with a number from the user or with a name that
+the template looks for, such as "object".
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ControlSpelling:
             yield len(text) - len(text.lstrip())
 
     def _goes_on(self, text: str) -> bool:
-        """Return whether `text` begins with the rest of a token or is a part of a token, and may thus complete it."""
+        """Return whether `text` begins with the rest of a token or is a part of a token, and may complete a token."""
         return text != "" and (text.startswith(self._rests) or text in self._control)
 
 

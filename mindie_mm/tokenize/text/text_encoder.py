@@ -1,9 +1,9 @@
-"""Encoding of prompts in which a user's text never produces a control token.
+"""Encoding of prompts. A user's text never produces a control token.
 
 The checkpoint's chat template renders a prompt to one string. Without a template, the items are joined. Control tokens
 that the template or a media item writes are intended. A user's text may also spell or complete a control token, and
-several texts may form a control token where they are joined. Such spellings are plain text. They are escaped before
-rendering (`spelling.py`), so that every control token in the string is intended.
+several texts may form a control token where they are joined. These spellings must be encoded as plain text. They are
+escaped before rendering (`spelling.py`), so that every control token in the string is intended.
 
 The string is then split at its control tokens. In the text between them, escapes are undone, and the text is encoded
 without recognizing control tokens. Most prompts do not contain escapes. They are encoded as a whole, exactly as in
@@ -129,11 +129,11 @@ class TextEncoder:
         self._check_size((item.text for item in items if isinstance(item, Text)), max_tokens)
 
     def check_messages(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], max_tokens: int) -> None:
-        """Check messages and the other template variables like `check_items`. Raise ContextLengthExceeded."""
+        """Check the size of messages and other template variables, as `check_items` does for items."""
         self._check_size(strings([*map(as_dict, messages), template_kwargs]), max_tokens)
 
     def check_rendered(self, rendered: Rendered, max_tokens: int) -> None:
-        """Check a rendered prompt like `check_items`. Raise ContextLengthExceeded.
+        """Check the size of a rendered prompt, as `check_items` does for items.
 
         The prompt may be longer than the messages, because a template may write numbers, or a text several times.
         """
@@ -146,7 +146,7 @@ class TextEncoder:
             )
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Return the text of control tokens in a rendered prompt."""
+        """Return the text that represents control tokens in a rendered prompt."""
         return "".join(self._tokenizer.convert_ids_to_tokens(list(ids)))
 
     def render_items(self, items: Sequence[Item | str]) -> Rendered:
@@ -251,7 +251,7 @@ class TextEncoder:
         return self._remembered(rendered.text, tuple(rendered.items))
 
     def framed(self, rendered: Rendered, encoded: Encoded) -> Encoded:
-        """Add the tokenizer's special tokens to a prompt that begins with BOS, which `encode` leaves as it is."""
+        """Add the tokenizer's special tokens if a prompt begins with BOS. `encode` does not add them in this case."""
         if not (self._bos and rendered.text.startswith(self._bos)):
             return encoded
         ahead = len(self._prefix)
@@ -377,7 +377,7 @@ def _control_ids(
 
 
 def _odd_ones(pieces: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
-    """Return the ranges [start, stop) of every second piece in the concatenation of all pieces."""
+    """Return the ranges [start, stop) of the pieces with odd indices in the concatenation of all pieces."""
     ends = [*accumulate(map(len, pieces))]
     return [*zip(ends[:-1:2], ends[1::2], strict=True)]
 

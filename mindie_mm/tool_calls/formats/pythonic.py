@@ -29,7 +29,7 @@ class PythonicParser(ToolCallParser, LiteralScanner):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template contains the marker, or describes the list as the template of Llama does."""
+        """Return whether the template contains the marker, or describes the list as Llama's template does."""
         return "<|python_start|>" in template or "[func_name1(params_name1=params_value1" in template
 
     @classmethod

@@ -1,8 +1,8 @@
 """Build a simulator of CANN's shared libraries, so that PyPI's torch_npu runs without an Ascend device.
 
-libhccl.so contains the simulator: the C files of this folder, and a function that counts its calls and returns 0 for
-every other symbol of CANN that torch_npu links or looks up by name. The other libraries are empty and depend on
-libhccl.so.
+libhccl.so contains the simulator, which consists of the C files in this folder. For every other symbol of CANN that
+torch_npu links or looks up by name, libhccl.so has a function that counts its calls and returns 0. The other libraries
+are empty and depend on libhccl.so.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _registered(key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refusing(op: Any) -> Callable[..., Any]:
-    """Return a kernel that raises the error of torch_npu for an operator that CANN lacks."""
+    """Return a kernel that raises torch_npu's error for an operator that CANN lacks."""
     function = f"aclnn{op._schema.name.removeprefix('aten::').title()}"
     words = f"{function} or {function}GetWorkspaceSize not in libopapi.so, or libopapi.so not found."
 
@@ -67,7 +67,7 @@ def _refusing(op: Any) -> Callable[..., Any]:
 
 
 def _idle(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel that does not write its result, which therefore contains old memory."""
+    """Return a kernel that does not write its result. The result therefore contains old memory."""
     return lambda *arguments, **named: torch.empty_like(compute(*arguments, **named))
 
 

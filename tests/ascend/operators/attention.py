@@ -16,7 +16,7 @@ The mask is 1 above the diagonal.
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Rule for which keys a query sees. By the mode, positions count from the upper left or the lower right corner."""
+    """Rule that determines which keys a query sees. The mode determines from which corner positions are counted."""
 
     mode: int
     mask: Tensor | None

@@ -12,7 +12,7 @@ def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tenso
     where = indices.long().unbind(-1)
     for axis, places in enumerate(where):
         if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < input.shape[axis]:
-            # The documentation forbids such an index, with which the device would write to an arbitrary address.
+            # The documentation forbids such an index, because the device would write to an arbitrary address.
             raise RuntimeError(
                 f"indices go from {int(places.min())} to {int(places.max())} in {input.shape[axis]} rows"
             )

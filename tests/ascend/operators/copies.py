@@ -50,7 +50,7 @@ class Copies:
         non_blocking: bool = False,
         memory_format: torch.memory_format | None = None,
     ) -> Tensor:
-        """Convert as ToKernelNpu.cpp of torch_npu does (csrc/aten/common).
+        """Convert a tensor as torch_npu's csrc/aten/common/ToKernelNpu.cpp does.
 
         If only a dtype is given, float64 becomes float32.
         """

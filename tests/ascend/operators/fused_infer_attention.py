@@ -1,4 +1,7 @@
-"""Attention for inference: npu_fused_infer_attention_score, its v2, npu_prompt_ and npu_incre_flash_attention."""
+"""Attention for inference: npu_fused_infer_attention_score and its version 2, and two older operators.
+
+The older operators are npu_prompt_flash_attention and npu_incre_flash_attention.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.ascend.operators.layouts import join, pages_of, split
 
 
 def _spread(given: Sequence[int] | None, count: int, default: int) -> list[int]:
-    """Return the length of each sequence. `given` has a length for each sequence, one for all, or is None."""
+    """Return the length of each sequence. `given` has one length per sequence or one for all sequences, or is None."""
     if given is None:
         return [default] * count
     return [int(given[0])] * count if len(given) == 1 else [int(length) for length in given[:count]]

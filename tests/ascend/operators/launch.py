@@ -90,7 +90,7 @@ class Launch:
 
 
 def device_of(arguments: Any) -> torch.device | None:
-    """Return the device of the first device tensor in `arguments`. Without one, return the device argument."""
+    """Return the device of the first device tensor in `arguments`. If there is none, return the device argument."""
     named = None
     for value in arguments:
         if isinstance(value, list | tuple):
@@ -107,7 +107,7 @@ def device_of(arguments: Any) -> torch.device | None:
 def _needs_the_host(index: Tensor | None) -> bool:
     """Return whether indexing must wait for the device.
 
-    It waits to copy indices from the host, and to count the true elements of a mask.
+    Indexing waits to copy indices from the host, and to count the true elements of a mask.
     """
     return index is not None and (not on_device(index) or index.dtype in {torch.bool, torch.uint8})
 

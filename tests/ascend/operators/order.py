@@ -1,11 +1,12 @@
-"""When results become visible: after earlier work on the same stream, and only to code that waits for the stream.
+"""The order in which results become visible.
 
-Before an operator is launched, its stream is drained: the queued copies run, and also the work that these copies wait
-for. The host then computes the result immediately, but the bytes of the result are queued on the stream. Until the
-queue has written them, the memory is filled with 0xFF. Code that reads without waiting therefore reads NaN as a float
-and -1 as an integer. A result of more than DEFERRED_BYTES, or with gaps, is written immediately, because filling a
-cache of pages for every row would be too slow. Each launch reports all its reads and writes to the simulator, which
-refuses memory that another stream may still read or write.
+A result becomes visible after earlier work on the same stream, and only to code that waits for the stream. Before an
+operator is launched, its stream is drained: the queued copies run, and also the work that these copies wait for. The
+host then computes the result immediately, but the bytes of the result are queued on the stream. Until the queue has
+written them, the memory is filled with 0xFF. Code that reads without waiting therefore reads NaN as a float and -1 as
+an integer. A result of more than DEFERRED_BYTES, or with gaps, is written immediately, because filling a cache of pages
+for every row would be too slow. Each launch reports all its reads and writes to the simulator, which refuses memory
+that another stream may still read or write.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from mindie_mm.device.npu.doctor.machine import Machine, Software
 def findings(root: Path) -> Iterator[Finding]:
     """Yield the results of all checks. Yield nothing on a machine without an NPU, CANN or torch_npu.
 
-    System files are read below `root`, which is / except in tests. Programs of this machine are run whatever `root` is.
+    System files are read below `root`, which is / except in tests. Programs are always those of this machine.
     """
     machine, software = Machine.here(root), Software.installed()
     installed, ids = cann.find(machine), machine.device_ids()
@@ -22,7 +22,7 @@ def findings(root: Path) -> Iterator[Finding]:
         return
     left = visible.places(machine)
     num_visible = len(ids) if left is None else len(left)
-    # Run npu-smi before the trial, which would otherwise appear in its list of processes.
+    # Run npu-smi before the trial, because otherwise npu-smi would list the process of the trial.
     used = list(smi.findings(machine, left)) if ids else []
     tried = runtime.finding(software)
     looked_at = (

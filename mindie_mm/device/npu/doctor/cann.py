@@ -70,7 +70,7 @@ def findings(machine: Machine, cann: CANN | None) -> Iterator[Finding]:
 def _script(machine: Machine, home: str) -> str | None:
     """Return the path of set_env.sh.
 
-    Until 8.3, the script is beside the folder of CANN. Since then, it is in the folder.
+    Up to CANN 8.3, the script is beside CANN's folder. In later versions, it is inside the folder.
     """
     scripts = (f"{home}/set_env.sh", f"{home.rsplit('/', 1)[0]}/set_env.sh")
     return next((script for script in scripts if machine.exists(script)), None)

@@ -50,7 +50,7 @@ def _driver(machine: Machine) -> Finding:
         folder = f"{_folder(machine)}/lib64"
         if not machine.exists(folder):
             return Finding("npu driver", "error", f"{installed}, but {folder} does not exist", _DOCKER)
-        # CANN does not include it. On the host ld.so.conf.d lists its folder, but not in a container.
+        # CANN does not include this library. Its folder is listed in the host's ld.so.conf.d, but not in a container's.
         advice = f"export LD_LIBRARY_PATH={folder}/driver:{folder}/common:$LD_LIBRARY_PATH"
         return Finding("npu driver", "error", f"{installed}, but the loader does not find {_LIBRARY}", advice)
     if machine.device_ids():

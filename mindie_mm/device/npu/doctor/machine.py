@@ -1,4 +1,4 @@
-"""The inputs of the checks: system files, environment variables of CANN, and installed Python packages."""
+"""The inputs of the checks: system files, CANN's environment variables, and installed Python packages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Machine:
 
     @classmethod
     def here(cls, root: Path) -> Machine:
-        """Return the machine with the environment variables of this process."""
+        """Return the machine whose files are below `root`, with the environment variables of this process."""
         return cls(root, foreign(_VARIABLES))
 
     def path(self, absolute: str) -> Path:

@@ -42,7 +42,7 @@ def findings(machine: Machine, num_visible: int) -> Iterator[Finding]:
         return
     span = ranges or f"{min(wanted)}-{max(wanted)}"
     if taken := sorted(wanted & _bound(machine)):
-        # HCCL reports these as EJ0003, EI0019 or EI0020, "Failed to bind the IP port".
+        # HCCL reports used ports as EJ0003, EI0019 or EI0020, "Failed to bind the IP port".
         advice = (
             "free them, or export HCCL_HOST_SOCKET_PORT_RANGE=auto (with CANN before 8.1, change HCCL_IF_BASE_PORT)"
         )
@@ -59,7 +59,7 @@ def findings(machine: Machine, num_visible: int) -> Iterator[Finding]:
 
 
 def _user() -> Iterator[Finding]:
-    """Report a user without a name, under which a container may run (vllm-project/vllm-ascend#9490)."""
+    """Report a user without a name. A container may run as such a user (vllm-project/vllm-ascend#9490)."""
     try:
         pwd.getpwuid(os.geteuid())
     except KeyError:

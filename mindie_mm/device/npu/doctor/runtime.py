@@ -16,7 +16,7 @@ from mindie_mm.device.npu.doctor.symptoms import explain
 _TIMEOUT_S = 120.0
 _GiB = 2**30
 _LITTLE = 0.5
-"""Share of free memory below which another process must be using the NPU."""
+"""If the share of free memory is below this value, another process must be using the NPU."""
 ANSWER = "mindie_mm.device.npu.doctor.probe: "
 """Prefix of the line that the probe prints. CANN may print its log on standard output before and after this line."""
 

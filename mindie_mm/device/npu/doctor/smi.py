@@ -48,7 +48,7 @@ class NPU:
     """OK, Warning, Alarm, Critical or UNKNOWN."""
     used_mib: int
     total_mib: int
-    """0 if unknown."""
+    """Total memory in MiB. 0 if unknown."""
     processes: tuple[Process, ...] = ()
 
 

@@ -39,7 +39,7 @@ _TABLE = "https://www.hiascend.com/developer/download/compatibility lists compat
 
 
 def findings(machine: Machine, software: Software, cann: CANN | None) -> Iterator[Finding]:
-    """Report on each pair if both of its parts are installed."""
+    """Report on each pair of which both parts are installed."""
     if software.torch_npu:
         yield _torch_build(software)
         yield _torch(software.torch, software.torch_npu)
@@ -94,7 +94,7 @@ def _driver(cann: CANN, version: str, driver: str, inner: str) -> Finding:
         return Finding(subject, "ok", pair)
     if drivers:
         found = f"{pair}: the release notes of this CANN list the drivers {', '.join(drivers)}"
-        # drvRet=87, 507899: what a driver says to a CANN that is newer than it.
+        # A driver that is older than CANN requires reports drvRet=87 or 507899.
         return Finding(
             subject, "warning", found, f"update the driver (Ascend HDK), or install a CANN that supports it; {_TABLE}"
         )

@@ -1,0 +1,61 @@
+"""Quantization of a text model's linear layers to int8 after loading."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from mindie_mm.device import Device
+from mindie_mm.errors import InputError
+from mindie_mm.nn.model import MediaModel
+
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Names of layers that choose experts. A rounding error there would change the experts."""
+_MiB = 2**20
+_log = logging.getLogger(__name__)
+
+
+def quantize(model: MediaModel, device: Device) -> None:
+    """Replace the linear layers of the text model, including the output layer, by layers with int8 weights.
+
+    Towers and embeddings keep their precision. An output layer that shares its weight with the embeddings gets int8
+    weights of its own.
+
+    Raises:
+        DeviceError: The device does not support int8.
+        InputError: The model has no layer that can be quantized.
+
+    """
+    linears = {id(linear): linear for part in model.text_modules() for linear in _linears(part)}
+    if not linears:
+        raise InputError(
+            f"weights is int8, but this model has no plain linear layer in float32 in its text model (its data type is "
+            f"{model.spec.dtype}); use --dtype float32 and neither a quantized checkpoint nor tensor parallelism, or "
+            "leave weights out"
+        )
+    num_bytes = 0
+    for linear in linears.values():
+        model.replace(linear, device.int8_linear(linear))
+        num_bytes += linear.weight.nbytes
+    _log.info(
+        "%d linear layers of the text model have int8 weights: %d MiB instead of %d MiB",
+        len(linears),
+        num_bytes // 4 // _MiB,
+        num_bytes // _MiB,
+    )
+
+
+def _linears(part: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the layers below `part` that can be replaced. Subclasses, and layers with hooks, do more than a product."""
+    for name, module in part.named_modules():
+        if (
+            type(module) is nn.Linear
+            and module.weight.dtype == torch.float32
+            and name.rpartition(".")[2] not in _ROUTERS
+            and not module._forward_pre_hooks  # noqa: SLF001
+            and "forward" not in vars(module)
+        ):
+            yield module
