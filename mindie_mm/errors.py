@@ -2,7 +2,7 @@
 
     MindieMMError
     |-- InputError                  a mistake by the caller, who has to change the call
-    |   |-- MediaError              media that cannot be read, fetched or decoded
+    |   |-- MediaError              media cannot be read, fetched or decoded
     |   |   `-- FramesMiscounted    a video has fewer or more frames than packets
     |   |-- LimitExceeded           a number, size or length above a limit
     |   |   `-- ContextLengthExceeded   prompt and max_tokens do not fit the model's context
@@ -10,18 +10,18 @@
     |   |-- ModelNotFound           a request asks for a model that the service does not run
     |   `-- UnsupportedCheckpoint   no family supports this checkpoint, or its family does not support an option
     `-- OperationalError            a failure that is not the caller's mistake; the call may work later or elsewhere
-        |-- BadReference            handle words that do not refer to data any more; one request fails
+        |-- BadReference            handle words that do not refer to data; one request fails
         |   |-- CorruptReference    a damaged handle word
         |   |-- StaleReference      the block was freed, or freed and used again
         |   `-- SegmentMissing      the arena or segment is gone, truncated or replaced
-        |-- FeatureCountMismatch    a tower's features do not fill the item's placeholders
-        |-- ArenaFull               no room for a block within the deadline
-        |-- SpoolFull               no room for a request's media as files
+        |-- FeatureCountMismatch    a tower returned too many or too few features
+        |-- ArenaFull               no space for a block within the deadline
+        |-- SpoolFull               no space for a request's media files
         |-- SharedMemoryError       shared memory could not be reserved or used
         |-- StorageError            a file of a batch run cannot be written or read, or the disk is full
         |-- TooManyErrors           more rows of a batch run failed than the caller allows
         |-- DeviceError             the accelerator is absent, or has failed
-        |-- QueueFull               more requests wait than the service allows
+        |-- QueueFull               the maximum number of requests is in progress
         |-- RequestTimeout          the request did not finish before its deadline
         |-- RequestAborted          the request was aborted before it finished
         |-- ServiceStopping         the service is stopping
@@ -51,7 +51,7 @@ class InputError(MindieMMError):
 
 
 class MediaError(InputError):
-    """Media that cannot be read, fetched or decoded."""
+    """Media cannot be read, fetched or decoded."""
 
 
 class FramesMiscounted(MediaError):
@@ -96,7 +96,7 @@ class BadReference(OperationalError):
 
 
 class CorruptReference(BadReference):
-    """A handle word is damaged. Its checksum is wrong, or it was not written by this package."""
+    """The checksum of a handle word is wrong, or another program wrote the handle word."""
 
 
 class StaleReference(BadReference):
@@ -108,15 +108,15 @@ class SegmentMissing(BadReference):
 
 
 class FeatureCountMismatch(OperationalError):
-    """A tower returned a number of features that differs from the number of the item's placeholders."""
+    """A tower returned more or fewer features than the item has placeholders."""
 
 
 class ArenaFull(OperationalError):
-    """The arena had no room for a block within the deadline."""
+    """The arena had no space for a block within the deadline."""
 
 
 class SpoolFull(OperationalError):
-    """The spool has no room for the media files of a request."""
+    """The spool has no space for the media files of a request, or cannot be used."""
 
 
 class SharedMemoryError(OperationalError):
@@ -136,7 +136,7 @@ class DeviceError(OperationalError):
 
 
 class QueueFull(OperationalError):
-    """The maximum number of requests is waiting already."""
+    """The maximum number of requests is already in progress."""
 
 
 class RequestTimeout(OperationalError):

@@ -21,12 +21,11 @@ DOCS = Path(__file__).parent.parent / "docs"
 SETTINGS = """\
 # Settings
 
-Every setting is a flag of `mindie-mm serve`, a variable and a key of a TOML file: `--max-images 4`,
-`MINDIE_MM_MAX_IMAGES=4` or `max_images = 4`. A flag wins over a variable, and a variable over the file.
-[Serve](serve.md#configuration) shows a file. In Python, the first three groups are the fields of `WorkerConfig`,
-`EngineConfig` and `MediaCaps`.
+Every setting is a flag of `mindie-mm serve`, an environment variable and a key of a TOML file: `--max-images 4`,
+`MINDIE_MM_MAX_IMAGES=4` or `max_images = 4`. [Serve](serve.md#configuration) describes the order of precedence and
+shows a file. In Python, the first three groups are the fields of `WorkerConfig`, `EngineConfig` and `MediaCaps`.
 
-`python -m tools.reference` makes this page from the code.
+`python -m tools.reference` generates this page from the code.
 """
 GROUPS = {
     "Model and tokenizer": WorkerConfig,
@@ -37,12 +36,12 @@ GROUPS = {
 ERRORS = """\
 # Errors
 
-All exceptions that mindie_mm raises on purpose derive from `MindieMMError` and are defined in `mindie_mm.errors`. An
-arrow stands for one level of inheritance. The service answers with the HTTP status of the class, and
-[HTTP API](api.md#errors) describes the body. An `InputError` is the caller's mistake. After an `OperationalError` the
-same call may work later, or on another machine.
+All exceptions that mindie_mm raises on purpose derive from `MindieMMError` and are defined in `mindie_mm.errors`. Each
+arrow in the table is one level of inheritance. The service answers with the HTTP status of the class, and the [HTTP
+API](api.md#errors) describes the body. An `InputError` is the caller's mistake. After an `OperationalError`, the same
+call may work later, or on another machine.
 
-`python -m tools.reference` makes this page from the code.
+`python -m tools.reference` generates this page from the code.
 
 | class | HTTP status | meaning |
 |---|---|---|

@@ -51,19 +51,20 @@ class EngineConfig:
     when they are loaded, which needs a quarter of their memory and makes decoding faster, but changes the answers
     slightly. int8 is supported on x86-64 CPUs with data type float32."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
-    """Maximum number of tokens in the prompt and the answer together. For an encoder-decoder model, the maximum number
-    in each of them. The engine does not start if the KV cache cannot hold so many tokens. Default: the checkpoint's
-    maximum, or fewer if the KV cache holds fewer."""
+    """Maximum number of tokens in the prompt and the answer together. For an encoder-decoder model, the limit applies
+    to prompt and answer separately. The engine does not start if the KV cache has no space for this number of tokens.
+    Default: the checkpoint's maximum, reduced if the KV cache is smaller."""
     max_num_seqs: Count = 64
-    """Maximum number of requests in one step. A higher value increases the throughput and the use of the KV cache."""
+    """Maximum number of requests in one step. A higher value increases the throughput, and uses more of the KV
+    cache."""
     max_num_batched_tokens: Count = 2048
     """Maximum number of tokens in one step. Longer prompts are computed in chunks. A lower value makes the streams of
-    running answers smoother, and slows down long prompts."""
+    other requests smoother, but slows down long prompts."""
     max_tower_tokens: Count = 16384
     """Maximum number of media features that one step computes. An item with more features gets its own step."""
     max_tower_bytes: Count = 256 * MiB
-    """Maximum size of the media that one step reads, and of the features that it computes, in bytes. A larger item gets
-    its own step."""
+    """Maximum total size in bytes of the media that one step reads and of the features that the step computes. A larger
+    item gets its own step."""
     memory_share: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Fraction of the memory that is free after the weights are loaded. The KV cache, the encoder cache and the largest
     step together use at most this fraction. Default: 0.5 on the CPU, else 0.9."""
@@ -77,20 +78,19 @@ class EngineConfig:
     kv_block_size: Count | None = None
     """Number of tokens in one block of the KV cache. Default: 128 on an NPU, else 16."""
     encoder_cache_bytes: CountOrNone = 256 * MiB
-    """Memory in bytes for a cache of media features. The tower does not run again for an item in
-    this cache."""
+    """Size in bytes of the cache of media features. The tower does not run again for an item in this cache."""
     prefix_caching: bool = True
     """Reuse the KV cache for prompts that begin with the same tokens and media."""
     enforce_eager: bool = False
-    """Launch each operator of a decode step separately. Off: record the step and launch it as a whole, like a CUDA
-    graph, if a single device runs the model and supports this."""
+    """Launch each operator of a decode step separately. Off: capture the step as a graph and launch the graph, if a
+    single device runs the model and supports graphs."""
     step_timeout_s: Seconds = 300.0
     """Maximum time of one step in seconds. If a step takes longer, the engine process is killed and restarted."""
     num_threads: CountOrNone = 0
     """Number of CPU threads of the engine, or of each rank if there are several ranks. 0: the value of OMP_NUM_THREADS,
     or one thread for each CPU that the affinity mask and the control group allow; several ranks share these threads."""
     tensor_parallel: Count = 1
-    """Number of devices, or of processes on the CPU, that share the weights of the text model."""
+    """Number of devices, or of processes on the CPU, among which the weights of the text model are divided."""
     tower_parallel: TowerParallel = "replicate"
     """How ranks encode media. replicate: every rank encodes every item. items: each rank encodes a share of the items,
     which is faster for many concurrent pictures."""
@@ -124,13 +124,15 @@ class MediaCaps:
     """Maximum number of pixels of one image, before resizing. The default is also the highest value, because Pillow
     does not open larger images."""
     max_request_pixels: Count = 2**30
-    """Maximum number of pixels of all images in one request, as stored. Frames that are sent as images count too."""
+    """Maximum number of pixels of all images in one request, before resizing. Frames that are sent as images count,
+    too."""
     max_pdf_pages: CountOrNone = 32
     """Maximum number of pages of all PDFs in one request. Each page becomes an image. 0 refuses PDFs."""
     max_pdf_page_pixels: Annotated[int, Meta(ge=1, le=MAX_IMAGE_PIXELS)] = 2**22
-    """Maximum number of pixels of a rendered page. Larger pages are rendered at less than 144 dpi."""
+    """Maximum number of pixels of a rendered page. A page that would have more pixels at 144 dpi is rendered at a lower
+    resolution."""
     max_pdf_page_s: Seconds = 10.0
-    """Maximum processor time in seconds to render one page of a PDF, in whole seconds."""
+    """Maximum CPU time in seconds for rendering one page of a PDF, rounded up to whole seconds."""
     max_video_pixels: Count = 2**25
     """Maximum number of pixels of one video frame."""
     max_video_frames: Count = 2**18
@@ -141,9 +143,9 @@ class MediaCaps:
     """Maximum number of pixels of all decoded video frames in one request. Frames between sampled frames count, too,
     because they have to be decoded."""
     max_audio_seconds: Seconds = 4 * 3600.0
-    """Maximum length of an audio clip in seconds, as its container states it."""
+    """Maximum length of an audio clip in seconds, according to its container."""
     max_audio_samples: Count = 2**26
-    """Maximum number of samples per channel to decode from an audio clip, whatever its container states."""
+    """Maximum number of samples per channel to decode from an audio clip, regardless of the length in its container."""
     max_decode_bytes: CountOrNone = 4 * GiB
     """Memory in bytes that a decoder process may allocate, in addition to its memory at startup. If a request needs
     more, only this request fails. 0 removes the limit."""
@@ -167,21 +169,22 @@ class WorkerConfig:
     model: Path | None = None
     """Checkpoint directory. Default: the embedded checkpoint."""
     family: str | None = None
-    """Model family to use instead of the one that config.json names. Default: the family that config.json names."""
+    """Model family of the checkpoint. Default: the family that config.json specifies."""
     generation_config: str = "auto"
-    """Source of the sampling parameters that a request leaves out. auto: the checkpoint's generation_config.json. vllm:
-    neutral values, such as temperature 1. A folder: its generation_config.json, including its end-of-sequence
-    tokens."""
+    """Source of the sampling parameters that a request does not set. auto: the checkpoint's generation_config.json.
+    vllm: neutral values, such as temperature 1. A folder: the generation_config.json in this folder, including the
+    end-of-sequence tokens."""
     decoders: CountOrNone = 0
     """Number of decoder processes, which decode media in parallel. 0: one for each CPU that the affinity mask and the
-    control group allow, but at most 8. In a Python script that uses LLM, 0 means a thread of the script instead."""
+    control group allow, but at most 8. In a Python script that uses LLM, 0 starts no process, and a thread of the
+    script decodes media."""
     arena_bytes: Annotated[int, Meta(ge=2**16)] = 256 * MiB
     """Size in bytes of the arena, the shared memory for preprocessed media. A picture of 640x480 pixels takes about
     1 MiB until the engine has read it."""
     arena_request_bytes: Count | None = None
     """Maximum number of bytes of the arena that one request may use. Default: half of the arena."""
     arena_wait_s: Seconds = 60.0
-    """Maximum time in seconds that a request waits for room in the arena. After that, the request gets status 503."""
+    """Maximum time in seconds that a request waits for space in the arena. After that, the request gets status 503."""
     preprocessed_cache_bytes: CountOrNone = 256 * MiB
     """Size in bytes of the tokenizer process's cache of preprocessed media. Media that are sent again, for example in
     every turn of a chat, are copied from the cache. 0 turns off the cache."""
@@ -189,7 +192,7 @@ class WorkerConfig:
     """If a prompt is too long, remove its oldest text and media items instead of refusing the request."""
     chat_template_content_format: ContentFormat = "auto"
     """Format in which the chat template gets the content of messages. string: one text that begins with the markers of
-    the media items. openai: a list of content parts. auto: the format that the template reads."""
+    the media items. openai: a list of content parts. auto: the format that the template expects."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaCaps = field(default_factory=MediaCaps)
 
@@ -220,11 +223,11 @@ class ServiceConfig:
     web_page: bool = True
     """Serve a web page at / for questions and for watching the service."""
     served_model_name: tuple[str, ...] = ()
-    """Name of the model in requests and answers. Repeat the option for several names; answers have the first. Default:
-    the name of the checkpoint's directory, or `owner/name` in the Hugging Face cache."""
+    """Name of the model in requests and answers. Repeat the option for several names; answers contain the first name.
+    Default: the name of the checkpoint's directory, or `owner/name` in the Hugging Face cache."""
     any_model_name: bool = False
-    """Answer requests for any model name. Off: requests for another model get status 404, except that a request
-    without a name, or with a placeholder of clients (default, dummy, model, tgi), gets the served model."""
+    """Answer requests for any model name. Off: requests for another model get status 404. Requests without a name, or
+    with a name that clients use as a placeholder (default, dummy, model, tgi), are always answered."""
     spool: Path | None = None
     """Folder for the media and the path file of each request. Default: mindie_mm-<uid> in the temporary directory."""
     reclaim_interval_s: Seconds = 60.0
@@ -234,21 +237,20 @@ class ServiceConfig:
     request_timeout_s: Seconds = 600.0
     """Maximum time in seconds of one request, from fetching its media to the end of its answer."""
     send_timeout_s: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0
-    """Maximum time in seconds for which a client may stop reading its answer. After that, the connection is closed."""
+    """Maximum time in seconds for which a client may stop reading its answer before the connection is closed."""
     grace_s: Annotated[float, Meta(ge=0)] = 5.0
-    """Maximum time in seconds for running requests to finish after a stop signal. A second signal ends this time
-    immediately."""
+    """Maximum time in seconds for running requests to finish after a stop signal. A second signal ends this period."""
     log_format: Literal["text", "json"] = "text"
     """Format of the log: text, or json for one JSON object per line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged: debug, info, warning or error. Debug records of other libraries are never logged."""
     strict: bool = False
-    """Refuse requests with unknown fields, and chats with unknown keys in messages or content parts. Off: ignore them,
-    with one warning per name."""
+    """Refuse requests with unknown fields, and chats with unknown keys in messages or content parts. Off: ignore
+    unknown fields and keys, with one warning per name."""
     json_additional_properties: Literal["allow", "close"] = "close"
-    """Whether an object of a JSON schema may have properties that the schema does not name, where the schema does not
-    state additionalProperties. close: it may not, so that small models end. allow: it may, as JSON Schema says. A
-    schema with `strict` is closed in any case."""
+    """Rule for JSON schemas without additionalProperties. close: objects have only the properties in the schema, which
+    keeps small models from adding properties without end. allow: objects may have other properties, as in JSON Schema.
+    Schemas with `strict` are always closed."""
     tool_call_parser: str | None = None
     """Format of tool calls, such as hermes or mistral. Default: the format that the chat template shows, or else
     hermes."""
@@ -256,16 +258,15 @@ class ServiceConfig:
     """Format of reasoning, such as qwen3 or mistral, or none to leave reasoning in the content. Default: the format
     that the chat template shows, if there is one."""
     tools_without_template: Literal["describe", "ignore", "refuse"] = "describe"
-    """How to serve tools if the chat template has no place for them. describe: describe the tools in a system message,
-    and read calls in the format of Hermes. ignore: leave the tools out, with a warning. refuse: answer with status
-    400."""
+    """Treatment of tools if the chat template has no place for tools. describe: describe the tools in a system message,
+    and parse calls as hermes. ignore: leave the tools out, with a warning. refuse: answer with status 400."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     """Order in which requests are scheduled. fcfs: first come, first served; a `priority` other than 0 is refused.
     priority: requests with a lower `priority` come first. Any client may then delay the others."""
     log_prompts: bool = False
     """Log the text of prompts. Media are never logged."""
     otlp_endpoint: str | None = None
-    """URL that receives one OpenTelemetry span per request, such as http://localhost:4318/v1/traces. Requires the extra
+    """URL that receives OpenTelemetry spans of requests, such as http://localhost:4318/v1/traces. Requires the extra
     `otel`."""
     max_request_bytes: Count = 64 * MiB
     """Maximum size of a request body in bytes."""
@@ -273,16 +274,17 @@ class ServiceConfig:
     """Maximum number of JSON values in a request body. The number is estimated by counting brackets, braces and commas,
     including those inside strings."""
     max_held_bytes: Count = 1 * GiB
-    """Maximum total size of the bodies of all requests in progress, in bytes. Further requests are refused."""
+    """Maximum total size of the bodies of all requests in progress, in bytes. Further requests get status 429."""
     max_item_bytes: Count = 64 * MiB
-    """Maximum size in bytes of one encoded media item, such as a JPEG file. Base64 is decoded first."""
+    """Maximum size in bytes of one encoded media item, such as a JPEG file. For base64, the size of the decoded file
+    counts."""
     max_media_bytes: Count = 256 * MiB
     """Maximum total size of the encoded media items of one request, in bytes."""
     max_spool_bytes: Count = 2 * GiB
     """Maximum total size of all media files in the spool, in bytes. Further requests are refused. The value must be at
     least max_media_bytes."""
     media_uuid_bytes: CountOrNone = 64 * MiB
-    """Size in bytes of the store of media that chats name by `uuid`. A later request with the same API key,
+    """Size in bytes of the store for media that chats send with a `uuid`. A later request with the same API key,
     `cache_salt` and `uuid` may leave out the data. 0 turns off the store."""
     max_media_items: CountOrNone = 32
     """Maximum number of media items in one request."""
@@ -301,15 +303,15 @@ class ServiceConfig:
     max_fetch_redirects: CountOrNone = 3
     """Maximum number of redirects when fetching an item. Each redirect is checked like the first URL."""
     max_concurrent_fetches: Count = 16
-    """Maximum number of items that are fetched over HTTP at the same time. One request may fetch a quarter of this
-    number at the same time. Further items wait."""
+    """Maximum number of items that are fetched over HTTP at the same time. One request may use a quarter of this
+    number. Further items wait."""
     allowed_media_dir: Path | None = None
     """Folder from which requests may read media files. Default: requests may not read files."""
     allowed_media_domains: tuple[str, ...] = ()
-    """Host from which media may be fetched. Its subdomains are included. Repeat the option for several hosts. Default:
-    any public host."""
+    """Host from which media may be fetched, including its subdomains. Repeat the option for several hosts. Default: any
+    public host."""
     allow_private_media: bool = False
-    """Fetch media from private addresses, too, such as 10.0.0.1 or localhost."""
+    """Also fetch media from private addresses, such as 10.0.0.1 or localhost."""
 
     def __post_init__(self) -> None:
         if isinstance(self.served_model_name, str):  # earlier versions took a single name
