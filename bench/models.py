@@ -35,6 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.report import RESULTS, median, write
+from mindie_mm.decode.digest import content_digest
 from mindie_mm.engine.requests.engine_messages import Add
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.inputs import Kind, Media
@@ -46,7 +47,6 @@ from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.planning import content_digest
 from tests.media_samples import encoded, photograph
 from tests.models.contract import FamilyContract
 from tests.sound_samples import tone

@@ -33,6 +33,13 @@ def test_no_model_name_appears_outside_its_file():
     assert {file: found[0] for file, text in code.items() if (found := named.search(text))} == {}
 
 
+def test_no_family_imports_another():
+    """Families share code through private modules of models/."""
+    imported = re.compile(rf"mindie_mm\.models(?:\.| import .*)\b({'|'.join(FAMILIES)})\b")
+    code = {name: identifiers(ROOT / "mindie_mm" / "models" / f"{name}.py") for name in FAMILIES}
+    assert {name: found[0] for name, text in code.items() if (found := imported.search(text))} == {}
+
+
 def test_no_device_name_appears_outside_the_device_package():
     code = {file: identifiers(file) for file in FILES if "device" not in file.relative_to(ROOT).parts}
     named = re.compile(r"torch_npu|torch\.(npu|cuda)\b|['\"](npu|cuda)['\"]")

@@ -16,11 +16,11 @@ from typing import Any, Self
 import numpy as np
 from PIL import Image
 
+from mindie_mm.decode.digest import content_digest
 from mindie_mm.inputs import Media
 from mindie_mm.models import qwen2_vl
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.shm import Arena, release
-from mindie_mm.tokenize.planning import content_digest
 from tests.transformers_reference import (
     AutoTokenizer,
     Qwen2VLImageProcessorPil,

@@ -33,7 +33,8 @@ from mindie_mm.models import family_named, family_names, family_of, load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import MediaItem
-from tests.models.contract import FamilyContract, Items, Reference, picture
+from tests.models.contract import FamilyContract, picture
+from tests.models.references import Items, Reference
 from tests.warm import running_service
 from tools.demo import data_url
 

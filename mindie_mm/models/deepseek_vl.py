@@ -8,125 +8,44 @@ second layout is translated in memory by the rules of transformers' convert_deep
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
-from torch import Tensor
-
-from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image.encoded_image import Data, Pixels, Resample, open_image, resize
-from mindie_mm.media.image.preprocess import Size, background_of, check_settings, pad, resample_of
-from mindie_mm.nn.checkpoint.directory import Checkpoint, with_special_tokens
-from mindie_mm.nn.checkpoint.end_tokens import tokenizers_eos
-from mindie_mm.nn.checkpoint.renaming import UNBATCHED, Renaming, third
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
-from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, HALF, Normalization, joined
-from mindie_mm.nn.splice import MediaItem
-from mindie_mm.nn.staging import to_device
-from mindie_mm.nn.traits import Traits
-from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
-from mindie_mm.shm import ArraySpec
-
-DEFAULTS: Mapping[str, Any] = {
-    "resample": 3,
-    "size": {"height": 384, "width": 384},
-    "min_size": 14,
-    "image_mean": CLIP_MEAN,
-    "image_std": CLIP_STD,
-}
-
-ORIGINAL = "multi_modality"
-"""model_type of checkpoints in deepseek-ai's layout."""
-UNUSED_WEIGHTS = (
-    "vision_model.*attn_pool.*",  # pools an image into one feature, which is not used
-    "vision_model.high_layer_norm.*",  # never called
-    "vision_model.low_layer_norm.*",
-    "language_model.model.layers.*.rotary_emb.inv_freq",
+from mindie_mm.models._deepseek import DeepseekModel, DeepseekProcessor
+from mindie_mm.models._deepseek_original import (
+    LANGUAGE_RENAMINGS,
+    ORIGINAL,
+    UNUSED_WEIGHTS,
+    check_aligner,
+    check_original,
+    is_hybrid,
+    normalization,
+    original_pixels,
+    original_tokenizer,
+    siglip_config,
+    siglip_renamings,
+    translate,
 )
-"""Weights in deepseek-ai's layout that its own code does not use."""
-_SIGLIPS: Mapping[str, Mapping[str, Any]] = {
-    "siglip_large_patch16_384": {"width": 1024, "layers": 24, "heads": 16, "patch_size": 16, "mlp_ratio": 4.0},
-    "siglip_so400m_patch14_384": {"width": 1152, "layers": 27, "heads": 16, "patch_size": 14, "mlp_ratio": 3.7362},
-    "siglip_so400m_patch14_224": {"width": 1152, "layers": 27, "heads": 16, "patch_size": 14, "mlp_ratio": 3.7362},
-}
-"""Sizes of the towers, by name. Sizes that config.json states for a tower take precedence."""
-_IMAGE_TAG = "<image_placeholder>"
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.renaming import Renaming
+from mindie_mm.nn.family import PretrainedFamily
 
-
-def siglip_renamings(tower: str) -> tuple[Renaming, ...]:
-    """Return the renamings of SigLIP's weights. `tower` is the name of the tower in the original layout."""
-    layer = r"model\.vision_model\.encoder\.layers\.(\d+)\."
-    return (
-        Renaming(r"model\.vision_model\.embeddings\.position_embedding\.weight", rf"{tower}.pos_embed", UNBATCHED),
-        Renaming(r"model\.vision_model\.embeddings\.patch_embedding\.(\w+)", rf"{tower}.patch_embed.proj.\1"),
-        *(
-            Renaming(rf"{layer}self_attn\.{part}_proj\.(\w+)", rf"{tower}.blocks.\1.attn.qkv.\2", third(index))
-            for index, part in enumerate("qkv")
-        ),
-        Renaming(rf"{layer}self_attn\.out_proj\.(\w+)", rf"{tower}.blocks.\1.attn.proj.\2"),
-        Renaming(rf"{layer}layer_norm(\d)\.(\w+)", rf"{tower}.blocks.\1.norm\2.\3"),
-        Renaming(rf"{layer}mlp\.(\w+)\.(\w+)", rf"{tower}.blocks.\1.mlp.\2.\3"),
-        Renaming(r"model\.vision_model\.post_layernorm\.(\w+)", rf"{tower}.norm.\1"),
-    )
-
-
-LANGUAGE_RENAMINGS = (
-    Renaming(r"model\.language_model\.(.+)", r"language_model.model.\1"),
-    Renaming(r"lm_head\.weight", "language_model.lm_head.weight"),
-)
-RENAMINGS = (
+_RENAMINGS = (
     *siglip_renamings("vision_model.vision_tower"),
     Renaming(r"model\.aligner\.linear1\.(\w+)", r"aligner.layers.0.\1"),
     Renaming(r"model\.aligner\.linear2\.(\w+)", r"aligner.layers.2.\1"),
     *LANGUAGE_RENAMINGS,
 )
-CHAT_TEMPLATE = """\
-You are a helpful language and vision assistant. You are able to understand the visual content that the user provides, \
-and assist the user with a variety of tasks using natural language.
-
-{% for message in messages %}
-{%- set role = message.role | capitalize %}
-{%- set parts = [{'type': 'text', 'text': message.content}] if message.content is string else message.content %}
-{%- set said = namespace(text='', after_text=false) %}
-{%- for part in parts %}
-{%- if part.type == 'text' %}
-{%- set text = part.text.lstrip() if loop.first else part.text %}
-{%- set text = text.rstrip() if loop.last else text %}
-{%- set said.text = said.text + (' ' if said.after_text else '') + text %}
-{%- elif part.type == 'image' %}
-{%- set said.text = said.text + '<image_placeholder>' %}
-{%- endif %}
-{%- set said.after_text = part.type == 'text' %}
-{%- endfor %}
-{%- set open = loop.last and not add_generation_prompt %}
-{{- role }}:{{ '' if role == 'Assistant' and open and said.text == '' else ' ' }}{{ said.text }}
-{%- if not open %}{{ '\n\n' if role == 'User' else '<\uff5cend\u2581of\u2581sentence\uff5c>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}Assistant:{% endif %}"""
-"""deepseek-ai's conversation format `deepseek`.
-
-For messages with several parts, the template follows transformers' conversion script.
-"""
 
 
-class DeepseekVLProcessor(Processor):
-    """Processor for DeepSeek-VL. A block contains `pixel_values`, uint8 [side, side, 3]."""
+class DeepseekVLProcessor(DeepseekProcessor):
+    """Processor for DeepSeek-VL with one tower."""
 
-    config_name: ClassVar[str] = "DeepseekVLConfig"
-    image_type: ClassVar[str] = "DeepseekVLImageProcessor"
-    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
+    config_name = "DeepseekVLConfig"
+    image_type = "DeepseekVLImageProcessor"
 
     @classmethod
-    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint in transformers' layout.
-
-        Raise UnsupportedCheckpoint for settings that this layout cannot express.
-        """
-        if checkpoint.renamings is not None or checkpoint.config.get("model_type") != ORIGINAL:
-            return checkpoint
+    def translated_original(cls, checkpoint: Checkpoint) -> Checkpoint:
         where, config = str(checkpoint.path), checkpoint.config
         check_original(config, "CLIPVisionTower", "mlp_gelu", where)
         params = config["vision_config"]["params"]
@@ -140,102 +59,7 @@ class DeepseekVLProcessor(Processor):
             **{key: pixels[key] for key in ("min_size", "rescale_factor") if key in pixels},
             **normalization(pixels, {"": params}, where),
         }
-        return translate(checkpoint, "deepseek_vl", {"vision_config": tower}, settings, RENAMINGS)
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        checkpoint = self.translated(checkpoint)
-        self._original = checkpoint.renamings is not None
-        where = self.where = str(checkpoint.path)
-        config = self.config = read_config(self.config_name, checkpoint)
-        self.feature_width = config.get_text_config().hidden_size
-        self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
-        vision = config.vision_config
-        if vision.model_type != "siglip_vision_model":
-            raise UnsupportedCheckpoint(
-                f"{where}: vision_config.model_type is {vision.model_type!r}; only siglip_vision_model is supported"
-            )
-        self._num_features: int = (vision.image_size // vision.patch_size) ** 2
-        check_settings(checkpoint.json("processor_config.json"), {"num_image_tokens": self._num_features}, where)
-        self.settings = checkpoint.preprocessor("image", {self.image_type: self.defaults})
-        check_settings(self.settings, {"do_resize": True, "do_pad": True}, where)
-        self._min_size: int = self.settings["min_size"]
-        self.side = self.read_side("size", vision.image_size)
-        self.resample = resample_of(self.settings, where)
-        self._background = background_of(self.settings["image_mean"])
-        self.normalizations = {"pixel_values": Normalization.read(self.settings)}
-
-    def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
-        """Return the chat template.
-
-        In deepseek-ai's layout, the tokenizer's template is ignored, because the original processor does not read it.
-        """
-        return (own or CHAT_TEMPLATE) if self._original else super().template(own, tokenizers, kinds)
-
-    def max_tokens(self, kind: Kind) -> int:
-        return self._num_features
-
-    def worst_case(self, kind: Kind) -> Data:
-        return np.zeros((self.side, self.side, 3), np.uint8)
-
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        image = open_image(data)
-
-        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            self.write(image.decode(), arrays)
-
-        return Plan(self._num_features, self.specs(), f"deepseek_vl {sorted(self.settings.items())}", write)
-
-    def specs(self) -> Mapping[str, ArraySpec]:
-        """Return the arrays of a block, by name."""
-        return {"pixel_values": ArraySpec((self.side, self.side, 3), "uint8")}
-
-    def write(self, rgb: Pixels, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Preprocess an image into `arrays`."""
-        arrays["pixel_values"][...] = self.squared(rgb, self.side, self.resample, self._background)
-
-    def squared(self, rgb: Pixels, side: int, resample: Resample, background: tuple[int, int, int]) -> Pixels:
-        """Resize an image so that its longer side becomes `side`, and center it on a padded square."""
-        scale = side / max(rgb.shape[:2])
-        height, width = (max(round(length * scale), self._min_size) for length in rgb.shape[:2])
-        return pad(resize(rgb, height, width, resample), side, side, background)
-
-    def read_side(self, name: str, expected: Any) -> int:
-        """Return the side in pixels of the square that the setting `name` specifies.
-
-        Raise UnsupportedCheckpoint if the tower expects a different side.
-        """
-        size = Size.read(self.settings[name], self.where).fixed
-        if size != (expected, expected) or self._min_size > expected:
-            raise UnsupportedCheckpoint(
-                f"{self.where}: {name} is {self.settings[name]} and min_size is {self._min_size}, but the tower takes "
-                f"images of {expected}x{expected} pixels"
-            )
-        return int(expected)
-
-
-class DeepseekVLModel(PretrainedModel):
-    """The DeepSeek-VL model.
-
-    `module` is transformers' `DeepseekVLForConditionalGeneration`, or its hybrid variant.
-    """
-
-    traits = Traits(vision_parts=("model.vision_model",), projector_parts=("model.aligner",))
-
-    def __init__(self, module: Any, spec: ModelSpec, processor: DeepseekVLProcessor) -> None:
-        super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._normalizations = processor.normalizations
-
-    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = {
-            name: joined([self.normalized(item, name) for item in items]).to(self.spec.dtype)
-            for name in self._normalizations
-        }
-        features: Tensor = self.module.model.get_image_features(**pixels, return_dict=True).pooler_output
-        return list(features)
-
-    def normalized(self, item: MediaItem, name: str) -> Tensor:
-        """Return the normalized pixels of the array `name`, float32 [1, 3, side, side], on the device."""
-        return self._normalizations[name](to_device(item.view, name, self.spec.device).unsqueeze(0))
+        return translate(checkpoint, "deepseek_vl", {"vision_config": tower}, settings, _RENAMINGS)
 
 
 class DeepseekVL(PretrainedFamily):
@@ -244,11 +68,11 @@ class DeepseekVL(PretrainedFamily):
     model_types = ("deepseek_vl", ORIGINAL)
     published = "deepseek-community/deepseek-vl-1.3b-chat"
     kinds = ("image",)
-    processor: ClassVar[type[DeepseekVLProcessor]] = DeepseekVLProcessor
+    processor = DeepseekVLProcessor
     module_name = "DeepseekVLForConditionalGeneration"
-    model_class = DeepseekVLModel
+    model_class = DeepseekModel
     unused_weights = UNUSED_WEIGHTS
-    other_keys: ClassVar[tuple[str, ...]] = ("vision_config.params.ckpt_path", "vision_config.params.output_dim")
+    other_keys = ("vision_config.params.ckpt_path", "vision_config.params.output_dim")
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
@@ -260,212 +84,5 @@ class DeepseekVL(PretrainedFamily):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        from transformers import PreTrainedTokenizerFast
-
         checkpoint = cls.translated(checkpoint)
-        if checkpoint.renamings is None:
-            return super().tokenizer(checkpoint)
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        template = checkpoint.path / "chat_template.jinja"
-        return PreTrainedTokenizerFast(
-            tokenizer_object=checkpoint.tokenizer(lambda token: token["special"]),
-            model_max_length=checkpoint.json("tokenizer_config.json").get("model_max_length", 16384),
-            clean_up_tokenization_spaces=False,
-            chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
-            **{name: token for name in names if (token := checkpoint.special_token(name)) is not None},
-        )
-
-
-def is_hybrid(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json in deepseek-ai's layout describes a model with two towers."""
-    return config.get("model_type") == ORIGINAL and "Hybrid" in str((config.get("vision_config") or {}).get("cls"))
-
-
-def check_original(config: Mapping[str, Any], tower: str, projector: str, where: str) -> None:
-    """Raise UnsupportedCheckpoint unless a config.json in deepseek-ai's layout names these classes."""
-    if made := sorted(key for key in config if key.startswith("gen_")):
-        raise UnsupportedCheckpoint(
-            f"{where} has {made[0]} in its config.json: the checkpoint is a Janus model, which generates "
-            f"images; only DeepSeek-VL is supported with model_type {ORIGINAL}"
-        )
-    vision, aligner, language = (config[f"{part}_config"] for part in ("vision", "aligner", "language"))
-    stated = {
-        "vision_config.cls": vision["cls"].rpartition(".")[2],
-        "aligner_config.cls": aligner["cls"].rpartition(".")[2],
-        "aligner_config.params.projector_type": aligner["params"]["projector_type"],
-        "aligner_config.params.depth": aligner["params"].get("depth", 1),
-        "language_config.model_type": language.get("model_type"),
-    }
-    served = (tower, "MlpProjector", projector, 2, "llama")
-    check_settings(stated, dict(zip(stated, served, strict=True)), where)
-
-
-def check_aligner(config: Mapping[str, Any], tower: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedCheckpoint unless the projector fits the SigLIP `tower` and the language model."""
-    params, width = config["aligner_config"]["params"], config["language_config"].get("hidden_size", 4096)
-    for key, needed in (("input_dim", tower["hidden_size"]), ("n_embed", width)):
-        if params[key] != needed:
-            raise UnsupportedCheckpoint(f"{where}: aligner_config.params.{key} is {params[key]}; it must be {needed}")
-
-
-def check_features(params: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedCheckpoint if the original tower would drop its first patch."""
-    if (configured := params.get("select_feature", "patch")) not in ("same", "cls_patch"):
-        raise UnsupportedCheckpoint(f"{where}: select_feature is {configured!r}; only same and cls_patch are supported")
-
-
-def siglip_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Translate the original parameters of a SigLIP tower into transformers' configuration.
-
-    Raise UnsupportedCheckpoint if the tower is not supported.
-    """
-    name = params.get("model_name", "siglip_large_patch16_384")
-    if name not in _SIGLIPS:
-        raise UnsupportedCheckpoint(f"{where}: the tower is {name!r}; only {', '.join(_SIGLIPS)} are supported")
-    check_settings(params, {"ignore_head": True}, f"{where} (vision_config.params)")
-    check_features(params, f"{where} (vision_config.params)")
-    sizes = {key: params.get(key, size) for key, size in _SIGLIPS[name].items()}
-    layers, last = sizes["layers"], params.get("select_layer", -2)
-    return {
-        "model_type": "siglip_vision_model",
-        "hidden_size": sizes["width"],
-        "intermediate_size": int(sizes["width"] * sizes["mlp_ratio"]),
-        "num_hidden_layers": min(layers, last if last > 0 else layers + last + 1),
-        "num_attention_heads": sizes["heads"],
-        "image_size": params.get("image_size", 336),
-        "patch_size": sizes["patch_size"],
-        "hidden_act": "gelu",
-        "vision_use_head": False,
-    }
-
-
-def normalization(pixels: Mapping[str, Any], towers: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """Return the normalization settings of transformers' image processor.
-
-    In the original code, either the processor or the towers normalize images.
-
-    Args:
-        pixels: Contents of the original preprocessor_config.json.
-        towers: Parameters of each tower, by the prefix of its settings. The images of the first tower are padded.
-        where: Path of the checkpoint, for messages.
-
-    Raises:
-        UnsupportedCheckpoint: Images would be normalized twice or for one tower only, or the color of the padding is
-            not the mean.
-
-    """
-    own = pixels.get("do_normalize", True)
-    mean, std = pixels.get("image_mean") or HALF, pixels.get("image_std") or HALF
-    inner = {prefix: params.get("pixel_mean") is not None for prefix, params in towers.items()}
-    if len(set(inner.values())) > 1 or (own and any(inner.values())):
-        raise UnsupportedCheckpoint(
-            f"{where}: do_normalize is {own} in preprocessor_config.json, and {sum(inner.values())} of "
-            f"{len(inner)} towers have a pixel_mean; images must be normalized either by the preprocessor or "
-            "by all towers"
-        )
-    settings: dict[str, Any] = {"do_normalize": own or any(inner.values())}
-    for prefix, params in towers.items():
-        settings[f"{prefix}image_mean"] = params["pixel_mean"] if inner[prefix] else mean
-        settings[f"{prefix}image_std"] = params["pixel_std"] if inner[prefix] else std
-    padded = next(iter(towers))
-    if (used := background_of(settings[f"{padded}image_mean"])) != (stated := background_of(mean)):
-        raise UnsupportedCheckpoint(
-            f"{where}: image_mean in preprocessor_config.json gives the padding color {stated}, but the "
-            f"tower's pixel_mean gives {used}"
-        )
-    return settings
-
-
-def original_pixels(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the contents of preprocessor_config.json.
-
-    Raise UnsupportedCheckpoint if it is not in deepseek-ai's layout.
-    """
-    pixels = checkpoint.json("preprocessor_config.json")
-    if "image_size" not in pixels:
-        raise UnsupportedCheckpoint(f"{checkpoint.path}: preprocessor_config.json is missing, or has no image_size")
-    check_settings(pixels, {"image_processor_type": "VLMImageProcessor"}, str(checkpoint.path))
-    return pixels
-
-
-def translate(
-    checkpoint: Checkpoint,
-    model_type: str,
-    towers: Mapping[str, Mapping[str, Any]],
-    pixels: Mapping[str, Any],
-    renamings: Sequence[Renaming],
-) -> Checkpoint:
-    """Translate a checkpoint from deepseek-ai's layout into transformers' layout.
-
-    Args:
-        checkpoint: Checkpoint in deepseek-ai's layout, which `check_original` has checked.
-        model_type: model_type in transformers.
-        towers: Configurations of the towers, by their names in config.json.
-        pixels: Contents of the translated preprocessor_config.json. Settings that the original code hard-codes may be
-            missing.
-        renamings: Renamings from the names in transformers to the published names of the weights.
-
-    Raises:
-        UnsupportedCheckpoint: A setting of the processor or of the tokenizer is not supported.
-
-    """
-    where, config = str(checkpoint.path), checkpoint.config
-    processor_config = checkpoint.json("processor_config.json")
-    check_settings(
-        processor_config,
-        {"add_special_token": False, "sft_format": "deepseek", "image_tag": _IMAGE_TAG},
-        f"{where} (processor_config.json)",
-    )
-    described = _framed(with_special_tokens(checkpoint.tokenizer_json(), [_IMAGE_TAG]), checkpoint)
-    ids = {token["content"]: token["id"] for token in described["added_tokens"]}
-    language = config["language_config"]
-    translated = {
-        **{key: value for key, value in config.items() if not key.endswith("_config") or key.startswith("quant")},
-        "model_type": model_type,
-        "architectures": None,
-        "text_config": {**language, "model_type": "llama"},
-        **towers,
-        "image_token_id": ids[_IMAGE_TAG],
-        "tie_word_embeddings": language.get("tie_word_embeddings", False),
-    }
-    generation = dict(checkpoint.json("generation_config.json"))
-    # The original code stops at the tokenizer's end token. language_config has Llama's default, a different token.
-    if generation.get("eos_token_id") is None:
-        eos = tokenizers_eos(checkpoint)
-        generation["eos_token_id"] = (
-            checkpoint.token_id(checkpoint.require_special_token("eos_token")) if eos is None else eos
-        )
-    files = {
-        "processor_config.json": {"num_image_tokens": processor_config.get("num_image_tokens", 576)},
-        "preprocessor_config.json": dict(pixels),
-        "generation_config.json": generation,
-        "tokenizer.json": described,
-    }
-    return checkpoint.translated(translated, files, renamings)
-
-
-def _framed(described: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return a tokenizer.json that adds BOS and EOS to a text as tokenizer_config.json specifies.
-
-    The original tokenizer class reads these settings from tokenizer_config.json only.
-    """
-    stated = checkpoint.json("tokenizer_config.json")
-    if "add_bos_token" not in stated:
-        return described
-    ids = {token["content"]: token["id"] for token in described["added_tokens"]}
-    frame: list[list[dict[str, Any]]] = []
-    for name, default in (("bos", True), ("eos", False)):
-        token = checkpoint.special_token(f"{name}_token") if stated.get(f"add_{name}_token", default) else None
-        if token is not None and token not in ids:
-            raise UnsupportedCheckpoint(f"{checkpoint.path}: tokenizer.json has no added token {token}")
-        frame.append([{"SpecialToken": {"id": token, "type_id": 0}}] if token else [])
-    first, last = frame
-    used = [part["SpecialToken"]["id"] for part in (*first, *last)]
-    single = [*first, {"Sequence": {"id": "A", "type_id": 0}}, *last]
-    processor = {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in used},
-    }
-    return {**described, "post_processor": processor}
+        return super().tokenizer(checkpoint) if checkpoint.renamings is None else original_tokenizer(checkpoint)

@@ -5,7 +5,6 @@ Source: arXiv 2412.10302. Token ids, pixels and logits match the code that came 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,20 +12,19 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mindie_mm.device import Device
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.media.image.tiles import CanvasSize, best_canvas
-from mindie_mm.models._experts import MLP, Experts, join_experts
-from mindie_mm.nn.attention import paged_attention
+from mindie_mm.models._deepseek_vl2_network import Network
+from mindie_mm.models._experts import join_experts
 from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
-from mindie_mm.nn.layers import RMSNorm, rotary_angles, rotate, split_heads
+from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pixels import normalize_pictures
@@ -40,7 +38,6 @@ _TILES = "tiles"
 _ARCHITECTURE = "DeepseekVLV2ForCausalLM"
 _TOWER = "siglip_so400m_patch14_384"
 _MOST_TILED_IMAGES = 2
-_LATENT_EPS = 1e-6  # epsilon of the latent's norm, which no setting changes
 # Prompts and answers contain these tokens, so the tokenizer decodes them as text. Each has a single id.
 _TAGS = ("<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>")
 # The defaults come from the configuration classes of the original code.
@@ -249,192 +246,13 @@ class DeepseekVL2Processor(Processor):
         return canvas[1] // self.size, canvas[0] // self.size
 
 
-class _TowerBlock(nn.Module):
-    def __init__(self, width: int, heads: int, inner: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width, 1e-6), nn.LayerNorm(width, 1e-6)
-        self.attn = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "proj": nn.Linear(width, width)})
-        self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, inner), "fc2": nn.Linear(inner, width)})
-        self.act = nn.GELU("tanh")
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        parts = self.attn["qkv"](self.norm1(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
-        hidden = hidden + self.attn["proj"](mixed)
-        added: Tensor = self.mlp["fc2"](self.act(self.mlp["fc1"](self.norm2(hidden))))
-        return hidden + added
-
-
-class _Tower(nn.Module):
-    """A SigLIP tower without its pooling head."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        width, patch = config["width"], config["patch_size"]
-        inner, heads = int(width * config["mlp_ratio"]), config["heads"]
-        self.patch_embed = nn.ModuleDict({"proj": nn.Conv2d(3, width, patch, patch)})
-        self.pos_embed = nn.Parameter(torch.empty(1, (384 // patch) ** 2, width))
-        self.blocks = nn.Sequential(*(_TowerBlock(width, heads, inner) for _ in range(config["layers"])))
-        self.norm = nn.LayerNorm(width, 1e-6)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Map pixels [tiles, 3, size, size] to [tiles, patches, width]."""
-        patches = self.patch_embed["proj"](pixels).flatten(2).transpose(1, 2)
-        hidden: Tensor = self.norm(self.blocks(patches + self.pos_embed))
-        return hidden
-
-
-class _Projector(nn.Module):
-    """The projector, which turns each square of 2 x 2 patches into one feature."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        width = config["n_embed"]
-        first = nn.Linear(4 * config["input_dim"], width)
-        self.layers = nn.Sequential(first, nn.GELU(), nn.Linear(width, width))
-
-    def forward(self, patches: Tensor) -> Tensor:
-        """Map [tiles, patches, width] to [tiles, side * side, n_embed]."""
-        side = math.isqrt(patches.shape[1])
-        grid = patches.transpose(1, 2).unflatten(-1, (side, side))
-        grid = pad(grid, (0, side % 2, 0, side % 2))
-        # unfold makes the four values of each channel adjacent, as the weights require.
-        windows = nn.functional.unfold(grid, 2, stride=2).transpose(1, 2)
-        features: Tensor = self.layers(windows)
-        return features
-
-
-class _Attention(nn.Module):
-    """Plain attention with a key and a value per head or per group of heads."""
-
-    def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        width, heads = config["hidden_size"], config["num_attention_heads"]
-        self.layer, self.head_dim = layer, width // heads
-        kv_width = (config["num_key_value_heads"] or heads) * self.head_dim
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, kv_width, bias=False)
-        self.v_proj = nn.Linear(width, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
-
-    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], paged: PagedBatch) -> Tensor:
-        query, key, value = (
-            split_heads(project(hidden), self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = rotate(query, *angles), rotate(key, *angles)
-        mixed = paged_attention(self.layer, query, key, value, paged, self.head_dim**-0.5)
-        projected: Tensor = self.o_proj(mixed.flatten(1))
-        return projected
-
-
-class _LatentAttention(nn.Module):
-    """Multi-head latent attention, which caches one short latent for the keys and values of all heads.
-
-    The projections of the heads are applied to the query and to the result instead of to the latent. The KV cache
-    therefore has a single key head of width rotary + latent, and its value is the latent.
-    """
-
-    def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        width, self.heads = config["hidden_size"], config["num_attention_heads"]
-        self.layer = layer
-        self.latent: int = config["kv_lora_rank"]
-        self.plain: int = config["qk_nope_head_dim"]
-        self.rotary_width: int = config["qk_rope_head_dim"]
-        value, query_width = config["v_head_dim"], self.heads * (self.plain + self.rotary_width)
-        rank = config["q_lora_rank"]
-        if rank is None:
-            self.q_proj = nn.Linear(width, query_width, bias=False)
-        else:
-            self.q_a_proj = nn.Linear(width, rank, bias=False)
-            self.q_a_layernorm = RMSNorm(rank, _LATENT_EPS)
-            self.q_b_proj = nn.Linear(rank, query_width, bias=False)
-        self.low_rank = rank is not None
-        self.kv_a_proj_with_mqa = nn.Linear(width, self.latent + self.rotary_width, bias=False)
-        self.kv_a_layernorm = RMSNorm(self.latent, _LATENT_EPS)
-        self.kv_b_proj = nn.Module()  # a module without forward, because its weight is split before use
-        self.kv_b_proj.register_parameter(
-            "weight", nn.Parameter(torch.empty(self.heads * (self.plain + value), self.latent))
-        )
-        self.o_proj = nn.Linear(self.heads * value, width, bias=False)
-
-    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], paged: PagedBatch) -> Tensor:
-        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden))) if self.low_rank else self.q_proj(hidden)
-        plain, rotated = split_heads(query, self.plain + self.rotary_width).split([self.plain, self.rotary_width], -1)
-        latent, shared = self.kv_a_proj_with_mqa(hidden).split([self.latent, self.rotary_width], -1)
-        latent = self.kv_a_layernorm(latent).unsqueeze(0)
-        by_head = self.kv_b_proj.get_parameter("weight").unflatten(0, (self.heads, -1))
-        of_keys, of_values = by_head.tensor_split([self.plain], dim=1)
-        query = torch.cat([rotate(_by_halves(rotated), *angles), plain @ of_keys], -1)
-        key = torch.cat([rotate(_by_halves(shared.unsqueeze(0)), *angles), latent], -1)
-        scaling = (self.plain + self.rotary_width) ** -0.5
-        mixed = paged_attention(self.layer, query, key, latent, paged, scaling).transpose(0, 1)
-        projected: Tensor = self.o_proj((mixed @ of_values.transpose(1, 2)).transpose(0, 1).flatten(1))
-        return projected
-
-
-def _by_halves(values: Tensor) -> Tensor:
-    """Reorder interleaved pairs on the last axis: first elements of all pairs, then second elements."""
-    return torch.cat([values[..., ::2], values[..., 1::2]], dim=-1)
-
-
-class _Block(nn.Module):
-    def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        width, eps = config["hidden_size"], config["rms_norm_eps"]
-        sparse = (
-            config["n_routed_experts"] is not None
-            and layer >= config["first_k_dense_replace"]
-            and layer % config["moe_layer_freq"] == 0
-        )
-        self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = (_LatentAttention if config["use_mla"] else _Attention)(layer, config)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = Experts(config) if sparse else MLP(width, config["intermediate_size"])
-
-    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], paged: PagedBatch) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, paged)
-        mixed: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return mixed
-
-
-class _Decoder(nn.Module):
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        width = config["hidden_size"]
-        self.embed_tokens = nn.Embedding(config["vocab_size"], width)
-        self.layers = nn.ModuleList(_Block(i, config) for i in range(config["num_hidden_layers"]))
-        self.norm = RMSNorm(width, config["rms_norm_eps"])
-
-
-class _Language(nn.Module):
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.model = _Decoder(config)
-        self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
-
-
-class _Network(nn.Module):
-    """The whole network. Parameters have the names of the published weights, including a misspelled name."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        width = config["projector_config"]["n_embed"]
-        self.vision = _Tower(config["vision_config"])
-        self.projector = _Projector(config["projector_config"])
-        self.image_newline = nn.Parameter(torch.empty(width))
-        self.view_seperator = nn.Parameter(torch.empty(width))
-        self.language = _Language(config["language_config"])
-
-
 class DeepseekVL2Model(Model):
     """The DeepSeek-VL2 model."""
 
     traits = Traits(vision_parts=("vision",), projector_parts=("projector",))
 
     def __init__(
-        self, network: _Network, spec: ModelSpec, processor: DeepseekVL2Processor, language: Mapping[str, Any]
+        self, network: Network, spec: ModelSpec, processor: DeepseekVL2Processor, language: Mapping[str, Any]
     ) -> None:
         """Wrap `network`. `language` is the section of config.json for the decoder."""
         self.spec = spec
@@ -510,7 +328,7 @@ class DeepseekVL2(Family):
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> DeepseekVL2Model:
         config = configuration(checkpoint)
         language = config["language_config"]
-        network = build(lambda: _Network(config), checkpoint, device, dtype, unused=("vision.attn_pool.*",))
+        network = build(lambda: Network(config), checkpoint, device, dtype, unused=("vision.attn_pool.*",))
         join_experts(network, device)
         heads: int = language["num_attention_heads"]
         if language["use_mla"]:

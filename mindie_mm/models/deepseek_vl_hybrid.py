@@ -15,25 +15,25 @@ import numpy as np
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.media.image.encoded_image import Pixels, resize
 from mindie_mm.media.image.preprocess import background_of, check_settings, resample_of
-from mindie_mm.models.deepseek_vl import (
-    DEFAULTS,
+from mindie_mm.models._deepseek import DEFAULTS, DeepseekModel, DeepseekProcessor
+from mindie_mm.models._deepseek_original import (
     LANGUAGE_RENAMINGS,
     ORIGINAL,
-    DeepseekVL,
-    DeepseekVLModel,
-    DeepseekVLProcessor,
+    UNUSED_WEIGHTS,
     check_aligner,
     check_features,
     check_original,
     is_hybrid,
     normalization,
     original_pixels,
+    original_tokenizer,
     siglip_config,
     siglip_renamings,
     translate,
 )
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import Renaming
+from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.shm import ArraySpec
 
@@ -80,7 +80,7 @@ _RENAMINGS = (
 )
 
 
-class DeepseekVLHybridProcessor(DeepseekVLProcessor):
+class DeepseekVLHybridProcessor(DeepseekProcessor):
     """Processor for DeepSeek-VL with two towers.
 
     A block also contains `high_res_pixel_values`, uint8 [high side, high side, 3].
@@ -97,9 +97,7 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
     }
 
     @classmethod
-    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
-        if checkpoint.renamings is not None or checkpoint.config.get("model_type") != ORIGINAL:
-            return checkpoint
+    def translated_original(cls, checkpoint: Checkpoint) -> Checkpoint:
         where, config = str(checkpoint.path), checkpoint.config
         check_original(config, "HybridVisionTower", "low_high_hybrid_split_mlp_gelu", where)
         params = config["vision_config"]["params"]
@@ -141,11 +139,11 @@ class DeepseekVLHybridProcessor(DeepseekVLProcessor):
         arrays["pixel_values"][...] = resize(high, self.side, self.side, self.resample)
 
 
-class DeepseekVLHybridModel(DeepseekVLModel):
+class DeepseekVLHybridModel(DeepseekModel):
     """The DeepSeek-VL model with two towers. `module` is transformers' `DeepseekVLHybridForConditionalGeneration`."""
 
     traits = replace(
-        DeepseekVLModel.traits,
+        DeepseekModel.traits,
         vision_parts=(
             "model.vision_model",
             "model.high_res_vision_model",
@@ -155,14 +153,16 @@ class DeepseekVLHybridModel(DeepseekVLModel):
     )
 
 
-class DeepseekVLHybrid(DeepseekVL):
+class DeepseekVLHybrid(PretrainedFamily):
     """DeepSeek-VL 7B (Lu et al., 2024, arXiv 2403.05525), run by transformers' modules."""
 
     model_types = ("deepseek_vl_hybrid", ORIGINAL)
     published = "deepseek-community/deepseek-vl-7b-chat"
+    kinds = ("image",)
     processor = DeepseekVLHybridProcessor
     module_name = "DeepseekVLHybridForConditionalGeneration"
     model_class = DeepseekVLHybridModel
+    unused_weights = UNUSED_WEIGHTS
     other_keys = (
         *(f"vision_config.params.freeze_{part}" for part in ("high", "low")),
         *(
@@ -176,6 +176,15 @@ class DeepseekVLHybrid(DeepseekVL):
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
         return config.get("model_type") == cls.model_types[0] or is_hybrid(config)
+
+    @classmethod
+    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
+        return cls.processor.translated(checkpoint)
+
+    @classmethod
+    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
+        checkpoint = cls.translated(checkpoint)
+        return super().tokenizer(checkpoint) if checkpoint.renamings is None else original_tokenizer(checkpoint)
 
 
 def _sam_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from mindie_mm.media.image.encoded_image import Data, resize
 from mindie_mm.media.image.preprocess import check_settings, resample_of
 from mindie_mm.media.video.encoded_video import Video, open_video
 from mindie_mm.media.video.frames import check_asked, comes_sampled, num_taken
-from mindie_mm.models.idefics3 import DEFAULTS, Idefics3Model, Idefics3Processor, read_size, resized, tile_side
+from mindie_mm.models._idefics import DEFAULTS, IdeficsModel, IdeficsProcessor, read_size, resized, tile_side
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.pixels import Normalization
@@ -43,7 +43,7 @@ _TENTHS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _ONES, _TENS = _SMALL.split(), _TENTHS.split()
 
 
-class SmolVLMProcessor(Idefics3Processor):
+class SmolVLMProcessor(IdeficsProcessor):
     """Processor for SmolVLM. Images are processed as in Idefics3.
 
     The block of a video contains `pixel_values`, uint8 [frames, side, side, 3]. Its grid is the duration, followed by
@@ -177,4 +177,4 @@ class SmolVLM(PretrainedFamily):
     kinds = ("image", "video")
     processor = SmolVLMProcessor
     module_name = "SmolVLMForConditionalGeneration"
-    model_class = Idefics3Model
+    model_class = IdeficsModel

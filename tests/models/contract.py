@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -70,10 +70,11 @@ from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.truncate import truncate
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
+from tests.models.references import Items, Reference, Remembered
+from tests.models.small_checkpoints import changed
 from tests.sound_samples import encode_sound
 from tests.warm import running_service
 
-Items = Sequence[Mapping[str, Any]]
 CASES = Path(__file__).parents[1] / "cases" / "media"
 NUM_TOKENS = 16
 
@@ -163,97 +164,6 @@ def answer(url: str, items: Items, count: int) -> list[int]:
     return found
 
 
-class Reference:
-    """Model and processor of transformers for a checkpoint.
-
-    Override `inputs` if the processor has other arguments.
-    """
-
-    markers: ClassVar[Mapping[str, str]] = {}
-    """Text that represents an item of each kind in the processor's input."""
-
-    def __init__(self, model: Any, processor: Any) -> None:
-        self.model = model.eval()
-        self.processor = processor
-
-    def text(self, items: Items) -> str:
-        return "".join(
-            item["text"] if "text" in item else next(self.markers[kind] for kind in KINDS if kind in item)
-            for item in items
-        )
-
-    def inputs(self, items: Items) -> Mapping[str, torch.Tensor]:
-        """Run the processor on one `List[Dict]`, and return the batch of size 1, including input_ids [1, T]."""
-        images = [Image.fromarray(item["image"]) for item in items if "image" in item]
-        videos = [item["video"] for item in items if "video" in item]
-        given = {"images": images, "videos": videos}
-        sampling = {"do_sample_frames": False} if videos else {}
-        return self.processor(
-            text=[self.text(items)],
-            return_tensors="pt",
-            **{name: media for name, media in given.items() if media},
-            **sampling,
-        )
-
-    @torch.inference_mode()
-    def logits(self, items: Items) -> torch.Tensor:
-        """Return the logits, float32 [T, vocabulary]."""
-        return self.model(**self.inputs(items)).logits[0].float()
-
-    def in_bfloat16(self) -> Reference | None:
-        """Return a copy with bfloat16 weights, or None if the reference is golden data without a model."""
-        half = copy(self)
-        half.model = deepcopy(self.model)
-        # transformers keeps buffers that no checkpoint stores, such as rotary frequencies, in float32.
-        for weight in half.model.state_dict(keep_vars=True).values():
-            if weight.is_floating_point():
-                weight.data = weight.data.bfloat16()
-        half.model.register_forward_pre_hook(_floats_in_bfloat16, with_kwargs=True)
-        return half
-
-    @torch.inference_mode()
-    def generate(self, items: Items, count: int) -> list[int]:
-        """Generate `count` tokens greedily, and return them."""
-        inputs = self.inputs(items)
-        out = self.model.generate(**inputs, max_new_tokens=count, do_sample=False)
-        return out[0, inputs["input_ids"].shape[1] :].tolist()
-
-
-class Remembered:
-    """Cache of a reference's logits and tokens.
-
-    Many tests need the reference's results for the same items, so each result is computed only once.
-    """
-
-    def __init__(self, reference: Reference) -> None:
-        self._reference = reference
-        self._found: dict[object, tuple[Items, Any]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reference, name)
-
-    def logits(self, items: Items) -> torch.Tensor:
-        return self._once(items, self._reference.logits)
-
-    def generate(self, items: Items, count: int, **settings: Any) -> list[int]:
-        return self._once(items, self._reference.generate, count, **settings)
-
-    def _once(self, items: Items, compute: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-        key = compute.__name__, id(items), arguments, tuple(settings.items())
-        if key not in self._found:
-            # Stores the items, so no other object gets the same id.
-            self._found[key] = items, compute(items, *arguments, **settings)
-        return self._found[key][1]
-
-
-def _floats_in_bfloat16(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Convert floating-point inputs to bfloat16, because some towers do not convert their pixels themselves."""
-    return args, {
-        name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in kwargs.items()
-    }
-
-
 def items_of(prompt: Prompt) -> list[list[int]]:
     """Return the token ids of each item, including the tokens that frame the item."""
     return [prompt.plain_ids[span.start - span.lead : span.stop + span.tail].tolist() for span in prompt.spans]
@@ -302,6 +212,19 @@ def without_weights(path: Path, out: Path) -> Path:
     return shutil.copytree(path, out, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
 
 
+def refusals(cases: Sequence[tuple[str, Mapping[str, Any], str]]) -> Callable[..., None]:
+    """Return a test of a FamilyContract: a checkpoint with a changed setting is refused with a message that names it.
+
+    A case is the name of a JSON file without its suffix, the changed settings and a pattern of the message.
+    """
+
+    @pytest.mark.parametrize(("file", "change", "named"), cases, ids=str)
+    def test(self: FamilyContract, file: str, change: Mapping[str, Any], named: str, path: Path, tmp_path: Path):
+        self.assert_refused(changed(path, tmp_path / "other", file, change), named)
+
+    return test
+
+
 class FamilyContract:
     """Tests that every family must pass. Subclasses are called Test<Family>."""
 
@@ -309,6 +232,8 @@ class FamilyContract:
     """Name of the family, which is the name of its file in mindie_mm/models."""
     prompts: ClassVar[Mapping[str, Items]]
     """Prompts by name. The prompt `text` has no media."""
+    reference_class: ClassVar[type[Any]]
+    """Class of the reference, whose only argument is the path of the checkpoint."""
     tolerance: ClassVar[float] = 1e-4
     """Largest allowed difference of any float32 logit."""
     int8_tolerance: ClassVar[float] = 0.1
@@ -334,7 +259,7 @@ class FamilyContract:
     @classmethod
     def make_reference(cls, path: Path) -> Reference:
         """Return a float32 reference for the checkpoint."""
-        raise NotImplementedError
+        return cls.reference_class(path)
 
     def assert_arrays(self, expected: Mapping[str, torch.Tensor], items: Sequence[MediaItem], model: Model) -> None:
         """Assert that the arrays in shared memory, once normalized, equal the processor's output `expected`."""

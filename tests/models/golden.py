@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tests.models.contract import Items
+from tests.models.references import Items
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -22,7 +22,8 @@ from mindie_mm.errors import DeviceError
 from mindie_mm.models import family_named, load_model
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
-from tests.models.contract import FamilyContract, Items, Reference, picture, run
+from tests.models.contract import FamilyContract, picture, run
+from tests.models.references import Items, Reference
 
 
 class Seq2SeqReference(Reference):

@@ -15,6 +15,27 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 CORPUS = ("What is in the image? Describe this picture. a red square, a blue circle. system user assistant",)
+VISION: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 7,
+    "initializer_range": 0.2,  # large enough for pictures to change the logits
+}
+"""Configuration of a small CLIP or SigLIP tower."""
+TEXT: Mapping[str, Any] = {
+    "vocab_size": 400,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+}
+"""Configuration of a small Llama or Qwen2."""
 
 
 def save_tokenizer(out: Path, special_tokens: Sequence[str], **settings: Any) -> PreTrainedTokenizerFast:

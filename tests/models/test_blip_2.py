@@ -17,7 +17,8 @@ from transformers import (
 
 from mindie_mm.errors import InputError
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from tests.models.contract import FamilyContract, Reference, picture
+from tests.models.contract import FamilyContract, picture
+from tests.models.references import PretrainedReference
 from tests.models.seq2seq_contract import Seq2SeqContract, Seq2SeqReference
 from tests.models.small_checkpoints import save_json, save_tokenizer, save_unigram_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -68,12 +69,11 @@ def config(image_token_index, text=OPT_CONFIG):
     )
 
 
-class Blip2Reference(Reference):
-    def __init__(self, path):
-        super().__init__(
-            Blip2ForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            Blip2Processor(BlipImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path), QUERIES),
-        )
+class Blip2Reference(PretrainedReference):
+    model_class = Blip2ForConditionalGeneration
+    processor_class = Blip2Processor
+    parts = (BlipImageProcessor, AutoTokenizer)
+    settings: ClassVar = {"num_query_tokens": QUERIES}
 
     def text(self, items):
         return "".join(item.get("text", "") for item in items)
@@ -99,6 +99,7 @@ class Blip2Reference(Reference):
 
 class TestBlip2(FamilyContract):
     name = "blip_2"
+    reference_class = Blip2Reference
     unspelled = True
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
@@ -126,10 +127,6 @@ class TestBlip2(FamilyContract):
         model.save_pretrained(out)
         save_json(out, preprocessor_config={"size": {"height": SIDE, "width": SIDE}})
 
-    @classmethod
-    def make_reference(cls, path):
-        return Blip2Reference(path)
-
     def test_a_second_image_is_refused(self, tokenizer, path_file):
         with pytest.raises(InputError, match="2 items of kind image; the model's limit is 1"):
             tokenizer.tokenize([{"image": picture(30, 30)}] * 2, path_file)
@@ -156,6 +153,7 @@ class Blip2T5Reference(Blip2Reference, Seq2SeqReference):
 class TestBlip2T5(Seq2SeqContract):
     int8_tolerance = 0.2  # 0.13 was measured
     name = "blip_2"
+    reference_class = Blip2T5Reference
     unspelled = True
     decoder_input_ids = DECODER_INPUT_IDS
     prompts = TestBlip2.prompts
@@ -171,10 +169,6 @@ class TestBlip2T5(Seq2SeqContract):
             model.query_tokens.normal_()
         model.save_pretrained(out)
         save_json(out, preprocessor_config={"size": {"height": SIDE, "width": SIDE}})
-
-    @classmethod
-    def make_reference(cls, path):
-        return Blip2T5Reference(path)
 
     def test_the_model_is_an_encoder_decoder(self, model):
         assert isinstance(model, Seq2SeqModel)

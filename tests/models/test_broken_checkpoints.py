@@ -24,14 +24,6 @@ Weights = dict[str, torch.Tensor]
 FIRST = "model.language_model.layers.0.self_attn.q_proj.weight"
 
 
-@pytest.fixture
-def copy(random_checkpoint, tmp_path):
-    """Return a copy of the random checkpoint, which a test may damage."""
-    folder = tmp_path / "broken"
-    shutil.copytree(random_checkpoint, folder)
-    return folder
-
-
 def rewrite(folder: Path, change: Callable[[Weights], object]) -> None:
     file = folder / "model.safetensors"
     weights = load_file(file)

@@ -17,9 +17,9 @@ from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
-from tests.models.contract import PICTURES, FamilyContract, picture
-from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
+from tests.models.contract import PICTURES, FamilyContract, picture, refusals
+from tests.models.references import PretrainedReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<racm3:break>", "<eoss>", "<image>", "<reserved08706>")
@@ -28,15 +28,11 @@ PIXELS = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32
 FEATURES = 64
 
 
-class Reference(BaseReference):
+class Reference(PretrainedReference):
     markers: ClassVar = {"image": "<image>"}
-
-    def __init__(self, path):
-        images = ChameleonImageProcessor.from_pretrained(path)
-        super().__init__(
-            ChameleonForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            ChameleonProcessor(images, AutoTokenizer.from_pretrained(path), image_seq_length=FEATURES),
-        )
+    model_class = ChameleonForConditionalGeneration
+    processor_class = ChameleonProcessor
+    parts = (ChameleonImageProcessor, AutoTokenizer)
 
     def in_bfloat16(self):
         """Return None, because rounded pixels would give other image tokens. The family keeps pixels in float32."""
@@ -44,6 +40,7 @@ class Reference(BaseReference):
 
 class TestChameleon(FamilyContract):
     name = "chameleon"
+    reference_class = Reference
     prompts: ClassVar = {
         **PICTURES,
         "an image of the size": [{"image": picture(32, 32)}],
@@ -83,10 +80,6 @@ class TestChameleon(FamilyContract):
         save_model(out, ChameleonForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
         save_json(out, preprocessor_config=PIXELS, processor_config={"image_seq_length": FEATURES})
 
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
-
     def test_pictures_become_the_references_image_tokens(self, reference, model, tokenizer, path_file):
         """A picture has the same tokens alone and in a batch. Each picture must have many different tokens."""
         pictures = [picture(50, 40), picture(33, 64)]
@@ -123,8 +116,7 @@ class TestChameleon(FamilyContract):
         with pytest.raises(LimitExceeded, match="resized to 192000000x32"):
             processor.plan(Media("image", line), line, {})
 
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_are_refused_by_name = refusals(
         [
             ("preprocessor_config", {"do_center_crop": False}, "do_center_crop is False"),
             ("preprocessor_config", {"resample": 0}, "resample is 0"),
@@ -134,8 +126,5 @@ class TestChameleon(FamilyContract):
             ("processor_config", {"image_seq_length": 65}, "image_seq_length is 65"),
             ("config", {"vocabulary_map": None}, "None in vocabulary_map"),
             ("tokenizer_config", {"sep_token": None}, "no sep_token"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

@@ -2,20 +2,19 @@
 
 from typing import ClassVar
 
-import pytest
 import torch
 from transformers import (
     DeepseekVLConfig,
     DeepseekVLForConditionalGeneration,
     DeepseekVLImageProcessor,
     DeepseekVLProcessor,
+    LlamaConfig,
     SiglipVisionConfig,
 )
 
-from tests.models.contract import PICTURES, FamilyContract, picture
-from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
-from tests.models.test_llava import VISION, text_config
+from tests.models.contract import PICTURES, FamilyContract, picture, refusals
+from tests.models.references import PretrainedReference
+from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<image_placeholder>")
@@ -38,7 +37,7 @@ def write(out, pixels=PIXELS, **settings):
     ids = save_special(out).convert_tokens_to_ids
     config = DeepseekVLConfig(
         vision_config=SiglipVisionConfig(**VISION, vision_use_head=False),
-        text_config=text_config(),
+        text_config=LlamaConfig(**TEXT),
         image_token_id=ids("<image_placeholder>"),
         **settings,
     )
@@ -46,31 +45,21 @@ def write(out, pixels=PIXELS, **settings):
     save_json(out, preprocessor_config=pixels, processor_config={"num_image_tokens": FEATURES})
 
 
-class Reference(BaseReference):
+class Reference(PretrainedReference):
     markers: ClassVar = {"image": "<image_placeholder>"}
-
-    def __init__(self, path):
-        images, tokenizer = DeepseekVLImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-        super().__init__(
-            DeepseekVLForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            DeepseekVLProcessor(images, tokenizer, num_image_tokens=FEATURES),
-        )
+    model_class = DeepseekVLForConditionalGeneration
+    processor_class = DeepseekVLProcessor
+    parts = (DeepseekVLImageProcessor, AutoTokenizer)
 
 
 class TestDeepseekVL(FamilyContract):
     name = "deepseek_vl"
+    write_checkpoint = staticmethod(write)
+    reference_class = Reference
     prompts: ClassVar = {
         **PICTURES,
         "a line": [{"image": picture(500, 1)}, {"text": "Where?"}],
     }
-
-    @classmethod
-    def write_checkpoint(cls, out):
-        write(out)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     def assert_arrays(self, expected, items, model):
         for name in model._normalizations:
@@ -80,8 +69,7 @@ class TestDeepseekVL(FamilyContract):
         write(tmp_path, {**PIXELS, "resample": 2, "do_normalize": False, "min_size": 9}, tie_word_embeddings=False)
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_are_refused_by_name = refusals(
         [
             ("config", {"vision_config": {"model_type": "clip_vision_model"}}, "clip_vision_model"),
             ("processor_config", {"num_image_tokens": 17}, "num_image_tokens is 17"),
@@ -89,8 +77,5 @@ class TestDeepseekVL(FamilyContract):
             ("preprocessor_config", {"size": {"height": 28, "width": 56}}, "size is"),
             ("preprocessor_config", {"min_size": 30}, "min_size is 30"),
             ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

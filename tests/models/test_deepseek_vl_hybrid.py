@@ -2,23 +2,21 @@
 
 from typing import ClassVar
 
-import pytest
-import torch
 from transformers import (
     DeepseekVLHybridConfig,
     DeepseekVLHybridForConditionalGeneration,
     DeepseekVLHybridImageProcessor,
     DeepseekVLHybridProcessor,
+    LlamaConfig,
     SamVisionConfig,
     SiglipVisionConfig,
 )
 
 from tests.models import test_deepseek_vl as plain
-from tests.models.contract import FamilyContract
-from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model
+from tests.models.contract import FamilyContract, refusals
+from tests.models.references import PretrainedReference
+from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model
 from tests.models.test_deepseek_vl import FEATURES, PIXELS, save_special
-from tests.models.test_llava import VISION, text_config
 from tests.transformers_reference import AutoTokenizer
 
 HIGH = {"high_res_size": {"height": 64, "width": 64}, "high_res_image_mean": [0.1, 0.2, 0.3], "high_res_resample": 1}
@@ -32,19 +30,16 @@ class Weighted(DeepseekVLHybridForConditionalGeneration):
         self.model.high_res_vision_alpha.data.fill_(0.7)
 
 
-class Reference(BaseReference):
+class Reference(PretrainedReference):
     markers: ClassVar = {"image": "<image_placeholder>"}
-
-    def __init__(self, path):
-        images, tokenizer = DeepseekVLHybridImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-        super().__init__(
-            DeepseekVLHybridForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            DeepseekVLHybridProcessor(images, tokenizer, num_image_tokens=FEATURES),
-        )
+    model_class = DeepseekVLHybridForConditionalGeneration
+    processor_class = DeepseekVLHybridProcessor
+    parts = (DeepseekVLHybridImageProcessor, AutoTokenizer)
 
 
 class TestDeepseekVLHybrid(FamilyContract):
     name = "deepseek_vl_hybrid"
+    reference_class = Reference
     prompts: ClassVar = plain.TestDeepseekVL.prompts
     assert_arrays = plain.TestDeepseekVL.assert_arrays
 
@@ -65,25 +60,17 @@ class TestDeepseekVLHybrid(FamilyContract):
                 mlp_dim=64,
                 initializer_range=0.2,
             ),
-            text_config=text_config(),
+            text_config=LlamaConfig(**TEXT),
             image_token_id=ids("<image_placeholder>"),
         )
         save_model(out, Weighted, config, ids("</s>"), ids("<pad>"))
         save_json(out, preprocessor_config={**PIXELS, **HIGH}, processor_config={"num_image_tokens": FEATURES})
 
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
-
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_are_refused_by_name = refusals(
         [
             ("config", {"high_res_vision_config": {"model_type": "siglip_vision_model"}}, "siglip_vision_model"),
             ("preprocessor_config", {"high_res_size": {"height": 32, "width": 32}}, "high_res_size is"),
             ("preprocessor_config", {"high_res_resample": 0}, "high_res_resample is 0"),
             ("preprocessor_config", {"image_processor_type": "DeepseekVLImageProcessor"}, "DeepseekVLImageProcessor"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

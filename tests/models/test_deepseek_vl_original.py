@@ -28,8 +28,8 @@ from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from tests.models import test_deepseek_vl as plain
-from tests.models.contract import FamilyContract, picture, without_settings, without_weights
-from tests.models.contract import Reference as BaseReference
+from tests.models.contract import FamilyContract, picture, refusals, without_settings, without_weights
+from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 
 BOS, EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
@@ -271,8 +271,7 @@ class TestDeepseekVLOriginal(OriginalContract):
     def test_unsupported_settings_are_refused_by_name(self, change, named, path, tmp_path):
         self.assert_config_refused(path, tmp_path / "other", change, named)
 
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_of_the_processor_are_refused_by_name = refusals(
         [
             ("processor_config", {"sft_format": "plain"}, "sft_format is 'plain'"),
             ("processor_config", {"add_special_token": True}, "add_special_token is True"),
@@ -280,11 +279,8 @@ class TestDeepseekVLOriginal(OriginalContract):
             ("processor_config", {"num_image_tokens": 17}, "num_image_tokens is 17"),
             ("preprocessor_config", {"image_size": 48}, "size is"),
             ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_of_the_processor_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)
 
     @pytest.mark.parametrize("file", ["preprocessor_config.json", "tokenizer.json"])
     def test_a_missing_file_is_named(self, file, path, tmp_path):

@@ -23,14 +23,6 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
-def copy(random_checkpoint, tmp_path):
-    """Return a copy of the random checkpoint, which a test may damage."""
-    folder = tmp_path / "broken"
-    shutil.copytree(random_checkpoint, folder)
-    return folder
-
-
-@pytest.fixture
 def sharded(copy):
     """Return the copy, with its weights split into two shards and an index."""
     weights = load_file(copy / "model.safetensors")

@@ -78,6 +78,7 @@ class Florence2Reference(Seq2SeqReference):
 
 class TestFlorence2(Seq2SeqContract):
     name = "florence2"
+    reference_class = Florence2Reference
     unspelled = True
     decoder_input_ids = Florence2Reference.decoder_input_ids
     prompts: ClassVar = {
@@ -110,10 +111,6 @@ class TestFlorence2(Seq2SeqContract):
         )
         model.save_pretrained(out)
         save_json(out, preprocessor_config=PREPROCESSOR)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Florence2Reference(path)
 
     def test_a_second_image_is_refused(self, tokenizer, path_file):
         with pytest.raises(InputError, match="2 items of kind image; the model's limit is 1"):

@@ -15,7 +15,7 @@ from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.tokenize import Tokenizer as OurTokenizer
 from tests.models.contract import ExtremeShapes, FamilyContract, picture
-from tests.models.contract import Reference as BaseReference
+from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model
 from tests.transformers_reference import AutoTokenizer
 
@@ -62,6 +62,7 @@ class Reference(BaseReference):
 
 class TestFuyu(ExtremeShapes, FamilyContract):
     name = "fuyu"
+    reference_class = Reference
     unspelled = True
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
@@ -92,10 +93,6 @@ class TestFuyu(ExtremeShapes, FamilyContract):
         config = FuyuConfig(text_config=text, patch_size=8, image_token_id=ids("|SPEAKER|"))
         save_model(out, FuyuForCausalLM, config, ids("|ENDOFTEXT|"), 0)
         save_json(out, preprocessor_config=PIXELS)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     def assert_arrays(self, expected, items, model):
         assert torch.equal(model.normalized(items[0]).cpu(), expected["pixel_values"])

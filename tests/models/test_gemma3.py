@@ -23,38 +23,24 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture
-from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.references import Reference as BaseReference
+from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
 
 TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", *TOKENS.values())
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 56,
-    "patch_size": 7,
-    "vision_use_head": False,
-    "initializer_range": 0.2,  # large enough for pictures to change the logits
-}
+TOWER = {**VISION, "num_hidden_layers": 2, "image_size": 56, "vision_use_head": False}
 FEATURES = 16
 WINDOW = 12
 """Size of the sliding window. Image features exceed it, so the last tokens of an image do not see its first tokens."""
-TEXT = {
-    "vocab_size": 400,
-    "hidden_size": 48,
-    "intermediate_size": 96,
+LANGUAGE = {
+    **TEXT,
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
     "query_pre_attn_scalar": 20,
     "sliding_window": WINDOW,
-    "max_position_embeddings": 4096,
     "initializer_range": 0.15,
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
@@ -92,8 +78,8 @@ def write(out, pixels=PIXELS, vision=None, text=None, stated=None, **settings):
     )
     tokenizer.save_pretrained(out)
     config = Gemma3Config(
-        vision_config=SiglipVisionConfig(**{**VISION, **(vision or {})}),
-        text_config=Gemma3TextConfig(**{**TEXT, **(text or {})}),
+        vision_config=SiglipVisionConfig(**{**TOWER, **(vision or {})}),
+        text_config=Gemma3TextConfig(**{**LANGUAGE, **(text or {})}),
         image_token_index=ids("<image_soft_token>"),
         boi_token_index=ids("<start_of_image>"),
         eoi_token_index=ids("<end_of_image>"),
@@ -131,15 +117,9 @@ PROMPTS = {
 
 class TestGemma3(ExtremeShapes, FamilyContract):
     name = "gemma3"
+    write_checkpoint = staticmethod(write)
+    reference_class = Reference
     prompts: ClassVar = PROMPTS
-
-    @classmethod
-    def write_checkpoint(cls, out):
-        write(out)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     def test_a_chat_has_a_second_bos_only_on_request(self, path, tmp_path):
         shutil.copytree(path, tmp_path / "chat")
@@ -229,8 +209,7 @@ class TestGemma3(ExtremeShapes, FamilyContract):
     def test_embeddings_whose_grid_does_not_fit_are_refused(self, grid, processor):
         assert processor.spelling("image", FEATURES, grid) is None
 
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_are_refused_by_name = refusals(
         [
             ("config", {"image_token_index": 2}, "image_token_index is 2"),
             ("config", {"mm_tokens_per_image": 100}, "mm_tokens_per_image is 100"),
@@ -239,9 +218,13 @@ class TestGemma3(ExtremeShapes, FamilyContract):
                 {"vision_config": {"model_type": "clip_vision_model"}},
                 "vision_config.model_type is 'clip_vision_model'",
             ),
-            ("config", {"text_config": {**TEXT, "attn_logit_softcapping": 50.0}}, "attn_logit_softcapping is 50.0"),
-            ("config", {"text_config": {**TEXT, "use_bidirectional_attention": True}}, "use_bidirectional_attention"),
-            ("config", {"text_config": {**TEXT, "sliding_window": None}}, "sliding_window is None"),
+            ("config", {"text_config": {**LANGUAGE, "attn_logit_softcapping": 50.0}}, "attn_logit_softcapping is 50.0"),
+            (
+                "config",
+                {"text_config": {**LANGUAGE, "use_bidirectional_attention": True}},
+                "use_bidirectional_attention",
+            ),
+            ("config", {"text_config": {**LANGUAGE, "sliding_window": None}}, "sliding_window is None"),
             ("processor_config", {"image_seq_length": 256}, "image_seq_length is 256"),
             ("preprocessor_config", {"do_resize": False}, "do_resize is False"),
             ("preprocessor_config", {"size": {"height": 28, "width": 56}}, "the tower takes images of 56x56"),
@@ -253,8 +236,5 @@ class TestGemma3(ExtremeShapes, FamilyContract):
                 "max_num_crops is 21; it must be between 1 and",
             ),
             ("preprocessor_config", {**SCAN, "pan_and_scan_max_num_crops": 0}, "max_num_crops is 0"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

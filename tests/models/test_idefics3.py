@@ -1,6 +1,5 @@
 """Tests of Idefics3 against transformers, on random weights."""
 
-import json
 from typing import ClassVar
 
 import pytest
@@ -10,14 +9,14 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessor,
     Idefics3Processor,
+    LlamaConfig,
 )
 from transformers.models.idefics3.image_processing_idefics3 import get_resize_output_image_size
 
-from mindie_mm.models.idefics3 import resized
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture
-from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
-from tests.models.test_llava import VISION, text_config
+from mindie_mm.models._idefics import resized
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.references import PretrainedReference
+from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
 
 TAGS = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
@@ -38,21 +37,18 @@ FEATURES = 4
 def write(out, pixels=PIXELS, features=FEATURES, **settings):
     tokenizer = save_tokenizer(out, SPECIAL, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     ids = tokenizer.convert_tokens_to_ids
-    config = Idefics3Config(vision_config=VISION, text_config=text_config(), image_token_id=ids("<image>"), **settings)
+    config = Idefics3Config(
+        vision_config=VISION, text_config=LlamaConfig(**TEXT), image_token_id=ids("<image>"), **settings
+    )
     save_model(out, Idefics3ForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
     save_json(out, preprocessor_config=pixels, processor_config={"image_seq_len": features})
 
 
-class Reference(BaseReference):
+class Reference(PretrainedReference):
     markers: ClassVar = {"image": "<image>"}
-
-    def __init__(self, path):
-        stated = json.loads((path / "processor_config.json").read_text())
-        images = Idefics3ImageProcessor.from_pretrained(path)
-        super().__init__(
-            Idefics3ForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            Idefics3Processor(images, AutoTokenizer.from_pretrained(path), **stated),
-        )
+    model_class = Idefics3ForConditionalGeneration
+    processor_class = Idefics3Processor
+    parts = (Idefics3ImageProcessor, AutoTokenizer)
 
 
 PROMPTS = {
@@ -63,15 +59,9 @@ PROMPTS = {
 
 class TestIdefics3(ExtremeShapes, FamilyContract):
     name = "idefics3"
+    write_checkpoint = staticmethod(write)
+    reference_class = Reference
     prompts: ClassVar = PROMPTS
-
-    @classmethod
-    def write_checkpoint(cls, out):
-        write(out)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     def assert_arrays(self, expected, items, model):
         found = torch.cat([model.normalized(item).cpu() for item in items])
@@ -102,8 +92,7 @@ class TestIdefics3(ExtremeShapes, FamilyContract):
     def test_embeddings_whose_grid_does_not_fit_are_refused(self, processor):
         assert processor.spelling("image", 4, (1, 1)) is None
 
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_are_refused_by_name = refusals(
         [
             ("config", {"scale_factor": 3}, r"positive multiple of scale_factor \(3\)"),
             ("config", {"image_token_id": 2}, "image_token_id is 2"),
@@ -112,8 +101,5 @@ class TestIdefics3(ExtremeShapes, FamilyContract):
             ("preprocessor_config", {"size": {"shortest_edge": 28}}, "size is"),
             ("preprocessor_config", {"max_image_size": {"height": 28}}, "max_image_size is"),
             ("preprocessor_config", {"image_processor_type": "Idefics2ImageProcessor"}, "Idefics2ImageProcessor"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

@@ -25,10 +25,9 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture
-from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer, without_token
-from tests.models.test_llava import VISION
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture, refusals
+from tests.models.references import PretrainedReference
+from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer, without_token
 from tests.transformers_reference import AutoTokenizer
 
 TOKENS = {
@@ -60,16 +59,7 @@ def write(out, pixels=PIXELS, frames=SIZE, vision=(), **settings):
     ids = tokenizer.convert_tokens_to_ids
     config = InternVLConfig(
         vision_config=InternVLVisionConfig(**{**VISION, **dict(vision)}),
-        text_config=Qwen2Config(
-            vocab_size=400,
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            initializer_range=0.1,
-        ),
+        text_config=Qwen2Config(**TEXT),
         image_token_id=ids("<IMG_CONTEXT>"),
         image_seq_length=4,
         **settings,
@@ -80,36 +70,22 @@ def write(out, pixels=PIXELS, frames=SIZE, vision=(), **settings):
     )
 
 
-class Reference(BaseReference):
+class Reference(PretrainedReference):
     markers: ClassVar = {"image": "<IMG_CONTEXT>", "video": "<video>"}
-
-    def __init__(self, path):
-        super().__init__(
-            InternVLForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            InternVLProcessor(
-                GotOcr2ImageProcessor.from_pretrained(path),
-                AutoTokenizer.from_pretrained(path),
-                InternVLVideoProcessor.from_pretrained(path),
-                image_seq_length=4,
-            ),
-        )
+    model_class = InternVLForConditionalGeneration
+    processor_class = InternVLProcessor
+    parts = (GotOcr2ImageProcessor, AutoTokenizer, InternVLVideoProcessor)
 
 
 class TestInternVL(ExtremeShapes, FamilyContract):
     name = "internvl"
+    write_checkpoint = staticmethod(write)
+    reference_class = Reference
     prompts: ClassVar = {
         **PICTURES,
         "a video": [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
         "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": picture(8, 8)}],
     }
-
-    @classmethod
-    def write_checkpoint(cls, out):
-        write(out)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     def test_grids_equal_the_references(self):
         for height in range(1, 200, 7):
@@ -214,8 +190,7 @@ class TestInternVL(ExtremeShapes, FamilyContract):
     def test_embeddings_whose_grid_does_not_fit_are_refused(self, processor):
         assert processor.spelling("video", 8, (3,)) is None
 
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_are_refused_by_name = refusals(
         [
             ("config", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),
             ("config", {"vision_feature_layer": [1, 2]}, r"vision_feature_layer is \[1, 2\]"),
@@ -227,8 +202,5 @@ class TestInternVL(ExtremeShapes, FamilyContract):
             ("preprocessor_config", {"size": {"height": 56, "width": 56}}, r"images are resized to \(56, 56\)"),
             ("video_preprocessor_config", {"size": {"shortest_edge": 28}}, "several sizes"),
             ("tokenizer_config", {"extra_special_tokens": {}, "video_token": None}, "no video_token"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

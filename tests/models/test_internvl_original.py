@@ -28,7 +28,7 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from tests.models import test_internvl as plain
 from tests.models.contract import ExtremeShapes, FamilyContract, picture
-from tests.models.contract import Reference as BaseReference
+from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_tokenizer
 from tests.models.test_internvl import TOKENS
 

@@ -1,10 +1,8 @@
 """Tests of LLaVA against transformers, on random weights."""
 
-import json
 from typing import ClassVar
 
 import pytest
-import torch
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
@@ -18,21 +16,12 @@ from transformers import (
 
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.inputs import Media
-from tests.models.contract import PICTURES, FamilyContract, picture
-from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
+from tests.models.contract import PICTURES, FamilyContract, picture, refusals
+from tests.models.references import PretrainedReference
+from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<image>")
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": 28,
-    "patch_size": 7,
-    "initializer_range": 0.2,  # large enough for pictures to change the logits
-}
 PIXELS = {
     "image_processor_type": "LlavaImageProcessor",
     "size": {"shortest_edge": 28},
@@ -41,25 +30,12 @@ PIXELS = {
 STATED = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 
 
-def text_config():
-    return LlamaConfig(
-        vocab_size=400,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.1,
-    )
-
-
 def write(out, pixels=PIXELS, stated=STATED, vision=None, **settings):
     tokenizer = save_tokenizer(out, SPECIAL, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     ids = tokenizer.convert_tokens_to_ids
     config = LlavaConfig(
         vision_config=vision or CLIPVisionConfig(**VISION),
-        text_config=text_config(),
+        text_config=LlamaConfig(**TEXT),
         image_token_index=ids("<image>"),
         **settings,
     )
@@ -67,15 +43,15 @@ def write(out, pixels=PIXELS, stated=STATED, vision=None, **settings):
     save_json(out, preprocessor_config=pixels, processor_config=stated)
 
 
-class Reference(BaseReference):
+class Reference(PretrainedReference):
     markers: ClassVar = {"image": "<image>"}
+    model_class = LlavaForConditionalGeneration
+    processor_class = LlavaProcessor
+    parts = (LlavaImageProcessor, AutoTokenizer)
 
-    def __init__(self, path, images=LlavaImageProcessor):
-        stated = json.loads((path / "processor_config.json").read_text())
-        super().__init__(
-            LlavaForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            LlavaProcessor(images.from_pretrained(path), AutoTokenizer.from_pretrained(path), **stated),
-        )
+
+class SiglipReference(Reference):
+    parts = (SiglipImageProcessor, AutoTokenizer)
 
 
 PROMPTS = {
@@ -86,15 +62,9 @@ PROMPTS = {
 
 class TestLlava(FamilyContract):
     name = "llava"
+    write_checkpoint = staticmethod(write)
+    reference_class = Reference
     prompts: ClassVar = PROMPTS
-
-    @classmethod
-    def write_checkpoint(cls, out):
-        write(out)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     @pytest.mark.parametrize(
         ("settings", "pixels", "stated"),
@@ -122,15 +92,14 @@ class TestLlava(FamilyContract):
         stated = {"patch_size": 7, "vision_feature_select_strategy": "full", "num_additional_image_tokens": 0}
         vision = SiglipVisionConfig(**VISION, vision_use_head=False)
         write(tmp_path, pixels, stated, vision, vision_feature_select_strategy="full")
-        self.assert_same(tmp_path, Reference(tmp_path, SiglipImageProcessor), path_file)
+        self.assert_same(tmp_path, SiglipReference(tmp_path), path_file)
 
     def test_an_image_that_would_become_enormous_is_refused(self, processor):
         line = picture(1, 300_000)
         with pytest.raises(LimitExceeded, match="resized to 8400000x28"):
             processor.plan(Media("image", line), line, {})
 
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_are_refused_by_name = refusals(
         [
             ("preprocessor_config", {"do_resize": False}, "do_resize is False"),
             ("preprocessor_config", {"resample": 0}, "resample is 0"),
@@ -143,8 +112,5 @@ class TestLlava(FamilyContract):
             ("processor_config", {"num_additional_image_tokens": 0}, "num_additional_image_tokens is 0"),
             ("config", {"vision_config": {"model_type": "pixtral"}}, "vision_config.model_type is 'pixtral'"),
             ("config", {"vision_feature_select_strategy": "some"}, "vision_feature_select_strategy"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

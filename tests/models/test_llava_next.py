@@ -1,12 +1,12 @@
 """Tests of LLaVA-NeXT against transformers, on random weights."""
 
-import json
 from typing import ClassVar
 
 import pytest
 import torch
 from transformers import (
     CLIPVisionConfig,
+    LlamaConfig,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
     LlavaNextImageProcessor,
@@ -14,10 +14,10 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture
-from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
-from tests.models.test_llava import PIXELS, SPECIAL, STATED, VISION, text_config
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.references import PretrainedReference
+from tests.models.small_checkpoints import TEXT, VISION, changed, save_json, save_model, save_tokenizer
+from tests.models.test_llava import PIXELS, SPECIAL, STATED
 from tests.transformers_reference import AutoTokenizer
 
 PINPOINTS = [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]]
@@ -29,7 +29,7 @@ def write(out, pixels=TILES, stated=STATED, vision=None, **settings):
     ids = tokenizer.convert_tokens_to_ids
     config = LlavaNextConfig(
         vision_config=vision or CLIPVisionConfig(**VISION),
-        text_config=text_config(),
+        text_config=LlamaConfig(**TEXT),
         image_token_index=ids("<image>"),
         image_grid_pinpoints=PINPOINTS,
         **settings,
@@ -38,20 +38,17 @@ def write(out, pixels=TILES, stated=STATED, vision=None, **settings):
     save_json(out, preprocessor_config=pixels, processor_config=stated)
 
 
-class Reference(BaseReference):
+class Reference(PretrainedReference):
     markers: ClassVar = {"image": "<image>"}
-
-    def __init__(self, path):
-        stated = json.loads((path / "processor_config.json").read_text())
-        images = LlavaNextImageProcessor.from_pretrained(path)
-        super().__init__(
-            LlavaNextForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            LlavaNextProcessor(images, AutoTokenizer.from_pretrained(path), **stated),
-        )
+    model_class = LlavaNextForConditionalGeneration
+    processor_class = LlavaNextProcessor
+    parts = (LlavaNextImageProcessor, AutoTokenizer)
 
 
 class TestLlavaNext(ExtremeShapes, FamilyContract):
     name = "llava_next"
+    write_checkpoint = staticmethod(write)
+    reference_class = Reference
     prompts: ClassVar = {
         **PICTURES,
         "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}],
@@ -59,14 +56,6 @@ class TestLlavaNext(ExtremeShapes, FamilyContract):
         "a line, of which nothing is left on any canvas": [{"image": picture(1, 1100)}, {"text": "Where?"}],
         "of every shape": [{"image": picture(29 + 13 * i, 100 - 11 * i)} for i in range(7)],
     }
-
-    @classmethod
-    def write_checkpoint(cls, out):
-        write(out)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     def assert_arrays(self, expected, items, model):
         assert [list(item.shape.grid) for item in items] == expected["image_sizes"].tolist()
@@ -96,19 +85,15 @@ class TestLlavaNext(ExtremeShapes, FamilyContract):
         write(tmp_path, {**TILES, **pixels}, {**STATED, **stated}, vision, **settings)
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_are_refused_by_name = refusals(
         [
             ("preprocessor_config", {"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
             ("preprocessor_config", {"size": {"shortest_edge": 56}}, "size is"),
             ("preprocessor_config", {"crop_size": {"height": 56, "width": 56}}, "crop_size is"),
             ("preprocessor_config", {"image_grid_pinpoints": PINPOINTS[:2]}, "image_grid_pinpoints is"),
             ("config", {"vision_feature_select_strategy": "full"}, "gives 17 tokens per tile"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)
 
     def test_a_canvas_that_is_no_whole_number_of_tiles_is_refused(self, path, tmp_path):
         canvases = {"image_grid_pinpoints": [[28, 30]]}

@@ -20,10 +20,9 @@ from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Media, MediaOptions
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture
-from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
-from tests.models.test_llava import VISION
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture, refusals
+from tests.models.references import PretrainedReference
+from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<image>", "<video>")
@@ -39,16 +38,7 @@ def write(out, pixels=PIXELS, **settings):
     ids = tokenizer.convert_tokens_to_ids
     config = LlavaOnevisionConfig(
         vision_config=SiglipVisionConfig(**VISION, vision_use_head=False),
-        text_config=Qwen2Config(
-            vocab_size=400,
-            hidden_size=48,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            initializer_range=0.1,
-        ),
+        text_config=Qwen2Config(**TEXT),
         image_token_index=ids("<image>"),
         video_token_index=ids("<video>"),
         image_grid_pinpoints=PINPOINTS,
@@ -59,19 +49,11 @@ def write(out, pixels=PIXELS, **settings):
     save_json(out, preprocessor_config=pixels, video_preprocessor_config=SIZE, processor_config=STATED)
 
 
-class Reference(BaseReference):
+class Reference(PretrainedReference):
     markers: ClassVar = {"image": "<image>", "video": "<video>"}
-
-    def __init__(self, path):
-        super().__init__(
-            LlavaOnevisionForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            LlavaOnevisionProcessor(
-                LlavaOnevisionImageProcessor.from_pretrained(path),
-                AutoTokenizer.from_pretrained(path),
-                LlavaOnevisionVideoProcessor.from_pretrained(path),
-                **STATED,
-            ),
-        )
+    model_class = LlavaOnevisionForConditionalGeneration
+    processor_class = LlavaOnevisionProcessor
+    parts = (LlavaOnevisionImageProcessor, AutoTokenizer, LlavaOnevisionVideoProcessor)
 
     def inputs(self, items):
         """Nest the images in a list, so that the processor assigns all of them to the same prompt."""
@@ -83,6 +65,8 @@ class Reference(BaseReference):
 
 class TestLlavaOnevision(ExtremeShapes, FamilyContract):
     name = "llava_onevision"
+    write_checkpoint = staticmethod(write)
+    reference_class = Reference
     prompts: ClassVar = {
         **PICTURES,
         "an image that is shrunk": [{"image": picture(112, 107)}, {"text": "What is it?"}],
@@ -92,14 +76,6 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
         "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"text": "then"}],
         "mixed, two images": [{"image": picture(9, 9)}, {"video": clip(1, 28, 28)}, {"image": picture(33, 40)}],
     }
-
-    @classmethod
-    def write_checkpoint(cls, out):
-        write(out)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     def assert_arrays(self, expected, items, model):
         images = [item for item in items if item.shape.kind == "image"]
@@ -144,8 +120,7 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
         with pytest.raises(error, match=named):
             processor.plan(Media("video", video, options=MediaOptions(**options)), video, {"video": 1})
 
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_are_refused_by_name = refusals(
         [
             ("config", {"vision_aspect_ratio": "anyres"}, "vision_aspect_ratio is 'anyres'"),
             ("processor_config", {"num_image_tokens": 17}, "num_image_tokens is 17"),
@@ -153,8 +128,5 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
             ("video_preprocessor_config", {"size": {"shortest_edge": 28}}, "resized to several"),
             ("video_preprocessor_config", {"do_resize": False}, "do_resize is False"),
             ("video_preprocessor_config", {"video_processor_type": "Other"}, "video_processor_type is 'Other'"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

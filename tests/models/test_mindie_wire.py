@@ -73,12 +73,6 @@ def mindie(random_checkpoint):
         yield tokenizer
 
 
-@pytest.fixture
-def path_file(tmp_path):
-    with request_directory(tmp_path) as directory:
-        yield directory.path_file
-
-
 def segments():
     return {path.name for path in SHM.glob("psm_*")}
 

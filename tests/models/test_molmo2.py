@@ -22,9 +22,9 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
 from tests.engine.test_prefix_cache import cached
 from tests.media_samples import decode_all, encode_video, moving_frames, photograph
-from tests.models.contract import PICTURES, FamilyContract, clip, picture, run
-from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer, without_token
+from tests.models.contract import PICTURES, FamilyContract, clip, picture, refusals, run
+from tests.models.references import PretrainedReference
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer, without_token
 from tests.transformers_reference import AutoTokenizer
 
 SPECIAL = (
@@ -112,38 +112,23 @@ def write(out, pixels=(), frames=(), text=(), adapter=(), stated=(), **tokens):
     )
 
 
-class Reference(BaseReference):
+class Reference(PretrainedReference):
     markers: ClassVar = {"image": "<|image|>", "video": "<|video|>"}
-
-    def __init__(self, path):
-        stated = json.loads((path / "processor_config.json").read_text())
-        super().__init__(
-            Molmo2ForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            Molmo2Processor(
-                Molmo2ImageProcessor.from_pretrained(path),
-                Molmo2VideoProcessor.from_pretrained(path),
-                AutoTokenizer.from_pretrained(path),
-                **stated,
-            ),
-        )
+    model_class = Molmo2ForConditionalGeneration
+    processor_class = Molmo2Processor
+    parts = (Molmo2ImageProcessor, Molmo2VideoProcessor, AutoTokenizer)
 
 
 class TestMolmo2(FamilyContract):
     name = "molmo2"
+    write_checkpoint = staticmethod(write)
+    reference_class = Reference
     prompts: ClassVar = {
         **PICTURES,
         "a dot": [{"text": "A dot:"}, {"image": picture(2, 3)}],
         "a video": [{"text": "See"}, {"video": clip(6, 50, 40)}, {"text": "Which way?"}],
         "a short video": [{"video": clip(2, 20, 20)}, {"text": "Which way?"}],
     }
-
-    @classmethod
-    def write_checkpoint(cls, out):
-        write(out)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     def assert_arrays(self, expected, items, model):
         found = [model.patches(item).cpu() for item in items]
@@ -321,8 +306,7 @@ class TestMolmo2(FamilyContract):
             with pytest.raises(InputError, match="accepts only one kind per prompt"):
                 tokenizer.tokenize(given, path_file)
 
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_are_refused_by_name = refusals(
         [
             ("config", {"image_patch_id": 2}, "image_patch_id is 2"),
             ("preprocessor_config", {"size": {"height": 24, "width": 24}}, "the tower takes"),
@@ -335,8 +319,5 @@ class TestMolmo2(FamilyContract):
             ("video_preprocessor_config", {"fps": 2}, "fps is 2"),
             ("video_preprocessor_config", {"video_processor_type": "Other"}, "video_processor_type is 'Other'"),
             ("tokenizer_config", {"eos_token": None}, "no bos_token and no eos_token"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

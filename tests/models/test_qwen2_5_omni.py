@@ -25,7 +25,7 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import FamilyContract, clip, picture
-from tests.models.contract import Reference as ContractReference
+from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import save_model, save_tokenizer
 from tests.models.test_qwen2_vl import TestQwen2VL as Qwen2VLContract
 from tests.sound_samples import encode_sound, tone
@@ -65,7 +65,7 @@ class SmallVideosProcessor(Qwen2_5OmniProcessor):
     videos_kwargs: ClassVar = {"size": VIDEO_SIZE}
 
 
-class Reference(ContractReference):
+class Reference(BaseReference):
     markers: ClassVar = {
         "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
         "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",

@@ -16,7 +16,7 @@ from tests.models.contract import FamilyContract, clip, picture
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.models.test_qwen2_vl import Qwen2VLReference
 from tests.models.test_qwen2_vl import TestQwen2VL as Qwen2VLContract
-from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, VideoMetadata
+from tests.transformers_reference import VideoMetadata
 from tools.random_checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 PIXELS = {
@@ -28,19 +28,13 @@ PIXELS = {
 
 
 class Reference(Qwen2VLReference):
-    def __init__(self, path):
-        super(Qwen2VLReference, self).__init__(
-            Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            Qwen2_5_VLProcessor(
-                Qwen2VLImageProcessor.from_pretrained(path),
-                AutoTokenizer.from_pretrained(path),
-                Qwen2VLVideoProcessor.from_pretrained(path),
-            ),
-        )
+    model_class = Qwen2_5_VLForConditionalGeneration
+    processor_class = Qwen2_5_VLProcessor
 
 
 class TestQwen25VL(FamilyContract):
     name = "qwen2_5_vl"
+    reference_class = Reference
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
         "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
@@ -92,10 +86,6 @@ class TestQwen25VL(FamilyContract):
         )
         save_model(out, Qwen2_5_VLForConditionalGeneration, config, ids("<|im_end|>"), ids("<|endoftext|>"))
         save_json(out, preprocessor_config=PIXELS, video_preprocessor_config=PIXELS)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     @pytest.mark.parametrize("fps", [Fraction(4), Fraction(30000, 1001), Fraction(3)], ids=str)
     def test_a_videos_positions_are_spaced_by_its_seconds(self, fps, reference, model, tokenizer, path_file):

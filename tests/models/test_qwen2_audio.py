@@ -17,7 +17,7 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract
-from tests.models.contract import Reference as ContractReference
+from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import save_model, save_tokenizer
 from tests.sound_samples import encode_sound, speech, tone
 from tests.transformers_reference import AutoTokenizer
@@ -26,7 +26,7 @@ TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_b
 WINDOW_S = 2
 
 
-class Reference(ContractReference):
+class Reference(BaseReference):
     markers: ClassVar = {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 
     def inputs(self, items):

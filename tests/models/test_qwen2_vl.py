@@ -24,26 +24,22 @@ from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import Arena, ArraySpec, free, release, request_directory
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import FamilyContract, Reference, clip, picture, run
+from tests.models.contract import FamilyContract, clip, picture, run
+from tests.models.references import PretrainedReference
 from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 from tools.random_checkpoint import write_checkpoint
 
 TOLERANCE = 1e-4  # largest allowed difference of any float32 logit
 
 
-class Qwen2VLReference(Reference):
+class Qwen2VLReference(PretrainedReference):
     markers: ClassVar = {
         "image": "<|vision_start|><|image_pad|><|vision_end|>",
         "video": "<|vision_start|><|video_pad|><|vision_end|>",
     }
-
-    def __init__(self, path):
-        images = Qwen2VLImageProcessor.from_pretrained(path)
-        videos = Qwen2VLVideoProcessor.from_pretrained(path)
-        super().__init__(
-            Qwen2VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            Qwen2VLProcessor(images, AutoTokenizer.from_pretrained(path), videos),
-        )
+    model_class = Qwen2VLForConditionalGeneration
+    processor_class = Qwen2VLProcessor
+    parts = (Qwen2VLImageProcessor, AutoTokenizer, Qwen2VLVideoProcessor)
 
     @torch.inference_mode()
     def logits(self, items, position_ids=None):
@@ -61,15 +57,12 @@ PROMPTS = {"text": TEXT, "one image": ONE_IMAGE, "two images": TWO_IMAGES, "a vi
 
 class TestQwen2VL(FamilyContract):
     name = "qwen2_vl"
+    reference_class = Qwen2VLReference
     prompts: ClassVar = {**PROMPTS, "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}]}
 
     @classmethod
     def write_checkpoint(cls, out):
         write_checkpoint(out, "tiny", max_pixels=200_000)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Qwen2VLReference(path)
 
     def assert_arrays(self, expected, items, model):
         for kind, pixels, grids in (
@@ -99,12 +92,6 @@ def model(random_checkpoint):
 def tokenizer(random_checkpoint):
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
         yield tokenizer
-
-
-@pytest.fixture
-def path_file(tmp_path):
-    with request_directory(tmp_path) as directory:
-        yield directory.path_file
 
 
 def test_a_long_video_has_the_papers_positions(reference, model, tokenizer, path_file):

@@ -32,19 +32,14 @@ VIDEOS = {**PIXELS, "size": {"shortest_edge": 4096, "longest_edge": 300_000}, "m
 
 
 class Reference(Qwen2VLReference):
-    def __init__(self, path):
-        super(Qwen2VLReference, self).__init__(
-            Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            Qwen3VLProcessor(
-                Qwen2VLImageProcessor.from_pretrained(path),
-                AutoTokenizer.from_pretrained(path),
-                Qwen3VLVideoProcessor.from_pretrained(path),
-            ),
-        )
+    model_class = Qwen3VLForConditionalGeneration
+    processor_class = Qwen3VLProcessor
+    parts = (Qwen2VLImageProcessor, AutoTokenizer, Qwen3VLVideoProcessor)
 
 
 class TestQwen3VL(FamilyContract):
     name = "qwen3_vl"
+    reference_class = Reference
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
         "one image": [{"text": "Look: "}, {"image": picture(90, 140)}, {"text": "What is it?"}],
@@ -98,10 +93,6 @@ class TestQwen3VL(FamilyContract):
         )
         save_model(out, Qwen3VLForConditionalGeneration, config, ids("<|im_end|>"), ids("<|endoftext|>"))
         save_json(out, preprocessor_config=IMAGES, video_preprocessor_config=VIDEOS)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     @pytest.mark.parametrize(
         ("frames", "fps", "options"),

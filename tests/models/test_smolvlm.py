@@ -8,6 +8,7 @@ import torch
 from num2words import num2words
 from PIL import Image
 from transformers import (
+    LlamaConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
     SmolVLMImageProcessor,
@@ -20,11 +21,10 @@ from mindie_mm.inputs import Media, MediaOptions
 from mindie_mm.models.smolvlm import in_words
 from mindie_mm.nn.splice import plain_ids
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import ExtremeShapes, FamilyContract, clip, picture
-from tests.models.contract import Reference as BaseReference
-from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
+from tests.models.contract import ExtremeShapes, FamilyContract, clip, picture, refusals
+from tests.models.references import PretrainedReference
+from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.models.test_idefics3 import FEATURES, PIXELS, PROMPTS, SPECIAL
-from tests.models.test_llava import VISION, text_config
 from tests.transformers_reference import AutoTokenizer
 
 # The Hub's template does not support videos, and the tokenizer has no token for them.
@@ -53,7 +53,7 @@ def write(out):
         extra_special_tokens={**tokens, "global_image_token": "<global-img>"},
     )
     ids = tokenizer.convert_tokens_to_ids
-    config = SmolVLMConfig(vision_config=VISION, text_config=text_config(), image_token_id=ids("<image>"))
+    config = SmolVLMConfig(vision_config=VISION, text_config=LlamaConfig(**TEXT), image_token_id=ids("<image>"))
     save_model(out, SmolVLMForConditionalGeneration, config, ids("</s>"), ids("<pad>"))
     save_json(
         out,
@@ -64,20 +64,12 @@ def write(out):
     )
 
 
-class Reference(BaseReference):
+class Reference(PretrainedReference):
     markers: ClassVar = {"image": "<image>", "video": "<video>"}
-
-    def __init__(self, path):
-        super().__init__(
-            SmolVLMForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
-            SmolVLMProcessor(
-                SmolVLMImageProcessor.from_pretrained(path),
-                AutoTokenizer.from_pretrained(path),
-                SmolVLMVideoProcessor.from_pretrained(path),
-                image_seq_len=FEATURES,
-                chat_template=TEMPLATE,
-            ),
-        )
+    model_class = SmolVLMForConditionalGeneration
+    processor_class = SmolVLMProcessor
+    parts = (SmolVLMImageProcessor, AutoTokenizer, SmolVLMVideoProcessor)
+    settings: ClassVar = {"chat_template": TEMPLATE}
 
     def inputs(self, items):
         """Concatenate the pixels of images and videos, because the processor returns only the pixels of the videos."""
@@ -97,19 +89,13 @@ class Reference(BaseReference):
 
 class TestSmolVLM(ExtremeShapes, FamilyContract):
     name = "smolvlm"
+    write_checkpoint = staticmethod(write)
+    reference_class = Reference
     prompts: ClassVar = {
         **PROMPTS,
         "a video": [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
         "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": picture(8, 8)}],
     }
-
-    @classmethod
-    def write_checkpoint(cls, out):
-        write(out)
-
-    @classmethod
-    def make_reference(cls, path):
-        return Reference(path)
 
     def assert_arrays(self, expected, items, model):
         assert torch.equal(torch.cat([model.normalized(item).cpu() for item in items]), expected["pixel_values"][0])
@@ -188,14 +174,10 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
     def test_embeddings_whose_grid_does_not_fit_are_refused(self, processor):
         assert processor.spelling("video", 8, (3, 0)) is None
 
-    @pytest.mark.parametrize(
-        ("file", "change", "named"),
+    test_unsupported_settings_are_refused_by_name = refusals(
         [
             ("video_preprocessor_config", {"do_resize": False}, "do_resize is False"),
             ("video_preprocessor_config", {"max_image_size": {"longest_edge": 56}}, "frames have 56 pixels"),
             ("video_preprocessor_config", {"video_processor_type": "Other"}, "video_processor_type is 'Other'"),
-        ],
-        ids=str,
+        ]
     )
-    def test_unsupported_settings_are_refused_by_name(self, file, change, named, path, tmp_path):
-        self.assert_refused(changed(path, tmp_path / "other", file, change), named)

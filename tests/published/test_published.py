@@ -24,7 +24,8 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import FamilyContract, Reference, picture
+from tests.models.contract import FamilyContract, picture
+from tests.models.references import Reference
 from tests.published.checkpoints import ELSEWHERE, FOLDER, REFUSED, SIZES, write_small
 
 MARKERS = {
