@@ -29,17 +29,15 @@ def quantize(model: MediaModel, device: Device) -> None:
         InputError: The model has no layer that can be quantized.
 
     """
-    linears = {id(linear): linear for part in model.text_modules() for linear in _linears(part)}
+    linears = {linear for part in model.text_modules() for linear in _linears(part)}
     if not linears:
         raise InputError(
             f"weights is int8, but this model has no plain linear layer in float32 in its text model (its data type is "
             f"{model.spec.dtype}); use --dtype float32 and neither a quantized checkpoint nor tensor parallelism, or "
             "leave weights out"
         )
-    num_bytes = 0
-    for linear in linears.values():
-        model.replace(linear, device.int8_linear(linear))
-        num_bytes += linear.weight.nbytes
+    num_bytes = sum(linear.weight.nbytes for linear in linears)
+    model.replace({linear: device.int8_linear(linear) for linear in linears})
     _log.info(
         "%d linear layers of the text model have int8 weights: %d MiB instead of %d MiB",
         len(linears),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -156,15 +156,15 @@ class MediaModel(ABC):
         """Return the modules that compute text, including the output layer. They contain no tower."""
         return []
 
-    def replace(self, old: nn.Module, new: nn.Module) -> None:
-        """Replace a module wherever the model refers to it."""
+    def replace(self, replacements: Mapping[nn.Module, nn.Module]) -> None:
+        """Replace modules wherever the model refers to them."""
         for parent in [*self.module.modules()]:
             for name, child in [*parent.named_children()]:
-                if child is old:
-                    setattr(parent, name, new)
+                if child in replacements:
+                    setattr(parent, name, replacements[child])
         for name, value in [*vars(self).items()]:
-            if value is old:
-                setattr(self, name, new)
+            if isinstance(value, nn.Module) and value in replacements:
+                setattr(self, name, replacements[value])
 
     def fuse(self) -> None:
         """Replace layers with equivalent layers that run fewer operators. By default, do nothing."""
