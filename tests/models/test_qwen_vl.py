@@ -190,7 +190,10 @@ class TestQwenVL(FamilyContract):
         [
             (lambda w: w.pop("transformer.h.1.mlp.w2.weight"), r"lacks 1 weights.*h\.1\.mlp\.w2\.weight"),
             (lambda w: w.update({"transformer.extra": torch.zeros(2)}), "transformer.extra"),
-            (lambda w: w.update({"transformer.visual.proj": torch.zeros(3, 3)}), r"visual\.proj, which has shape \[3, 3\] instead"),
+            (
+                lambda w: w.update({"transformer.visual.proj": torch.zeros(3, 3)}),
+                r"visual\.proj, which has shape \[3, 3\] instead",
+            ),
         ],
         ids=["missing", "unknown", "whose shape does not match"],
     )
