@@ -43,7 +43,7 @@ _PATH_FILE_SHARE = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of published blocks by result. The first three and `torn` add up to all blocks."""
+    """Counts of published blocks by result. The first three and `torn` add up to all blocks."""
 
     fresh: int
     """Blocks that were verified after the copy, and whose copy is correct."""

@@ -85,7 +85,7 @@ def rows(folder: Path, path: Path, numbers: range, small_but_each: tuple[int, in
     Args:
         folder: Folder of the images.
         path: File to write.
-        numbers: Numbers of the rows. A row's image has the same number, modulo the number of images.
+        numbers: Row numbers. A row's image has the same number, modulo the number of images.
         small_but_each: A maximum number of pixels and an interval. Within each interval, one row has an image as above.
             All other rows use the images with the smallest files, and set `max_pixels` to this maximum.
 

@@ -89,7 +89,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                         "this file or folder"
                     )
         if (marks := self.template.count(MEDIA_MARK)) > 1:
-            raise InputError(f"template has {MEDIA_MARK} {marks} times; the limit is 1")
+            raise InputError(f"template contains {MEDIA_MARK} {marks} times; it may contain this mark only once")
         if self.truncate and not self.max_tokens:
             raise InputError("truncate requires max_tokens, because without max_tokens no row is too long")
         if self.limit is not None and self.limit < 1:

@@ -34,7 +34,7 @@ GB/s."""
 
 
 def fetched_bytes(max_tower_bytes: int) -> int:
-    """Return the maximum number of bytes of media that are copied to an accelerator for later steps."""
+    """Return the maximum size of the media that are prefetched to an accelerator, in bytes."""
     return min(_MOST_FETCHED_BYTES, max_tower_bytes)
 
 

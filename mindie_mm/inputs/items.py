@@ -166,7 +166,7 @@ def with_paths(items: Sequence[Item], paths: Iterator[Paths]) -> list[dict[str, 
 
 
 def messages_with_paths(messages: Sequence[Message], paths: Iterator[Paths]) -> list[dict[str, Any]]:
-    """Return `messages` in the format that `parse_messages` accepts, with paths as in `with_paths`."""
+    """Return `messages` in the format that `parse_messages` accepts. A path replaces each source of media."""
     return [
         {
             **message.extra,

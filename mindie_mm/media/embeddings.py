@@ -115,7 +115,7 @@ def _read_torch(data: bytes, what: str) -> Tensor:
             "safetensors"
         ) from error
     if type(loaded) not in (Tensor, torch.nn.Parameter) or loaded.device.type != "cpu":
-        raise InputError(f"{what} contains an object of type {type(loaded).__name__}; save a single tensor of the CPU")
+        raise InputError(f"{what} contains an object of type {type(loaded).__name__}; save a single CPU tensor")
     return loaded  # type: ignore[no-any-return] # checked above
 
 

@@ -161,7 +161,7 @@ def _features(config: Any, where: str) -> int:
 
 
 def _check_text(text: Any, where: str) -> None:
-    """Raise UnsupportedCheckpoint for settings that transformers' layers ignore or that do not fit a decoder."""
+    """Raise UnsupportedCheckpoint for capped scores, bidirectional attention, or sliding layers without a window."""
     if text.attn_logit_softcapping is not None:
         raise UnsupportedCheckpoint(
             f"{where}: attn_logit_softcapping is {text.attn_logit_softcapping}, which transformers ignores; only null "

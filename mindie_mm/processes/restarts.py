@@ -32,12 +32,12 @@ def logged(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """Numbers of restarts of dead processes."""
+    """Counters for the restarts of dead processes."""
 
     started: int
     """Number of successful restarts."""
     failed: int
-    """Number of failed attempts."""
+    """Number of failed attempts to restart."""
 
     @classmethod
     def of(cls, starters: Iterable[Starter]) -> Restarts:
@@ -47,7 +47,10 @@ class Restarts:
 
 
 class Starter:
-    """Restarts of a process. The pauses between attempts grow until the process has answered a request."""
+    """A starter that restarts a process and repeats failed attempts.
+
+    The pauses between attempts grow until the process has answered a request.
+    """
 
     def __init__(self, what: str, first_pause_s: float = 0.5, last_pause_s: float = 30.0) -> None:
         self._what = what
@@ -58,7 +61,7 @@ class Starter:
         self.restarts = 0
         """Number of successful restarts."""
         self.failures = 0
-        """Number of failed attempts."""
+        """Number of failed attempts to restart."""
         self._failing_since_s = math.inf
         """Time of the first failed attempt since the process last ran, as returned by time.monotonic."""
         self._is_hopeless = False

@@ -74,12 +74,15 @@ class Segment:
     """Writable memory of the whole segment."""
 
     def close(self) -> None:
-        """Release `buf`. Idempotent and optional: the memory stays mapped as long as an array uses it."""
+        """Release `buf`. The memory stays mapped while an array uses it.
+
+        Calling this method is optional and idempotent.
+        """
         with suppress(BufferError):
             self.buf.release()
 
     def unlink(self) -> None:
-        """Remove the segment's file. Processes that have mapped it keep its pages. Idempotent."""
+        """Remove the segment's file. Processes that have mapped it keep its pages. This method is idempotent."""
         unlink_segment(self.name)
 
 

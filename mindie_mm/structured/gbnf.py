@@ -92,7 +92,7 @@ class _Writer:
         self._rules = rules
         self._start = start
         self._used: dict[str, int] = {}
-        """Numbers of the rules that `root` refers to, directly or indirectly."""
+        """Index of each rule that `root` refers to, directly or indirectly."""
         self._open: set[str] = set()
         self._by_character = by_character  # also set for recursive grammars
         self._visit("root")

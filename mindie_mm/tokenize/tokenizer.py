@@ -168,7 +168,7 @@ class Tokenizer:
             int64 [T] on the CPU, as `tokenize` returns it.
 
         Raises:
-            InputError, ArenaFull, SharedMemoryError: As in `tokenize`.
+            InputError, ArenaFull, SharedMemoryError: The same conditions as in `tokenize`.
 
         """
         parsed = self.run(Pages(self.prompts.stage).of_messages(parse_messages(messages)))
@@ -195,7 +195,7 @@ class Tokenizer:
             int64 [T] on the CPU, as `tokenize` returns it.
 
         Raises:
-            InputError, ArenaFull, SharedMemoryError: As in `tokenize`.
+            InputError, ArenaFull, SharedMemoryError: The same conditions as in `tokenize`.
 
         """
         items = media_of(parse_inputs(media)) if media else []

@@ -44,7 +44,8 @@ def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[st
         names: Pattern of the names that the format can represent.
 
     Raises:
-        InputError: The schema restricts more than its properties, or the format cannot represent a name.
+        InputError: The schema is invalid, is a union, or uses a keyword that the format cannot enforce. The format
+            cannot represent the name of an argument.
 
     """
     where = f"the parameters of the tool {reprlib.repr(tool.name)}"

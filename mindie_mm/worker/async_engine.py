@@ -102,7 +102,7 @@ class AsyncEngine:
 
     @property
     def restarts(self) -> Restarts:
-        """Numbers of restarts and of failed attempts."""
+        """How often the engine was restarted, and how often a restart failed."""
         return Restarts.of([self._starter])
 
     def check(self) -> None:

@@ -125,8 +125,8 @@ class Call:
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield the outputs of `n` choices per prompt as they arrive, each with the index of its choice.
 
-        The first `n` indices belong to the first prompt, the next `n` to the second, and so on. `whole` is as in
-        `Worker.generate`.
+        The first `n` indices belong to the first prompt, the next `n` to the second, and so on. `whole` has the
+        same meaning as in `Worker.generate`.
         """
         n = self.n
         self._require_room(sources)

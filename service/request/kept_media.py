@@ -62,9 +62,10 @@ class KeptMedia:
         return with_media(messages, with_data)
 
     async def keep(self, media: Sequence[Media], paths: Sequence[Paths], owner: bytes, salt: str) -> None:
-        """Keep the items that have a `uuid`. `paths` has the files of each item. `owner` and `salt` are as in `filled`.
+        """Keep the items that have a `uuid`. `paths` has the files of each item.
 
-        An item larger than `max_bytes` is not kept, but the earlier item with the same `uuid` is removed.
+        `owner` and `salt` have the same meaning as in `filled`. An item larger than `max_bytes` is not kept, but
+        the earlier item with the same `uuid` is removed.
         """
         for item, files in zip(media, paths, strict=True):
             if item.uuid is None or not self._max_bytes:

@@ -181,7 +181,7 @@ class ReasoningCount:
     """Counts the tokens of one choice before its reasoning ends."""
 
     def __init__(self, tokenizer: Tokenizer, form: MessageForm, silent: Collection[int] | None) -> None:
-        """Create a counter. `silent` is as in `TextStream`."""
+        """Create a counter. `silent` has the same meaning as in `TextStream`."""
         self._form = form.reasoning
         self._stream = TextStream(tokenizer, silent=silent)
         self._text = ""

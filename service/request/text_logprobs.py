@@ -31,7 +31,10 @@ class LogprobsBuffer:
     """A buffer that releases the log-probability of each token together with the token's text."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, silent: Collection[int] | None = None) -> None:
-        """Create a buffer. Without stop strings, nothing is held back. `silent` is as in `TextStream`."""
+        """Create a buffer. Without stop strings, nothing is held back.
+
+        `silent` has the same meaning as in `TextStream`.
+        """
         self._tokenizer = tokenizer
         self._params = params
         self._silent = silent

@@ -227,9 +227,9 @@ async def completion_logprobs(
     text_offsets: list[int],
     cut: int | None = None,
 ) -> CompletionLogprobs:
-    """Return the `logprobs` object of a text choice. `cut` is as in `chat_logprobs`.
+    """Return the `logprobs` object of a text choice.
 
-    The first token of an echoed prompt has no log-probability.
+    `cut` has the same meaning as in `chat_logprobs`. The first token of an echoed prompt has no log-probability.
     """
     logprobs = [logprob for _, logprob in positions]
     last = len(positions) - 1

@@ -144,7 +144,10 @@ class _Chat(Form):
     def _so_far(
         self, prompt: Prompt, choices: Sequence[Choice], streams: Sequence[_Stream], num_untold: int = 0
     ) -> Used:
-        """Return the usage so far if the request asks for it in every chunk. `num_untold` is as in `usage`."""
+        """Return the usage so far if the request asks for it in every chunk.
+
+        `num_untold` has the same meaning as in `usage`.
+        """
         return {"usage": self._usage(prompt, choices, streams, num_untold)} if self.body.continuous_usage else {}
 
     def _usage(

@@ -47,10 +47,12 @@ class TokenizeBody(ToolFields, Body):
     """As in a chat completion."""
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: Any = None
-    """`mm_processor_kwargs` and `media_io_kwargs` are as in a chat completion. Both require `messages`."""
+    """`mm_processor_kwargs` and `media_io_kwargs` have the same meaning as in a chat completion. Both require
+    `messages`."""
     media_io_kwargs: Any = None
     reasoning_effort: str | None = None
-    """`reasoning_effort`, `tools`, `tool_choice`, `functions` and `function_call` are as in a chat completion."""
+    """`reasoning_effort`, `tools`, `tool_choice`, `functions` and `function_call` have the same meaning as in a chat
+    completion."""
     cache_salt: CacheSalt | None = None
     return_token_strs: bool | None = None
 

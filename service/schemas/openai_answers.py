@@ -67,7 +67,7 @@ class Spanned(TypedDict):
 
 
 class End(TypedDict):
-    """The reasons why a choice ended. Both fields are None until the choice ends."""
+    """The reason why a choice of a text completion ended. Both fields are None until the choice ends."""
 
     finish_reason: FinishReason | None
     stop_reason: str | int | None
@@ -132,7 +132,7 @@ ChatFinishReason = FinishReason | Literal["tool_calls", "function_call"]
 
 
 class ChatEnd(TypedDict):
-    """The reasons why a chat's choice ended. Both fields are None until the choice ends."""
+    """The reason why a choice of a chat completion ended. Both fields are None until the choice ends."""
 
     finish_reason: ChatFinishReason | None
     """tool_calls if the model has called a tool, unless the output limit ended the choice. function_call if the request

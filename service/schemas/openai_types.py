@@ -104,7 +104,7 @@ class GenerationBody(Body, StructureFields, ExtraFields):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def params(self, default: SamplingParams, **overrides: Any) -> SamplingParams:
-        """Return the parameters as in `Settings.params`. Raise InputError if a value is not supported."""
+        """Return `default` updated with the fields and `overrides`. Raise InputError if a value is not supported."""
         if self.best_of not in (None, 1, self.n):
             raise InputError(f"best_of is {self.best_of}; only 1 and the value of n are supported", param="best_of")
         self.check_extra(stream=bool(self.stream))

@@ -102,7 +102,7 @@ class ResponseFormat(Closed):
             return None if self.type == "text" else _ANY_OBJECT
         if self.type in ("regex", "grammar"):
             if not isinstance(value, str):
-                raise InputError(f"response_format.type is {self.type!r}, so its value must be a string")
+                raise InputError(f"response_format.type is {self.type!r}, so response_format.value must be a string")
             return StructuredOutputs(regex=value) if self.type == "regex" else StructuredOutputs(grammar=value)
         if isinstance(value, dict) and isinstance(value.get("schema"), dict):
             value = NamedSchema(schema=value["schema"], strict=value.get("strict") is True)

@@ -103,7 +103,7 @@ class ToolUse:
         return [self.name] if self.name is not None else [tool["function"]["name"] for tool in self.offered]
 
     def tools(self, *, close: bool) -> list[Tool]:
-        """Return the tools as a parser expects them. `close` is as in `Settings.structure`."""
+        """Return the tools as a parser expects them. `close` has the same meaning as in `Settings.structure`."""
         functions = [tool["function"] for tool in self.offered]
         try:
             return [
@@ -207,7 +207,10 @@ def _allowed(
 
 
 def _name_of(given: Any, error: InputError) -> str:
-    """Return the name in `{"function": {"name": ...}}` or, as newer APIs and Anthropic write it, in `{"name": ...}`."""
+    """Return the function's name from `{"function": {"name": ...}}` or `{"name": ...}`.
+
+    Newer APIs and Anthropic use the second form. Raise `error` if there is no name.
+    """
     function = given.get("function", given) if isinstance(given, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):

@@ -259,7 +259,7 @@ ATTACKS: Sequence[tuple[bytes, str]] = (
     (b'{"inputs": [{"image": "."}]}', "Is a directory"),
     (b'{"inputs": [{"image": "http://127.0.0.1:9/a.jpg"}]}', "address is not public"),
     (b'{"inputs": "[{]"}', "not JSON"),
-    (b'{"inputs": [], "text": "a"}', "it must have only one of"),
+    (b'{"inputs": [], "text": "a"}', "which conflict; give inputs, or messages, or text"),
     (b'{"text": null}', "it must have inputs, messages, or"),
     (b"{}", "it must have inputs, messages, or"),
     (b"[null]", "must be a dict"),
@@ -533,7 +533,7 @@ def test_a_template_that_no_input_uses_is_refused(folder: Path, tmp_path: Path) 
         Run.of(settings(rows, template="What?"), tmp_path)
     tar = packed(tmp_path / "t.tar", [(NAMES[0], b"")])
     Run.of(settings(rows, tar, template="What?"), tmp_path)
-    with pytest.raises(InputError, match=r"template has \{media\} 2 times; the limit is 1"):
+    with pytest.raises(InputError, match=r"template contains \{media\} 2 times; it may contain this mark only once"):
         settings(folder, template="Describe {media} now {media}.")
 
 

@@ -204,7 +204,7 @@ def test_null_equals_an_absent_key(http: Any, given: dict[str, Any]) -> None:
             "is 'json_schema', and response_format has schema and value",
         ),
         ({"type": "regex", "schema": SCENE}, "is 'regex', and response_format has schema"),
-        ({"type": "regex", "value": SCENE}, "its value must be a string"),
+        ({"type": "regex", "value": SCENE}, "response_format.value must be a string"),
         (
             {"type": "json_object", "json_schema": {"schema": SCENE}},
             "is 'json_object', and response_format has json_schema",

@@ -57,7 +57,7 @@ print(digest_of(Path(sys.argv[2])), value)
 
 
 def on_machine(page_bytes: int, script: str, path: Path, stdin: str = "") -> list[str]:
-    """Run a script as on a machine with pages of `page_bytes`. Return the lines that it prints."""
+    """Run a script as if the machine's page size were `page_bytes`. Return the lines that it prints."""
     command = [sys.executable, "-c", MACHINE + script, str(page_bytes), str(path)]
     return subprocess.run(command, input=stdin, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
 

@@ -183,8 +183,8 @@ def _from_object(record: Any, locate: _Locate) -> Row:
         prompt, flat = with_media(prompt, _flat_items(record)), []
     if len(given) + bool(flat) > 1 or record.keys() >= {*_TEXTS}:
         raise InputError(
-            f"the row has the keys {given + flat}; it must have only one of inputs, messages, and text (or its "
-            "alias prompt) with media. Choose one of them with --select-columns"
+            f"the row has the keys {given + flat}, which conflict; give inputs, or messages, or text with media "
+            "(prompt is an alias of text). Choose one of them with --select-columns"
         )
     variables = _variables(record)
     if flat:
@@ -247,7 +247,8 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
         )
     if text.count(MEDIA_MARK) > 1:
         raise InputError(
-            f"the text of the row {record.key} has {MEDIA_MARK} {text.count(MEDIA_MARK)} times; the limit is 1"
+            f"the text of the row {record.key} contains {MEDIA_MARK} {text.count(MEDIA_MARK)} times; it may contain "
+            "this mark only once"
         )
     before, _, after = text.rpartition(MEDIA_MARK)
     items: list[Item] = [Text(before), *media, Text(after)]

@@ -351,7 +351,7 @@ class Tar(Source):
 def open_source(
     path: Path, columns: Sequence[str], name: str = "", state: FileState | None = None, digest: str = ""
 ) -> Source:
-    """Open a file of rows. Its extension determines the format. The arguments are as in `Source`.
+    """Open a file of rows. Its extension determines the format. The arguments have the same meaning as in `Source`.
 
     Raises:
         InputError: The file does not exist, cannot be read, or has an unknown extension.

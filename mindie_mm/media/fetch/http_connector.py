@@ -36,7 +36,7 @@ class Connector(aiohttp.TCPConnector):
 
 
 class _Protocol(ResponseHandler):
-    """Protocol of one connection, which counts the responses."""
+    """Protocol handler that aborts its connection after too many interim responses."""
 
     _num_answers = 0
 

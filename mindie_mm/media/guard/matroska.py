@@ -29,9 +29,10 @@ Span = tuple[int, int]
 
 
 def without_compression(data: bytes) -> bytes:
-    """Return `data`, or a copy in which FFmpeg does not find the encodings of compressed tracks.
+    """Hide the encodings of compressed tracks from FFmpeg.
 
-    Such tracks are usually subtitles, which this package does not read.
+    Return `data` itself if no track is compressed, otherwise a changed copy. Compressed tracks are usually subtitles,
+    which this package does not read.
 
     Raises:
         MediaError: A video track is compressed.

@@ -193,7 +193,10 @@ def load_pretrained(
         The module, and the sizes of its text model. With tensor parallelism, these are the sizes of this rank's share.
 
     Raises:
-        UnsupportedCheckpoint: As in `load_module`, except that several ranks may share the weights if there is a plan.
+        UnsupportedCheckpoint: The weights do not match the model, or a layer has an unsupported type. Several ranks
+            share the weights, but there is no tensor-parallel plan, the heads cannot be divided evenly, or the weights
+            are quantized. Rotary frequencies depend on the batch. The weights are quantized, and a package or an
+            operator of the device is missing.
 
     """
     from transformers import AttentionInterface

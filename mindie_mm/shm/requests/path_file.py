@@ -45,7 +45,7 @@ class Contents:
     segments: list[str]
     """Names of segments in MindIE's wire format, in file order."""
     damaged: list[int]
-    """Numbers of the invalid lines. The first line of a file has number 1."""
+    """Line numbers of the invalid lines. The first line of a file is line 1."""
 
     @property
     def damage(self) -> str:

@@ -27,7 +27,7 @@ class TokenizerStage(ABC):
     @property
     @abstractmethod
     def restarts(self) -> Restarts:
-        """Numbers of restarts and of failed attempts."""
+        """How often the tokenizer was restarted, and how often a restart failed."""
 
     @abstractmethod
     def check(self) -> None:

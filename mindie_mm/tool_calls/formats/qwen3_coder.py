@@ -13,9 +13,10 @@ from mindie_mm.tool_calls.typed_text import TypedTextParser
 class Qwen3CoderParser(TypedTextParser):
     r"""A parser of `<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>`.
 
-    A value does not include the newline before it and the newline after it. The model sometimes omits `<tool_call>` or
-    `</parameter>`. A closing tag ends a value only if the next tag follows. vLLM and SGLang call this format
-    `qwen3_coder`.
+    A newline directly after the opening tag of a value and a newline directly before its closing tag are not part of
+    the value. The model sometimes omits `<tool_call>` or `</parameter>`. `</parameter>` ends a value only if
+    `<parameter=` or `</function>` follows, and `</function>` ends a value only if `</tool_call>` follows. vLLM and
+    SGLang call this format `qwen3_coder`.
     """
 
     markers = ("<tool_call>", "</tool_call>")
