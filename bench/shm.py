@@ -199,7 +199,11 @@ def run(repeats: int) -> dict[str, Any]:
 
 
 def ratios(size_mb: float, memcpy_ms: float, timings: list[Timing]) -> dict[str, Any]:
-    """Return ratios of times: of "arena, copied in" to one memcpy, and of every other method to the arena."""
+    """Return ratios of hand-over times.
+
+    The time of "arena, copied in" is divided by the time of one memcpy. The time of every other method is divided by
+    the times of "arena, copied in" and "arena, in place".
+    """
     here = {timing.method: timing.hand_over_ms for timing in timings if timing.size_mb == size_mb}
     copied_in, in_place = here.pop("arena, copied in"), here.pop("arena, in place")
     return {

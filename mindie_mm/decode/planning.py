@@ -1,4 +1,4 @@
-"""Planning of a media item within the limits on media."""
+"""Planning of media items, and enforcement of the limits in `MediaCaps`."""
 
 from __future__ import annotations
 

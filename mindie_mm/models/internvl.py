@@ -276,7 +276,7 @@ class InternVLProcessor(Processor):
         return Plan(tiles * self._tile_features, specs, settings, write, grid=(tiles,))
 
     def _sample(self, total: int, count: int) -> list[int]:
-        """Return the ascending indices of about `count` of `total` frames.
+        """Return the indices of about `count` frames out of `total` frames, in ascending order.
 
         The first index is `initial_shift`. If `initial_shift` is True, the first index is the middle of the first of
         `count` equal parts.

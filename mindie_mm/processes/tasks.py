@@ -91,7 +91,7 @@ class WorkThread:
         return await asyncio.wrap_future(done)
 
     def stop(self) -> None:
-        """Let the thread end after all jobs that have been submitted. Idempotent."""
+        """Let the thread end after it has run all jobs submitted so far. Idempotent."""
         self._works.put(None)
 
     def close(self) -> None:

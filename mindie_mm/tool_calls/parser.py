@@ -90,8 +90,8 @@ class ToolCallParser(Scanner, ABC):
             parallel: Whether the answer may have several calls.
             one_of: Names of the tools that may be called.
             added_tokens: Ids of the tokenizer's added tokens. Literals in a grammar never match an added token.
-            with_text: Whether calls are optional, and text is allowed before and after them. This requires an opening
-                that is an added token, because the text cannot contain added tokens.
+            with_text: Whether calls are optional, and text is allowed before and after them. If so, at least one of the
+                `openings` must be an added token, because the text cannot contain added tokens.
 
         Raises:
             InputError: The format cannot enforce the schema of a tool, or `one_of` does not name an offered tool.

@@ -93,7 +93,7 @@ class _Copy:
 
 
 class MediaPolicy:
-    """Spools media by the service's rules: permitted sources, and limits on count and size."""
+    """The service's rules for media: permitted sources, and limits on count and size. `spool` enforces the rules."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self.config = config

@@ -41,7 +41,7 @@ def caf(chunk: bytes = b"") -> bytes:
 
 
 def patched(data: bytes, kind: bytes, offset: int, value: bytes) -> bytes:
-    """Return `data` with `value` written into the first box `kind`, `offset` bytes after the start of its content."""
+    """Return `data` with `value` written at byte `offset` of the content of the first box of type `kind`."""
     at = data.index(kind) + 4 + offset
     return data[:at] + value + data[at + len(value) :]
 

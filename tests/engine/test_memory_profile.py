@@ -63,7 +63,7 @@ class Weightless(Recording):
 
 @pytest.fixture(scope="module")
 def small_pictures(tmp_path_factory):
-    """Return a checkpoint like `random_checkpoint`, with pictures of at most 12,544 pixels."""
+    """Return a checkpoint like `random_checkpoint`, but with a limit of 12,544 pixels per picture."""
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "small", "tiny", max_pixels=12_544)
 
 

@@ -1,6 +1,6 @@
-"""Decode in a sandboxed process: `python -m tests.lockdown.decoding < SAMPLES > RESULTS`, both pickled.
+"""Decode samples in a sandboxed process: `python -m tests.lockdown.decoding < SAMPLES > RESULTS`.
 
-The process imports everything and forks a sandboxed child, which decodes the samples.
+Both files are pickles. The process imports everything and forks a sandboxed child, which decodes the samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEL = MelSettings(rate=16_000, num_bins=80, window=400, hop=160, max_samples=480
 
 
 def digest_of(kind: str, data: bytes) -> str:
-    """Return a digest of all arrays of a media file, or the error that refuses the file."""
+    """Return a digest of all arrays of a media file, or the repr of the error if the file is refused."""
     try:
         with under(MediaCaps()):
             arrays = {"picture": _of_picture, "video": _of_video, "sound": _of_sound}[kind](data)

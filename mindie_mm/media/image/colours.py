@@ -39,8 +39,8 @@ def pil_to_rgb(image: Image.Image, background: Colour | None, significant_bits: 
     - Transparent pixels show `background`, as in vLLM and qwen-vl-utils. load_image drops the alpha channel, and
       transparent pixels then become black in most files. If `background` is None, this function drops the alpha
       channel, too.
-    - Grayscale samples of more than 8 bits are scaled to 8 bits. If `significant_bits` is given, it is the number of
-      bits of the samples. Pillow would clip large values to white.
+    - Grayscale samples of more than 8 bits are scaled to 8 bits. `significant_bits` is the number of bits per sample,
+      if known. Pillow would clip large values to white.
     - Only the orientation is read from the EXIF data. ImageOps.exif_transpose rewrites all other entries, and fails if
       an entry has a wrong type.
     """

@@ -100,7 +100,7 @@ class DiskWriter:
         return WriteBatch(self._memory.take(nbytes), offset)
 
     def write(self, batch: WriteBatch) -> None:
-        """Start to write a batch in the background. The caller must not use the batch any more.
+        """Start writing a batch in the background. The caller must not use the batch after this call.
 
         If the batch is a single large block, wait until it is written, so that only one large block is in memory.
 

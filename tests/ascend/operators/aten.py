@@ -67,7 +67,7 @@ def _refusing(op: Any) -> Callable[..., Any]:
 
 
 def _idle(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel that does not write its result. The result therefore contains old memory."""
+    """Return a kernel that does not write its result. The result is therefore uninitialized memory."""
     return lambda *arguments, **named: torch.empty_like(compute(*arguments, **named))
 
 
