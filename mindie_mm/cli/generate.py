@@ -71,7 +71,7 @@ def command(
 
     if output.name == "-":
         raise click.BadParameter(
-            "- (standard output) is not supported, because a later call could not continue the answers; give the "
+            "standard output (-) is not supported, because an interrupted run could not be resumed from it; give the "
             "name of a file",
             param_hint="--output",
         )

@@ -49,7 +49,8 @@ def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings) -> Pla
         raise InputError(f"the embeddings have width {width}; the model needs {processor.feature_width}")
     if processor.spelling(kind, num_features, grid) is None:
         raise InputError(
-            f"the embeddings have {num_features} features and the grid {grid}, which no {kind} of this model can have"
+            f"the embeddings have {num_features} features and the grid {grid}; this model has no {kind} with "
+            "this combination"
         )
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:

@@ -149,7 +149,8 @@ class ToolFields(Fields):
             return ToolUse.of(self.tools, self.tool_choice, parallel)
         if self.tools or self.tool_choice not in (None, "auto"):
             raise InputError(
-                "functions are the deprecated form of tools, and the request has both; leave functions out",
+                "the request has functions, the deprecated form of tools, together with tools or tool_choice; leave "
+                "functions out",
                 param="functions",
             )
         return ToolUse.of_functions(self.functions, self.function_call)

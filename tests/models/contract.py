@@ -574,7 +574,7 @@ class FamilyContract:
             given = {key: files}
             replaced = [item if "text" in item else given for item in items]
             if kind == "image" and item.shape.grid and GRID not in files:
-                with pytest.raises(InputError, match=r"more than their rows|which no image of this model can have"):
+                with pytest.raises(InputError, match=r"more than their rows|this model has no image with"):
                     self.tokenize(tokenizer, name, replaced, path_file)
             else:
                 logits = self.logits(model, self.tokenize(tokenizer, name, replaced, path_file))
@@ -593,7 +593,7 @@ class FamilyContract:
                 for height, columns in ((rows, width + 1), (rows, width - 1), (rows - 1, width), (rows + 1, width)):
                     if height:
                         features = Embeddings(np.zeros((height, columns), np.float32), shape.grid)
-                        with pytest.raises(InputError, match=r"have width|which no .* of this model can have"):
+                        with pytest.raises(InputError, match=r"have width|this model has no .* with this combination"):
                             tokenizer.tokenize([{kind: features}], path_file)
                 with pytest.raises(InputError, match="must be a numpy array"):
                     Embeddings(np.zeros((1, rows, width), np.float32), shape.grid)

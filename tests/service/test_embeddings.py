@@ -342,7 +342,7 @@ def test_code_in_a_pickle_does_not_run_outside_of_a_sandbox_either() -> None:
     [
         (None, "this model needs image_grid_thw"),
         (b"", "is empty"),
-        (grid_of(1, 4, 6), "which no image of this model can have"),
+        (grid_of(1, 4, 6), "this model has no image with this combination"),
         (grid_of(1, 2, 8, 1), "shape [1, 4]"),
         (grid_of(-1, -4, 4), "which no image"),
         (grid_of(0, 4, 4), "which no image"),
