@@ -93,8 +93,8 @@ def check_original(config: Mapping[str, Any], tower: str, projector: str, where:
     """Raise UnsupportedCheckpoint unless a config.json in deepseek-ai's layout names these classes."""
     if made := sorted(key for key in config if key.startswith("gen_")):
         raise UnsupportedCheckpoint(
-            f"{where} is a Janus model, because its config.json has {made[0]}; for model_type {ORIGINAL}, only "
-            "DeepSeek-VL checkpoints are supported"
+            f"{where} is a Janus model, because its config.json has {made[0]}; among "
+            f"checkpoints with model_type {ORIGINAL}, only DeepSeek's models without image generation are supported"
         )
     vision, aligner, language = (config[f"{part}_config"] for part in ("vision", "aligner", "language"))
     stated = {

@@ -26,7 +26,7 @@ export class Recorder {
     this.#say = say;
     if (!navigator.mediaDevices || !window.MediaRecorder) {
       button.disabled = true;
-      button.title = "This browser can record only on pages from https:// or from this machine.";
+      button.title = "This browser can record only on pages that use HTTPS or come from this machine.";
       return;
     }
     button.addEventListener("click", () => (this.#recorder ? this.stop() : this.#start()));

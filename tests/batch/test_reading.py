@@ -269,7 +269,7 @@ def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp
             "was dtype auto and is now dtype bfloat16. Choose",
         ),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
-        (["--tokenized", str(folder), *arguments, "--output", "-"], "is not supported, because a later call"),
+        (["--tokenized", str(folder), *arguments, "--output", "-"], "is not supported, because an interrupted run"),
         (["--tokenized", str(folder), *arguments, "--temperature", "-1"], "temperature is -1.0; it must be in"),
     ):
         refused = CliRunner().invoke(main, ["generate", *other])

@@ -106,7 +106,7 @@ async def test_a_stop_token_id_ends_the_answer(engine):
         ),
         (np.array([], np.int64), GREEDY, ContextLengthExceeded, "the prompt has 0 tokens"),
         (np.array([10**6]), GREEDY, TokenOutOfRange, r"1000000 is not in \[0, 328\)"),
-        (np.array([5, -7]), GREEDY, CorruptReference, "token 1 is -7"),
+        (np.array([5, -7]), GREEDY, CorruptReference, "the token at position 1 is -7"),
         (PROMPT, SamplingParams(temperature=-1), InputError, "temperature is -1"),
         (PROMPT, SamplingParams(stop=5), InputError, r"stop is 5: it must be a list, not an integer"),
         (PROMPT, SamplingParams(temperature=None), InputError, r"temperature must be a number, not null"),

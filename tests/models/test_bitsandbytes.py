@@ -198,8 +198,8 @@ PROJECTION = "model.transformer.blocks.0.att_proj"
     [
         ("nf4", "weight.absmax", lambda _: None, "absmax"),
         ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda _: None, "quant_state"),
-        ("nf4", "weight", lambda numbers: numbers[:-4].clone(), "it has 16380 numbers"),
-        ("nf4", "weight.absmax", lambda scales: scales[:-1].clone(), "it has 511 absmax"),
+        ("nf4", "weight", lambda numbers: numbers[:-4].clone(), "the weight has 16380 numbers"),
+        ("nf4", "weight.absmax", lambda scales: scales[:-1].clone(), "the weight has 511 absmax"),
         ("nf4", "weight", lambda _: None, f"lacks 1 weights; the first is {PROJECTION}.weight"),
         ("int8", "SCB", lambda scales: scales[:-1].clone(), "scales for"),
         ("int8", "weight_format", lambda _: torch.tensor(2, dtype=torch.uint8), "weight_format is 2"),

@@ -142,5 +142,5 @@ class TestFuyu(ExtremeShapes, FamilyContract):
         self.assert_refused(changed(path, tmp_path / "other", "preprocessor_config", change), named)
 
     def test_embeddings_without_rows_and_columns_are_refused(self, tokenizer, path_file):
-        with pytest.raises(InputError, match=r"have 12 features and the grid \(3, 5\), which no image"):
+        with pytest.raises(InputError, match=r"have 12 features and the grid \(3, 5\); this model has no image"):
             tokenizer.tokenize([{"image": Embeddings(np.zeros((12, 64), np.float32), (3, 5))}], path_file)

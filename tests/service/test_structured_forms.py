@@ -176,7 +176,7 @@ async def test_a_batch_gives_the_same_as_each_alone(service: RunningService, ans
         ({"regex": "a\\"}, "regex", "ends with a single backslash"),
         ({"ebnf": "root ::= x"}, "ebnf", "there is no rule 'x'"),
         ({"ebnf": r'root ::= "\ud800"'}, "ebnf", "is not supported"),
-        ({"grammar": {"type": "json"}}, "grammar", '"type" "json" or "regex" and a "value"'),
+        ({"grammar": {"type": "json"}}, "grammar", 'a "value" and the "type" "json" or "regex"'),
         ({"grammar": "start: nothing"}, "grammar", "the grammar is not supported"),
         (
             {"structural_tag": {"format": {"type": "token", "token": 5}}},
