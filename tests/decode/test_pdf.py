@@ -86,12 +86,22 @@ def strict(random_checkpoint: Path) -> Iterator[Tokenizer]:
             LimitExceeded,
             r"processor time than the limit of 1 s \(--max-pdf-page-s\)",
         ),
-        (GROWS, {"max_pdf_page_s": 60, "max_decode_bytes": 32 * MiB}, MediaError, "the item crashed two decoders"),
+        (  # reaches one of the limits first, depending on how much freed memory the decoder reuses
+            GROWS,
+            {"max_pdf_page_s": 20, "max_decode_bytes": 32 * MiB},
+            (MediaError, LimitExceeded),
+            "the item crashed two decoders|processor time than the limit of 20 s",
+        ),
     ],
     ids=["never ends", "grows"],
 )
 def test_a_page_that_takes_too_much_fails_alone(
-    random_checkpoint: Path, tmp_path: Path, pdf: bytes, limits: dict[str, int], error: type[Exception], message: str
+    random_checkpoint: Path,
+    tmp_path: Path,
+    pdf: bytes,
+    limits: dict[str, int],
+    error: type[Exception] | tuple[type[Exception], ...],
+    message: str,
 ) -> None:
     good = [{"document": two_pages()}, {"text": "What is it?"}]
     path_file = tmp_path / "shm_name.txt"
