@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -82,8 +83,11 @@ def block_table(blocks: Sequence[Sequence[int]], padding: int) -> NDArray[np.int
 class Kernels:
     """The fused operators of a device. This base class has no fused attention, so `nn/` uses plain PyTorch."""
 
+    has_attention: ClassVar[bool] = False
+    """Whether `attend` is implemented. If not, no batch builds the `Rows` that it needs."""
+
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
-        """Return whether `attend` supports these arguments and is the faster way. They are those of `attend`."""
+        """Return whether `attend` supports these arguments, which it describes, and is faster than plain PyTorch."""
         return False
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:

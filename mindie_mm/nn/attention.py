@@ -94,7 +94,8 @@ def paged_attention(
         for pages, new in zip(cached, (key, value), strict=True):
             kernels.store(pages, paged.slots, new.transpose(0, 1))
         if (
-            sliding_window is None
+            kernels.has_attention
+            and sliding_window is None
             and paged.is_causal
             and paged.has_rows
             and kernels.attends(query, *cached, paged.rows)

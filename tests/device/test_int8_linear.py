@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm import LLM, SamplingParams
+from mindie_mm.device.base import Device
+from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cpu.int8_linear import Int8Linear, has_int8, int8_linear
 from mindie_mm.errors import DeviceError, InputError
 from mindie_mm.models import load_model
@@ -80,6 +82,11 @@ def test_a_weight_of_zeros_gives_zeros(engine: str) -> None:
 def test_a_dtype_other_than_float32_is_refused() -> None:
     with pytest.raises(InputError, match=r"torch\.bfloat16\); use --dtype float32"):
         load_model(None, "cpu", "bfloat16", weights="int8")
+
+
+def test_a_device_without_int8_is_named() -> None:
+    with pytest.raises(DeviceError, match="not supported on the device cpu; leave the setting out"):
+        Device.int8_linear(CPU(), linear())
 
 
 def test_a_processor_without_int8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

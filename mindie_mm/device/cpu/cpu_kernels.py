@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,6 +19,8 @@ For smaller sequences, copying all of them into one batch costs less than the ca
 
 class CPUKernels(Kernels):
     """The fused operators of the CPU."""
+
+    has_attention: ClassVar[bool] = True
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         count = len(rows.lengths)

@@ -6,7 +6,7 @@ result does not depend on the other rows, so an answer does not depend on its ne
 
 from __future__ import annotations
 
-import time
+import platform
 import warnings
 from functools import cache
 from typing import Any
@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindie_mm.device.cpu.packed_linear import seconds
+
 _ENGINES = ("fbgemm", "onednn")
-"""Libraries of torch that multiply int8, in the order of preference."""
+"""torch's libraries for int8 products."""
 _WIDTH = 1024
 """Input and output width of the layer in the trial."""
 _PROMPT_ROWS, _STEPS, _TURNS = 256, 64, 5
-"""Work that the trial assumes for a request, a prompt of `_PROMPT_ROWS` tokens and an answer of `_STEPS` tokens, and
-the number of repetitions."""
+"""The trial compares the times of a prompt of `_PROMPT_ROWS` tokens with an answer of `_STEPS` tokens. Each product is
+timed `_TURNS` times."""
 
 
 class Int8Linear(nn.Module):
@@ -63,7 +65,7 @@ class Int8Linear(nn.Module):
 
 
 def int8_linear(linear: nn.Linear) -> Int8Linear:
-    """Return `linear` with int8 weights, multiplied by the library that is fastest on this processor."""
+    """Return a layer with the weights of `linear` in int8. It uses the library that is fastest on this processor."""
     return Int8Linear(linear, _fastest_engine())
 
 
@@ -73,6 +75,8 @@ def has_int8() -> bool:
 
 
 def _engines() -> list[str]:
+    if platform.machine() != "x86_64":  # not tested on other architectures
+        return []
     supported = torch.backends.quantized.supported_engines
     return [name for name in _ENGINES if name in supported]
 
@@ -88,7 +92,7 @@ def _fastest_engine() -> str:
     best = dict.fromkeys(layers, (float("inf"), float("inf")))
     for _ in range(_TURNS):  # alternate, and take the minimum, because other load only adds time
         for name, layer in layers.items():
-            best[name] = min(best[name][0], _seconds(layer, step)), min(best[name][1], _seconds(layer, prompt))
+            best[name] = min(best[name][0], seconds(layer, step)), min(best[name][1], seconds(layer, prompt))
     return min(layers, key=lambda name: best[name][0] * _STEPS + best[name][1])
 
 
@@ -107,10 +111,3 @@ def _packed(weight: Tensor, engine: str) -> Any:
             return torch.ops.quantized.linear_prepack(quantized, None)
     finally:
         torch.backends.quantized.engine = before
-
-
-def _seconds(layer: nn.Module, rows: Tensor) -> float:
-    with torch.inference_mode():
-        began = time.perf_counter()
-        layer(rows)
-        return time.perf_counter() - began

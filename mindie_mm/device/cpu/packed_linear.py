@@ -86,11 +86,12 @@ def pack(module: nn.Module, pays: Callable[[torch.dtype], bool] = pays) -> None:
 def _ratio(plain: nn.Module, packed: nn.Module, rows: Tensor, turns: int) -> float:
     """Return the speedup of `packed` over `plain`."""
     # Alternate between the layers and take the minimum of each, because other load only adds time.
-    times = [(_seconds(plain, rows), _seconds(packed, rows)) for _ in range(turns)]
+    times = [(seconds(plain, rows), seconds(packed, rows)) for _ in range(turns)]
     return min(took for took, _ in times) / min(took for _, took in times)
 
 
-def _seconds(layer: nn.Module, rows: Tensor) -> float:
+def seconds(layer: nn.Module, rows: Tensor) -> float:
+    """Return the time of one call of `layer`."""
     with torch.inference_mode():
         began = time.perf_counter()
         layer(rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ For layout TND, only `_BLOCK_STEP` is certain to be supported.
 
 class NPUKernels(Kernels):
     """The fused operators that torch_npu and CANN provide for an Ascend NPU."""
+
+    has_attention: ClassVar[bool] = True
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         (heads, _, width), (_, block_size, kv_heads, _) = query.shape, keys.shape
