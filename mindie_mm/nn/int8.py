@@ -32,17 +32,17 @@ def quantize(model: MediaModel, device: Device) -> None:
     linears = {linear for part in model.text_modules() for linear in _linears(part)}
     if not linears:
         raise InputError(
-            f"weights is int8, but this model has no plain linear layer in float32 in its text model (its data type is "
-            f"{model.spec.dtype}); use --dtype float32 and neither a quantized checkpoint nor tensor parallelism, or "
-            "leave weights out"
+            f"weights is int8, but the text model has no linear layer that can be quantized (its data type is "
+            f"{model.spec.dtype}); use --dtype float32 without tensor parallelism and with a checkpoint that is not "
+            "quantized, or leave weights out"
         )
     num_bytes = sum(linear.weight.nbytes for linear in linears)
     model.replace({linear: device.int8_linear(linear) for linear in linears})
     _log.info(
-        "%d linear layers of the text model have int8 weights: %d MiB instead of %d MiB",
+        "%d linear layers of the text model have int8 weights: %.1f MiB instead of %.1f MiB",
         len(linears),
-        num_bytes // 4 // _MiB,
-        num_bytes // _MiB,
+        num_bytes / 4 / _MiB,
+        num_bytes / _MiB,
     )
 
 
