@@ -167,6 +167,8 @@ class Channel:
     def send(self, message: bytes) -> None:
         """Queue `message`. If the peer is dead, the message is dropped, and `recv` raises EOFError."""
         assert len(message) <= MAX_MESSAGE_BYTES, len(message)
+        if self._writer.is_closing():  # uvloop raises RuntimeError, while asyncio drops the message
+            return
         self._writer.writelines((_LENGTH.pack(len(message)), message))
 
     def send_with(self, message: bytes, descriptors: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import msgspec
 import psutil
 import pytest
+import uvloop
 
 from mindie_mm import errors
 from mindie_mm.errors import ArenaFull, LimitExceeded, MindieMMError, ProcessDied
@@ -98,6 +99,31 @@ async def test_a_truncated_message_raises_eof_error():
     with pytest.raises(EOFError):
         await channel.recv()
     await channel.close()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("send", [Channel.send, lambda channel, message: channel.send_with(message, [])])
+def test_messages_to_a_dead_peer_are_dropped(
+    loop: Callable[[], asyncio.AbstractEventLoop], send: Callable[[Channel, bytes], None]
+) -> None:
+    """A request that is sent between the death of a process and its discovery waits for the next process."""
+
+    async def main() -> None:
+        channel, child = await connected()
+        with child:
+            pass
+        receiving = asyncio.create_task(channel.recv())
+        while not receiving.done():
+            send(channel, b"a message")
+            await asyncio.sleep(0)
+        with pytest.raises(EOFError):
+            receiving.result()
+        send(channel, b"a message")
+        await channel.close()
+        send(channel, b"a message")
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
 
 
 @pytest.fixture
