@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
+from mindie_mm.cli.console import table_lines
 from mindie_mm.shm.format.layout import SHM_DIRECTORY, block_name
 from mindie_mm.shm.memory.space import ShmSpace
 from mindie_mm.shm.operate.arena_info import ArenaInfo, BlockInfo
@@ -29,7 +30,7 @@ def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
                 "" if oldest is None else f"{age(oldest.age_s)}: {printable(oldest.request)}",
             )
         )
-    return _columns(rows, right=(2, 3, 4, 5))
+    return table_lines(rows, right=(2, 3, 4, 5))
 
 
 def block_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
@@ -48,18 +49,7 @@ def block_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
         for arena in arenas
         for block in arena.blocks
     ]
-    return _columns(rows, right=(2, 3, 4))
-
-
-def _columns(rows: Sequence[tuple[str, ...]], right: Container[int]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return table_lines(rows, right=(2, 3, 4))
 
 
 def footer(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:

@@ -27,6 +27,12 @@ def test_models_lists_every_file_of_the_package():
     listed = json.loads(run("models", "--json"))
     assert {family["name"] for family in listed if family["package"] == "mindie_mm"} == files
     output = run_warm("models")
+    rows = [line.split("\t") for line in output.splitlines()]
+    assert rows[0] == ["family", "model_type", "media", "tested against"]
+    assert [row[0] for row in rows[1:]] == [family["name"] for family in listed]
+    assert {len(row) for row in rows} == {4}
+    assert output.isascii()
+    assert "  " not in output
     for family in listed:
         assert family["model_types"]
         assert set(family["kinds"]) <= {"image", "video", "audio"}

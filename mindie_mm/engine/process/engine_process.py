@@ -73,10 +73,11 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
     try:
         default_sampling = defaults_of(start.model, start.family, start.generation_config)
         engine = load_engine(start, ranks)
+        free_bytes = ranks.open_device(start.config.device).free_bytes()
     except MindieMMError as error:
         return send(Failure.of(error))
     faults.point("loaded")
-    send(msgspec.structs.replace(engine.ready, default_sampling=default_sampling))
+    send(msgspec.structs.replace(engine.ready, default_sampling=default_sampling, free_bytes=free_bytes))
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
     mounts: dict[int, ExitStack] = {}
     while True:
