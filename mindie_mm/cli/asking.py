@@ -15,7 +15,7 @@ import click
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.progress import loading_shown, progress_shown
 from mindie_mm.cli.settings import configured
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, naming
 from mindie_mm.processes.interrupts import importing
 from mindie_mm.settings.config import WorkerConfig
 
@@ -84,12 +84,13 @@ def prepared(
     return settings.worker, params
 
 
-def check_media(config: WorkerConfig, given: Mapping[str, Sequence[Path]]) -> None:
+def check_media(config: WorkerConfig, given: Mapping[str, Sequence[Path]], sign: str = "--") -> None:
     """Read the headers of media files. Load no weights.
 
     Args:
         config: Settings of the worker.
         given: Paths of the files of each kind of media.
+        sign: Beginning of the option or command that names a file. The kind follows.
 
     Raises:
         InputError: The checkpoint does not support a kind, or a file is not of its kind, damaged or too large.
@@ -106,18 +107,21 @@ def check_media(config: WorkerConfig, given: Mapping[str, Sequence[Path]]) -> No
     for kind in (kind for kind, paths in given.items() if paths):
         if kind not in kinds:
             raise InputError(
-                f"--{kind}: {checkpoint.path} does not accept {kind} inputs; it accepts {', '.join(kinds)}"
+                f"{sign}{kind}: {checkpoint.path} does not accept {kind} inputs; it accepts {', '.join(kinds)}"
             )
-    items = [{kind: str(path)} for kind, paths in given.items() for path in paths]
-    if not items:
+    # A pipe can be read only once.
+    files = [(kind, path) for kind, paths in given.items() for path in paths if path.is_file()]
+    if not files:
         return
 
-    async def plan() -> None:
+    async def plan(item: dict[str, str]) -> None:
         async with tokenizer.prompts.stage.request() as media:
-            await media.plan([media_of(parse_inputs(items))])
+            await media.plan([media_of(parse_inputs([item]))])
 
     with Tokenizer.from_pretrained(config.model, family=config.family, caps=config.media) as tokenizer:
-        tokenizer.run(plan())
+        for kind, path in files:
+            with naming(f"{sign}{kind} {path}"):
+                tokenizer.run(plan({kind: str(path)}))
 
 
 class Session:

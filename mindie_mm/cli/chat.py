@@ -121,7 +121,7 @@ class _Chat:
         if not argument or not path.is_file():
             self._fail(f"/{kind}: {argument or 'the path'} is not a file; give its path, as in /{kind} PATH")
             return
-        check_media(self._config, {kind: [path]})
+        check_media(self._config, {kind: [path]}, sign="/")
         self._media.append({kind: str(path.absolute())})
 
     def _send(self, text: str) -> None:

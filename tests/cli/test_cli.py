@@ -109,6 +109,9 @@ def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, t
     sound.touch()
     output = run_warm("ask", "What?", "--model", folder, "--audio", sound, status=2)
     assert output == f"Error: --audio: {folder} does not accept audio inputs; it accepts image, video\n"
+    output = run_warm("ask", "What?", "--model", folder, "--image", sound, status=2)
+    assert output.startswith(f"Error: --image {sound}: ")
+    assert output.endswith("the source is empty\n")
 
 
 def test_ask_logs_only_warnings_by_default(random_checkpoint):
