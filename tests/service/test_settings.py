@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx2
 import pytest
 
 from mindie_mm.errors import InputError
@@ -71,14 +72,20 @@ def test_a_service_that_must_not_be_open_needs_a_key_beyond_loopback(tmp_path: P
         require_key(config)
 
 
-def test_an_open_service_warns_and_starts_with_few_lines(settings: dict[str, object], tmp_path: Path) -> None:
-    log = tmp_path / "log"
+def test_an_open_service_with_two_names_warns_and_starts_with_few_lines(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    log, names = tmp_path / "log", {"MINDIE_MM_SERVED_MODEL_NAME": "first,second"}
     given = {**settings, "host": "0.0.0.0", "spool": tmp_path / "spool", "log_level": "info"}
-    with running_service(given, log) as service:
+    with running_service(given, log, environment=names) as service:
         port = urlsplit(service.url).port
-        ready = rf"mindie_mm serves tiny at http://0\.0\.0\.0:{port} on \S+ in \w+, with \d+\.\d GiB free\n"
+        ready = rf"mindie_mm serves first at http://0\.0\.0\.0:{port} on \S+ in \w+, with \d+\.\d GiB free\n"
         assert re.fullmatch(ready, service.announcement)
-    lines = log.read_text().partition(" service.server: stopping")[0].splitlines()[:-1]
+        assert [one["id"] for one in service.get("/v1/models")["data"]] == ["first", "second"]
+        body = {"model": "second", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 1}
+        answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=300)
+        assert (answer.status_code, answer.json()["model"]) == (200, "first")
+    lines = log.read_text().partition(" service.access: ")[0].splitlines()[:-1]
     assert len(lines) < 8, lines
     assert len([line for line in lines if "WARNING" in line and "THIS SERVICE IS OPEN" in line]) == 1
     (shown,) = [line for line in lines if "mindie_mm.settings: " in line]
