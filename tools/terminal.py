@@ -1,4 +1,4 @@
-"""`make screenshots`: record a session in a terminal with the embedded checkpoint, for docs/serve.md, as an SVG file."""
+"""`make screenshots`: record a session in a terminal with the embedded checkpoint, as SVG for docs/serve.md."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class _Chat:
             else:
                 self._send(line)
         except ContextLengthExceeded as error:
-            self._fail(f"{error}. /clear begins a new conversation")
+            self._fail(f"{error}. /clear begins a new conversation" if self._messages else str(error))
         except MindieMMError as error:
             self._fail(str(error))
 

@@ -68,11 +68,11 @@ def test_lines_from_a_pipe_are_a_conversation(tmp_path: Path, red: Path) -> None
 
 
 @contextmanager
-def terminal() -> Iterator[tuple[warm.Popen, Screen]]:
+def terminal(*options: object) -> Iterator[tuple[warm.Popen, Screen]]:
     """Run `chat` on a pseudo-terminal."""
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "wb", buffering=0) as stream:
-        process = warm.Popen([str(BIN), "chat"], stdin=theirs, stdout=stream, stderr=stream)
+        process = warm.Popen([str(BIN), "chat", *map(str, options)], stdin=theirs, stdout=stream, stderr=stream)
     try:
         yield process, Screen(ours)
     finally:
@@ -95,6 +95,11 @@ class Screen:
             assert readable, self.text[self._start :]
             self.text += os.read(self._descriptor, 2**16).decode(errors="replace")
         self._start = found + len(text)
+
+    def wait_for_more(self) -> None:
+        """Read until anything is written after the text of the last call."""
+        while len(self.text) == self._start:
+            self.text += os.read(self._descriptor, 2**16).decode(errors="replace")
 
     def type(self, keys: str) -> None:
         os.write(self._descriptor, keys.encode())
@@ -120,6 +125,23 @@ def test_a_terminal_has_a_prompt_history_and_commands(red: Path) -> None:
         process.send_signal(signal.SIGINT)
         screen.wait_for("/exit or Ctrl-D ends the chat")
         screen.type("\x04")
+        screen.wait_for_end()
+        assert process.wait(TIMEOUT_S) == 0
+    assert "Traceback" not in screen.text
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(random_checkpoint: Path) -> None:
+    """The random checkpoint answers up to the maximum number of tokens."""
+    with terminal("--model", random_checkpoint, "--max-tokens", 8000) as (process, screen):
+        for question in ("Hello?", "And now?"):
+            screen.wait_for("\n> ")
+            screen.type(f"{question}\n")
+            screen.wait_for(f"{question}\r\n")
+            screen.wait_for_more()
+            process.send_signal(signal.SIGINT)
+        screen.wait_for("\n> ")
+        screen.type("/exit\n")
         screen.wait_for_end()
         assert process.wait(TIMEOUT_S) == 0
     assert "Traceback" not in screen.text
