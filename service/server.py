@@ -10,7 +10,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from mindie_mm import logs
 from mindie_mm.errors import OperationalError, os_errors_as
 from mindie_mm.processes import faults
-from mindie_mm.processes.repeating import repeating
+from mindie_mm.processes.progress import LoadingText, repeating
 from mindie_mm.settings.config import GiB, ServiceConfig, WorkerConfig
 from mindie_mm.settings.environment import fault_folder
 from mindie_mm.worker.worker import Worker
@@ -87,7 +87,8 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
         num = worker_config.num_decoders
         noun = "decoder" if num == 1 else "decoders"
         _log.info("loading %s on device %s with %d %s", model, device, num, noun)
-        with _loading_logged() as loading:
+        loading = LoadingText()
+        with repeating(lambda: _log.info("%s", loading)):
             starting = await Worker.start(worker_config, loading=loading)
         async with starting as worker:
             server = _Server(create_app(worker, config, tracer), config)
@@ -130,19 +131,6 @@ def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
             host, port = listener.getsockname()[:2]
             stack.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0mindie_mm {host} {port}")
         yield listener
-
-
-@contextlib.contextmanager
-def _loading_logged() -> Iterator[Callable[[float], None]]:
-    """Log every 10 s that the model is being loaded, and how much of it. Yield the function that takes the share."""
-    loaded = 0.0
-
-    def take(share: float) -> None:
-        nonlocal loaded
-        loaded = share
-
-    with repeating(lambda: _log.info("loading the model: %.0f%% of the weights", 100 * loaded)):
-        yield take
 
 
 def _listening_errors(config: ServiceConfig) -> contextlib.AbstractContextManager[None]:

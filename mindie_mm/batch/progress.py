@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TextIO
 
 import msgspec
 
-from mindie_mm.processes.repeating import LOG_INTERVAL_S, repeating
+from mindie_mm.processes.progress import LOG_INTERVAL_S, repeating
 
 JSON_INTERVAL_S = 1.0
 

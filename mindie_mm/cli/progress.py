@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from mindie_mm.processes.repeating import LOG_INTERVAL_S, repeating
+from mindie_mm.processes.progress import LOG_INTERVAL_S, LoadingText, repeating
 
 _FRAME_S = 0.25
 """Time in seconds between two updates of a terminal. Work that ends earlier shows nothing."""
@@ -49,16 +49,8 @@ class _Live:
 
 
 @contextmanager
-def loading_shown() -> Iterator[Callable[[float], None]]:
-    """Show how much of the model is loaded. Yield the function that takes the share, from 0 to 1."""
-    loaded = 0.0
-
-    def take(share: float) -> None:
-        nonlocal loaded
-        loaded = share
-
-    def text() -> str:
-        return f"loading the model: {loaded:.0%} of the weights" if loaded else "loading the model"
-
-    with progress_shown(text):
-        yield take
+def loading_shown() -> Iterator[LoadingText]:
+    """Show how much of the model is loaded. Yield the function that takes the share."""
+    loading = LoadingText()
+    with progress_shown(loading.__str__):
+        yield loading

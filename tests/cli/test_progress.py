@@ -11,7 +11,7 @@ import pytest
 from mindie_mm.cli.progress import progress_shown
 from mindie_mm.models import load_model
 from mindie_mm.nn.weights.loading import loading_reported
-from mindie_mm.processes.repeating import LOG_INTERVAL_S
+from mindie_mm.processes.progress import LOG_INTERVAL_S
 
 
 class Stream(io.StringIO):
