@@ -64,7 +64,8 @@ class JsonCallParser(ToolCallParser, ABC):
             else:
                 yield from self.value()
             yield from self.space()
-            yield from self._comma()
+            if (yield from self.follows(",", "}")) != "}":
+                yield from self.expect(",")
         if not name or (known_keys and not self.in_call and not held):
             raise NoMatch
         if not self.in_call:
@@ -85,10 +86,6 @@ class JsonCallParser(ToolCallParser, ABC):
     def _ends(self) -> Step[bool]:
         yield from self.space()
         return bool((yield from self.accept("}")))
-
-    def _comma(self) -> Step[None]:
-        if (yield from self.follows(",", "}")) != "}":
-            yield from self.expect(",")
 
     def _arguments(self, name: str) -> Step[str]:
         """Read arguments. If they are an object and the tool's name is known, send them. If not, return their JSON."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from typing import ClassVar
 
 from mindie_mm.tool_calls.lark import Rules, json_value, separated
 from mindie_mm.tool_calls.literals import LiteralScanner
@@ -24,7 +25,7 @@ class PythonicParser(ToolCallParser, LiteralScanner):
 
     markers = ("<|python_start|>", "<|python_end|>")
     openings = ("<|python_start|>",)
-    starts = ("[",)
+    starts: ClassVar[tuple[str, ...]] = ("[",)
     around = ("[", ", ", "]")
 
     @classmethod
@@ -49,19 +50,23 @@ class PythonicParser(ToolCallParser, LiteralScanner):
         yield from self.expect("[")
         while True:
             yield from self.space()
-            name = yield from self.name()
-            if self.tools and name not in self.tools:
-                raise NoMatch
-            yield from self.space()
-            yield from self.expect("(")
-            self.start_call(name)
-            yield from self.members(")", self._parameter)
-            self.end_call()
+            yield from self.python_call(known=True)
             yield from self.space()
             if (yield from self.expect(",", "]")) == "]":
                 break
         self.taken()
         yield from self.close("<|python_end|>")
+
+    def python_call(self, *, known: bool = False) -> Step[None]:
+        """Parse a call. If `known` is true, raise NoMatch if the call names an unknown tool."""
+        name = yield from self.name()
+        if known and self.tools and name not in self.tools:
+            raise NoMatch
+        yield from self.space()
+        yield from self.expect("(")
+        self.start_call(name)
+        yield from self.members(")", self._parameter)
+        self.end_call()
 
     def _parameter(self) -> Step[None]:
         self.send_arguments(json.dumps((yield from self.name()), ensure_ascii=False))
