@@ -32,10 +32,20 @@ class JsonCallParser(ToolCallParser, ABC):
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
         """Return a rule that matches calls of a tool."""
+        before, after = cls._tags(tool.name)
+        return f"{rules.text(before)} {json_value(tool.schema)} {rules.text(after)}"
+
+    @classmethod
+    def written(cls, name: str, arguments: str) -> str | None:
+        """Return a call as the model writes it."""
+        before, after = cls._tags(name)
+        return before + arguments + after
+
+    @classmethod
+    def _tags(cls, name: str) -> tuple[str, str]:
         before, after = cls.call_tags
-        name = json.dumps(tool.name, ensure_ascii=False)
-        opening = rules.text(f'{before}{{"name": {name}, "{cls.arguments_key}": ')
-        return f"{opening} {json_value(tool.schema)} {rules.text('}' + after)}"
+        name_text = json.dumps(name, ensure_ascii=False)
+        return f'{before}{{"name": {name_text}, "{cls.arguments_key}": ', "}" + after
 
     def call_object(self, *, known_keys: bool = False) -> Step[None]:
         """Parse a call.

@@ -67,6 +67,8 @@ def test_the_template_determines_the_format():
     for name, template in TEMPLATES.items():
         assert parser_for(template, set()) is FORMATS[name], name
     assert parser_for(TEMPLATES["mistral_v3"], {"[TOOL_CALLS]", "[ARGS]"}) is FORMATS["mistral"]
+    assert parser_for("Use exact format: [func_name1(param1=value1), func_name2(...)]", set()) is FORMATS["pythonic"]
+    assert parser_for('a single JSON list formatted as functools[{"name": ...}]', set()) is FORMATS["phi4"]
     assert parser_for("List of tools: [{{ tools | tojson }}]", {"<|tool_call_start|>"}) is FORMATS["lfm2"]
     assert {*TEMPLATES, "mistral"} == set(FORMATS)
 

@@ -31,7 +31,7 @@ class PythonicParser(ToolCallParser, LiteralScanner):
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
         """Return whether the template contains the marker, or describes the list as Llama's template does."""
-        return "<|python_start|>" in template or "[func_name1(params_name1=params_value1" in template
+        return "<|python_start|>" in template or "[func_name1(" in template
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
@@ -43,6 +43,17 @@ class PythonicParser(ToolCallParser, LiteralScanner):
                 (rules.add("argument", f"{rules.text(f'{name}=')} {rules.add('value', value)}"), is_required)
             )
         return f"{rules.text(f'{tool.name}(')} {separated(arguments, rules.text(', '), rules)} {rules.text(')')}"
+
+    @classmethod
+    def written(cls, name: str, arguments: str) -> str | None:
+        """Return a call as the model writes it."""
+        try:
+            values = json.loads(arguments)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            return f"{name}({arguments})"
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
 
     def calls(self, opening: str) -> Step[None]:
         """Parse a list of calls."""
