@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,16 @@ import pytest
 import torch
 from transformers import Qwen2_5OmniProcessor
 
-import mindie_mm
 from mindie_mm import LLM, BeamSearchParams
+from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from tests.models.references import Reference
 from tests.models.test_qwen2_5_omni import make_reference
 from tests.sound_samples import tone
 from tools.demo import picture
 
-TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "mindie_mm/assets/tiny"
 ENDS = (777, 779)
 RED = np.array(picture("red", (220, 40, 40), "circle", x=0.4))
 PROMPTS: dict[str, list[dict[str, Any]]] = {
@@ -75,7 +78,6 @@ def searched(
         ("text", 3, {}),
         ("text", 4, {"length_penalty": -1.5}),
         ("media", 3, {"length_penalty": 0.0}),
-        ("media", 2, {"ignore_eos": True}),
     ],
 )
 def test_the_outputs_equal_those_computed_with_transformers(
@@ -87,9 +89,7 @@ def test_the_outputs_equal_those_computed_with_transformers(
     (output,) = llm.beam_search([items], BeamSearchParams(width, 8, **settings), chat_template=False)
     assert [(one.tokens, one.finish_reason) for one in output.sequences] == [(ids, why) for ids, _, why in expected]
     assert [one.cum_logprob for one in output.sequences] == pytest.approx([total for _, total, _ in expected], abs=1e-3)
-    print(expected)
     for one in output.sequences:
-        print(repr(one.text))
         assert [p.token_id for p in one.logprobs] == one.tokens
         assert sum(p.logprob for p in one.logprobs) == pytest.approx(one.cum_logprob)
         assert all(len(p.top) == 2 * width for p in one.logprobs)
@@ -99,9 +99,50 @@ def test_the_outputs_equal_those_computed_with_transformers(
 def test_without_an_end_the_outputs_equal_transformers_beam_search(llm: LLM, reference: Reference) -> None:
     inputs = reference.inputs(PROMPTS["media"])
     settings = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 10, "do_sample": False}
-    reference.model.generation_config.eos_token_id = None
     found = reference.model.generate(**inputs, **settings, eos_token_id=None)
     expected = found[:, inputs["input_ids"].shape[1] :].tolist()
     params = BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True)
     (output,) = llm.beam_search([PROMPTS["media"]], params, chat_template=False)
     assert [one.tokens for one in output.sequences] == expected
+
+
+def test_the_example_of_the_page_runs(llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/python.md").read_text()
+    (example,) = re.findall(r"^## Beam search\n.*?^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(example, "docs/python.md", "exec"), {"llm": llm})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    assert lines[3].endswith(" red circle")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"beam_width": 11}, r"beam_width is 11; for a beam search, it must be in \[1, 10\]"),
+        ({"beam_width": 0}, "beam_width is 0"),
+        ({"beam_width": 10**100}, "beam_width is an integer of 333 bits"),
+        ({"beam_width": "2"}, "beam_width is of type str"),
+        ({"beam_width": True}, "beam_width is True"),
+        ({"length_penalty": math.nan}, "length_penalty is nan"),
+        ({"length_penalty": None}, "length_penalty is of type NoneType"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"max_tokens": "8"}, "max_tokens is '8'"),
+        ({"ignore_eos": 1}, "ignore_eos is 1"),
+        ({"temperature": -1}, "temperature is -1"),
+    ],
+)
+def test_settings_out_of_range_are_named(llm: LLM, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        llm.beam_search(["Hello"], BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **settings}))
+
+
+def test_a_prompt_that_fails_is_reported_after_the_others(llm: LLM) -> None:
+    with pytest.raises(MediaError):
+        llm.beam_search(["Hello", [{"image": b"no picture"}]], BeamSearchParams(2, 2))
+    with pytest.raises(ContextLengthExceeded):
+        llm.beam_search(["Hello"], BeamSearchParams(2, 10**6))
+    with pytest.raises(InputError, match="list"):
+        llm.beam_search("Hello", BeamSearchParams(2, 2))
+    assert llm.beam_search([], BeamSearchParams(2, 2)) == []
