@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from mindie_mm.settings.config import EngineConfig, WorkerConfig
     from mindie_mm.structured.outputs import StructuredOutputs
     from mindie_mm.tokenize.tokenizer import Tokenizer
+    from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from mindie_mm.worker.llm import LLM, Output
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "Dataset",
     "EngineConfig",
     "MindieMMError",
@@ -33,6 +37,9 @@ limit_spinning()  # every process must call this before it loads torch
 
 _HOMES = {
     "LLM": "mindie_mm.worker.llm",
+    "BeamSearchOutput": "mindie_mm.worker.beam_search",
+    "BeamSearchParams": "mindie_mm.worker.beam_search",
+    "BeamSearchSequence": "mindie_mm.worker.beam_search",
     "Dataset": "mindie_mm.batch.output.dataset",
     "EngineConfig": "mindie_mm.settings.config",
     "MindieMMError": "mindie_mm.errors",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -17,6 +17,7 @@ from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.paths import working_directory
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from mindie_mm.worker.worker import Answer, Worker
 
 T = TypeVar("T")
@@ -119,15 +120,40 @@ class LLM:
                 input is run.
 
         """
-        if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
-            raise InputError(f"inputs is a {type(inputs).__name__}; {_ONE_LIST_PER_PROMPT}")
-        requests = [_request(i, one, chat_template) for i, one in enumerate(inputs)]
-        outputs = self._loop.run(self._generate(requests, self._checked(params)))
+        checked = self._checked(params)
+        outputs = self._run(_requests(inputs, chat_template), lambda request: self._answer(request, checked))
         if on_error == "raise":
-            for output in outputs:
-                if output.error is not None:
-                    raise output.error
-        return outputs
+            return _successful(outputs)
+        return [Output("", [], None, error=one) if isinstance(one, MindieMMError) else one for one in outputs]
+
+    def beam_search(
+        self, prompts: Sequence[Any], params: BeamSearchParams, *, chat_template: bool = True
+    ) -> list[BeamSearchOutput]:
+        """Find the most likely outputs for each prompt. Prompts are batched.
+
+        Args:
+            prompts: Texts, or lists of items, as in `generate`.
+            params: Settings of the beam search.
+            chat_template: Whether to format each prompt as one user turn with the checkpoint's chat template.
+
+        Returns:
+            The outputs for each prompt, in order.
+
+        Raises:
+            InputError: `prompts` is not a list of prompts, a setting in `params` is invalid, or the model is an
+                encoder-decoder.
+            MindieMMError: A prompt failed. The first error is raised after all prompts are done.
+
+        """
+        checked = params.sampling_params(self._worker.engine.info.vocab_size)
+        width, length_penalty = params.beam_width, params.length_penalty
+
+        async def search(request: TokenizeRequest) -> BeamSearchOutput:
+            async with self._worker.prompt(request, checked) as source:
+                found = beam_search(self._worker, source, checked, width, length_penalty, uuid.uuid4().hex)
+                return BeamSearchOutput(await found)
+
+        return _successful(self._run(_requests(prompts, chat_template), search))
 
     def chat(
         self,
@@ -155,9 +181,8 @@ class LLM:
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs or {},
         )
-        (output,) = self._loop.run(self._generate([request], self._checked(params)))
-        if output.error is not None:
-            raise output.error
+        checked = self._checked(params)
+        (output,) = _successful(self._run([request], lambda request: self._answer(request, checked)))
         return output
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -177,28 +202,36 @@ class LLM:
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
         return (params or self._worker.default_sampling).check(self._worker.engine.info.vocab_size)
 
-    async def _generate(self, requests: Sequence[TokenizeRequest], params: SamplingParams) -> list[Output]:
+    def _run(
+        self, requests: Sequence[TokenizeRequest], answer: Callable[[TokenizeRequest], Awaitable[T]]
+    ) -> list[T | MindieMMError]:
+        """Return the result or the error of each request."""
+        return self._loop.run(self._run_all(requests, answer))
+
+    async def _run_all(
+        self, requests: Sequence[TokenizeRequest], answer: Callable[[TokenizeRequest], Awaitable[T]]
+    ) -> list[T | MindieMMError]:
         # Submit only as many inputs as the engine can run, because media of other inputs would only fill the arena.
         places = asyncio.Semaphore(self._worker.config.engine.max_num_seqs)
         running = 0
 
-        async def one(request: TokenizeRequest) -> Output:
+        async def one(request: TokenizeRequest) -> T | MindieMMError:
             nonlocal running
             async with places:
                 running += 1
                 try:
                     while True:
                         try:
-                            return await self._answer(request, params)
+                            return await answer(request)
                         except ArenaFull:
                             if running == 1:  # no other input can free memory of the arena
                                 raise
                 except MindieMMError as error:
-                    return Output("", [], None, error=error)
+                    return error
                 except Exception as error:  # noqa: BLE001 - one input fails, not all
                     failure = OperationalError(f"the request failed: {type(error).__name__}")
                     failure.__cause__ = error
-                    return Output("", [], None, error=failure)
+                    return failure
                 finally:
                     running -= 1
 
@@ -218,6 +251,22 @@ class LLM:
             prompt_logprobs=None if params.prompt_logprobs is None else answer.prompt_logprobs,
             cached_tokens=answer.cached_tokens,
         )
+
+
+def _successful(outputs: Sequence[T | MindieMMError]) -> list[T]:
+    """Return `outputs`. If there are errors among them, raise the first one."""
+    found: list[T] = []
+    for output in outputs:
+        if isinstance(output, MindieMMError):
+            raise output
+        found.append(output)
+    return found
+
+
+def _requests(inputs: Sequence[Any], chat_template: bool) -> list[TokenizeRequest]:
+    if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
+        raise InputError(f"inputs is a {type(inputs).__name__}; {_ONE_LIST_PER_PROMPT}")
+    return [_request(i, one, chat_template) for i, one in enumerate(inputs)]
 
 
 def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:

@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from mindie_mm.errors import InputError, LimitExceeded, blaming
 from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.beam_search import BeamSearchSequence, beam_search
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Answer, Delta
 from service.request.meter import Meter
@@ -60,6 +62,8 @@ class Call:
     """Digest of the API key that the request carries."""
     structure_field: str | None = None
     """Field of the request that describes the structured output."""
+    length_penalty: float | None = None
+    """Length penalty of a beam search with `n` beams. If it is None, tokens are drawn."""
     silent: Collection[int] | None = None
     """Ids of the tokens that are left out of the text. If it is None, `params.skip_special_tokens` applies."""
 
@@ -131,8 +135,9 @@ class Call:
         n = self.n
         self._require_room(sources)
         firsts = [asyncio.get_running_loop().create_future() for _ in sources]
+        outputs = partial(self._outputs, whole=whole) if self.length_penalty is None else self._beams
         streams = [
-            self.meter.measured(self._outputs(sources[index // n], index, firsts[index // n], whole=whole), index)
+            self.meter.measured(outputs(sources[index // n], index, firsts[index // n]), index)
             for index in range(len(sources) * n)
         ]
         for source in sources:
@@ -201,6 +206,33 @@ class Call:
                 else:
                     yield delta
                 begins = delta.restarted
+
+    async def _beams(
+        self, source: PromptSource, index: int, found: asyncio.Future[list[BeamSearchSequence]]
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield one choice of a beam search. The first choice of a prompt sets the future `found`."""
+        if index % self.n == 0:
+            assert self.length_penalty is not None
+            with blaming(self.structure_field):
+                beams = beam_search(
+                    self.service.worker,
+                    source,
+                    self.params,
+                    self.n,
+                    self.length_penalty,
+                    f"{self.id}-{index}",
+                    silent=self.silent,
+                )
+                found.set_result(await beams)
+        one = (await found)[index % self.n]
+        yield Delta(
+            text=one.text,
+            token_ids=one.tokens,
+            logprobs=None if self.params.logprobs is None else one.logprobs,
+            cached_tokens=one.cached_tokens,
+            finish_reason=one.finish_reason,
+            timings=one.timings,
+        )
 
     def _seeded(self, index: int) -> SamplingParams:
         """Return the parameters of a prompt's choice `index`. Seeds are consecutive, and wrap around within int64."""

@@ -39,7 +39,7 @@ router = APIRouter()
 @router.post("/v1/completions", responses=streamed(Completion, whole=Completion, last=DONE))
 async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
     """Complete texts or token ids. Stream the completion on request."""
-    call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1)
+    call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
     return incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
 
 
