@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -29,6 +29,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.tokenize.text.bad_words import bad_token_ids
 from mindie_mm.tokenize.text.detokenizer import Detokenizer, is_skipped, load_tokenizer
+from mindie_mm.tokenize.token_ids import TokenIds, prompt_of_token_ids
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.retry import PromptSource, Use, generated, tokenized
 
@@ -172,13 +173,21 @@ class Worker:
         return self.engine.info.default_sampling
 
     async def answer(
-        self, request: TokenizeRequest, params: SamplingParams, request_id: str, *, whole: bool = False
+        self, request: TokenizeRequest | TokenIds, params: SamplingParams, request_id: str, *, whole: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """Answer a request, and always free its shared memory. `generate` describes `whole`."""
+        """Answer a request, and always free its shared memory. `generate` describes `whole`.
+
+        The request may be given as token ids with handle words. The caller then frees their media, and only after the
+        answer is complete.
+        """
         await self.check_schema(params)
-        with request_directory(self._spool) as directory:
-            request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
-            (source,) = await self.tokenize([request])
+        with ExitStack() as stack:
+            if isinstance(request, TokenizeRequest):
+                directory = stack.enter_context(request_directory(self._spool))
+                request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
+                (source,) = await self.tokenize([request])
+            else:
+                source = PromptSource(prompt_of_token_ids(request))
             async with aclosing(self.generate(source, params, request_id, whole=whole)) as deltas:
                 async for delta in deltas:
                     yield delta
