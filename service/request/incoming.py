@@ -48,6 +48,8 @@ class Incoming:
     clock: Clock
     owner: bytes
     """Digest of the API key that the request carries."""
+    accepts_handles: bool
+    """See `Call.accepts_handles`."""
 
     def call(self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1) -> Call:
         """Return the call of the engine for this request.
@@ -80,7 +82,18 @@ class Incoming:
         meter = Meter(self.service.metrics, self.clock.arrived)
         field = structure.field if structure is not None else None
         timed = bool(settings.timings)
-        return Call(self.service, params, n, prefix + self.id, self.clock, timed, meter, self.owner, field)
+        return Call(
+            self.service,
+            params,
+            n,
+            prefix + self.id,
+            self.clock,
+            timed,
+            meter,
+            self.owner,
+            field,
+            accepts_handles=self.accepts_handles,
+        )
 
     def _require_order(self, params: SamplingParams) -> None:
         """Raise InputError if the request sets a priority although the scheduling policy ignores priorities."""
@@ -99,7 +112,14 @@ class Incoming:
 
 
 async def _incoming(request: Request, service: ServiceDep) -> Incoming:
-    return Incoming(service, request.state.request_id, Clock(request.state.arrived), key_digest(request.headers))
+    state = request.state
+    return Incoming(
+        service,
+        state.request_id,
+        Clock(state.arrived),
+        key_digest(request.headers),
+        accepts_handles=service.config.accept_handles and getattr(state, "unix_socket", False) is True,
+    )
 
 
 IncomingDep = Annotated[Incoming, Depends(_incoming)]
