@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from mindie_mm.structured.outputs import StructuredOutputs
     from mindie_mm.tokenize.tokenizer import Tokenizer
     from mindie_mm.worker.llm import LLM, Output
+    from mindie_mm.worker.worker import Delta
 
 __all__ = [
     "LLM",
     "Dataset",
+    "Delta",
     "EngineConfig",
     "MindieMMError",
     "Output",
@@ -34,6 +36,7 @@ limit_spinning()  # every process must call this before it loads torch
 _HOMES = {
     "LLM": "mindie_mm.worker.llm",
     "Dataset": "mindie_mm.batch.output.dataset",
+    "Delta": "mindie_mm.worker.worker",
     "EngineConfig": "mindie_mm.settings.config",
     "MindieMMError": "mindie_mm.errors",
     "Output": "mindie_mm.worker.llm",
