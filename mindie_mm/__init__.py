@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mindie_mm.tokenize.tokenizer import Tokenizer
     from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from mindie_mm.worker.llm import LLM, Output
+    from mindie_mm.worker.worker import Delta
 
 __all__ = [
     "LLM",
@@ -23,6 +24,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "Dataset",
+    "Delta",
     "EngineConfig",
     "MindieMMError",
     "Output",
@@ -41,6 +43,7 @@ _HOMES = {
     "BeamSearchParams": "mindie_mm.worker.beam_search",
     "BeamSearchSequence": "mindie_mm.worker.beam_search",
     "Dataset": "mindie_mm.batch.output.dataset",
+    "Delta": "mindie_mm.worker.worker",
     "EngineConfig": "mindie_mm.settings.config",
     "MindieMMError": "mindie_mm.errors",
     "Output": "mindie_mm.worker.llm",

@@ -30,6 +30,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.tokenize.text.bad_words import bad_token_ids
 from mindie_mm.tokenize.text.detokenizer import Detokenizer, is_skipped, load_tokenizer
+from mindie_mm.tokenize.token_ids import TokenIds, prompt_of_token_ids
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.retry import PromptSource, Use, generated, tokenized
 
@@ -173,7 +174,7 @@ class Worker:
         return self.engine.info.default_sampling
 
     async def answer(
-        self, request: TokenizeRequest, params: SamplingParams, request_id: str, *, whole: bool = False
+        self, request: TokenizeRequest | TokenIds, params: SamplingParams, request_id: str, *, whole: bool = False
     ) -> AsyncGenerator[Delta, None]:
         """Answer a request, and always free its shared memory. `generate` describes `whole`."""
         async with (
@@ -184,9 +185,16 @@ class Worker:
                 yield delta
 
     @asynccontextmanager
-    async def prompt(self, request: TokenizeRequest, params: SamplingParams) -> AsyncIterator[PromptSource]:
-        """Tokenize a request, and free its shared memory at exit."""
+    async def prompt(self, request: TokenizeRequest | TokenIds, params: SamplingParams) -> AsyncIterator[PromptSource]:
+        """Tokenize a request, and free its shared memory at exit.
+
+        The request may be given as token ids with handle words. The caller then frees their media, and only after the
+        answer is complete.
+        """
         await self.check_schema(params)
+        if not isinstance(request, TokenizeRequest):
+            yield PromptSource(prompt_of_token_ids(request))
+            return
         with request_directory(self._spool) as directory:
             request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
             (source,) = await self.tokenize([request])

@@ -154,6 +154,20 @@ def test_a_chat_returns_logprobs(llm):
     assert len(output.logprobs) == len(output.token_ids)
 
 
+def test_a_list_of_conversations_gets_a_list_of_outputs(llm, picture):
+    one = [{"role": "user", "content": "Hello"}]
+    other = [{"role": "user", "content": [{"image": picture}, {"text": "What?"}]}]
+    bad = [{"role": "user", "content": [{"image": "/no/such/file.png"}]}]
+    outputs = llm.chat([one, bad, tuple(other)], GREEDY, on_error="return")
+    assert [type(output.error) for output in outputs] == [type(None), MediaError, type(None)]
+    assert [outputs[0].token_ids, outputs[2].token_ids] == [llm.chat(chat, GREEDY).token_ids for chat in (one, other)]
+    assert isinstance(llm.chat([one], GREEDY), list)
+    with pytest.raises(MediaError):
+        llm.chat([one, bad], GREEDY)
+    with pytest.raises(InputError):
+        llm.chat([], GREEDY)
+
+
 def test_a_prompt_that_is_too_long_is_refused_or_optionally_truncated(random_checkpoint, picture):
     long = [[{"text": "old words " * 300}, {"image": picture}, {"text": "What?"}]]
     engine = EngineConfig(max_model_len=128)
