@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mindie_mm.batch.output.dataset import Dataset
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.errors import MindieMMError
+    from mindie_mm.inputs import Embeddings
     from mindie_mm.settings.config import EngineConfig, WorkerConfig
     from mindie_mm.structured.outputs import StructuredOutputs
     from mindie_mm.tokenize.tokenizer import Tokenizer
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "Dataset",
+    "Embeddings",
     "EngineConfig",
     "MindieMMError",
     "Output",
@@ -34,6 +36,7 @@ limit_spinning()  # every process must call this before it loads torch
 _HOMES = {
     "LLM": "mindie_mm.worker.llm",
     "Dataset": "mindie_mm.batch.output.dataset",
+    "Embeddings": "mindie_mm.inputs",
     "EngineConfig": "mindie_mm.settings.config",
     "MindieMMError": "mindie_mm.errors",
     "Output": "mindie_mm.worker.llm",
