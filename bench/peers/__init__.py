@@ -62,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(row, flush=True)
     write(options.results, {"threads": options.threads, "rounds": options.rounds, "rows": rows})
     heads = ["checkpoint", "engine", *COLUMNS.values()]
-    lines = [heads, ["---"] * len(heads), *([row["checkpoint"], row["engine"], *(row[key] for key in COLUMNS)] for row in rows)]
+    lines = [
+        heads,
+        ["---"] * len(heads),
+        *([row["checkpoint"], row["engine"], *(row[key] for key in COLUMNS)] for row in rows),
+    ]
     table = "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
     (RESULTS / f"{options.results}.md").write_text(table, encoding="utf-8")
 
