@@ -54,20 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each engine")
     parser.add_argument("--results", default="peers", help="name of the result files in bench/results")
     options = parser.parse_args(arguments)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in options.checkpoints:
-        figures = asyncio.run(_measure(options, _directory(name)))
-        rows += [{"checkpoint": Path(name).name, "engine": engine, **row} for engine, row in figures.items()]
-        for row in rows[-len(figures) :]:
-            print(row, flush=True)
+        for engine, figures in asyncio.run(_measure(options, _directory(name))).items():
+            rows.append({"checkpoint": Path(name).name, "engine": engine, **figures})
     write(options.results, {"threads": options.threads, "rounds": options.rounds, "rows": rows})
-    heads = ["checkpoint", "engine", *COLUMNS.values()]
-    lines = [
-        heads,
-        ["---"] * len(heads),
-        *([row["checkpoint"], row["engine"], *(row[key] for key in COLUMNS)] for row in rows),
-    ]
-    table = "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
+    lines = [["checkpoint", "engine", *COLUMNS.values()], ["---"] * (2 + len(COLUMNS))]
+    lines += [[row["checkpoint"], row["engine"], *(str(row[key]) for key in COLUMNS)] for row in rows]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     (RESULTS / f"{options.results}.md").write_text(table, encoding="utf-8")
 
 

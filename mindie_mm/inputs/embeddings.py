@@ -80,6 +80,8 @@ def _rows(array: Any) -> NDArray[Any]:
             array = (array.float() if dtype == "bfloat16" else array).contiguous().numpy()
         rows = np.asarray(array, np.float32 if dtype == "bfloat16" else dtype).reshape(axes)
     except (TypeError, ValueError, RuntimeError) as error:  # for example a sparse tensor
+        if "DefaultCPUAllocator" in str(error):
+            raise MemoryError from error
         raise InputError(f"the embeddings cannot be read: {error}") from error
     if not np.isfinite(rows).all():
         raise InputError("the embeddings contain infinite values or NaN")

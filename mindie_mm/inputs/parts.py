@@ -231,7 +231,7 @@ def _parse_embeddings(
         grids |= given
     if len(grids) > 1:
         raise InputError(f"{where} has {' and '.join(grids)}; give only one grid")
-    (name, grid) = next(iter(grids.items()), (GRID, None))
+    name, grid = next(iter(grids.items()), (GRID, None))
     if value is None and grid is None and may_lack_data:
         return None
     if isinstance(value, Embeddings) and not grid_given(grid):
