@@ -63,7 +63,11 @@ class Stage:
         self._memory = WriteBatchMemory()
         self._wire = DiskWire()
         self._tokenizer = Tokenizer.from_pretrained(
-            settings.model or None, self._wire, family=settings.family or None, caps=settings.media
+            settings.model or None,
+            self._wire,
+            family=settings.family or None,
+            caps=settings.media,
+            limit_mm_per_prompt=settings.limit_mm_per_prompt,
         )
 
     def run(self, chunk: Chunk, doomed: Mapping[int, str]) -> Iterator[Step | Finished]:

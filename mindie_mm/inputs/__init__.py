@@ -31,6 +31,7 @@ from mindie_mm.inputs.items import (
     media_of,
     media_of_messages,
     messages_with_paths,
+    require_within,
     with_media,
     with_paths,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "refused_fields",
     "require_functions",
     "require_tools",
+    "require_within",
     "shown",
     "template_variables",
     "whole",

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from mindie_mm.errors import InputError
 from mindie_mm.settings.cgroup import available_cpus
-from mindie_mm.settings.limits import Count, CountOrNone, Seconds, complete_paths, require
+from mindie_mm.settings.limits import Count, CountOrNone, PromptLimits, Seconds, complete_paths, converted, require
 
 MiB = 2**20
 GiB = 2**30
@@ -188,6 +188,10 @@ class WorkerConfig:
     preprocessed_cache_bytes: CountOrNone = 256 * MiB
     """Size in bytes of the tokenizer process's cache of preprocessed media. Media that are sent again, for example in
     every turn of a chat, are copied from the cache. 0 turns off the cache."""
+    limit_mm_per_prompt: PromptLimits = field(default_factory=dict)
+    """Maximum number of images, videos and audio clips in one prompt, such as `image=4,video=1` or, as JSON,
+    `{"image": 4, "video": 1, "audio": 0}`. A prompt with more items is refused before any item is decoded. The pages of
+    a PDF count as images. Default: no limit other than the model's."""
     truncate: bool = False
     """If a prompt is too long, remove its oldest text and media items instead of refusing the request."""
     chat_template_content_format: ContentFormat = "auto"
@@ -197,6 +201,8 @@ class WorkerConfig:
     media: MediaCaps = field(default_factory=MediaCaps)
 
     def __post_init__(self) -> None:
+        limits = converted("limit_mm_per_prompt", self.limit_mm_per_prompt, PromptLimits)
+        object.__setattr__(self, "limit_mm_per_prompt", limits)
         require(self)
         complete_paths(self)
 

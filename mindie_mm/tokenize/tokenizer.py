@@ -22,6 +22,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family, Processor
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
+from mindie_mm.settings.limits import PromptLimits, converted
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
 from mindie_mm.tokenize.decoded import read_prompts
@@ -71,6 +72,7 @@ class Tokenizer:
         caps: MediaCaps | None = None,
         content_format: ContentFormat = "auto",
         decoders: int = 0,
+        limit_mm_per_prompt: PromptLimits | None = None,
     ) -> Self:
         """Return the tokenizer of a checkpoint.
 
@@ -85,9 +87,10 @@ class Tokenizer:
             content_format: Format in which the chat template receives the content of messages.
             decoders: Number of processes that decode the items of a prompt in parallel. With 0, this process decodes,
                 and `caps.max_decode_bytes` and `caps.max_decode_s` do not apply.
+            limit_mm_per_prompt: Maximum number of items in one prompt, such as {"image": 4, "video": 1}.
 
         Raises:
-            InputError: The arguments contradict each other.
+            InputError: An argument is invalid, or the arguments contradict each other.
             UnsupportedCheckpoint: The checkpoint is not supported.
             ProcessDied: The decoders cannot be started.
 
@@ -100,12 +103,13 @@ class Tokenizer:
             )
         if decoders and wire != "native":
             raise InputError(f"decoders is {decoders}; it must be 0 with the wire {wire!r}, which has no arena")
+        limits = converted("limit_mm_per_prompt", limit_mm_per_prompt or {}, PromptLimits)
         checkpoint, caps = Checkpoint.open(path), caps or MediaCaps()
         model_family = family_of(checkpoint, family)
         if not decoders:
             if arena is not None:
                 wire = NativeWire(arena)
-            make = partial(_in_process, checkpoint, model_family, wire=wire, caps=caps)
+            make = partial(_in_process, checkpoint, model_family, wire=wire, caps=caps, limits=limits)
             return cls(Prompts(checkpoint, model_family, make, content_format))
         with ExitStack() as undo:
             room = Room(arena or Arena.create(ARENA_BYTES), WorkerConfig().arena_wait_s, is_own=arena is None)
@@ -114,7 +118,7 @@ class Tokenizer:
             loop = LoopThread("tokenizer")
             undo.callback(loop.close, processes.close)
             loop.run(processes.open(decoders))
-            prompts = read_prompts(checkpoint, family, content_format, caps, processes, room, Preprocessed())
+            prompts = read_prompts(checkpoint, family, content_format, caps, processes, room, Preprocessed(), limits)
             tokenizer = cls(prompts, loop, processes)
             undo.pop_all()
         return tokenizer
@@ -248,7 +252,13 @@ class Tokenizer:
 
 
 def _in_process(
-    checkpoint: Checkpoint, family: type[Family], processor: Processor, *, wire: WireName | Wire, caps: MediaCaps
+    checkpoint: Checkpoint,
+    family: type[Family],
+    processor: Processor,
+    *,
+    wire: WireName | Wire,
+    caps: MediaCaps,
+    limits: PromptLimits,
 ) -> MediaStage:
     if wire == "mindie":
         layouts = processor.traits.mindie_layouts
@@ -257,7 +267,7 @@ def _in_process(
         wire = MindIEWire(layouts)
     elif not isinstance(wire, Wire):
         wire = NativeWire()
-    return InProcess(processor, Planner(processor, family.__name__), wire, caps)
+    return InProcess(processor, Planner(processor, family.__name__, limits), wire, caps)
 
 
 def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:

@@ -15,6 +15,7 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, OperationalError
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.settings.paths import working_directory
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.worker import Answer, Worker
@@ -61,6 +62,7 @@ class LLM:
         *,
         family: str | None = None,
         decoders: int = 0,
+        limit_mm_per_prompt: PromptLimits | None = None,
     ) -> None:
         """Start a worker.
 
@@ -72,6 +74,8 @@ class LLM:
             family: Family of the checkpoint, by default `config.family`.
             decoders: Number of processes that decode the items of a prompt in parallel, by default `config.decoders`.
                 If both are 0, a thread of this process decodes.
+            limit_mm_per_prompt: Maximum number of items in one prompt, such as {"image": 4, "video": 1}, by default
+                `config.limit_mm_per_prompt`.
 
         """
         config = config or WorkerConfig()
@@ -81,6 +85,8 @@ class LLM:
             config = replace(config, family=family)
         if decoders:
             config = replace(config, decoders=decoders)
+        if limit_mm_per_prompt is not None:
+            config = replace(config, limit_mm_per_prompt=limit_mm_per_prompt)
         self._loop = LoopThread("LLM")
         try:
             self._worker = self._loop.run(Worker.start(config, in_process=True))

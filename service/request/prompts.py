@@ -23,6 +23,7 @@ from mindie_mm.inputs import (
     messages_with_paths,
     parse_inputs,
     parse_messages,
+    require_within,
     with_defaults,
     with_paths,
 )
@@ -58,6 +59,8 @@ async def prompts(
     field = _field(requests[0])
     with blaming(field):
         parsed = [_checked(request, service.config, service.kept, owner) for request in requests]
+        for items, _ in parsed:
+            require_within(items, service.worker.config.limit_mm_per_prompt)
     media = [item for items, _ in parsed for item in items]
     with ExitStack() as stack:
         changes: dict[str, Any] = {}

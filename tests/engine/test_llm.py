@@ -18,7 +18,14 @@ import pytest
 from PIL import Image
 
 from mindie_mm import LLM, SamplingParams, StructuredOutputs, Tokenizer
-from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, OperationalError, ProcessDied
+from mindie_mm.errors import (
+    ContextLengthExceeded,
+    InputError,
+    LimitExceeded,
+    MediaError,
+    OperationalError,
+    ProcessDied,
+)
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import arenas_of
 from mindie_mm.worker import worker as worker_module
@@ -33,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("copied_workers")
 def llm(random_checkpoint):
     """Yield an LLM that was opened by a relative path in another working directory."""
     with contextlib.chdir(random_checkpoint.parent):
-        llm = LLM(random_checkpoint.name)
+        llm = LLM(random_checkpoint.name, limit_mm_per_prompt={"video": 1})
     with llm:
         yield llm
 
@@ -71,6 +78,14 @@ def test_one_bad_input_does_not_fail_the_others(llm):
     assert "/no/such/file.png" in str(bad.error)
     with pytest.raises(MediaError):
         llm.generate(inputs, GREEDY)
+
+
+def test_an_input_with_too_many_items_is_refused_before_any_is_decoded(llm):
+    (output,) = llm.generate([[{"video": b"not a video"}] * 2], GREEDY, on_error="return")
+    assert isinstance(output.error, LimitExceeded)
+    assert "has 2 media items of kind video; the limit is 1 (limit_mm_per_prompt)" in str(output.error)
+    with pytest.raises(LimitExceeded, match="the limit is 1"):
+        llm.chat([{"role": "user", "content": [{"video": b"not a video"}]}] * 2, GREEDY)
 
 
 def test_an_unexpected_exception_does_not_fail_the_others(llm, monkeypatch):

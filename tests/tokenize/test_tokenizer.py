@@ -275,6 +275,24 @@ def test_items_that_do_not_fit_the_arena_are_refused(tokenizer, arena, spool):
     assert arena.num_blocks == 0
 
 
+def test_a_prompt_with_too_many_items_is_refused_before_any_is_decoded(checkpoint_path, spool):
+    limits = {"image": 2, "video": 0}
+    picture, broken = {"image": str(spool / "image/0.jpg")}, {"image": b"not a picture"}
+    with Tokenizer.from_pretrained(checkpoint_path, limit_mm_per_prompt=limits) as tokenizer:
+        assert len(tokenizer.tokenize([picture, picture])) > 2
+        refused = pytest.raises(LimitExceeded, match=r"has 3 media items of kind image; the limit is 2 \(limit_mm")
+        with refused:
+            tokenizer.tokenize([broken] * 3, spool / "shm_name.txt")
+        with refused:
+            tokenizer.tokenize_chat([{"role": "user", "content": [broken]}] * 3, spool / "shm_name.txt")
+        with refused:
+            tokenizer.tokenize_ids([1], [broken] * 3, spool / "shm_name.txt")
+        with pytest.raises(LimitExceeded, match="has 1 media items of kind video; the limit is 0"):
+            tokenizer.tokenize([{"video": b"not a video"}], spool / "shm_name.txt")
+    with pytest.raises(InputError, match=r"limit_mm_per_prompt is \{'images': 2\}; it must be a map"):
+        Tokenizer.from_pretrained(checkpoint_path, limit_mm_per_prompt={"images": 2})
+
+
 def test_a_long_prompt_is_refused_before_preprocessing(tokenizer, arena, spool):
     items = parse_inputs([{"image": str(spool / "image" / "0.jpg")}, {"text": "what is it?"}])
     with pytest.raises(ContextLengthExceeded, match=r"the prompt has \d+ tokens; the limit is 20"):

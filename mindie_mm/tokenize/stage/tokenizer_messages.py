@@ -12,6 +12,7 @@ import numpy as np
 from mindie_mm.inputs import MediaDefaults
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
+from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
@@ -59,6 +60,7 @@ class Setup(msgspec.Struct, frozen=True):
     preprocessed_cache_bytes: int
     chat_template_content_format: ContentFormat
     media: MediaCaps
+    limit_mm_per_prompt: PromptLimits
 
     @classmethod
     def of(cls, model: Path, config: WorkerConfig) -> Setup:
