@@ -70,6 +70,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     shard_rows: int = 128
     """Maximum number of rows of a shard. A chunk, which is repeated if its process dies, has the same number of
     rows."""
+    webui_images: bool = False
+    """Whether texts may contain pictures in the format of text-generation-webui."""
     limit_mm_per_prompt: PromptLimits = {}
     """Maximum number of media items in a row, by kind. A row with more items fails."""
     media: MediaCaps = MediaCaps()

@@ -41,6 +41,9 @@ from mindie_mm.settings.config import MediaCaps, MiB
 @click.option("--truncate", is_flag=True,
               help="Shorten rows of more than --max-tokens tokens: remove their oldest text and whole media "
               "items.")  # fmt: skip
+@click.option("--webui-images", is_flag=True,
+              help="Read pictures in texts, in the format of text-generation-webui: "
+              '<img src="data:image/jpeg;base64,...">.')  # fmt: skip
 @click.option("--limit-mm-per-prompt", type=TEXT, metavar="LIMITS",
               help="Maximum number of media items in a row, such as image=4,video=1 or, as JSON, "
               '{"image": 4, "video": 1}. A row with more items fails.  [default: no limit other than the '

@@ -15,7 +15,15 @@ from transformers.utils import get_json_schema
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.inputs import Media, media_of, media_of_messages, parse_inputs, parse_messages
+from mindie_mm.inputs import (
+    Media,
+    media_of,
+    media_of_messages,
+    parse_inputs,
+    parse_messages,
+    webui_items,
+    webui_messages,
+)
 from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -129,7 +137,11 @@ class Tokenizer:
         return self.prompts.has_template
 
     def tokenize(
-        self, inputs: Sequence[Mapping[str, Any]], shm_name_save_path: str | Path | None = None
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        shm_name_save_path: str | Path | None = None,
+        *,
+        webui: bool = False,
     ) -> torch.Tensor:
         """Join items without a template, and return their ids.
 
@@ -137,6 +149,8 @@ class Tokenizer:
             inputs: Items in order. Each item is a mapping such as {"text": ...} or {"image": ...}.
             shm_name_save_path: Path file that records the references to media. The caller must release it when the ids
                 are no longer needed. The default is dirname(dirname(first media path))/shm_name.txt.
+            webui: Whether texts may contain pictures in the format of text-generation-webui, `<img
+                src="data:image/jpeg;base64,...">`.
 
         Returns:
             int64 [T] on the CPU. The first placeholders of each media item are replaced with its handle words.
@@ -147,7 +161,8 @@ class Tokenizer:
             SharedMemoryError: Shared memory cannot be used.
 
         """
-        items = self.run(Pages(self.prompts.stage).of_items(parse_inputs(inputs)))
+        parsed = webui_items(parse_inputs(inputs), webui=webui)
+        items = self.run(Pages(self.prompts.stage).of_items(parsed))
         media = media_of(items)
         prompt = self.make(self.prompts.draft_items(items), _path_file(media, shm_name_save_path))
         return torch.from_numpy(prompt.ids)
@@ -157,6 +172,8 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         shm_name_save_path: str | Path | None = None,
         add_generation_prompt: bool = True,
+        *,
+        webui: bool = False,
         **template_kwargs: Any,
     ) -> torch.Tensor:
         """Return the ids of chat messages, which are formatted with the checkpoint's chat template.
@@ -165,6 +182,7 @@ class Tokenizer:
             messages: Messages as in OpenAI's chat API.
             shm_name_save_path: As in `tokenize`.
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
+            webui: As in `tokenize`.
             template_kwargs: More variables for the template. `tools` may contain Python functions. For each function,
                 transformers derives a description from the docstring.
 
@@ -175,7 +193,8 @@ class Tokenizer:
             InputError, ArenaFull, SharedMemoryError: The same conditions as in `tokenize`.
 
         """
-        parsed = self.run(Pages(self.prompts.stage).of_messages(parse_messages(messages)))
+        read = webui_messages(parse_messages(messages), webui=webui)
+        parsed = self.run(Pages(self.prompts.stage).of_messages(read))
         if tools := template_kwargs.get("tools"):  # before escaping, because control tokens in docstrings are text
             template_kwargs["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         path_file = _path_file(media_of_messages(parsed), shm_name_save_path)

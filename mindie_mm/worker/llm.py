@@ -106,6 +106,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         chat_template: bool = True,
+        webui: bool = False,
         on_error: Literal["raise", "return"] = "raise",
     ) -> list[Output]:
         """Generate an output for each input. Inputs are batched, and an input that fails does not affect other inputs.
@@ -114,6 +115,8 @@ class LLM:
             inputs: Texts, or lists of items (`List[Dict]`). Tuples are treated as lists.
             params: Sampling settings. By default, those of `get_default_sampling_params`.
             chat_template: Whether to format each input as one user turn with the checkpoint's chat template.
+            webui: Whether texts may contain pictures in the format of text-generation-webui, `<img
+                src="data:image/jpeg;base64,...">`.
             on_error: "raise" raises the first error after all inputs are done. "return" stores the error of an input in
                 its `Output`.
 
@@ -127,7 +130,7 @@ class LLM:
         """
         if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
             raise InputError(f"inputs is a {type(inputs).__name__}; {_ONE_LIST_PER_PROMPT}")
-        requests = [_request(i, one, chat_template) for i, one in enumerate(inputs)]
+        requests = [_request(i, one, chat_template, webui) for i, one in enumerate(inputs)]
         outputs = self._loop.run(self._generate(requests, self._checked(params)))
         if on_error == "raise":
             for output in outputs:
@@ -143,6 +146,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        webui: bool = False,
     ) -> Output:
         """Return the assistant's answer to chat messages, in the format of /v1/chat/completions.
 
@@ -152,6 +156,7 @@ class LLM:
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
             continue_final_message: Whether the last message is continued instead of answered. No header is added.
             chat_template_kwargs: Additional variables of the chat template, such as `tools`.
+            webui: As in `generate`.
 
         """
         request = TokenizeRequest(
@@ -160,6 +165,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs or {},
+            webui=webui,
         )
         (output,) = self._loop.run(self._generate([request], self._checked(params)))
         if output.error is not None:
@@ -226,11 +232,11 @@ class LLM:
         )
 
 
-def _request(index: int, one: Any, chat_template: bool) -> TokenizeRequest:
+def _request(index: int, one: Any, chat_template: bool, webui: bool) -> TokenizeRequest:
     if isinstance(one, str):
         one = [{"text": one}]
     if isinstance(one, Mapping):
         raise InputError(f"inputs[{index}] is one item of a prompt; {_ONE_LIST_PER_PROMPT}")
     if not isinstance(one, list | tuple):
         raise InputError(f"inputs[{index}] is a {type(one).__name__}; {_ONE_LIST_PER_PROMPT}")
-    return TokenizeRequest(items=list(one), chat=chat_template, folder=working_directory())
+    return TokenizeRequest(items=list(one), chat=chat_template, webui=webui, folder=working_directory())

@@ -1,5 +1,6 @@
 """Tests of `models`, `doctor`, `ask` and the help of the commands."""
 
+import base64
 import importlib.util
 import json
 import os
@@ -55,6 +56,9 @@ def test_ask_answers_about_a_picture(random_checkpoint, tmp_path):
     assert answer["finish_reason"] in ("length", "stop")
     assert answer["timings"]["tower_s"] > 0
     assert list(tmp_path.iterdir()) == [picture]
+    tag = f'<img src="data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}">What?'
+    same = json.loads(run_warm(*asked[:1], tag, *asked[4:], "--webui-images", "--json"))
+    assert same["token_ids"] == answer["token_ids"]
 
 
 def test_ask_shows_the_sampling_parameters_of_the_checkpoint_and_no_warning_about_them(random_checkpoint, tmp_path):

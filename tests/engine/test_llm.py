@@ -30,6 +30,7 @@ from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import arenas_of
 from mindie_mm.worker import worker as worker_module
 from mindie_mm.worker.worker import Worker
+from tools.demo import data_url
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -86,6 +87,16 @@ def test_an_input_with_too_many_items_is_refused_before_any_is_decoded(llm):
     assert "has 2 media items of kind video; the limit is 1 (limit_mm_per_prompt)" in str(output.error)
     with pytest.raises(LimitExceeded, match="the limit is 1"):
         llm.chat([{"role": "user", "content": [{"video": b"not a video"}]}] * 2, GREEDY)
+
+
+def test_texts_may_have_pictures_as_in_text_generation_webui(llm, picture):
+    url = data_url(picture)
+    text = f'<img src="{url}">What?'
+    items = [{"image": url}, {"text": "What?"}]
+    expected, found = llm.generate([items], GREEDY), llm.generate([text], GREEDY, webui=True)
+    assert found[0].token_ids == expected[0].token_ids
+    message = {"role": "user", "content": text}
+    assert llm.chat([message], GREEDY, webui=True).token_ids == expected[0].token_ids
 
 
 def test_an_unexpected_exception_does_not_fail_the_others(llm, monkeypatch):

@@ -32,6 +32,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool = True
     """Whether `items` are formatted as one user turn, if the checkpoint has a chat template. Otherwise they are
     joined."""
+    webui: bool = False
+    """Whether texts may contain images in the format of text-generation-webui."""
     path_file: str = ""
     """Path file of the request. It may be empty only for a prompt without media."""
     folder: str = ""
