@@ -32,6 +32,7 @@ from mindie_mm.inputs.items import (
     media_of,
     media_of_messages,
     messages_with_paths,
+    require_within,
     with_media,
     with_paths,
 )
@@ -39,7 +40,7 @@ from mindie_mm.inputs.media_kwargs import MediaDefaults, media_defaults, with_de
 from mindie_mm.inputs.parts import GRID, MAX_LISTED_FRAMES, parse_inputs
 from mindie_mm.inputs.prompt_fields import OFF, PROMPT_FIELDS, refused_fields, template_variables
 from mindie_mm.inputs.tools import require_functions, require_tools
-from mindie_mm.inputs.webui import from_webui_prompt
+from mindie_mm.inputs.webui import WebuiImages, long_data_url, webui_items, webui_messages
 
 __all__ = [
     "CUSTOM_ROLE",
@@ -62,7 +63,8 @@ __all__ = [
     "Paths",
     "Role",
     "Text",
-    "from_webui_prompt",
+    "WebuiImages",
+    "long_data_url",
     "media_defaults",
     "media_of",
     "media_of_messages",
@@ -72,8 +74,11 @@ __all__ = [
     "refused_fields",
     "require_functions",
     "require_tools",
+    "require_within",
     "shown",
     "template_variables",
+    "webui_items",
+    "webui_messages",
     "whole",
     "with_defaults",
     "with_media",

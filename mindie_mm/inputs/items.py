@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from mindie_mm.errors import LimitExceeded
+from mindie_mm.settings.limits import PromptLimits
 
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
@@ -102,6 +106,16 @@ class Message:
     """A text, or items in order. None if the message has no content, for example because it only calls tools."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """All other fields of the message, such as `name` and `tool_calls`. The chat template receives these fields."""
+
+
+def require_within(media: Sequence[Media], limits: PromptLimits) -> None:
+    """Raise LimitExceeded if a prompt with `media` exceeds `limits`."""
+    counts = Counter(item.kind for item in media)
+    for kind, limit in limits.items():
+        if counts[kind] > limit:
+            raise LimitExceeded(
+                f"the prompt has {counts[kind]} media items of kind {kind}; the limit is {limit} (limit_mm_per_prompt)"
+            )
 
 
 def media_of(items: Sequence[Item]) -> list[Media]:

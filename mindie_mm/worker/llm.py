@@ -16,6 +16,7 @@ from mindie_mm.errors import ArenaFull, InputError, MindieMMError, OperationalEr
 from mindie_mm.inputs import Embeddings
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.settings.paths import working_directory
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.token_ids import TokenIds, is_token_ids
@@ -65,6 +66,7 @@ class LLM:
         *,
         family: str | None = None,
         decoders: int = 0,
+        limit_mm_per_prompt: PromptLimits | None = None,
     ) -> None:
         """Start a worker.
 
@@ -76,6 +78,8 @@ class LLM:
             family: Family of the checkpoint, by default `config.family`.
             decoders: Number of processes that decode the items of a prompt in parallel, by default `config.decoders`.
                 If both are 0, a thread of this process decodes.
+            limit_mm_per_prompt: Maximum number of items in one prompt, such as {"image": 4, "video": 1}, by default
+                `config.limit_mm_per_prompt`.
 
         """
         config = config or WorkerConfig()
@@ -85,6 +89,8 @@ class LLM:
             config = replace(config, family=family)
         if decoders:
             config = replace(config, decoders=decoders)
+        if limit_mm_per_prompt is not None:
+            config = replace(config, limit_mm_per_prompt=limit_mm_per_prompt)
         self._loop = LoopThread("LLM")
         try:
             self._worker = self._loop.run(Worker.start(config, in_process=True))
@@ -104,6 +110,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         chat_template: bool = True,
+        webui: bool = False,
         on_error: OnError = "raise",
     ) -> list[Output]:
         """Generate an output for each input. Inputs are batched, and an input that fails does not affect other inputs.
@@ -116,6 +123,8 @@ class LLM:
             params: Sampling settings. By default, those of `get_default_sampling_params`.
             chat_template: Whether to format each input as one user turn with the checkpoint's chat template. Token ids
                 are not changed.
+            webui: Whether texts may contain pictures in the format of text-generation-webui, `<img
+                src="data:image/jpeg;base64,...">`.
             on_error: "raise" raises the first error after all inputs are done. "return" stores the error of an input in
                 its `Output`.
 
@@ -127,7 +136,7 @@ class LLM:
                 input is run.
 
         """
-        return self._outputs(_requests(inputs, chat_template), params, on_error)
+        return self._outputs(_requests(inputs, chat_template, webui), params, on_error)
 
     def beam_search(
         self, prompts: Sequence[Any], params: BeamSearchParams, *, chat_template: bool = True
@@ -159,7 +168,7 @@ class LLM:
         return _successful(self._run(_requests(prompts, chat_template), search))
 
     def stream(
-        self, prompt: Any, params: SamplingParams | None = None, *, chat_template: bool = True
+        self, prompt: Any, params: SamplingParams | None = None, *, chat_template: bool = True, webui: bool = False
     ) -> Generator[Delta, None, None]:
         """Yield the output for one prompt in parts, as the engine generates it.
 
@@ -170,13 +179,14 @@ class LLM:
             prompt: A text, a list of items or token ids, as in `generate`.
             params: Sampling settings. By default, those of `get_default_sampling_params`.
             chat_template: Same as in `generate`.
+            webui: Same as in `generate`.
 
         Raises:
             InputError: `prompt` is not a prompt, or a setting in `params` is invalid.
             MindieMMError: The prompt failed. This is raised by the iterator.
 
         """
-        request = _request("prompt", prompt, chat_template)
+        request = _request("prompt", prompt, chat_template, webui)
         return self._loop.iterate(self._worker.answer(request, self._checked(params), uuid.uuid4().hex))
 
     @overload
@@ -188,6 +198,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        webui: bool = False,
         on_error: OnError = "raise",
     ) -> Output: ...
 
@@ -200,6 +211,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        webui: bool = False,
         on_error: OnError = "raise",
     ) -> list[Output]: ...
 
@@ -211,6 +223,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        webui: bool = False,
         on_error: OnError = "raise",
     ) -> Output | list[Output]:
         """Return the assistant's answer to a conversation, or to each of several conversations.
@@ -222,6 +235,7 @@ class LLM:
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
             continue_final_message: Whether the last message is continued instead of answered. No header is added.
             chat_template_kwargs: Additional variables of the chat template, such as `tools`.
+            webui: Same as in `generate`.
             on_error: Same as in `generate`.
 
         Returns:
@@ -236,6 +250,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs or {},
+                webui=webui,
             )
             for conversation in (messages if several else [messages])
         ]
@@ -359,13 +374,13 @@ def _successful(outputs: Sequence[T | MindieMMError]) -> list[T]:
     return found
 
 
-def _requests(inputs: Sequence[Any], chat_template: bool) -> list[TokenizeRequest | TokenIds]:
+def _requests(inputs: Sequence[Any], chat_template: bool, webui: bool = False) -> list[TokenizeRequest | TokenIds]:
     if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
         raise InputError(f"inputs is a {type(inputs).__name__}; {_ONE_LIST_PER_PROMPT}")
-    return [_request(f"inputs[{i}]", one, chat_template) for i, one in enumerate(inputs)]
+    return [_request(f"inputs[{i}]", one, chat_template, webui) for i, one in enumerate(inputs)]
 
 
-def _request(name: str, prompt: Any, chat_template: bool) -> TokenizeRequest | TokenIds:
+def _request(name: str, prompt: Any, chat_template: bool, webui: bool) -> TokenizeRequest | TokenIds:
     """Return the request for the argument `name` of a call."""
     if isinstance(prompt, str):
         prompt = [{"text": prompt}]
@@ -375,4 +390,4 @@ def _request(name: str, prompt: Any, chat_template: bool) -> TokenizeRequest | T
         raise InputError(f"{name} is one item of a prompt; {_ONE_LIST_PER_PROMPT}")
     if not isinstance(prompt, list | tuple):
         raise InputError(f"{name} is a {type(prompt).__name__}; {_ONE_LIST_PER_PROMPT}")
-    return TokenizeRequest(items=list(prompt), chat=chat_template, folder=working_directory())
+    return TokenizeRequest(items=list(prompt), chat=chat_template, webui=webui, folder=working_directory())

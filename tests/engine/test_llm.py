@@ -19,11 +19,19 @@ import torch
 from PIL import Image
 
 from mindie_mm import LLM, Embeddings, SamplingParams, StructuredOutputs, Tokenizer
-from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, OperationalError, ProcessDied
+from mindie_mm.errors import (
+    ContextLengthExceeded,
+    InputError,
+    LimitExceeded,
+    MediaError,
+    OperationalError,
+    ProcessDied,
+)
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import arenas_of
 from mindie_mm.worker import worker as worker_module
 from mindie_mm.worker.worker import Worker
+from tools.demo import data_url
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LOGPROBS = msgspec.structs.replace(GREEDY, logprobs=0)
@@ -35,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("copied_workers")
 def llm(random_checkpoint):
     """Yield an LLM that was opened by a relative path in another working directory."""
     with contextlib.chdir(random_checkpoint.parent):
-        llm = LLM(random_checkpoint.name)
+        llm = LLM(random_checkpoint.name, limit_mm_per_prompt={"video": 1})
     with llm:
         yield llm
 
@@ -117,6 +125,24 @@ def test_one_bad_input_does_not_fail_the_others(llm):
     assert "/no/such/file.png" in str(bad.error)
     with pytest.raises(MediaError):
         llm.generate(inputs, GREEDY)
+
+
+def test_an_input_with_too_many_items_is_refused_before_any_is_decoded(llm):
+    (output,) = llm.generate([[{"video": b"not a video"}] * 2], GREEDY, on_error="return")
+    assert isinstance(output.error, LimitExceeded)
+    assert "has 2 media items of kind video; the limit is 1 (limit_mm_per_prompt)" in str(output.error)
+    with pytest.raises(LimitExceeded, match="the limit is 1"):
+        llm.chat([{"role": "user", "content": [{"video": b"not a video"}]}] * 2, GREEDY)
+
+
+def test_texts_may_have_pictures_as_in_text_generation_webui(llm, picture):
+    url = data_url(picture)
+    text = f'<img src="{url}">What?'
+    items = [{"image": url}, {"text": "What?"}]
+    expected, found = llm.generate([items], GREEDY), llm.generate([text], GREEDY, webui=True)
+    assert found[0].token_ids == expected[0].token_ids
+    message = {"role": "user", "content": text}
+    assert llm.chat([message], GREEDY, webui=True).token_ids == expected[0].token_ids
 
 
 def test_an_unexpected_exception_does_not_fail_the_others(llm, monkeypatch):

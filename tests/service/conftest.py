@@ -24,6 +24,7 @@ SETTINGS = {
     "max_item_bytes": 4 * MiB,
     "max_media_bytes": 5 * MiB,
     "max_media_items": 4,
+    "limit_mm_per_prompt": '{"audio": 2}',
     "media_uuid_bytes": MEDIA_UUID_BYTES,
     "max_held_logprobs": 2**17,
     "grace_s": 0.2,
