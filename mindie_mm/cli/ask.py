@@ -17,6 +17,9 @@ from mindie_mm.processes.interrupts import importing
 @click.option("--image", "images", multiple=True, type=READABLE_FILE, help="Image to ask about. Repeatable.")
 @click.option("--video", "videos", multiple=True, type=READABLE_FILE, help="Video to ask about. Repeatable.")
 @click.option("--audio", "sounds", multiple=True, type=READABLE_FILE, help="Audio clip to ask about. Repeatable.")
+@click.option("--webui-images", is_flag=True,
+              help="Read pictures in QUESTION, in the format of text-generation-webui: "
+              '<img src="data:image/jpeg;base64,...">.')  # fmt: skip
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="Print text, token ids, finish reason, timings and "
               "the sampling parameters that were used, as JSON.")  # fmt: skip
@@ -26,6 +29,7 @@ def command(
     videos: tuple[Path, ...],
     sounds: tuple[Path, ...],
     *,
+    webui_images: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -46,7 +50,7 @@ def command(
         from mindie_mm.worker.worker import Answer
 
     items: list[dict[str, Any]] = [{kind: str(path)} for kind, paths in media.items() for path in paths]
-    request = TokenizeRequest(items=[*items, {"text": question}], folder=working_directory())
+    request = TokenizeRequest(items=[*items, {"text": question}], webui=webui_images, folder=working_directory())
     answer = Answer()
     with Session(config) as session:
         session.answer(request, params, answer, silent=as_json)

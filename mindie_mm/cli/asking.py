@@ -38,7 +38,10 @@ _OPTIONS = (
     click.option("--generation-config", metavar="auto|vllm|FOLDER",
                  help="Source of the other sampling parameters: the checkpoint's generation_config.json, "
                  "neutral values, or a folder with such a file.  [default: auto]"),
-    click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]"),
+    click.option(
+        "--device",
+        help="Device that runs the model: auto, npu, cuda or cpu, or one of several, such as cuda:1.  [default: auto]",
+    ),
     click.option("--tensor-parallel", type=click.IntRange(1),
                  help="Number of devices that share the model's weights.  [default: 1]"),
 )  # fmt: skip
