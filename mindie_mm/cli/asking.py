@@ -171,5 +171,5 @@ class Session:
 
 def write(text: str) -> None:
     """Write a part of an answer. A terminal does not get control characters."""
-    click.echo(text.translate(_CONTROLS) if sys.stdout.isatty() else text, nl=False)
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
