@@ -91,6 +91,7 @@ def test_every_form_of_a_grid_is_accepted(grid: Any) -> None:
         ({"image_embeds": ROWS, "max_pixels": 5}, "embeddings have no options except their grid"),
         ({"image_embeds": {"image_embeds": ROWS, "fps": 5}}, "unknown key 'fps'"),
         ({"image_embeds": "a.safetensors", "grid": "b.safetensors"}, "is a file, whose grid cannot be given as grid"),
+        ({"image_embeds": "a.safetensors", "image_grid_thw": (1, 4, 4)}, "its image_grid_thw is of type tuple"),
         ({"image_embeds": ROWS, "image": "a.png"}, "exactly one of"),
     ],
 )

@@ -240,10 +240,10 @@ def _parse_embeddings(
         with naming(where):
             return Embeddings(value.array if isinstance(value, Embeddings) else value, () if grid is None else grid)
     files = (value,) if grid is None else (value, grid)
-    for file in files:
+    for file, what in zip(files, (where, f"{where} is a file, but its {name}"), strict=False):
         if not isinstance(file, (str, bytes, bytearray, memoryview, os.PathLike)):
             raise InputError(
-                f"{where} is {type_of(file)}; it must be base64 of safetensors or of torch.save's output, a file, or "
+                f"{what} is {type_of(file)}; it must be base64 of safetensors or of torch.save's output, a file, or "
                 "an array"
             )
     if len(files) > 1 and name == GRID:
