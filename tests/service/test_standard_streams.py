@@ -35,7 +35,7 @@ def serving(settings: dict[str, object], stderr: IO[str], **given: Any) -> Itera
     assert process.stdout is not None
     try:
         assert select.select([process.stdout], [], [], 90)[0], "it is not ready"
-        yield process, process.stdout.readline().split()[-1]
+        yield process, process.stdout.readline().partition(" at ")[2].split()[0]
     finally:
         process.kill()
         process.stdout.close()
