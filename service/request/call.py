@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ import msgspec
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, MAX_LOGPROBS, SamplingParams
-from mindie_mm.errors import InputError, LimitExceeded, blaming
+from mindie_mm.errors import BadReference, FeatureCountMismatch, InputError, LimitExceeded, blaming
 from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
@@ -64,6 +64,8 @@ class Call:
     """Field of the request that describes the structured output."""
     length_penalty: float | None = None
     """Length penalty of a beam search with `n` beams. If it is None, tokens are drawn."""
+    accepts_handles: bool = False
+    """Whether token ids of the request may contain handle words."""
     silent: Collection[int] | None = None
     """Ids of the tokens that are left out of the text. If it is None, `params.skip_special_tokens` applies."""
 
@@ -84,15 +86,33 @@ class Call:
 
     @asynccontextmanager
     async def prompts_of_ids(
-        self, given: Sequence[Sequence[int]], cut: PromptOptions
+        self, given: Sequence[Sequence[int]], cut: PromptOptions, *, field: str = "prompt", of_text: Iterable[str] = ()
     ) -> AsyncIterator[list[PromptSource]]:
         """Yield the prompts for token ids that a client sent, truncated as `cut` specifies.
 
-        Raise InputError if an id is not in the vocabulary, or if the structured output is not supported.
+        Args:
+            given: Token ids of each prompt.
+            cut: Options with the number of tokens to keep.
+            field: Field of the request that contains the ids.
+            of_text: Fields that the request sets and that need the whole prompt in the service, which does not know the
+                placeholders of a handle.
+
+        Raises:
+            InputError: An id is not in the vocabulary, the ids have handles although a field of `of_text` is set, or
+                the structured output is not supported.
+
         """
         with self.meter.counted(len(given) * self.n):
             await self.check_structure()
-            yield [PromptSource(prompt_of_ids(self.service, self._cut(ids, cut), "prompt")) for ids in given]
+            if self.accepts_handles and any(index < 0 for ids in given for index in ids):
+                for name in of_text:
+                    raise InputError(f"{name} is not supported with handles in {field}; leave {name} out", param=name)
+            yield [
+                PromptSource(
+                    prompt_of_ids(self.service, self._cut(ids, cut), field, accept_handles=self.accepts_handles)
+                )
+                for ids in given
+            ]
 
     def _cut(self, ids: Sequence[int], options: PromptOptions) -> Sequence[int]:
         """Return `ids`, truncated to `options.cut_to` tokens."""
@@ -197,7 +217,7 @@ class Call:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         begins = True
         outputs = self.service.worker.generate(source, params, f"{self.id}-{index}", whole=whole, silent=self.silent)
-        async with aclosing(outputs) as deltas:
+        async with _blaming_handles(source), aclosing(outputs) as deltas:
             async for delta in deltas:
                 if delta.prompt_logprobs is not None and not prompt_logprobs.done():
                     prompt_logprobs.set_result(delta.prompt_logprobs)
@@ -239,6 +259,17 @@ class Call:
         if self.params.seed is None or not index:
             return self.params
         return msgspec.structs.replace(self.params, seed=(self.params.seed + index + 2**63) % 2**64 - 2**63)
+
+
+@asynccontextmanager
+async def _blaming_handles(source: PromptSource) -> AsyncIterator[None]:
+    """Raise an InputError in place of an error about handles that the client itself sent."""
+    try:
+        yield
+    except (BadReference, FeatureCountMismatch) as error:
+        if source.can_remake:
+            raise
+        raise InputError(f"a handle of the prompt cannot be used: {error}") from error
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

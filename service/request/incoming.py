@@ -49,6 +49,8 @@ class Incoming:
     clock: Clock
     owner: bytes
     """Digest of the API key that the request carries."""
+    accepts_handles: bool
+    """See `Call.accepts_handles`."""
 
     def call(
         self,
@@ -93,7 +95,17 @@ class Incoming:
         field = structure.field if structure is not None else None
         timed = bool(settings.timings)
         return Call(
-            self.service, params, n, prefix + self.id, self.clock, timed, meter, self.owner, field, length_penalty
+            self.service,
+            params,
+            n,
+            prefix + self.id,
+            self.clock,
+            timed,
+            meter,
+            self.owner,
+            field,
+            length_penalty,
+            accepts_handles=self.accepts_handles,
         )
 
     def _require_order(self, params: SamplingParams) -> None:
@@ -113,7 +125,14 @@ class Incoming:
 
 
 async def _incoming(request: Request, service: ServiceDep) -> Incoming:
-    return Incoming(service, request.state.request_id, Clock(request.state.arrived), key_digest(request.headers))
+    state = request.state
+    return Incoming(
+        service,
+        state.request_id,
+        Clock(state.arrived),
+        key_digest(request.headers),
+        accepts_handles=service.config.accept_handles and getattr(state, "unix_socket", False) is True,
+    )
 
 
 IncomingDep = Annotated[Incoming, Depends(_incoming)]
