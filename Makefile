@@ -11,7 +11,7 @@ HAS_CPU_INDEX = ! nvidia-smi >/dev/null 2>&1 \
 # Tests start hundreds of processes: where the environment forbids to keep bytecode, each would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-clients gcc lint docs format serve bench clean python3-venv browser proxies
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-clients gcc lint docs format serve bench bench-peers clean python3-venv browser proxies
 
 install: .venv/installed
 
@@ -132,6 +132,10 @@ serve: install
 
 bench: install
 	$(BIN)/python -m bench
+
+# OpenVINO GenAI and llama.cpp's server, for bench.peers. Takes about 20 minutes, and needs cmake, ninja and a C++ compiler.
+bench-peers: install
+	$(BIN)/python -m bench.peers.install
 
 clean:
 	rm -rf .venv .venv-npu .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

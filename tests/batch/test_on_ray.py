@@ -57,13 +57,21 @@ def test_nodes_get_the_list_of_a_media_folder_from_the_driver(cluster, media, tm
         (only / f"{index}.jpg").write_bytes((media / f"{index}.jpg").read_bytes())
     given = settings(only, shard_rows=1)
     run_in_process(given, tmp_path / "here")
-    pieces = on_ray._pieces
+    pieces, shards = on_ray._pieces, on_ray.shards
+    aside: dict[Path, Path] = {}
 
-    def moved(path: Path) -> Iterator[bytes]:
+    def hidden(path: Path) -> Iterator[bytes]:
+        """Hide the driver's list from the nodes, which in this test have the same file system."""
         yield from pieces(path)
-        path.unlink()
+        aside[path] = path.rename(tmp_path / path.name)
 
-    monkeypatch.setattr(on_ray, "_pieces", moved)
+    def restored(*arguments: Any) -> Iterator[Any]:
+        yield from shards(*arguments)
+        for path, list_of_driver in aside.items():
+            list_of_driver.replace(path)
+
+    monkeypatch.setattr(on_ray, "_pieces", hidden)
+    monkeypatch.setattr(on_ray, "shards", restored)
     monkeypatch.setattr(on_ray, "_PIECE_BYTES", 100)
     monkeypatch.setattr(on_ray, "_MOST_BLOCKS", 3)
     monkeypatch.chdir(tmp_path)

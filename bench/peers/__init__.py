@@ -1,0 +1,108 @@
+"""Speed and memory beside OpenVINO GenAI and llama.cpp's server on the CPU.
+
+    make bench-peers                                   # installs both into build/bench-peers; about 20 minutes
+    python -m bench.peers                              # `small` and `mid` of `tools.random_checkpoint`
+    python -m bench.peers --checkpoints DIRECTORY --engines mindie_mm,llama_q8_0 --rounds 3
+
+All engines load the same weights, get the same pictures in the same order, use the same number of threads and are
+resident at the same time. They take turns, in the reverse order every second round, so that other load on the machine
+affects all of them. OpenVINO GenAI has no HTTP server in its Python packages, so it is called in its own process.
+
+The time to the first token is that of a request for one token. Tokens per second are those of the 127 tokens after it.
+Reading and resizing the JPEG counts in all figures. Each figure is the median of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.peers.engines import ENGINES, Engine
+from bench.peers.install import FOLDER
+from bench.report import RESULTS, write
+from bench.serve.load import Load, seeds
+from bench.serve.pictures import Size
+from tools.random_checkpoint import SIZES, write_checkpoint
+
+PICTURE = Size(640, 480)
+LONG = 128
+SHORT = 16
+COLUMNS = {
+    "first_token_ms": "first token, ms",
+    "tokens_per_s": "tokens/s",
+    "requests_per_s": "requests/s, 1 client",
+    "requests_per_s_4": "requests/s, 4 clients",
+    "pss_mib": "memory after the load (PSS), MiB",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the measurements, and write bench/results/peers.json and .md."""
+    parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Compare with OpenVINO and llama.cpp.")
+    parser.add_argument("--checkpoints", type=lambda text: text.split(","), default=["small", "mid"])
+    parser.add_argument(
+        "--engines", type=lambda text: text.split(","), default=list(ENGINES), help="default: " + ",".join(ENGINES)
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=8, help="requests of each figure")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each engine")
+    parser.add_argument("--results", default="peers", help="name of the result files in bench/results")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    for name in options.checkpoints:
+        for engine, figures in asyncio.run(_measure(options, _directory(name))).items():
+            rows.append({"checkpoint": Path(name).name, "engine": engine, **figures})
+    write(options.results, {"threads": options.threads, "rounds": options.rounds, "rows": rows})
+    lines = [["checkpoint", "engine", *COLUMNS.values()], ["---"] * (2 + len(COLUMNS))]
+    lines += [[row["checkpoint"], row["engine"], *(str(row[key]) for key in COLUMNS)] for row in rows]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    (RESULTS / f"{options.results}.md").write_text(table, encoding="utf-8")
+
+
+def _directory(name: str) -> Path:
+    if name not in SIZES:
+        return Path(name)
+    path = FOLDER / "checkpoints" / name
+    return path if (path / "preprocessor_config.json").exists() else write_checkpoint(path, name)
+
+
+async def _measure(options: argparse.Namespace, checkpoint: Path) -> dict[str, dict[str, float]]:
+    """Return the figures of each engine."""
+    numbers = seeds()
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.engines}
+    async with AsyncExitStack() as stack:
+        engines = {
+            name: await stack.enter_async_context(ENGINES[name](checkpoint, options.threads))
+            for name in options.engines
+        }
+        for engine in engines.values():
+            await engine.drive(Load(PICTURE, 1, 2, max_tokens=SHORT), numbers)  # warm up
+        for number in range(options.rounds):
+            turns = list(engines.items())
+            for name, engine in turns if number % 2 == 0 else reversed(turns):
+                rounds[name].append(await _figures(engine, options.requests, numbers))
+    return {name: {key: round(median(row[key] for row in rows), 3) for key in COLUMNS} for name, rows in rounds.items()}
+
+
+async def _figures(engine: Engine, requests: int, numbers: Any) -> dict[str, float]:
+    async def seconds(tokens: int, count: int) -> float:
+        outcome = await engine.drive(Load(PICTURE, 1, count, max_tokens=tokens), numbers)
+        return median(answer.ended - answer.begun for answer in outcome.answers)
+
+    first_s = await seconds(1, requests)
+    long_s = await seconds(LONG, max(2, requests // 4))
+    one = await engine.drive(Load(PICTURE, 1, requests, max_tokens=SHORT), numbers)
+    four = await engine.drive(Load(PICTURE, 4, 2 * requests, max_tokens=SHORT), numbers)
+    return {
+        "first_token_ms": first_s * 1000,
+        "tokens_per_s": (LONG - 1) / (long_s - first_s),
+        "requests_per_s": requests / one.seconds,
+        "requests_per_s_4": 2 * requests / four.seconds,
+        "pss_mib": engine.pss() / 2**20,
+    }

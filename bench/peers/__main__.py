@@ -1,0 +1,5 @@
+"""Entry point of `python -m bench.peers`."""
+
+from bench.peers import main
+
+main()
