@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mindie_mm.errors import MindieMMError
     from mindie_mm.settings.config import EngineConfig, WorkerConfig
     from mindie_mm.structured.outputs import StructuredOutputs
+    from mindie_mm.tokenize.mindie_tokenizer import MindIETokenizer
     from mindie_mm.tokenize.tokenizer import Tokenizer
     from mindie_mm.worker.llm import LLM, Output
 
@@ -20,6 +21,7 @@ __all__ = [
     "LLM",
     "Dataset",
     "EngineConfig",
+    "MindIETokenizer",
     "MindieMMError",
     "Output",
     "SamplingParams",
@@ -35,6 +37,7 @@ _HOMES = {
     "LLM": "mindie_mm.worker.llm",
     "Dataset": "mindie_mm.batch.output.dataset",
     "EngineConfig": "mindie_mm.settings.config",
+    "MindIETokenizer": "mindie_mm.tokenize.mindie_tokenizer",
     "MindieMMError": "mindie_mm.errors",
     "Output": "mindie_mm.worker.llm",
     "SamplingParams": "mindie_mm.engine.requests.sampling_params",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -272,16 +272,15 @@ class Qwen3VLModel(QwenModel):
         if not all(name in view for name in names):
             raise CorruptReference(f"the handle words of {names[0]} or of {names[1]} are 0")
         pixels, grids = (view[name] for name in names)
-        if grids.ndim != 2 or grids.shape[1] != 3 or grids.min() < 1 or (grids[:, 1:] % self._merge).any():
-            raise CorruptReference(f"{names[1]} is {grids.tolist()}; it must have the rows t, h, w in patches")
-        stops = np.cumsum(np.prod(grids, axis=1, dtype=np.int64)).tolist()
-        if pixels.shape != (expected := (stops[-1], self._pixels[kind].patch_bytes)):
+        rows = grids.tolist() if grids.ndim == 2 and grids.shape[1] == 3 else []
+        if not rows or any(min(row) < 1 or row[1] % self._merge or row[2] % self._merge for row in rows):
+            raise CorruptReference(f"{names[1]}, of shape {grids.shape}, does not have rows t, h, w in patches")
+        counts = [math.prod(row) for row in rows]
+        if pixels.shape != (expected := (sum(counts), self._pixels[kind].patch_bytes)):
             raise CorruptReference(f"{names[0]} has the shape {pixels.shape}, but {names[1]} needs {expected}")
-        for (t, h, w), stop in zip(grids.tolist(), stops, strict=True):
-            yield (
-                MediaShape(kind, self._tokens[kind], t * h * w // self._merge**2, (t, h, w)),
-                pixels[stop - t * h * w : stop],
-            )
+        for row, count, stop in zip(rows, counts, accumulate(counts), strict=True):
+            shape = MediaShape(kind, self._tokens[kind], count // self._merge**2, tuple(row))
+            yield shape, pixels[stop - count : stop]
 
     def normalized(self, item: MediaItem) -> Tensor:
         if NORMALIZED in item.view:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from mindie_mm.engine.core import Engine
-from mindie_mm.errors import SegmentMissing
+from mindie_mm.errors import BadReference, FeatureCountMismatch, LimitExceeded, SegmentMissing
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.mindie import mindie_pad
 from mindie_mm.nn.splice import MediaItem, plain_ids
@@ -179,3 +179,16 @@ class MindIEContract:
             ids = mindie.tokenize(native.prompt, path_file)
             assert plain_ids(ids.numpy(), model.read(ids.numpy())).tolist() == native.ids.tolist()
             assert (model.logits(ids) - native.logits).abs().max() <= self.mindie_tolerance
+
+    def test_damaged_words_of_mindies_format_are_refused(self, model, mindie, path_file):
+        ids = mindie.tokenize(self.mindie_prompts[0], path_file).numpy()
+        (words,) = np.nonzero(ids < -1)
+        damaged = [np.delete(ids, words[-1]), np.insert(ids, words[-1] + 1, ids[words[0]])]
+        for slot in words:
+            flipped = (int(ids[slot]) ^ 1 << bit for bit in (0, 2, 3, 21, 40, 59, 62))
+            for word in {*flipped, 0, -1, 7, -(1 << 63)} - {int(ids[slot])}:
+                damaged.append(ids.copy())
+                damaged[-1][slot] = word
+        for other in damaged:
+            with pytest.raises((BadReference, FeatureCountMismatch, LimitExceeded)):
+                model.read(other)
