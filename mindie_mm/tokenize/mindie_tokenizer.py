@@ -52,9 +52,10 @@ class MindIETokenizer:
             SharedMemoryError: Shared memory cannot be used.
 
         """
+        path_file = kwargs.get("shm_name_save_path")
         if self._tokenizer.has_template:
-            return self.make_context(0, [{"role": "user", "content": [*inputs]}], **kwargs)
-        return self._tokenizer.tokenize(inputs, kwargs.get("shm_name_save_path"))
+            return self._tokenizer.tokenize_chat([{"role": "user", "content": [*inputs]}], path_file)
+        return self._tokenizer.tokenize(inputs, path_file)
 
     def make_context(self, rank: int, conversation: Sequence[Mapping[str, Any]], **kwargs: Any) -> torch.Tensor:
         """Return the ids of a conversation.

@@ -15,6 +15,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from mindie_mm.errors import InputError
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
 from tests.models.mindie_contract import MindIEContract
 from tests.models.references import PretrainedReference
@@ -74,6 +75,12 @@ class TestLlavaNext(MindIEContract, ExtremeShapes, FamilyContract):
                 np.array([1, *item.shape.grid, item.shape.num_features]),
             )
         ]
+
+    def test_proportions_that_mindie_miscounts_are_refused(self, mindie, path_file):
+        """MindIE exchanges the rows and columns of a canvas that is not square."""
+        with pytest.raises(InputError, match=r"media item 1 \(image\): MindIE's workers cannot read this image"):
+            mindie.tokenize([{"image": picture(56, 56)}, {"image": picture(40, 100)}], path_file)
+        assert not path_file.exists()
 
     def assert_arrays(self, expected, items, model):
         assert [list(item.shape.grid) for item in items] == expected["image_sizes"].tolist()

@@ -13,12 +13,13 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, UnsupportedCheckpoint
 from mindie_mm.inputs import Embeddings, Media, MediaOptions
 from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
-from tests.media_samples import decode_all, encode_video, moving_frames
+from mindie_mm.shm import release
+from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
 from tests.models.contract import FamilyContract, clip, picture
 from tests.models.mindie_contract import MindIEContract
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
@@ -120,6 +121,18 @@ class TestQwen3VL(MindIEContract, FamilyContract):
         )
         save_model(out, Qwen3VLForConditionalGeneration, config, ids("<|im_end|>"), ids("<|endoftext|>"))
         save_json(out, preprocessor_config=IMAGES, video_preprocessor_config=VIDEOS)
+
+    def test_mindies_words_need_ten_placeholders_in_the_first_run(self, mindie, path_file):
+        with pytest.raises(LimitExceeded, match=r"media item 0 \(image\): the image has 6 features; .* at least 10"):
+            mindie.tokenize([{"image": picture(61, 83)}, {"image": picture(200, 290)}], path_file)
+        assert not path_file.exists()
+
+    def test_a_broken_item_leaves_no_segments_of_the_prompt(self, mindie, path_file):
+        broken = encoded(photograph("coffee.png", (300, 300)))[:3000]
+        with pytest.raises(MediaError, match=r"media item 1 \(image\): the JPEG image of 300x300 pixels is broken"):
+            mindie.tokenize([{"image": picture(200, 290)}, {"image": broken}], path_file)
+        assert path_file.read_text().count("psm_") == 2
+        assert release(path_file) == 0
 
     @pytest.mark.parametrize(
         ("frames", "fps", "options"),
