@@ -11,15 +11,23 @@ if TYPE_CHECKING:
     from mindie_mm.batch.output.dataset import Dataset
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.errors import MindieMMError
+    from mindie_mm.inputs import Embeddings
     from mindie_mm.settings.config import EngineConfig, WorkerConfig
     from mindie_mm.structured.outputs import StructuredOutputs
     from mindie_mm.tokenize.mindie_tokenizer import MindIETokenizer
     from mindie_mm.tokenize.tokenizer import Tokenizer
+    from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from mindie_mm.worker.llm import LLM, Output
+    from mindie_mm.worker.worker import Delta
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "Dataset",
+    "Delta",
+    "Embeddings",
     "EngineConfig",
     "MindIETokenizer",
     "MindieMMError",
@@ -35,7 +43,12 @@ limit_spinning()  # every process must call this before it loads torch
 
 _HOMES = {
     "LLM": "mindie_mm.worker.llm",
+    "BeamSearchOutput": "mindie_mm.worker.beam_search",
+    "BeamSearchParams": "mindie_mm.worker.beam_search",
+    "BeamSearchSequence": "mindie_mm.worker.beam_search",
     "Dataset": "mindie_mm.batch.output.dataset",
+    "Delta": "mindie_mm.worker.worker",
+    "Embeddings": "mindie_mm.inputs",
     "EngineConfig": "mindie_mm.settings.config",
     "MindIETokenizer": "mindie_mm.tokenize.mindie_tokenizer",
     "MindieMMError": "mindie_mm.errors",

@@ -22,7 +22,15 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.weights.build import check_weight_files
 from mindie_mm.nn.weights.quantized import refuse_mindie
-from mindie_mm.settings.config import EngineConfig, GiB, MiB, ServiceConfig, WorkerConfig, require_media_dir
+from mindie_mm.settings.config import (
+    EngineConfig,
+    GiB,
+    MiB,
+    ServiceConfig,
+    WorkerConfig,
+    kind_of_name,
+    require_media_dir,
+)
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.settings.sources import Configuration, misspelt_variables
 from mindie_mm.shm import require_spool
@@ -76,7 +84,7 @@ def _devices(config: EngineConfig, root: Path) -> Iterator[Finding]:
     for kind, findings in report.items():
         for one in findings:
             # The service can start despite an error of a device that it does not use.
-            spared = one.status == "error" and kind.name != chosen
+            spared = one.status == "error" and kind.name != kind_of_name(chosen)
             yield replace(one, status="warning") if spared else one
 
 
@@ -89,8 +97,8 @@ def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, s
     missing = dict.fromkeys(broken, "see below") | {kind.name: reason for kind in usable if (reason := kind.missing())}
     absent = "; ".join(f"no {one}: {reason}" for one, reason in missing.items())
     chosen = next(kind.name for kind in KINDS if kind.name not in missing) if name == "auto" else name
-    if chosen in broken:
-        return Finding("device", "error", absent, f"see the findings about {chosen} below"), chosen
+    if kind_of_name(chosen) in broken:
+        return Finding("device", "error", absent, f"see the findings about {kind_of_name(chosen)} below"), chosen
     try:
         device = open_device(chosen)
         torch_device = torch.empty(
@@ -167,7 +175,7 @@ def _memory(config: WorkerConfig) -> Finding:
     except MindieMMError as error:
         return Finding("host memory", "error", "the free memory cannot be read", str(error))
     found = f"{free / GiB:.1f} GiB available; {what} {needed / GiB:.1f} GiB"
-    if config.engine.device in ("auto", "cpu") and free < needed:
+    if kind_of_name(config.engine.device) in ("auto", "cpu") and free < needed:
         return Finding("host memory", "warning", found, "lower --kv-cache-bytes or --encoder-cache-bytes")
     return Finding("host memory", "ok", found)
 

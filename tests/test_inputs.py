@@ -13,6 +13,7 @@ from mindie_mm.inputs import (
     MediaOptions,
     Message,
     Text,
+    long_data_url,
     messages_with_paths,
     parse_inputs,
     parse_messages,
@@ -21,6 +22,30 @@ from mindie_mm.inputs import (
 )
 from mindie_mm.inputs.chat_messages import MAX_ARGUMENT_VALUES
 from tests.media_samples import photograph
+
+BASE64 = "A" * 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        (f"see data:image/png;base64,{BASE64} here", 1022),
+        (f"url(data:font/woff2;charset=utf-8;base64,{BASE64})", 1038),
+        (f"data:;base64,{BASE64}", 1013),
+        ("data:image/png;base64," + f"\r\n{BASE64[:76]}" * 20, 1582),
+        ("data:image/svg+xml," + "%3Csvg" * 200, 1219),
+        ("data:image/png;base64," + "A" * 978, None),
+        ("data:image/png;base64, is how such a URL begins " + "and more words " * 200, None),
+        (f"metadata:image/png;base64,{BASE64}", None),
+        (f"data: {BASE64}", None),
+        ("{data:[1,2" + ",3" * 999, None),
+        ("data:" * 10_000 + f"data:image/png;base64,{BASE64}", None),
+    ],
+)
+def test_a_long_data_url_is_found_in_plain_text(text, length):
+    for prompt in ([Text("x"), Text(text)], [Message("user", text)], [Message("tool", (Text(text),))]):
+        found = long_data_url(prompt)
+        assert found is None if length is None else f"of {length} characters" in found
 
 
 def test_items_keep_their_order():

@@ -23,6 +23,7 @@ from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import MediaCaps, MiB
+from mindie_mm.settings.limits import PromptLimits
 
 FORMAT = 2
 """Version of the output's layout. Output of other versions cannot be read."""
@@ -69,6 +70,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     shard_rows: int = 128
     """Maximum number of rows of a shard. A chunk, which is repeated if its process dies, has the same number of
     rows."""
+    webui_images: bool = False
+    """Whether texts may contain pictures in the format of text-generation-webui."""
+    limit_mm_per_prompt: PromptLimits = {}
+    """Maximum number of media items in a row, by kind. A row with more items fails."""
     media: MediaCaps = MediaCaps()
     """Limits on media. A row with an item above a limit fails. `max_decode_bytes` does not apply."""
 

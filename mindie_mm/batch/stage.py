@@ -21,7 +21,7 @@ from mindie_mm.batch.output.shard import ShardInfo, ShardWriter
 from mindie_mm.batch.settings import Run
 from mindie_mm.device import host_memory
 from mindie_mm.errors import ArenaFull, InputError, MediaError, MindieMMError, StorageError, error_name
-from mindie_mm.inputs import Media
+from mindie_mm.inputs import Media, webui_items, webui_messages
 from mindie_mm.processes import faults
 from mindie_mm.shm.disk.disk_writer import WriteBatchMemory
 from mindie_mm.tokenize import Tokenizer
@@ -63,7 +63,11 @@ class Stage:
         self._memory = WriteBatchMemory()
         self._wire = DiskWire()
         self._tokenizer = Tokenizer.from_pretrained(
-            settings.model or None, self._wire, family=settings.family or None, caps=settings.media
+            settings.model or None,
+            self._wire,
+            family=settings.family or None,
+            caps=settings.media,
+            limit_mm_per_prompt=settings.limit_mm_per_prompt,
         )
 
     def run(self, chunk: Chunk, doomed: Mapping[int, str]) -> Iterator[Step | Finished]:
@@ -133,9 +137,10 @@ class Stage:
         pages = Pages(tokenizer.prompts.stage)
         template = (row.add_generation_prompt, row.template_kwargs, options)
         if row.messages is not None:
-            messages = tokenizer.run(pages.of_messages(row.messages))
+            read = webui_messages(row.messages, webui=settings.webui_images)
+            messages = tokenizer.run(pages.of_messages(read))
             return tokenizer.make(tokenizer.prompts.draft_messages(messages, *template), None)
-        items = tokenizer.run(pages.of_items(row.items or ()))
+        items = tokenizer.run(pages.of_items(webui_items(row.items or (), webui=settings.webui_images)))
         return tokenizer.make(tokenizer.prompts.draft_turn(items, *template, chat=settings.chat), None)
 
 

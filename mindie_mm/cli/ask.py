@@ -19,6 +19,9 @@ from mindie_mm.settings.config import WorkerConfig
 @click.option("--image", "images", multiple=True, type=READABLE_FILE, help="Image to ask about. Repeatable.")
 @click.option("--video", "videos", multiple=True, type=READABLE_FILE, help="Video to ask about. Repeatable.")
 @click.option("--audio", "sounds", multiple=True, type=READABLE_FILE, help="Audio clip to ask about. Repeatable.")
+@click.option("--webui-images", is_flag=True,
+              help="Read pictures in QUESTION, in the format of text-generation-webui: "
+              '<img src="data:image/jpeg;base64,...">.')  # fmt: skip
 @click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]")
 @click.option(
     "--family", help="Model family to use instead of the one that config.json names.  [default: the one in config.json]"
@@ -30,7 +33,10 @@ from mindie_mm.settings.config import WorkerConfig
               help="Source of the other sampling parameters: the checkpoint's generation_config.json, "
               "neutral values, or a folder with such a file. --json prints the values that were "
               "used.  [default: auto]")  # fmt: skip
-@click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
+@click.option(
+    "--device",
+    help="Device that runs the model: auto, npu, cuda or cpu, or one of several, such as cuda:1.  [default: auto]",
+)
 @click.option("--tensor-parallel", type=click.IntRange(1),
               help="Number of devices that share the model's weights.  [default: 1]")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print text, token ids, finish reason, timings and "
@@ -48,6 +54,7 @@ def command(
     generation_config: str | None,
     device: str | None,
     tensor_parallel: int | None,
+    webui_images: bool,
     as_json: bool,
 ) -> None:
     """Ask QUESTION about pictures, videos and sounds, and print the answer.
@@ -86,7 +93,7 @@ def command(
         llm = LLM(settings.worker.model, settings.worker)
     items: list[dict[str, Any]] = [{kind: str(path)} for kind, paths in media.items() for path in paths]
     with llm, status.status("thinking"):
-        (output,) = llm.generate([[*items, {"text": question}]], params)
+        (output,) = llm.generate([[*items, {"text": question}]], params, webui=webui_images)
     if as_json:
         answer = {name: getattr(output, name) for name in ("text", "token_ids", "finish_reason", "timings")}
         click.echo(msgspec.json.encode(answer | {"sampling": effective(params)}).decode())

@@ -31,7 +31,10 @@ from mindie_mm.processes.interrupts import importing
               help="Source of the other sampling parameters: the checkpoint's generation_config.json, "
               "neutral values, or a folder with such a file. OUTPUT.origin.json records the values "
               "that were used.  [default: auto]")  # fmt: skip
-@click.option("--device", help="Device that runs the model: auto, npu, cuda or cpu.  [default: auto]")
+@click.option(
+    "--device",
+    help="Device that runs the model: auto, npu, cuda or cpu, or one of several, such as cuda:1.  [default: auto]",
+)
 @click.option("--dtype", help="Type of weights and activations: auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--weights", type=click.Choice(["auto", "int8"]),
               help="Precision of the text layers: auto, or int8 on the CPU.  [default: auto]")  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import stat
 import sys
@@ -16,13 +17,15 @@ from typing import Any
 import click
 
 from mindie_mm.cli.paths import PATH
-from mindie_mm.cli.shm_view import arena_rows, block_rows, footer, line, printable, size
+from mindie_mm.cli.shm_view import arena_rows, block_rows, footer, line, printable, segment_rows, size
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError, os_errors_as
 from mindie_mm.settings.environment import default_spool
-from mindie_mm.shm.format.layout import file_name
+from mindie_mm.shm.format.layout import SHM_DIRECTORY, file_name
+from mindie_mm.shm.format.mindie_words import is_segment_name
 from mindie_mm.shm.memory.space import ShmSpace
 from mindie_mm.shm.operate.arena_info import ArenaInfo, survey
 from mindie_mm.shm.operate.reclaim import Collected, collect, collect_path_file
+from mindie_mm.shm.operate.unrecorded import remove, require_removable, unrecorded
 from mindie_mm.shm.reader.view import release_block
 from mindie_mm.shm.requests.path_file import release
 from mindie_mm.shm.requests.spool import require_spool
@@ -43,11 +46,31 @@ def command() -> None:
     logging.getLogger("mindie_mm").addHandler(logging.NullHandler())  # the commands print errors themselves
 
 
-@command.command("list", short_help="List the arenas in /dev/shm.")
+@command.command("list", short_help="List the arenas and other segments in /dev/shm.")
 @click.option("-b", "--blocks", is_flag=True, help="List the blocks of each arena too.")
-@click.option("--json", "as_json", is_flag=True, help="Print the arenas with all their blocks as JSON.")
-def list_(*, blocks: bool, as_json: bool) -> None:
-    """List the arenas of this user, and show how full /dev/shm is."""
+@click.option("--segments", "only_segments", is_flag=True, help="List only the segments that nobody recorded.")
+@click.option(
+    "--spool",
+    type=PATH,
+    help="Spool whose requests record segments.  [default: MINDIE_MM_SPOOL, or the service's default]",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the arenas with all their blocks, or the segments, as JSON."
+)
+def list_(*, blocks: bool, only_segments: bool, spool: Path | None, as_json: bool) -> None:
+    """List the arenas of this user, the segments that nobody recorded, and how full /dev/shm is.
+
+    A segment is any other file in /dev/shm, such as the psm_* files of MindIE. It is recorded if a request in the spool
+    has it in its path file. "mapped" shows the processes that map it, as far as this user may see them, in this
+    container. `mindie-mm shm free NAME` removes a segment. No command removes segments that are not named.
+    """
+    if spool is not None:
+        _mode(spool, "not a spool")
+    segments = [] if as_json and not only_segments else unrecorded([spool or default_spool()])
+    if only_segments:
+        rows = segment_rows(segments) if segments else ["there are no unrecorded segments"]
+        click.echo(_json(segments) if as_json else "\n".join(rows))
+        return
     arenas, space = survey(), ShmSpace.now()
     if as_json:
         click.echo(_json(arenas))
@@ -55,28 +78,31 @@ def list_(*, blocks: bool, as_json: bool) -> None:
     rows = arena_rows(arenas) if arenas else ["this user has no arenas"]
     if blocks and any(arena.blocks for arena in arenas):
         rows += ["", *block_rows(arenas)]
+    if segments:
+        rows += ["", *segment_rows(segments)]
     click.echo("\n".join([*rows, "", footer(arenas, space)]))
 
 
-@command.command(short_help="Free blocks.")
+@command.command(short_help="Free blocks, and remove segments.")
 @click.argument("targets", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def free(targets: tuple[str, ...], *, as_json: bool) -> None:
-    """Free blocks, even if a request still needs them.
+    """Free blocks, and remove segments, even if a request still needs them.
 
-    A TARGET is a block as `shm list -b` shows it, such as mindie_mm-1f2a:17, or the path file of a request. A request
-    that still needs a freed block fails with an error that says so. Other requests continue. Blocks that are already
-    free are not counted.
+    A TARGET is a block as `shm list -b` shows it, such as mindie_mm-1f2a:17, the path file of a request, or the name of
+    a segment as `shm list` shows it, such as psm_8c9d4828. A request that still needs a freed block or segment fails
+    with an error that says so. Other requests continue. Blocks that are already free are not counted.
     """
     arenas = {arena.number: arena for arena in survey()}
     freed, failed = 0, False
+    one, many = ("block or segment", "blocks and segments") if any(map(_segment, targets)) else ("block", "blocks")
     for action in [_freeing(target, arenas) for target in targets]:  # if a target is invalid, nothing is freed
         try:
             freed += action()
         except (CorruptReference, SharedMemoryError) as error:
             click.echo(f"Error: {printable(str(error))}", err=True)
             failed = True
-    click.echo(json.dumps({"freed": freed}) if as_json else f"freed {freed} {'block' if freed == 1 else 'blocks'}")
+    click.echo(json.dumps({"freed": freed}) if as_json else f"freed {freed} {one if freed == 1 else many}")
     sys.exit(failed)
 
 
@@ -88,8 +114,19 @@ def _freeing(target: str, arenas: dict[int, ArenaInfo]) -> Callable[[], int]:
             raise InputError(f"{target}: this user has no arena {file_name(number)}")
         refs = [arenas[number].ref(block) for block in arenas[number].blocks if block.block == place]
         return lambda: sum(map(release_block, refs))
-    _require_file(Path(target), "neither a block from `mindie-mm shm list -b` nor a path file")
+    if (name := _segment(target)) is not None:
+        require_removable(name)
+        return lambda: remove(name)
+    _require_file(Path(target), "neither a block or segment of `mindie-mm shm list -b` nor a path file")
     return lambda: release(Path(target))
+
+
+def _segment(target: str) -> str | None:
+    """Return the name of a segment, or None if the target is not a segment. A path file in this folder comes first."""
+    path, here = SHM_DIRECTORY / Path(target).name, Path(target)
+    is_bare = here.name == target and (not os.path.lexists(here) or here.absolute() == path)
+    is_meant = is_bare or (here.parent == SHM_DIRECTORY and is_segment_name(here.name))
+    return path.name if is_meant and os.path.lexists(path) else None
 
 
 @command.command(short_help="Reclaim the shared memory of dead processes.")

@@ -8,6 +8,7 @@ from collections.abc import Container, Sequence
 from mindie_mm.shm.format.layout import SHM_DIRECTORY, block_name
 from mindie_mm.shm.memory.space import ShmSpace
 from mindie_mm.shm.operate.arena_info import ArenaInfo, BlockInfo
+from mindie_mm.shm.operate.unrecorded import SegmentInfo
 
 
 def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
@@ -49,6 +50,22 @@ def block_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
         for block in arena.blocks
     ]
     return _columns(rows, right=(2, 3, 4))
+
+
+def segment_rows(segments: Sequence[SegmentInfo]) -> list[str]:
+    """Return a heading and one line per file in /dev/shm that nobody recorded."""
+    rows = [("unrecorded segment", "owner", "age", "size", "mapped")]
+    rows += [
+        (printable(one.name), f"uid {one.uid}", age(one.age_s), size(one.num_bytes), mapped(one)) for one in segments
+    ]
+    return _columns(rows, right=(2, 3))
+
+
+def mapped(segment: SegmentInfo) -> str:
+    """Return the processes that map a segment, `no` or `unknown`."""
+    if segment.mapped is None:
+        return "unknown"
+    return f"pid {', '.join(map(str, segment.pids))}" if segment.pids else "no"
 
 
 def _columns(rows: Sequence[tuple[str, ...]], right: Container[int]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.paths import PATH, TEXT
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.errors import InputError, os_errors_as
@@ -41,6 +41,13 @@ from mindie_mm.settings.config import MediaCaps, MiB
 @click.option("--truncate", is_flag=True,
               help="Shorten rows of more than --max-tokens tokens: remove their oldest text and whole media "
               "items.")  # fmt: skip
+@click.option("--webui-images", is_flag=True,
+              help="Read pictures in texts, in the format of text-generation-webui: "
+              '<img src="data:image/jpeg;base64,...">.')  # fmt: skip
+@click.option("--limit-mm-per-prompt", type=TEXT, metavar="LIMITS",
+              help="Maximum number of media items in a row, such as image=4,video=1 or, as JSON, "
+              '{"image": 4, "video": 1}. A row with more items fails.  [default: no limit other than the '
+              "model's]")  # fmt: skip
 @click.option("--on-error", default="skip", show_default=True, metavar="skip|stop|fail-after=N",
               help="When a row fails, record its error and continue (skip), stop the run (stop), or stop it at the Nth "
               "failed row (fail-after=N).")  # fmt: skip
@@ -63,6 +70,7 @@ def command(
     resume: bool,
     json_progress: bool,
     ray_address: str | None,
+    limit_mm_per_prompt: str | None,
     config: Path | None,
     **given: Any,
 ) -> None:
@@ -87,7 +95,7 @@ def command(
     if is_used and not resume:
         raise click.UsageError(f"{output} is not empty; --no-resume needs an empty folder")
     caps = {field.name: given.pop(field.name, None) for field in fields(MediaCaps)}
-    media = configured(None, caps | {"config": config}).worker.media
+    worker = configured(None, caps | {"config": config, "limit_mm_per_prompt": limit_mm_per_prompt}).worker
     columns = tuple(column for part in select_columns.split(",") if (column := part.strip()))
     named = tuple(map(input_named, inputs))
     run_settings = Settings(
@@ -95,7 +103,8 @@ def command(
         inputs=named,
         stdin_folder=str(Path.cwd()) if any(map(is_stream, named)) else "",
         columns=columns,
-        media=replace(media, max_decode_bytes=MediaCaps().max_decode_bytes),
+        limit_mm_per_prompt=worker.limit_mm_per_prompt,
+        media=replace(worker.media, max_decode_bytes=MediaCaps().max_decode_bytes),
         **given,
     )
     with shown("json" if json_progress else "auto") as show:

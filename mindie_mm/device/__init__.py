@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from mindie_mm.device import host_memory
@@ -18,6 +20,7 @@ KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
 """All kinds of devices, in order of preference for `auto`."""
 
 
+_NAME = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]{0,3}))?", re.ASCII)
 LIBRARIES = ("torch_npu",)
 """Packages other than torch whose versions affect the results of a device."""
 SLOW_DTYPE = "the {device} has no {dtype} instructions; inference is several times slower than in float32"
@@ -27,19 +30,30 @@ SLOW_DTYPE = "the {device} has no {dtype} instructions; inference is several tim
 def open_device(name: str = "auto") -> Device:
     """Open the device `name`. The name "auto" selects the first available accelerator, or else the CPU.
 
+    A name may end with an index among the visible devices, such as cuda:1. Without an index, it means the current
+    device of its kind.
+
     Raises:
         InputError: The name is unknown.
-        DeviceError: The device cannot be used. The message gives the reason.
+        DeviceError: The device cannot be used. The message gives the reason, or the devices that exist.
 
     """
     if name == "auto":
         return next(kind for kind in KINDS if kind.missing() is None)()
-    for kind in KINDS:
-        if kind.name == name:
-            if reason := kind.missing():
-                raise DeviceError(f"the device {name} cannot be used: {reason}")
-            return kind()
-    raise InputError(f"device is {name!r}; it must be one of auto, {', '.join(kind.name for kind in KINDS)}")
+    if match := _NAME.fullmatch(name):
+        index = None if match[2] is None else int(match[2])
+        for kind in KINDS:
+            if kind.name == match[1]:
+                if reason := kind.missing():
+                    raise DeviceError(f"the device {name} cannot be used: {reason}")
+                if index is not None and index >= (count := kind.count()):
+                    visible = ", ".join(f"{kind.name}:{number}" for number in range(count))
+                    raise DeviceError(f"there is no device {name}; the visible devices are {visible}")
+                return kind(index)
+    names = ", ".join(kind.name for kind in KINDS)
+    raise InputError(
+        f"device is {name!r}; it must be one of auto, {names}, or a name with an index, such as {KINDS[0].name}:1"
+    )
 
 
 def kind_of(device: torch.device) -> type[Device]:
@@ -49,8 +63,9 @@ def kind_of(device: torch.device) -> type[Device]:
 
 def slow_dtype(module: torch.nn.Module) -> str | None:
     """Return a warning if the device of some weights has no instructions for their dtype. Otherwise, return None."""
-    for kind, dtype in {(kind_of(weight.device), weight.dtype) for weight in module.parameters()}:
-        if not kind().multiplies(dtype):
+    for device, dtype in {(weight.device, weight.dtype) for weight in module.parameters()}:
+        kind = kind_of(device)
+        if not kind(device.index).multiplies(dtype):
             return SLOW_DTYPE.format(dtype=str(dtype).removeprefix("torch."), device=kind.name)
     return None
 

@@ -17,7 +17,7 @@ from mindie_mm.settings.environment import has_thread_count
 
 
 class Device(ABC):
-    """One kind of device."""
+    """One device. A subclass is a kind of device."""
 
     name: ClassVar[str]
     """Value of --device."""
@@ -36,6 +36,15 @@ class Device(ABC):
     measure_s: ClassVar[float]
     """Default time limit for measuring memory when an engine starts, in seconds."""
 
+    def __init__(self, index: int | None = None) -> None:
+        self.index = index
+        """Number of the device among the visible devices of its kind. None means the current device."""
+
+    @classmethod
+    @abstractmethod
+    def count(cls) -> int:
+        """Return the number of visible devices of this kind. Call this only if `missing` returns None."""
+
     @classmethod
     @abstractmethod
     def missing(cls) -> str | None:
@@ -53,6 +62,11 @@ class Device(ABC):
     @abstractmethod
     def torch_device(self) -> torch.device:
         """The torch.device on which tensors are allocated."""
+
+    def use(self) -> None:
+        """Make the device the current device, on which this thread creates streams and graphs."""
+        if self.index is not None:
+            torch.accelerator.set_device_index(self.index)
 
     @abstractmethod
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
@@ -126,14 +140,14 @@ def default_num_threads() -> int:
     return torch.get_num_threads() if has_thread_count() else available_cpus()
 
 
-def allocator_peak_bytes(runtime: Any, work: Callable[[], object]) -> int:
+def allocator_peak_bytes(runtime: Any, index: int | None, work: Callable[[], object]) -> int:
     """Implement `Device.peak_bytes` with the caching allocator of `runtime`, a module such as torch.cuda."""
-    runtime.synchronize()
+    runtime.synchronize(index)
     runtime.empty_cache()
-    runtime.reset_peak_memory_stats()
-    before = runtime.memory_reserved()
+    runtime.reset_peak_memory_stats(index)
+    before = runtime.memory_reserved(index)
     work()
-    runtime.synchronize()
-    taken = int(runtime.max_memory_reserved()) - int(before)
+    runtime.synchronize(index)
+    taken = int(runtime.max_memory_reserved(index)) - int(before)
     runtime.empty_cache()
     return taken

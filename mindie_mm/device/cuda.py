@@ -14,12 +14,16 @@ from mindie_mm.device.base import Device, allocator_peak_bytes
 
 
 class CUDA(Device):
-    """The current CUDA device. The default dtype is the dtype of the checkpoint."""
+    """A CUDA device. The default dtype is the dtype of the checkpoint."""
 
     name: ClassVar[str] = "cuda"
     memory_share: ClassVar[float] = 0.9
     measure_s: ClassVar[float] = 10.0
     records: ClassVar[bool] = True
+
+    @classmethod
+    def count(cls) -> int:
+        return torch.cuda.device_count()
 
     @classmethod
     def missing(cls) -> str | None:
@@ -38,13 +42,13 @@ class CUDA(Device):
 
     @property
     def torch_device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", torch.cuda.current_device() if self.index is None else self.index)
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         return checkpoint_dtype
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        return super().multiplies(dtype) or torch.cuda.get_device_capability() >= (8, 9)
+        return super().multiplies(dtype) or torch.cuda.get_device_capability(self.index) >= (8, 9)
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
@@ -80,10 +84,10 @@ class CUDA(Device):
         return graph.replay
 
     def free_bytes(self) -> int:
-        return torch.cuda.mem_get_info()[0]
+        return torch.cuda.mem_get_info(self.index)[0]
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        return allocator_peak_bytes(torch.cuda, work)
+        return allocator_peak_bytes(torch.cuda, self.index, work)
 
 
 _graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()

@@ -49,8 +49,13 @@ class Ranks:
         return default_num_threads()
 
     def open_device(self, name: str) -> Device:
-        """Open a device like `device.open_device`. Raise DeviceError if there are fewer devices than ranks."""
-        return open_device(name)
+        """Open a device like `device.open_device`, and make it the current device.
+
+        Raise DeviceError if there are fewer devices than ranks.
+        """
+        device = open_device(name)
+        device.use()
+        return device
 
     def broadcast(self, kind: Any, make: Callable[[], T]) -> T:
         """Call `make` on rank 0 only, and return its result on every rank. `kind` is the result's type for msgpack."""

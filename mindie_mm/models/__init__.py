@@ -216,6 +216,9 @@ def load_model(
         stated = checkpoint.json("generation_config.json")
         checkpoint = checkpoint.with_files({"generation_config.json": {**stated, "eos_token_id": [*end_token_ids]}})
     opened = open_device(device)
+    for placement in (vision, projector):
+        if placement.device is not None:
+            open_device(placement.device)  # to report a missing device before weights are read
     chosen = family_of(checkpoint, family)
     try:
         with reading(checkpoint, chosen):

@@ -23,7 +23,7 @@ from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models._mrope import Grid, mrope_positions
-from mindie_mm.models._qwen import QwenModel, QwenProcessor
+from mindie_mm.models._qwen import THW, QwenModel, QwenProcessor
 from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Plan, PretrainedFamily, Spelling
@@ -74,7 +74,12 @@ class Qwen3VLProcessor(QwenProcessor):
     `video_grid_thw`.
     """
 
-    traits = replace(QwenProcessor.traits, mindie_layouts={}, mindie_prompt_layout=_MINDIE)
+    traits = replace(
+        QwenProcessor.traits,
+        grids={"image": THW, "video": f"{THW}, and the time of each patch in tenths of a second"},
+        mindie_layouts={},
+        mindie_prompt_layout=_MINDIE,
+    )
     config_name = "Qwen3VLConfig"
     image_types = ("Qwen2VLImageProcessor",)
     video_type = "Qwen3VLVideoProcessor"

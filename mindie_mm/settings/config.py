@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from mindie_mm.errors import InputError
 from mindie_mm.settings.cgroup import available_cpus
-from mindie_mm.settings.limits import Count, CountOrNone, Seconds, complete_paths, require
+from mindie_mm.settings.limits import Count, CountOrNone, PromptLimits, Seconds, complete_paths, converted, require
 
 MiB = 2**20
 GiB = 2**30
@@ -42,7 +42,8 @@ class EngineConfig:
     """Settings of the engine process."""
 
     device: str = "auto"
-    """Device that runs the model: auto, npu, cuda or cpu. auto chooses an accelerator if there is one."""
+    """Device that runs the model: auto, npu, cuda or cpu, or one of several devices, such as npu:3 or cuda:1. auto
+    chooses an accelerator if there is one."""
     dtype: str = "auto"
     """Data type of weights and activations: auto, float32, bfloat16 or float16. auto means float32 on the CPU, and the
     checkpoint's own data type on other devices."""
@@ -95,22 +96,33 @@ class EngineConfig:
     """How ranks encode media. replicate: every rank encodes every item. items: each rank encodes a share of the items,
     which is faster for many concurrent pictures."""
     vision_device: str | None = None
-    """Device that runs the vision tower. Default: the same as the model."""
+    """Device that runs the vision tower, such as cpu or cuda:1. Default: the same as the model."""
     vision_bits: int | None = None
     """Precision of the vision tower in bits: 16 or 32. Default: the model's dtype."""
     projector_device: str | None = None
-    """Device that runs the projector between vision tower and text model. Default: the same as the model."""
+    """Device that runs the projector between vision tower and text model, such as cpu or cuda:1. Default: the same as
+    the model."""
     projector_bits: int | None = None
     """Precision of the projector in bits: 16 or 32. Default: the model's dtype."""
 
     def __post_init__(self) -> None:
         require(self)
+        if self.tensor_parallel > 1 and ":" in self.device:
+            raise InputError(
+                f"device is {self.device!r}, which is one device, but tensor_parallel is {self.tensor_parallel}; leave "
+                "out the index"
+            )
         for name in ("vision_bits", "projector_bits"):
             if (bits := getattr(self, name)) not in (None, 16, 32):
                 raise InputError(
                     f"{name} is {bits}; it must be 16 or 32. To run a part in fewer bits, use a checkpoint "
                     "in which this part is quantized"
                 )
+
+
+def kind_of_name(device: str) -> str:
+    """Return the name of a device without its index, which does not affect answers."""
+    return device.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +200,10 @@ class WorkerConfig:
     preprocessed_cache_bytes: CountOrNone = 256 * MiB
     """Size in bytes of the tokenizer process's cache of preprocessed media. Media that are sent again, for example in
     every turn of a chat, are copied from the cache. 0 turns off the cache."""
+    limit_mm_per_prompt: PromptLimits = field(default_factory=dict)
+    """Maximum number of images, videos and audio clips in one prompt, such as `image=4,video=1` or, as JSON,
+    `{"image": 4, "video": 1, "audio": 0}`. A prompt with more items is refused before any item is decoded. The pages of
+    a PDF count as images. Default: no limit other than the model's."""
     truncate: bool = False
     """If a prompt is too long, remove its oldest text and media items instead of refusing the request."""
     chat_template_content_format: ContentFormat = "auto"
@@ -197,6 +213,8 @@ class WorkerConfig:
     media: MediaCaps = field(default_factory=MediaCaps)
 
     def __post_init__(self) -> None:
+        limits = converted("limit_mm_per_prompt", self.limit_mm_per_prompt, PromptLimits)
+        object.__setattr__(self, "limit_mm_per_prompt", limits)
         require(self)
         complete_paths(self)
 
@@ -214,6 +232,12 @@ class ServiceConfig:
     """Address to listen on. Set an API key before you listen on an address other than loopback."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port to listen on. 0 chooses a free port, which the service prints when it starts."""
+    uds: Path | None = None
+    """Unix socket on which the service listens as well. Only processes of the same user can connect. A socket that a
+    killed service left is replaced. Default: the service listens only on the port."""
+    accept_handles: bool = False
+    """Accept token ids with handles from clients on the socket of --uds. Such a client can refer to all shared memory
+    of the user. Clients on the port can never send handles."""
     api_key: tuple[str, ...] = field(default=(), metadata={"secret": True})
     """API key that requests must send as `Authorization: Bearer KEY`. Repeat the option for several keys. /health and
     /metrics never need a key. Default: requests need no key."""
@@ -291,8 +315,11 @@ class ServiceConfig:
     """Size in bytes of the store for media that chats send with a `uuid`. A later request with the same API key,
     `cache_salt` and `uuid` may leave out the data. 0 turns off the store."""
     enable_mm_embeds: bool = False
-    """Accept `image_embeds` and `audio_embeds` in place of images and sounds. Enable this only for clients that you
-    trust, because embeddings bypass the tower and can contain what no image or sound can."""
+    """Accept `image_embeds`, `video_embeds` and `audio_embeds` in place of images, videos and sounds. Enable this only
+    for clients that you trust, because embeddings bypass the tower and can contain what no image or sound can."""
+    webui_images: bool = False
+    """Read pictures in the texts of chats and of items, in the format of text-generation-webui: `<img
+    src="data:image/jpeg;base64,...">`. Prompts that are a single text may always have such pictures."""
     max_media_items: CountOrNone = 32
     """Maximum number of media items in one request."""
     max_images: CountOrNone = 32
@@ -327,6 +354,8 @@ class ServiceConfig:
         complete_paths(self)
         if not all(name.strip() for name in self.served_model_name):
             raise InputError("served_model_name is '', which is empty; leave it out, or give a value")
+        if self.accept_handles and self.uds is None:
+            raise InputError("accept_handles is on, but uds is not set; set uds, or leave accept_handles out")
         if self.max_spool_bytes < self.max_media_bytes:
             raise InputError(f"max_spool_bytes is {self.max_spool_bytes}; it must be at least {self.max_media_bytes}")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):

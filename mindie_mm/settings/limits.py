@@ -17,7 +17,9 @@ Count = Annotated[int, Meta(ge=1)]
 CountOrNone = Annotated[int, Meta(ge=0)]
 """A count that may be 0. The meaning of 0 depends on the setting, such as no limit, no cache or no items."""
 Seconds = Annotated[float, Meta(gt=0)]
-_SHOWN = (str, int, float, list, tuple)
+PromptLimits = dict[Literal["image", "video", "audio"], CountOrNone]
+"""Maximum number of media items in one prompt, by kind."""
+_SHOWN = (str, int, float, list, tuple, dict)
 _NAMES = {str: "a string", Path: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
@@ -26,7 +28,7 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
 
     Unless `strict` is set, parse texts as numbers or booleans, as needed for environment variables. Refuse an empty
     text, because scripts produce an empty text if a variable is not set. As a path, an empty text would mean the
-    working directory.
+    working directory. A text is parsed as JSON or as `image=4,video=1` if a mapping is needed.
 
     Raises:
         InputError: The value is invalid. The message states the setting and the expected type, and also the value
@@ -38,6 +40,8 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
     if isinstance(value, str) and not strict and hint is not Path:
         value = text_of(name, value)
     try:
+        if isinstance(value, str) and get_origin(hint) is dict:
+            return msgspec.convert(_entries(value), hint, strict=False)
         return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
         message = f"of type {type(value).__name__}" if secret or not isinstance(value, _SHOWN) else repr(value)
@@ -62,6 +66,20 @@ def complete_paths(settings: Any) -> None:
                 object.__setattr__(settings, field.name, absolute(value))
 
 
+def _entries(text: str) -> Any:
+    """Parse a mapping. Raise msgspec.ValidationError if the text is not a mapping, or has a key twice."""
+    if text.lstrip().startswith("{"):
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            raise msgspec.ValidationError(str(error)) from error
+    pairs = [part.partition("=") for part in text.split(",")]
+    entries = {key.strip(): value.strip() for key, _, value in pairs}
+    if len(entries) < len(pairs):
+        raise msgspec.ValidationError("a key is given twice")
+    return entries
+
+
 def _path(hint: type, value: object) -> Path:
     if hint is Path and isinstance(value, str | Path):
         return Path(value)
@@ -75,10 +93,11 @@ def _wanted(hint: Any) -> str:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
-    if origin is tuple and parts[-1] is not Ellipsis:
-        return f"a list of {len(parts)} elements, each {_wanted(parts[0])}"
     if origin is tuple:
-        return f"a list of elements, each {_wanted(parts[0])}"
+        count = f"{len(parts)} " if parts[-1] is not Ellipsis else ""
+        return f"a list of {count}elements, each {_wanted(parts[0])}"
+    if origin is dict:
+        return f"a mapping from {', '.join(get_args(parts[0]))} to {_wanted(parts[1])}, such as image=4,video=1"
     if origin is Annotated:
         return f"{_wanted(parts[0])} {_limits(parts[1])}"
     return _wanted(parts[0])  # of X | None

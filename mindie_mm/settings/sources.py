@@ -180,7 +180,7 @@ def _shown(value: object, *, secret: bool) -> str:
     if secret and value:
         return f"{MASK} ({len(value)} of them)" if isinstance(value, tuple) else MASK
     match value:
-        case None:
+        case None | {} if not value:
             return "none"
         case bool():
             return str(value).lower()
@@ -188,4 +188,6 @@ def _shown(value: object, *, secret: bool) -> str:
             return f'"{value}"'
         case tuple():
             return f"[{', '.join(_shown(part, secret=False) for part in value)}]"
+        case dict():
+            value = f"{{{', '.join(f'{key} = {_shown(one, secret=False)}' for key, one in value.items())}}}"
     return str(value)

@@ -25,6 +25,7 @@ from mindie_mm.nn.splice import ITEM
 from mindie_mm.processes import faults
 from mindie_mm.processes.tasks import gather_in_order, in_thread, off_loop
 from mindie_mm.settings.config import ContentFormat, MediaCaps
+from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import Block
 from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
@@ -45,6 +46,7 @@ def read_prompts(
     decoders: Decoders,
     room: Room,
     preprocessed: Preprocessed,
+    limits: PromptLimits,
 ) -> Prompts:
     """Create the `Prompts` of a checkpoint. The prompts use `decoders` for media.
 
@@ -55,7 +57,7 @@ def read_prompts(
     family = family_of(checkpoint, family_name)
 
     def make_stage(processor: Processor) -> Decoded:
-        return Decoded(Planner(processor, family.__name__), decoders, room, caps, preprocessed)
+        return Decoded(Planner(processor, family.__name__, limits), decoders, room, caps, preprocessed)
 
     return Prompts(checkpoint, family, make_stage, content_format)
 

@@ -128,10 +128,9 @@ class DecodingTokenizer(_InCaller):
             await decoders.open(config.decoders)
             undo.push_async_callback(decoders.close)
             content_format = config.chat_template_content_format
-            read = partial(
-                read_prompts, checkpoint, config.family, content_format, config.media, decoders, room, preprocessed
-            )
-            tokenizer = cls(await in_thread(read), decoders)
+            limits = config.limit_mm_per_prompt
+            read = partial(read_prompts, checkpoint, config.family, content_format, config.media)
+            tokenizer = cls(await in_thread(lambda: read(decoders, room, preprocessed, limits)), decoders)
             undo.pop_all()
         return tokenizer
 
@@ -159,6 +158,7 @@ def _tokenizer(path: Path, config: WorkerConfig) -> Tokenizer:
             family=config.family,
             caps=config.media,
             content_format=config.chat_template_content_format,
+            limit_mm_per_prompt=config.limit_mm_per_prompt,
         )
         undo.pop_all()
     return tokenizer

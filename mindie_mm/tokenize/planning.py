@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindie_mm.errors import InputError, LimitExceeded, OperationalError
-from mindie_mm.inputs import Kind, Media, MediaOptions
+from mindie_mm.inputs import Kind, Media, MediaOptions, require_within
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.splice import ITEM, MediaShape
+from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import ArraySpec
 from mindie_mm.tokenize.placeholders import Expansion
 
@@ -42,17 +43,25 @@ class PlannedItem:
 class Planner:
     """A planner of media items, which checks the model's limits."""
 
-    def __init__(self, processor: Processor, family: str) -> None:
-        """Create a planner. `family` is the family's name for error messages."""
+    def __init__(self, processor: Processor, family: str, limits: PromptLimits) -> None:
+        """Create a planner.
+
+        Args:
+            processor: Processor of the checkpoint.
+            family: Name of the family for error messages.
+            limits: Maximum number of items in a prompt, in addition to the model's own limits.
+
+        """
         self.processor = processor
         self._family = family
+        self._limits = limits
 
     def counts(self, media: Sequence[Media]) -> Counter[Kind]:
         """Return the number of items of each kind in a prompt.
 
         Raises:
             InputError: The model does not support one of the kinds, or does not support these kinds in one prompt.
-            LimitExceeded: There are more items than the model supports.
+            LimitExceeded: There are more items than the model supports, or than the limits allow.
 
         """
         counts: Counter[Kind] = Counter(item.kind for item in media)
@@ -62,6 +71,7 @@ class Planner:
                 raise InputError(
                     f"this model does not accept {kind} inputs; it accepts {', '.join(taken) or 'text only'}"
                 )
+        require_within(media, self._limits)
         for kind, limit in traits.max_items.items():
             if counts[kind] > limit:
                 raise LimitExceeded(f"the prompt has {counts[kind]} items of kind {kind}; the model's limit is {limit}")

@@ -15,13 +15,22 @@ from transformers.utils import get_json_schema
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Media, media_of, media_of_messages, parse_inputs, parse_messages
+from mindie_mm.inputs import (
+    Media,
+    media_of,
+    media_of_messages,
+    parse_inputs,
+    parse_messages,
+    webui_items,
+    webui_messages,
+)
 from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family, Processor
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
+from mindie_mm.settings.limits import PromptLimits, converted
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
 from mindie_mm.tokenize.decoded import read_prompts
@@ -72,6 +81,7 @@ class Tokenizer:
         caps: MediaCaps | None = None,
         content_format: ContentFormat = "auto",
         decoders: int = 0,
+        limit_mm_per_prompt: PromptLimits | None = None,
     ) -> Self:
         """Return the tokenizer of a checkpoint.
 
@@ -86,9 +96,10 @@ class Tokenizer:
             content_format: Format in which the chat template receives the content of messages.
             decoders: Number of processes that decode the items of a prompt in parallel. With 0, this process decodes,
                 and `caps.max_decode_bytes` and `caps.max_decode_s` do not apply.
+            limit_mm_per_prompt: Maximum number of items in one prompt, such as {"image": 4, "video": 1}.
 
         Raises:
-            InputError: The arguments contradict each other.
+            InputError: An argument is invalid, or the arguments contradict each other.
             UnsupportedCheckpoint: The checkpoint is not supported.
             ProcessDied: The decoders cannot be started.
 
@@ -101,12 +112,13 @@ class Tokenizer:
             )
         if decoders and wire != "native":
             raise InputError(f"decoders is {decoders}; it must be 0 with the wire {wire!r}, which has no arena")
+        limits = converted("limit_mm_per_prompt", limit_mm_per_prompt or {}, PromptLimits)
         checkpoint, caps = Checkpoint.open(path), caps or MediaCaps()
         model_family = family_of(checkpoint, family)
         if not decoders:
             if arena is not None:
                 wire = NativeWire(arena)
-            make = partial(_in_process, checkpoint, model_family, wire=wire, caps=caps)
+            make = partial(_in_process, checkpoint, model_family, wire=wire, caps=caps, limits=limits)
             return cls(Prompts(checkpoint, model_family, make, content_format))
         with ExitStack() as undo:
             room = Room(arena or Arena.create(ARENA_BYTES), WorkerConfig().arena_wait_s, is_own=arena is None)
@@ -115,7 +127,7 @@ class Tokenizer:
             loop = LoopThread("tokenizer")
             undo.callback(loop.close, processes.close)
             loop.run(processes.open(decoders))
-            prompts = read_prompts(checkpoint, family, content_format, caps, processes, room, Preprocessed())
+            prompts = read_prompts(checkpoint, family, content_format, caps, processes, room, Preprocessed(), limits)
             tokenizer = cls(prompts, loop, processes)
             undo.pop_all()
         return tokenizer
@@ -126,7 +138,11 @@ class Tokenizer:
         return self.prompts.has_template
 
     def tokenize(
-        self, inputs: Sequence[Mapping[str, Any]], shm_name_save_path: str | Path | None = None
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        shm_name_save_path: str | Path | None = None,
+        *,
+        webui: bool = False,
     ) -> torch.Tensor:
         """Join items without a template, and return their ids.
 
@@ -134,6 +150,8 @@ class Tokenizer:
             inputs: Items in order. Each item is a mapping such as {"text": ...} or {"image": ...}.
             shm_name_save_path: Path file that records the references to media. The caller must release it when the ids
                 are no longer needed. The default is dirname(dirname(first media path))/shm_name.txt.
+            webui: Whether texts may contain pictures in the format of text-generation-webui, `<img
+                src="data:image/jpeg;base64,...">`.
 
         Returns:
             int64 [T] on the CPU. The first placeholders of each media item are replaced with its handle words.
@@ -144,7 +162,8 @@ class Tokenizer:
             SharedMemoryError: Shared memory cannot be used.
 
         """
-        items = self.run(Pages(self.prompts.stage).of_items(parse_inputs(inputs)))
+        parsed = webui_items(parse_inputs(inputs), webui=webui)
+        items = self.run(Pages(self.prompts.stage).of_items(parsed))
         media = media_of(items)
         prompt = self.make(self.prompts.draft_items(items), _path_file(media, shm_name_save_path))
         return torch.from_numpy(prompt.ids)
@@ -154,6 +173,8 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         shm_name_save_path: str | Path | None = None,
         add_generation_prompt: bool = True,
+        *,
+        webui: bool = False,
         **template_kwargs: Any,
     ) -> torch.Tensor:
         """Return the ids of chat messages, which are formatted with the checkpoint's chat template.
@@ -162,6 +183,7 @@ class Tokenizer:
             messages: Messages as in OpenAI's chat API.
             shm_name_save_path: As in `tokenize`.
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
+            webui: As in `tokenize`.
             template_kwargs: More variables for the template. `tools` may contain Python functions. For each function,
                 transformers derives a description from the docstring.
 
@@ -172,7 +194,8 @@ class Tokenizer:
             InputError, ArenaFull, SharedMemoryError: The same conditions as in `tokenize`.
 
         """
-        parsed = self.run(Pages(self.prompts.stage).of_messages(parse_messages(messages)))
+        read = webui_messages(parse_messages(messages), webui=webui)
+        parsed = self.run(Pages(self.prompts.stage).of_messages(read))
         if tools := template_kwargs.get("tools"):  # before escaping, because control tokens in docstrings are text
             template_kwargs["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
         path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
@@ -249,13 +272,19 @@ class Tokenizer:
 
 
 def _in_process(
-    checkpoint: Checkpoint, family: type[Family], processor: Processor, *, wire: WireName | Wire, caps: MediaCaps
+    checkpoint: Checkpoint,
+    family: type[Family],
+    processor: Processor,
+    *,
+    wire: WireName | Wire,
+    caps: MediaCaps,
+    limits: PromptLimits,
 ) -> MediaStage:
     if wire == "mindie":
         wire = mindie_wire(processor, family, str(checkpoint.path))
     elif not isinstance(wire, Wire):
         wire = NativeWire()
-    return InProcess(processor, Planner(processor, family.__name__), wire, caps)
+    return InProcess(processor, Planner(processor, family.__name__, limits), wire, caps)
 
 
 def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:

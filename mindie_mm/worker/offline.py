@@ -32,7 +32,7 @@ from mindie_mm.errors import (
     error_name,
 )
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.settings.config import WorkerConfig, kind_of_name
 from mindie_mm.shm import Arena
 from mindie_mm.worker.answer_file import Origin, continued
 from mindie_mm.worker.worker import Answer, Worker
@@ -124,7 +124,9 @@ async def generate(
 def _deciding(config: WorkerConfig) -> dict[str, Any]:
     """Return the settings of the engine that affect answers."""
     engine = config.engine
-    settings = {"family": config.family or ""} | {name: getattr(engine, name) for name in _DECIDING}
+    deciding = {name: getattr(engine, name) for name in _DECIDING}
+    deciding = {name: kind_of_name(value) if isinstance(value, str) else value for name, value in deciding.items()}
+    settings = {"family": config.family or ""} | deciding
     # Files of answers from before this setting existed lack it.
     return settings | ({} if engine.weights == "auto" else {"weights": engine.weights})
 

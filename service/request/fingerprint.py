@@ -9,6 +9,7 @@ from importlib.metadata import version
 import msgspec
 
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import kind_of_name
 from mindie_mm.worker.worker import Worker
 
 _DECIDING = ("dtype", "tensor_parallel", "vision_device", "vision_bits", "projector_device", "projector_bits")
@@ -26,8 +27,8 @@ def fingerprint(worker: Worker, model_name: str) -> str:
         model_name,
         dict(Checkpoint.open(worker.config.model).config),
         worker.config.family,
-        worker.engine.info.device.partition(":")[0],
+        kind_of_name(worker.engine.info.device),
         msgspec.to_builtins(worker.default_sampling, str_keys=True),
-        [getattr(engine, name) for name in _DECIDING],
+        [kind_of_name(value) if isinstance(value := getattr(engine, name), str) else value for name in _DECIDING],
     ]
     return f"fp_{hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:10]}"

@@ -15,14 +15,18 @@ import numpy as np
 
 from mindie_mm.errors import InputError, SharedMemoryError, TokenOutOfRange, blaming
 from mindie_mm.inputs import (
+    Item,
     Media,
+    Message,
     Paths,
-    from_webui_prompt,
+    WebuiImages,
+    long_data_url,
     media_of,
     media_of_messages,
     messages_with_paths,
     parse_inputs,
     parse_messages,
+    require_within,
     with_defaults,
     with_paths,
 )
@@ -35,6 +39,7 @@ from mindie_mm.worker.retry import PromptSource
 from service.request.kept_media import KeptMedia
 from service.request.quota import room_to_spool
 from service.request.state import Service
+from service.schemas.body import INT32_MAX
 from service.schemas.choices import Clock
 from service.telemetry import tracing
 
@@ -58,6 +63,8 @@ async def prompts(
     field = _field(requests[0])
     with blaming(field):
         parsed = [_checked(request, service.config, service.kept, owner) for request in requests]
+        for items, _ in parsed:
+            require_within(items, service.worker.config.limit_mm_per_prompt)
     media = [item for items, _ in parsed for item in items]
     with ExitStack() as stack:
         changes: dict[str, Any] = {}
@@ -121,8 +128,11 @@ def _checked(request: TokenizeRequest, config: ServiceConfig, kept: KeptMedia, o
 def _parsed(request: TokenizeRequest, config: ServiceConfig, kept: KeptMedia, owner: bytes) -> _Parsed:
     """Parse the media of a request. Raise InputError if they are not valid."""
     replace = msgspec.structs.replace
+    images = WebuiImages(config.max_media_items)
     if request.messages is not None:
         parsed = parse_messages(request.messages, strict=config.strict, by_uuid=True)
+        parsed = images.of_messages(parsed) if config.webui_images else parsed
+        _require_no_data_url(parsed)
         filled = kept.filled(parsed, owner, request.options.cache_salt)
         messages = with_defaults(filled, request.media_defaults)
         return media_of_messages(messages), lambda paths: replace(
@@ -130,21 +140,40 @@ def _parsed(request: TokenizeRequest, config: ServiceConfig, kept: KeptMedia, ow
         )
     if request.items is not None:
         items = parse_inputs(request.items)
+        items = images.of_items(items) if config.webui_images else items
+        _require_no_data_url(items)
         return media_of(items), lambda paths: replace(request, items=with_paths(items, paths))
-    pieces = from_webui_prompt(request.text or "", config.max_media_items)
+    pieces = images.of_text(request.text or "")
+    _require_no_data_url(pieces)
     if media := media_of(pieces):
         return media, lambda paths: replace(request, text=None, items=with_paths(pieces, paths), chat=False)
     return [], lambda _: request
 
 
-def prompt_of_ids(service: Service, ids: Sequence[int], field: str) -> Prompt:
+def _require_no_data_url(prompt: Sequence[Item | Message]) -> None:
+    """Raise InputError if a text has a long data: URL, which would take thousands of tokens."""
+    if found := long_data_url(prompt):
+        raise InputError(
+            f'{found}. Send the media as an item, such as {{"type": "image_url", "image_url": {{"url": "data:..."}}}}. '
+            'Pictures of the form <img src="data:image/jpeg;base64,..."> are read in a prompt that is one text, and '
+            "with --webui-images also in messages and items"
+        )
+
+
+def prompt_of_ids(service: Service, ids: Sequence[int], field: str, *, accept_handles: bool = False) -> Prompt:
     """Return a prompt that consists of the token ids in the body's `field`.
+
+    With `accept_handles`, any negative int64 is passed to the engine, which checks the handle words.
 
     Raises:
         TokenOutOfRange: An id is not in [0, vocabulary size).
 
     """
     vocab_size = service.worker.engine.info.vocab_size
-    if (bad := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
-        raise TokenOutOfRange(f"token id {bad} is outside the vocabulary, [0, {vocab_size})", param=field)
+    lowest = np.iinfo(np.int64).min if accept_handles else 0
+    if (bad := next((i for i in ids if not lowest <= i < vocab_size), None)) is not None:
+        message = f"token id {bad} is outside the vocabulary, [0, {vocab_size})"
+        if bad < -INT32_MAX:
+            message += "; handles are accepted only on the socket of --uds, with --accept-handles"
+        raise TokenOutOfRange(message, param=field)
     return Prompt(np.array(ids, np.int64))

@@ -270,6 +270,19 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_texts_may_have_pictures_as_in_text_generation_webui(tmp_path: Path) -> None:
+    url = f"data:image/jpeg;base64,{base64.b64encode(PICTURE).decode()}"
+    tag, items = f'<img src="{url}">What?', [{"image": url}, {"text": "What?"}]
+    chats = [{"messages": [{"role": "user", "content": content}]} for content in (tag, items)]
+    rows = written(tmp_path / "rows.jsonl", [{"text": tag}, {"inputs": items}, *chats])
+    run_in_process(settings(rows, webui_images=True), tmp_path / "run")
+    samples = [*Dataset(tmp_path / "run")]
+    assert [sample.error for sample in samples] == [None] * 4
+    first, *others = [[int(one) for one in sample.ids if one >= 0] for sample in samples]
+    assert others == [first] * 3
+    assert all(len(sample.spans) == 1 for sample in samples)
+
+
 def test_variables_that_a_prompt_cannot_use_are_refused(tmp_path: Path) -> None:
     rows = [{"messages": MESSAGES} | variables for variables, _ in REFUSED]
     run_in_process(settings(written(tmp_path / "rows.jsonl", rows)), tmp_path / "run")

@@ -142,16 +142,18 @@ def test_media_caps_are_part_of_a_runs_identity(media, tmp_path):
     assert "media was " in other.stderr
 
 
-def test_request_pixels_are_counted_per_row(media, tmp_path):
+def test_limits_apply_to_each_row(media, tmp_path):
     with Image.open(media / "0.jpg") as picture:
         pixels = picture.width * picture.height
-    rows = written(media / "summed.jsonl", [{"images": ["0.jpg"] * count, "text": "What?"} for count in (2, 2, 3)])
-    done = tokenize(rows, "--output", tmp_path / "run", "--workers", 1, "--max-request-pixels", 2 * pixels)
+    rows = written(media / "summed.jsonl", [{"images": ["0.jpg"] * count, "text": "What?"} for count in (2, 2, 3, 4)])
+    limits = ("--max-request-pixels", 2 * pixels, "--limit-mm-per-prompt", "image=3")
+    done = tokenize(rows, "--output", tmp_path / "run", "--workers", 1, *limits)
     assert done.returncode == 1, done.stderr
-    (error,) = [json.loads(line) for line in (tmp_path / "run/errors.jsonl").read_text().splitlines()]
+    error, other = [json.loads(line) for line in (tmp_path / "run/errors.jsonl").read_text().splitlines()]
     assert error["row"] == 2
     assert f"the request's images and frames have at least {3 * pixels} pixels" in error["error"]
     assert error["error"].endswith(f"the limit is {2 * pixels} (--max-request-pixels)")
+    assert other["error"].endswith("has 4 media items of kind image; the limit is 3 (limit_mm_per_prompt)")
 
 
 def test_no_resume_needs_an_empty_folder(lines, tmp_path):

@@ -1,5 +1,6 @@
 """Tests of `models`, `doctor`, `ask` and the help of the commands."""
 
+import base64
 import importlib.util
 import json
 import os
@@ -41,20 +42,24 @@ def test_doctor_reports_the_status_of_every_subject(random_checkpoint, tmp_path)
     assert {finding["subject"]: finding["found"] for finding in general}["decoders"] == str(support())
     if importlib.util.find_spec("torch_npu") is None:  # without an NPU, there are no further findings
         assert findings == general
-    found = run_warm("doctor", tmp_path, "--json", "--arena-bytes", 10**15, status=1)
+    found = run_warm("doctor", tmp_path, "--json", "--arena-bytes", 10**15, "--device", "cpu:1", status=1)
     problems = {finding["subject"]: finding["advice"] for finding in json.loads(found) if finding["status"] == "error"}
-    assert problems.keys() == {"checkpoint", "shared memory"}
+    assert problems.keys() == {"checkpoint", "shared memory", "device"}
+    assert problems["device"] == "there is no device cpu:1; the visible devices are cpu:0"
     assert "--shm-size" in problems["shared memory"]
 
 
 def test_ask_answers_about_a_picture(random_checkpoint, tmp_path):
     picture = tmp_path / "picture.png"
     Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)
-    asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 3)
+    asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 3, "--device", "cpu:0")
     answer = json.loads(run_warm(*asked, "--json"))
     assert answer["finish_reason"] in ("length", "stop")
     assert answer["timings"]["tower_s"] > 0
     assert list(tmp_path.iterdir()) == [picture]
+    tag = f'<img src="data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}">What?'
+    same = json.loads(run_warm(*asked[:1], tag, *asked[4:], "--webui-images", "--json"))
+    assert same["token_ids"] == answer["token_ids"]
 
 
 def test_ask_shows_the_sampling_parameters_of_the_checkpoint_and_no_warning_about_them(random_checkpoint, tmp_path):
@@ -166,6 +171,6 @@ def test_tower_and_projector_have_their_own_precision_and_device(random_checkpoi
     picture = tmp_path / "picture.png"
     Image.fromarray(np.full((60, 60, 3), 200, np.uint8)).save(picture)
     asked = ("ask", "What?", "--image", picture, "--model", random_checkpoint, "--max-tokens", 2)
-    run_warm(*asked, MINDIE_MM_VISION_BITS="16", MINDIE_MM_PROJECTOR_BITS="32", MINDIE_MM_PROJECTOR_DEVICE="cpu")
+    run_warm(*asked, MINDIE_MM_VISION_BITS="16", MINDIE_MM_PROJECTOR_BITS="32", MINDIE_MM_PROJECTOR_DEVICE="cpu:0")
     assert "vision_bits is 8; it must be 16 or 32" in run_warm(*asked, status=2, MINDIE_MM_VISION_BITS="8")
     assert "device is 'tpu'" in run_warm("serve", random_checkpoint, "--port", 0, "--vision-device", "tpu", status=2)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.shm import Arena, ArraySpec, attach
+from mindie_mm.shm import Arena, ArraySpec, attach, request_directory
+from mindie_mm.shm.mindie import create_shm
 from tests.cli.shell import BIN, run
 
 SPECS = {"pixel_values": ArraySpec((4, 588), "uint8")}
@@ -124,6 +125,44 @@ def test_list_shows_arenas_and_blocks(arena, path_file):
     assert f"{arena.path.name}:{ref.block}" in run("shm", "list", "-b")
 
 
+@pytest.fixture
+def segment(tmp_path):
+    """Create a segment and remove its record, as if MindIE had been killed."""
+    segment = create_shm(5000, tmp_path / "path_file.txt")
+    os.utime(f"/dev/shm/{segment.name}", (time.time() - 3 * 86400,) * 2)
+    yield segment
+    segment.unlink()
+
+
+def test_list_shows_segments_that_nobody_recorded_and_only_free_removes_them(arena, segment, tmp_path):
+    other = Path("/dev/shm", f"test-{os.getpid()}.bin")
+    other.write_bytes(b"x" * 10)
+    spool = tmp_path / "spool"
+    with request_directory(spool) as request:
+        recorded = create_shm(4096, request.path_file)
+        rows = run("shm", "list", "--spool", spool).splitlines()
+        assert not any(line.startswith(recorded.name) for line in rows)
+    (row,) = [line.split() for line in rows if line.startswith(segment.name)]
+    assert row == [segment.name, "uid", str(os.geteuid()), "3", "d", "4.9", "KiB", "pid", str(os.getpid())]
+    (row,) = [line.split() for line in rows if line.startswith(other.name)]
+    assert row[-3:-1] == ["10", "B"]
+    assert row[-1] in ("no", "unknown")
+    segments = {one["name"]: one for one in json.loads(run("shm", "list", "--segments", "--json"))}
+    assert arena.path.name not in segments
+    assert segments[segment.name]["num_bytes"] == 5000
+    assert (segments[segment.name]["mapped"], segments[segment.name]["pids"]) == (True, [os.getpid()])
+    assert segments[other.name]["mapped"] in (False, None)
+    gc("--spool", spool)
+    assert "is an arena" in run("shm", "free", segment.name, arena.path.name, status=2)
+    assert other.exists()
+    assert Path("/dev/shm", segment.name).exists()
+    assert json.loads(run("shm", "free", "--json", segment.name, f"/dev/shm/{segment.name}", other.name)) == {
+        "freed": 2
+    }
+    assert not other.exists()
+    assert not Path("/dev/shm", segment.name).exists()
+
+
 def test_list_marks_arenas_of_dead_owners(dead_arena):
     (row,) = [line for line in run("shm", "list").splitlines() if line.startswith(dead_arena.name)]
     assert "DEAD, pid" in row
@@ -141,9 +180,9 @@ def test_free_frees_its_target_only_once(arena, path_file, target):
 def test_free_frees_nothing_if_one_target_is_wrong(arena, path_file):
     ref = publish(arena, path_file)
     printed = run("shm", "free", path_file, "nothing-here", status=2)
-    assert printed.splitlines() == [
-        "Error: nothing-here: neither a block from `mindie-mm shm list -b` nor a path file: No such file or directory"
-    ]
+    (error,) = printed.splitlines()
+    assert error.startswith("Error: nothing-here: neither a block or segment of `mindie-mm shm list -b` nor a path ")
+    assert error.endswith(": No such file or directory")
     attach(ref).verify()
 
 
@@ -245,7 +284,7 @@ def test_an_operators_mistake_gives_one_line_and_status_2(tmp_path, arguments, p
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_another_user_sees_and_reclaims_nothing(dead_arena, arena, path_file, tmp_path):
+def test_another_user_sees_and_reclaims_nothing(dead_arena, arena, segment, path_file, tmp_path):
     publish(arena, path_file)
     spool = tmp_path / "spool"
     spool.mkdir(mode=0o700)
@@ -265,6 +304,12 @@ def test_another_user_sees_and_reclaims_nothing(dead_arena, arena, path_file, tm
         )
 
     assert json.loads(as_nobody("list", "--json").stdout) == []
+    (found,) = [
+        one for one in json.loads(as_nobody("list", "--segments", "--json").stdout) if one["name"] == segment.name
+    ]
+    assert (found["uid"], found["mapped"], found["pids"]) == (0, None, [])
+    assert "is not a regular file of user 65534" in as_nobody("free", segment.name).stderr
+    assert Path("/dev/shm", segment.name).exists()
     ended = as_nobody("gc", "--json")
     assert (ended.returncode, json.loads(ended.stdout)["reclaimed"]) == (0, []), ended.stderr
     assert dead_arena.exists()

@@ -15,16 +15,26 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+import torch
 from PIL import Image
 
-from mindie_mm import LLM, SamplingParams, StructuredOutputs, Tokenizer
-from mindie_mm.errors import ContextLengthExceeded, InputError, MediaError, OperationalError, ProcessDied
+from mindie_mm import LLM, Embeddings, SamplingParams, StructuredOutputs, Tokenizer
+from mindie_mm.errors import (
+    ContextLengthExceeded,
+    InputError,
+    LimitExceeded,
+    MediaError,
+    OperationalError,
+    ProcessDied,
+)
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import arenas_of
 from mindie_mm.worker import worker as worker_module
 from mindie_mm.worker.worker import Worker
+from tools.demo import data_url
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+LOGPROBS = msgspec.structs.replace(GREEDY, logprobs=0)
 
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
@@ -33,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("copied_workers")
 def llm(random_checkpoint):
     """Yield an LLM that was opened by a relative path in another working directory."""
     with contextlib.chdir(random_checkpoint.parent):
-        llm = LLM(random_checkpoint.name)
+        llm = LLM(random_checkpoint.name, limit_mm_per_prompt={"video": 1})
     with llm:
         yield llm
 
@@ -57,6 +67,50 @@ def test_the_picture_changes_the_answer(llm, picture):
     assert one.token_ids != other.token_ids
 
 
+def test_encoded_items_take_the_place_of_the_items(llm, picture):
+    other, question = picture.resize((40, 60)), {"text": "What?"}
+    items = [{"image": picture}, question, {"image": other}, {"image": Embeddings(np.zeros((4, 64), "f2"), (1, 4, 4))}]
+    first, second, given = features = llm.encode(items)
+    assert llm.encode([question]) == llm.encode([]) == []
+    assert (given.array.shape, given.array.any(), given.grid) == ((4, 64), False, (1, 4, 4))
+    assert not any(block for arena in arenas_of([os.getpid()]) for block in arena.blocks), "blocks are left"
+    (expected,) = llm.generate([[{"image": picture}, question, {"image": other}]], LOGPROBS)
+    batch = [torch.from_numpy(one.array).unsqueeze(0) for one in features[:2]]
+    thw = torch.tensor([first.grid, second.grid])
+    inputs = [
+        [{"image_embeds": first}, question, {"image": second}],
+        [{"image_embeds": first.array, "grid": first.grid}, question, {"image": other}],
+        [{"image_embeds": batch[0], "image_grid_thw": thw[:1]}, question, {"image_embeds": [second]}],
+    ]
+    for output in llm.generate(inputs, LOGPROBS):
+        assert_same(output, expected)
+    (expected,) = llm.generate([[{"image": picture}, {"image": other}, question]], LOGPROBS)
+    inputs = [[{"image_embeds": features[:2]}, question], [{"image_embeds": batch, "image_grid_thw": thw}, question]]
+    for output in llm.generate(inputs, LOGPROBS):
+        assert_same(output, expected)
+
+
+def assert_same(output, expected):
+    assert output.token_ids == expected.token_ids
+    found, wanted = ([one.logprob for one in each.logprobs] for each in (output, expected))
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "message"),
+    [
+        ({"image": "a.png"}, InputError, r"items is a dict; it must be a list, such as \[{'image': path}\]"),
+        ("a.png", InputError, "items is a str"),
+        ([5], InputError, r"inputs\[0\] is of type int"),
+        ([{"image": "/no/such/file.png"}], MediaError, "/no/such/file.png"),
+    ],
+)
+def test_items_that_cannot_be_encoded_are_refused(llm, items, error, message):
+    with pytest.raises(error, match=message):
+        llm.encode(items)
+    assert not any(block for arena in arenas_of([os.getpid()]) for block in arena.blocks), "blocks are left"
+
+
 def test_the_chat_template_can_be_omitted(llm):
     (bare,), (turn,) = (llm.generate(["Hello"], GREEDY, chat_template=template) for template in (False, True))
     assert bare.token_ids != turn.token_ids
@@ -71,6 +125,24 @@ def test_one_bad_input_does_not_fail_the_others(llm):
     assert "/no/such/file.png" in str(bad.error)
     with pytest.raises(MediaError):
         llm.generate(inputs, GREEDY)
+
+
+def test_an_input_with_too_many_items_is_refused_before_any_is_decoded(llm):
+    (output,) = llm.generate([[{"video": b"not a video"}] * 2], GREEDY, on_error="return")
+    assert isinstance(output.error, LimitExceeded)
+    assert "has 2 media items of kind video; the limit is 1 (limit_mm_per_prompt)" in str(output.error)
+    with pytest.raises(LimitExceeded, match="the limit is 1"):
+        llm.chat([{"role": "user", "content": [{"video": b"not a video"}]}] * 2, GREEDY)
+
+
+def test_texts_may_have_pictures_as_in_text_generation_webui(llm, picture):
+    url = data_url(picture)
+    text = f'<img src="{url}">What?'
+    items = [{"image": url}, {"text": "What?"}]
+    expected, found = llm.generate([items], GREEDY), llm.generate([text], GREEDY, webui=True)
+    assert found[0].token_ids == expected[0].token_ids
+    message = {"role": "user", "content": text}
+    assert llm.chat([message], GREEDY, webui=True).token_ids == expected[0].token_ids
 
 
 def test_an_unexpected_exception_does_not_fail_the_others(llm, monkeypatch):
@@ -154,6 +226,20 @@ def test_a_chat_returns_logprobs(llm):
     assert len(output.logprobs) == len(output.token_ids)
 
 
+def test_a_list_of_conversations_gets_a_list_of_outputs(llm, picture):
+    one = [{"role": "user", "content": "Hello"}]
+    other = [{"role": "user", "content": [{"image": picture}, {"text": "What?"}]}]
+    bad = [{"role": "user", "content": [{"image": "/no/such/file.png"}]}]
+    outputs = llm.chat([one, bad, tuple(other)], GREEDY, on_error="return")
+    assert [type(output.error) for output in outputs] == [type(None), MediaError, type(None)]
+    assert [outputs[0].token_ids, outputs[2].token_ids] == [llm.chat(chat, GREEDY).token_ids for chat in (one, other)]
+    assert isinstance(llm.chat([one], GREEDY), list)
+    with pytest.raises(MediaError):
+        llm.chat([one, bad], GREEDY)
+    with pytest.raises(InputError):
+        llm.chat([], GREEDY)
+
+
 def test_a_prompt_that_is_too_long_is_refused_or_optionally_truncated(random_checkpoint, picture):
     long = [[{"text": "old words " * 300}, {"image": picture}, {"text": "What?"}]]
     engine = EngineConfig(max_model_len=128)
@@ -162,6 +248,8 @@ def test_a_prompt_that_is_too_long_is_refused_or_optionally_truncated(random_che
             llm.generate(long, GREEDY)
         with pytest.raises(ContextLengthExceeded, match="200"):
             llm.generate(["Hello"], SamplingParams(max_tokens=200))
+        with pytest.raises(ContextLengthExceeded, match="tokens; the limit is 128"):
+            llm.encode([{"image": picture}] * 50)
     with LLM(config=WorkerConfig(model=random_checkpoint, engine=engine, truncate=True)) as llm:
         assert len(llm.generate(long, GREEDY)[0].token_ids) == 6
 
@@ -234,8 +322,9 @@ def test_an_engine_that_dies_between_two_calls_is_restarted(llm, picture):
     inputs = [[{"image": picture}, {"text": "What?"}]]
     (before,) = llm.generate(inputs, GREEDY)
     os.kill(llm._worker.engine.pid, signal.SIGKILL)
-    (after,) = llm.generate(inputs, GREEDY)
-    assert after.token_ids == before.token_ids
+    (features,) = llm.encode([{"image": picture}])
+    (after, embedded) = llm.generate([*inputs, [{"image_embeds": features}, {"text": "What?"}]], GREEDY)
+    assert after.token_ids == embedded.token_ids == before.token_ids
 
 
 def test_a_tuple_works_like_a_list(llm, picture):
@@ -272,7 +361,12 @@ def test_an_invalid_input_is_refused(llm, inputs):
 def test_a_closed_llm_refuses_calls(random_checkpoint):
     with LLM(random_checkpoint) as llm:
         pass
-    for use in (lambda: llm.generate(["Hello"]), lambda: llm.chat([{"role": "user", "content": "Hello"}])):
+    closed = (
+        lambda: llm.encode([{"image": "a.png"}]),
+        lambda: llm.generate(["Hello"]),
+        lambda: llm.chat([{"role": "user", "content": "Hello"}]),
+    )
+    for use in closed:
         with pytest.raises(InputError, match="the LLM is closed"):
             use()
     llm.close()

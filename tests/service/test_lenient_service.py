@@ -39,6 +39,7 @@ def lenient(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
         "allow_private_media": True,
         "json_additional_properties": "allow",
         "scheduling_policy": "priority",
+        "webui_images": True,
     }
     given = settings | {"spool": folder / "spool", **options}
     names = {"MINDIE_MM_SERVED_MODEL_NAME": "first, second/name", "MINDIE_MM_ANY_MODEL_NAME": "true"}
@@ -78,6 +79,24 @@ def test_priorities_are_accepted(lenient: RunningService, service: RunningServic
     assert post(lenient, CHAT, body)["usage"]["completion_tokens"] == 4
     message = post(service, CHAT, body, 400)["error"]["message"]
     assert message == "priority is -5; it must be 0 unless --scheduling-policy priority is set"
+
+
+def test_texts_of_chats_and_items_may_have_pictures(lenient: RunningService, red_square: str) -> None:
+    tag = f'Look: <img src="{red_square}"> What?'
+    picture = {"type": "image_url", "image_url": {"url": red_square}}
+    parts = [{"type": "text", "text": "Look: "}, picture, {"type": "text", "text": " What?"}]
+    expected = post(lenient, "/tokenize", {"messages": [{"role": "user", "content": parts}]})["tokens"]
+    for content in (tag, [{"type": "text", "text": tag}]):
+        assert post(lenient, "/tokenize", {"messages": [{"role": "user", "content": content}]})["tokens"] == expected
+    assert post(lenient, "/tokenize", {"inputs": [{"text": tag}]})["tokens"] == expected
+    body = {"temperature": 0, "max_tokens": 4}
+    one, other = (
+        post(lenient, CHAT, {"messages": [{"role": "user", "content": content}], **body})["choices"][0]["message"]
+        for content in (tag, parts)
+    )
+    assert one == other
+    message = post(lenient, CHAT, {"messages": [{"role": "user", "content": tag * 3}] * 2}, 400)["error"]["message"]
+    assert message == "the prompt has more images than the limit of 4"
 
 
 def test_json_objects_may_have_other_properties(lenient: RunningService, service: RunningService) -> None:

@@ -75,6 +75,22 @@ def test_a_placeholder_gets_the_served_model(http: Any, name: str | None) -> Non
     assert "'gpt-3.5-turbo' does not exist" in post(http, 404, model="gpt-3.5-turbo")["message"]
 
 
+@pytest.mark.parametrize("sound", ["data:audio/wav;base64,AAAA", "https://127.0.0.1/sound.wav"])
+def test_a_prompt_with_too_many_items_is_refused_before_any_is_fetched(http: Any, sound: str) -> None:
+    part = {"type": "audio_url", "audio_url": {"url": sound}}
+    messages = [{"role": "user", "content": [part]}] * 3
+    for path, body in (
+        (CHAT, {"messages": messages}),
+        ("/tokenize", {"messages": messages}),
+        ("/tokenize", {"inputs": [part] * 3}),
+        ("/infer", {"inputs": [part] * 3}),
+    ):
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400, path
+        message = answer.json()["error"]["message"]
+        assert "has 3 media items of kind audio; the limit is 2 (limit_mm_per_prompt)" in message, path
+
+
 def spans(http: Any, *parts: Any, **changes: Any) -> list[int]:
     """Return the number of tokens of each media item in a prompt."""
     answer = http.post(CHAT, json={"messages": [{"role": "user", "content": [*parts]}], "media_spans": True} | changes)

@@ -7,6 +7,7 @@ import pytest
 
 from mindie_mm.cli.serve import command
 from mindie_mm.errors import InputError
+from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.sources import CLASSES, PARTS, Configuration, configuration
 
 
@@ -77,6 +78,27 @@ def test_a_color_can_come_from_the_environment_or_a_flag(monkeypatch):
         )
         with pytest.raises(InputError, match=message):
             configuration({})
+
+
+@pytest.mark.parametrize("text", ["image=4, video=0", '{"image": 4, "video": 0}'])
+def test_limits_of_prompts_can_come_from_every_source(file, monkeypatch, text):
+    for stated in (f"'{text}'", "{image = 4, video = 0}"):
+        file.write_text(f"limit_mm_per_prompt = {stated}")
+        assert configuration({}, file).worker.limit_mm_per_prompt == {"image": 4, "video": 0}
+    monkeypatch.setenv("MINDIE_MM_LIMIT_MM_PER_PROMPT", text)
+    assert configuration({}).worker.limit_mm_per_prompt == {"image": 4, "video": 0}
+    flags = command.make_context("serve", ["--limit-mm-per-prompt", text]).params
+    found = configuration(flags)
+    assert found.worker.limit_mm_per_prompt == {"image": 4, "video": 0}
+    assert {one.name: one.value for one in found.settings()}["limit_mm_per_prompt"] == "{image = 4, video = 0}"
+
+
+@pytest.mark.parametrize(
+    "value", ["image", "image=", "image=-1", "image=1,image=2", "picture=1", "[1]", '{"image":', {"image": "1"}, [], 4]
+)
+def test_other_limits_of_prompts_are_refused(value):
+    with pytest.raises(InputError, match="must be a mapping from image, video, audio to an integer of at least 0"):
+        WorkerConfig(limit_mm_per_prompt=value)
 
 
 @pytest.mark.parametrize(

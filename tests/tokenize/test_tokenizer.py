@@ -23,7 +23,7 @@ from mindie_mm.errors import (
     MediaError,
     TokenOutOfRange,
 )
-from mindie_mm.inputs import parse_inputs, parse_messages
+from mindie_mm.inputs import parse_inputs, parse_messages, webui
 from mindie_mm.media.guard.caps import decoding_to_count
 from mindie_mm.media.video.encoded_video import EncodedVideo
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
@@ -130,6 +130,39 @@ def test_a_chat_is_tokenized_as_in_transformers(tokenizer, processor, spool):
     ]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
     assert_same(tokenizer.tokenize_chat(messages), expected_inputs(processor, text, [image], [video]), processor)
+
+
+def test_texts_may_have_pictures_as_in_text_generation_webui(tokenizer, spool):
+    pictures = [("jpeg", spool / "image/0.jpg"), ("png", spool / "image/1.png")]
+    for kind in ("webp", "gif"):
+        pictures.append((kind, spool / f"image/2.{kind}"))
+        pictures[-1][1].write_bytes(encoded(photograph(size=(70, 80)), kind))
+    text, items = "", []
+    for kind, path in pictures:
+        text += f'Look: <img src="data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}">'
+        items += [{"text": "Look: "}, {"image": str(path)}]
+    path_file = spool / "shm_name.txt"
+
+    def plain(ids):
+        return ids[ids >= 0].tolist()
+
+    assert plain(tokenizer.tokenize([{"text": text}], path_file, webui=True)) == plain(tokenizer.tokenize(items))
+    message = {"role": "user", "content": text}
+    found = tokenizer.tokenize_chat([message], path_file, webui=True)
+    assert plain(found) == plain(tokenizer.tokenize_chat([{"role": "user", "content": items}], path_file))
+    assert (found < 0).sum() == 8
+
+
+def test_a_long_data_url_in_a_text_gives_one_warning(tokenizer, caplog, monkeypatch):
+    monkeypatch.setattr(webui, "_warned", set())
+    short, long = (f"data:image/png;base64,{'A' * count} ?" for count in (978, 979))
+    tokenizer.tokenize([{"text": short}])
+    assert not caplog.records
+    tokenizer.tokenize([{"text": long}])
+    tokenizer.tokenize_chat([{"role": "user", "content": long}])
+    (record,) = caplog.records
+    assert "a text has a data: URL of 1001 characters" in record.message
+    assert "webui=True" in record.message
 
 
 def test_text_alone_needs_neither_arena_nor_path_file(checkpoint_path, processor):
@@ -273,6 +306,24 @@ def test_items_that_do_not_fit_the_arena_are_refused(tokenizer, arena, spool):
     with pytest.raises((ArenaFull, LimitExceeded)):
         tokenizer.tokenize([{"image": str(spool / "image" / "0.jpg")}, {"image": pixels}])
     assert arena.num_blocks == 0
+
+
+def test_a_prompt_with_too_many_items_is_refused_before_any_is_decoded(checkpoint_path, spool):
+    limits = {"image": 2, "video": 0}
+    picture, broken = {"image": str(spool / "image/0.jpg")}, {"image": b"not a picture"}
+    with Tokenizer.from_pretrained(checkpoint_path, limit_mm_per_prompt=limits) as tokenizer:
+        assert len(tokenizer.tokenize([picture, picture])) > 2
+        refused = pytest.raises(LimitExceeded, match=r"has 3 media items of kind image; the limit is 2 \(limit_mm")
+        with refused:
+            tokenizer.tokenize([broken] * 3, spool / "shm_name.txt")
+        with refused:
+            tokenizer.tokenize_chat([{"role": "user", "content": [broken]}] * 3, spool / "shm_name.txt")
+        with refused:
+            tokenizer.tokenize_ids([1], [broken] * 3, spool / "shm_name.txt")
+        with pytest.raises(LimitExceeded, match="has 1 media items of kind video; the limit is 0"):
+            tokenizer.tokenize([{"video": b"not a video"}], spool / "shm_name.txt")
+    with pytest.raises(InputError, match=r"limit_mm_per_prompt is \{'images': 2\}; it must be a map"):
+        Tokenizer.from_pretrained(checkpoint_path, limit_mm_per_prompt={"images": 2})
 
 
 def test_a_long_prompt_is_refused_before_preprocessing(tokenizer, arena, spool):

@@ -29,12 +29,19 @@ class CPU(Device):
     measure_s: ClassVar[float] = 0.5
 
     @classmethod
+    def count(cls) -> int:
+        return 1
+
+    @classmethod
     def missing(cls) -> str | None:
         return None
 
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+    def use(self) -> None:
+        pass  # there is only one
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         # bfloat16 is slower than float32 on most hosts, and less precise on all hosts.

@@ -41,7 +41,7 @@ CANN documents that aclrtHostRegisterV2 leads to exceptions up to this version f
 
 
 class NPU(Device):
-    """The current NPU. The default dtype is the dtype of the checkpoint, or float16 if the NPU has no bfloat16."""
+    """An NPU. The default dtype is the dtype of the checkpoint, or float16 if the NPU has no bfloat16."""
 
     name: ClassVar[str] = "npu"
     memory_share: ClassVar[float] = 0.9
@@ -49,6 +49,10 @@ class NPU(Device):
     kv_block_size: ClassVar[int] = 128  # the minimum for fused attention
     kernels: ClassVar[Kernels] = NPUKernels()
     has_bitsandbytes: ClassVar[bool] = False
+
+    @classmethod
+    def count(cls) -> int:
+        return int(_npu().device_count())
 
     @classmethod
     def missing(cls) -> str | None:
@@ -67,7 +71,7 @@ class NPU(Device):
 
     @property
     def torch_device(self) -> torch.device:
-        return torch.device("npu", _npu().current_device())
+        return torch.device("npu", _npu().current_device() if self.index is None else self.index)
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
         if checkpoint_dtype == torch.bfloat16 and not _npu().is_bf16_supported():  # such as on a 310P
@@ -107,10 +111,10 @@ class NPU(Device):
 
     def free_bytes(self) -> int:
         torch.zeros(1, device=self.torch_device)  # initialize the NPU, because CANN requires this for the query
-        return int(_npu().mem_get_info()[0])
+        return int(_npu().mem_get_info(self.index)[0])
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        return allocator_peak_bytes(_npu(), work)
+        return allocator_peak_bytes(_npu(), self.index, work)
 
 
 def registers(kernel: str) -> bool:

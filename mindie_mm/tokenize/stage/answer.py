@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Text, parse_inputs, parse_messages, with_defaults
+from mindie_mm.inputs import Text, parse_inputs, parse_messages, webui_items, webui_messages, with_defaults
 from mindie_mm.media.source import located_items, located_messages
 from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.prompt import Prompt
@@ -32,7 +32,8 @@ async def _draft(prompts: Prompts, request: TokenizeRequest, pages: Pages) -> Dr
     template = (request.add_generation_prompt, request.chat_template_kwargs, request.options)
     folder = Path(request.folder) if request.folder else None
     if request.messages is not None:
-        messages = with_defaults(parse_messages(request.messages), request.media_defaults)
+        parsed = webui_messages(parse_messages(request.messages), webui=request.webui)
+        messages = with_defaults(parsed, request.media_defaults)
         messages = messages if folder is None else located_messages(messages, folder)
         return prompts.draft_messages(
             await pages.of_messages(messages), *template, continue_final_message=request.continue_final_message
@@ -43,6 +44,7 @@ async def _draft(prompts: Prompts, request: TokenizeRequest, pages: Pages) -> Dr
             "continue_final_message out",
             param="continue_final_message",
         )
-    items = [Text(request.text)] if request.text is not None else parse_inputs(request.items or [])
+    given_items = [Text(request.text)] if request.text is not None else parse_inputs(request.items or [])
+    items = webui_items(given_items, webui=request.webui)
     items = items if folder is None else located_items(items, folder)
     return prompts.draft_turn(await pages.of_items(items), *template, chat=request.chat and request.text is None)

@@ -12,6 +12,7 @@ import numpy as np
 from mindie_mm.inputs import MediaDefaults
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
+from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
@@ -31,6 +32,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool = True
     """Whether `items` are formatted as one user turn, if the checkpoint has a chat template. Otherwise they are
     joined."""
+    webui: bool = False
+    """Whether texts may contain images in the format of text-generation-webui."""
     path_file: str = ""
     """Path file of the request. It may be empty only for a prompt without media."""
     folder: str = ""
@@ -59,6 +62,7 @@ class Setup(msgspec.Struct, frozen=True):
     preprocessed_cache_bytes: int
     chat_template_content_format: ContentFormat
     media: MediaCaps
+    limit_mm_per_prompt: PromptLimits
 
     @classmethod
     def of(cls, model: Path, config: WorkerConfig) -> Setup:

@@ -158,5 +158,5 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
 
 def _read_checkpoint(setup: Setup, decoders: Decoders, room: Room) -> Prompts:
     checkpoint, preprocessed = Checkpoint.open(setup.model), Preprocessed(setup.preprocessed_cache_bytes)
-    content_format = setup.chat_template_content_format
-    return read_prompts(checkpoint, setup.family, content_format, setup.media, decoders, room, preprocessed)
+    content_format, limits = setup.chat_template_content_format, setup.limit_mm_per_prompt
+    return read_prompts(checkpoint, setup.family, content_format, setup.media, decoders, room, preprocessed, limits)
