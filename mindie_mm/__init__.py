@@ -14,11 +14,17 @@ if TYPE_CHECKING:
     from mindie_mm.settings.config import EngineConfig, WorkerConfig
     from mindie_mm.structured.outputs import StructuredOutputs
     from mindie_mm.tokenize.tokenizer import Tokenizer
+    from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from mindie_mm.worker.llm import LLM, Output
+    from mindie_mm.worker.worker import Delta
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "Dataset",
+    "Delta",
     "EngineConfig",
     "MindieMMError",
     "Output",
@@ -33,7 +39,11 @@ limit_spinning()  # every process must call this before it loads torch
 
 _HOMES = {
     "LLM": "mindie_mm.worker.llm",
+    "BeamSearchOutput": "mindie_mm.worker.beam_search",
+    "BeamSearchParams": "mindie_mm.worker.beam_search",
+    "BeamSearchSequence": "mindie_mm.worker.beam_search",
     "Dataset": "mindie_mm.batch.output.dataset",
+    "Delta": "mindie_mm.worker.worker",
     "EngineConfig": "mindie_mm.settings.config",
     "MindieMMError": "mindie_mm.errors",
     "Output": "mindie_mm.worker.llm",

@@ -26,6 +26,7 @@ from mindie_mm.settings.environment import fault_folder
 from mindie_mm.worker.worker import Worker
 from service.app import create_app, require_places
 from service.http.connection import Connection
+from service.http.unix_socket import bound_unix_socket
 from service.request.state import Service
 from service.telemetry.tracing import Tracer
 
@@ -78,7 +79,7 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
     signals = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
     for number in signals:
         loop.add_signal_handler(number, cancel)
-    with _bound(config) as listener:
+    with _bound(config) as listeners:
         require_places(config)  # before the model is loaded, which takes minutes
         model, device = worker_config.model or "the embedded checkpoint", worker_config.engine.device
         num = worker_config.num_decoders
@@ -87,11 +88,12 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
         async with await Worker.start(worker_config) as worker:
             server = _Server(create_app(worker, config, tracer), config)
             with _listening_errors(config):
-                listener.listen(server.config.backlog)
+                for listener in listeners:
+                    listener.listen(server.config.backlog)
             for number in signals:
                 loop.add_signal_handler(number, server.ask_to_stop)
             faults.point("starting")
-            await server.serve(sockets=[listener])
+            await server.serve(sockets=listeners)
         _log.info("stopped")
 
 
@@ -101,15 +103,15 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 
 
 @contextlib.contextmanager
-def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
-    """Yield a socket that is bound to the address in `config` but does not listen yet.
+def _bound(config: ServiceConfig) -> Iterator[list[socket.socket]]:
+    """Yield a socket that is bound to the address in `config` but does not listen yet, and another one for --uds.
 
     With SO_REUSEADDR, several programs can bind to an address while none of them listens. A second service must fail
     before it loads a model. Each service therefore also binds an abstract Unix socket whose name contains the address.
     The kernel gives this name to only one process, and frees it when the process ends.
 
     Raises:
-        OperationalError: The address cannot be bound.
+        OperationalError: The address, or the path of --uds, cannot be bound.
 
     """
     with contextlib.ExitStack() as stack:
@@ -124,7 +126,7 @@ def _bound(config: ServiceConfig) -> Iterator[socket.socket]:
             listener.bind(address)
             host, port = listener.getsockname()[:2]
             stack.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0mindie_mm {host} {port}")
-        yield listener
+        yield [listener] if config.uds is None else [listener, stack.enter_context(bound_unix_socket(config.uds))]
 
 
 def _listening_errors(config: ServiceConfig) -> contextlib.AbstractContextManager[None]:
@@ -178,6 +180,8 @@ class _Server(uvicorn.Server):
         host, port = sockets[0].getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         line = f"mindie_mm serves {self._service.model_name} at http://{host}:{port}"
+        if self._settings.uds is not None:
+            line += f" and on the socket {self._settings.uds}"
         threading.Thread(target=_print, args=(line,), name="ready", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -36,6 +36,7 @@ from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
 from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.engine.towers import Towers
 from mindie_mm.errors import (
+    CorruptReference,
     DeviceError,
     InputError,
     MindieMMError,
@@ -219,11 +220,20 @@ class BaseEngine(ABC):
         return Stepped(progress, self.stats)
 
     def _read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
-        """Return the media of a prompt. Raise TokenOutOfRange if an id is outside the model's vocabulary."""
+        """Return the media of a prompt.
+
+        Raise TokenOutOfRange if an id is outside the model's vocabulary, and CorruptReference if the placeholder id in
+        a block is. Either id would fail the whole step, or the device.
+        """
         known = self._spec.embedding_size or self._spec.vocab_size
         if (top := int(ids.max())) >= known:
             raise TokenOutOfRange(f"token id {top} is not in [0, {known})")
         items = self._media_model.read(ids)
+        for item in items:
+            if item.shape.token >= known:
+                raise CorruptReference(
+                    f"the block states the placeholder id {item.shape.token}; it must be below {known}"
+                )
         faults.point("attached")
         return items
 

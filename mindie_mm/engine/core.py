@@ -65,6 +65,7 @@ class Engine(BaseEngine):
         spec = self._model.spec
         return Ready(
             vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
             max_model_len=self._max_model_len,
             device=str(spec.device),
             kv_cache_tokens=self._capacity_tokens,

@@ -118,6 +118,7 @@ class Seq2SeqEngine(BaseEngine):
     def ready(self) -> Ready:
         return Ready(
             vocab_size=self._spec.vocab_size,
+            eos_token_ids=self._spec.eos_token_ids,
             max_model_len=min(self._max_len, self._scheduler.longest_prompt),
             max_output_len=min(self._max_len, self._scheduler.longest_output(1)),
             device=str(self._spec.device),

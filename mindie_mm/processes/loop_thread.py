@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import CancelledError, Future
+from contextlib import aclosing
+from typing import Any, TypeVar, cast
 
 from mindie_mm.errors import InputError, OperationalError
 
@@ -92,6 +94,35 @@ class LoopThread:
             if self._closed:
                 raise self._closed_error()
             return asyncio.run_coroutine_threadsafe(self._tracked(make), self._loop)
+
+    def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
+        """Yield the items of an asynchronous generator. Closing the iterator closes the generator.
+
+        The iterator may be closed on any thread, even by the garbage collector on the loop's thread, so `close` does
+        not wait until the generator has cleaned up.
+
+        Raises:
+            InputError: The loop is closed, or is closed before the last item, or this process was forked and does not
+                have the thread.
+
+        """
+        ready: queue.SimpleQueue[T | Future[None]] = queue.SimpleQueue()
+
+        async def collect() -> None:
+            async with aclosing(items):
+                async for item in items:
+                    ready.put(item)
+
+        collecting = self.submit(collect)
+        collecting.add_done_callback(ready.put)
+        try:
+            while (item := ready.get()) is not collecting:
+                yield cast("T", item)
+            collecting.result()
+        except CancelledError:
+            raise self._closed_error() from None
+        finally:
+            collecting.cancel()
 
     def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Cancel running work, run `last`, and stop the thread, even if this call is interrupted.

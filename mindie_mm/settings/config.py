@@ -232,6 +232,12 @@ class ServiceConfig:
     """Address to listen on. Set an API key before you listen on an address other than loopback."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port to listen on. 0 chooses a free port, which the service prints when it starts."""
+    uds: Path | None = None
+    """Unix socket on which the service listens as well. Only processes of the same user can connect. A socket that a
+    killed service left is replaced. Default: the service listens only on the port."""
+    accept_handles: bool = False
+    """Accept token ids with handles from clients on the socket of --uds. Such a client can refer to all shared memory
+    of the user. Clients on the port can never send handles."""
     api_key: tuple[str, ...] = field(default=(), metadata={"secret": True})
     """API key that requests must send as `Authorization: Bearer KEY`. Repeat the option for several keys. /health and
     /metrics never need a key. Default: requests need no key."""
@@ -348,6 +354,8 @@ class ServiceConfig:
         complete_paths(self)
         if not all(name.strip() for name in self.served_model_name):
             raise InputError("served_model_name is '', which is empty; leave it out, or give a value")
+        if self.accept_handles and self.uds is None:
+            raise InputError("accept_handles is on, but uds is not set; set uds, or leave accept_handles out")
         if self.max_spool_bytes < self.max_media_bytes:
             raise InputError(f"max_spool_bytes is {self.max_spool_bytes}; it must be at least {self.max_media_bytes}")
         if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):

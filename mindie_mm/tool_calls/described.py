@@ -1,4 +1,4 @@
-"""Describes tools as text in the format of Hermes, for chat templates that do not support tools.
+"""Writes tools and earlier calls as text, for chat templates that do not support them.
 
 The functions accept messages as a client sent them. A message that is not valid is not changed, because
 `parse_messages` reports it later.
@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from mindie_mm.tool_calls.formats.hermes import HermesParser
+from mindie_mm.tool_calls.parser import ToolCallParser
 
 _DESCRIPTION = """# Tools
 
@@ -56,10 +59,8 @@ def with_described_tools(messages: Sequence[Any], tools: Sequence[Any], *, takes
                 **rewritten[-1],
                 "content": _joined(rewritten[-1]["content"], "\n", message.get("content")),
             }
-        elif _has_calls(message):
-            rewritten.append(_with_written_calls(message))
         else:
-            rewritten.append(message)
+            rewritten.append(with_written_calls(message, HermesParser))
         answers_calls = False
     return _with_description(rewritten, tools, takes_system=takes_system) if tools else rewritten
 
@@ -85,21 +86,28 @@ def _has_calls(message: Any) -> bool:
     return bool(message.get("tool_calls"))
 
 
-def _with_written_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an assistant message in which the calls are text at the end of the content."""
+def with_written_calls(message: Any, parser: type[ToolCallParser]) -> Any:
+    """Return a message of the assistant with its calls as text at the end of the content, in the format of `parser`.
+
+    A message without calls is not changed, and neither is any message if the format cannot write calls.
+    """
+    if not _has_calls(message):
+        return message
     calls = message["tool_calls"]
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
     written = []
     for function in functions:
         if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
-            return dict(message)
+            return message
         arguments = function.get("arguments") or {}
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        name_text = json.dumps(name, ensure_ascii=False)
-        written.append(f'<tool_call>\n{{"name": {name_text}, "arguments": {text}}}\n</tool_call>')
+        if (one := parser.written(name, text)) is None:
+            return message
+        written.append(one)
     content = message.get("content")
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": _joined(content, "\n" if content else "", "\n".join(written))}
+    before, between, after = parser.around
+    return {**rest, "content": _joined(content, "\n" if content else "", before + between.join(written) + after)}
 
 
 def _joined(*contents: Any) -> Any:

@@ -32,10 +32,20 @@ class JsonCallParser(ToolCallParser, ABC):
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
         """Return a rule that matches calls of a tool."""
+        before, after = cls._tags(tool.name)
+        return f"{rules.text(before)} {json_value(tool.schema)} {rules.text(after)}"
+
+    @classmethod
+    def written(cls, name: str, arguments: str) -> str | None:
+        """Return a call as the model writes it."""
+        before, after = cls._tags(name)
+        return before + arguments + after
+
+    @classmethod
+    def _tags(cls, name: str) -> tuple[str, str]:
         before, after = cls.call_tags
-        name = json.dumps(tool.name, ensure_ascii=False)
-        opening = rules.text(f'{before}{{"name": {name}, "{cls.arguments_key}": ')
-        return f"{opening} {json_value(tool.schema)} {rules.text('}' + after)}"
+        name_text = json.dumps(name, ensure_ascii=False)
+        return f'{before}{{"name": {name_text}, "{cls.arguments_key}": ', "}" + after
 
     def call_object(self, *, known_keys: bool = False) -> Step[None]:
         """Parse a call.
@@ -64,7 +74,8 @@ class JsonCallParser(ToolCallParser, ABC):
             else:
                 yield from self.value()
             yield from self.space()
-            yield from self._comma()
+            if (yield from self.follows(",", "}")) != "}":
+                yield from self.expect(",")
         if not name or (known_keys and not self.in_call and not held):
             raise NoMatch
         if not self.in_call:
@@ -85,10 +96,6 @@ class JsonCallParser(ToolCallParser, ABC):
     def _ends(self) -> Step[bool]:
         yield from self.space()
         return bool((yield from self.accept("}")))
-
-    def _comma(self) -> Step[None]:
-        if (yield from self.follows(",", "}")) != "}":
-            yield from self.expect(",")
 
     def _arguments(self, name: str) -> Step[str]:
         """Read arguments. If they are an object and the tool's name is known, send them. If not, return their JSON."""

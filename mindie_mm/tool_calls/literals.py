@@ -71,7 +71,7 @@ class LiteralScanner(Scanner, ABC):
             return False
         self.send_arguments('"')
         self.taken()
-        while not (yield from self.accept(quote)):
+        while not (yield from self.ends_string(quote)):
             match = _PLAIN[quote].match(self._text, self._at)
             assert match
             if match[0]:
@@ -79,7 +79,7 @@ class LiteralScanner(Scanner, ABC):
                 text = match[0]
             elif (yield from self.peek()) == "\\":
                 text = yield from self._escape()
-            else:  # a quote within triple quotes
+            else:  # a quote that does not end the string
                 self._at += 1
                 text = quote[0]
             self.send_arguments(escaped(text))
@@ -88,6 +88,10 @@ class LiteralScanner(Scanner, ABC):
                 yield from self.more()
         self.send_arguments('"')
         return True
+
+    def ends_string(self, quote: str) -> Step[bool]:
+        """If `quote` follows and ends the string, read it. Return whether it ended the string."""
+        return bool((yield from self.accept(quote)))
 
     def _items(self, closing: str, depth: int) -> Step[None]:
         separator = "["

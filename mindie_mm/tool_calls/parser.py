@@ -143,6 +143,19 @@ class ToolCallParser(Scanner, ABC):
         """Return the id of call `number` of the chat, in the form that the chat template expects."""
         return call_id
 
+    @classmethod
+    def written(cls, name: str, arguments: str) -> str | None:
+        """Return a call as the model writes it, without the texts of `around`.
+
+        The default is None, for formats whose chat templates write the earlier calls of a chat.
+
+        Args:
+            name: Name of the tool.
+            arguments: Arguments, usually as a JSON object.
+
+        """
+        return None
+
     def push(self, text: str) -> list[Event]:
         """Parse the next piece of the answer."""
         self.append(text)

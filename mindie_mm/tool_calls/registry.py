@@ -16,9 +16,11 @@ from mindie_mm.tool_calls.formats.deepseek import DeepSeekV3Parser, DeepSeekV31P
 from mindie_mm.tool_calls.formats.deepseek_dsml import DeepSeekV4Parser, DeepSeekV32Parser, DeepSeekV41Parser
 from mindie_mm.tool_calls.formats.gemma4 import FunctionGemmaParser, Gemma4Parser
 from mindie_mm.tool_calls.formats.glm import Glm45Parser, Glm47Parser
+from mindie_mm.tool_calls.formats.granite import Granite20bFcParser, GraniteParser
 from mindie_mm.tool_calls.formats.hermes import HermesParser
 from mindie_mm.tool_calls.formats.internlm import InternLMParser
 from mindie_mm.tool_calls.formats.kimi_k2 import KimiK2Parser
+from mindie_mm.tool_calls.formats.lfm2 import Lfm2Parser
 from mindie_mm.tool_calls.formats.llama3_json import Llama3JsonParser
 from mindie_mm.tool_calls.formats.minicpm5 import MiniCPM5Parser
 from mindie_mm.tool_calls.formats.mistral import MistralParser, MistralV3Parser
@@ -49,11 +51,32 @@ FORMATS: Mapping[str, type[ToolCallParser]] = {
     "minicpm5": MiniCPM5Parser,  # MiniCPM5
     "internlm": InternLMParser,  # InternLM2, and InternVL models based on it
     "phi4": Phi4Parser,  # Phi-4-mini, Phi-4-multimodal
-    "hermes": HermesParser,  # Hermes, Qwen2.5, Qwen3, Qwen3-VL
+    "granite": GraniteParser,  # Granite 3.0 to 3.3
+    "granite-20b-fc": Granite20bFcParser,  # Granite-20B-FunctionCalling
+    "lfm2": Lfm2Parser,  # LFM2, LFM2.5
+    "hermes": HermesParser,  # Hermes, Qwen2.5, Qwen3, Qwen3-VL, Granite 4
     "pythonic": PythonicParser,  # Llama 4
     "llama3_json": Llama3JsonParser,  # Llama 3.1 to 3.3
 }
 """The formats of this package. The order is the order in which a chat template is tested for them."""
+
+OTHER_NAMES: Mapping[str, str] = {
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
+    "glm": "glm45",
+    "granite4": "hermes",
+    "interns1": "internlm",
+    "llama3": "llama3_json",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "phi4_mini_json": "phi4",
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3_json": "hermes",
+    "qwen3_xml": "qwen3_coder",
+}
+"""Names of vLLM and SGLang for these formats, where they differ from the names in `FORMATS`."""
 
 
 def format_names() -> list[str]:
@@ -62,14 +85,14 @@ def format_names() -> list[str]:
 
 
 def parser_named(name: str) -> type[ToolCallParser]:
-    """Return the parser of the format `name`.
+    """Return the parser of the format `name`, which may also be a name of vLLM or SGLang.
 
     Raises:
         InputError: No format has this name, or the format's parser cannot be loaded.
 
     """
-    if name in FORMATS:
-        return FORMATS[name]
+    if (known := OTHER_NAMES.get(name, name)) in FORMATS:
+        return FORMATS[known]
     if (entry := _entries().get(name)) is None:
         raise InputError(f"there is no tool-call format named {name!r}; the formats are {', '.join(format_names())}")
     return _loaded(entry)

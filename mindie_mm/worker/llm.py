@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, cast, overload
 
 from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -18,9 +18,12 @@ from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.settings.paths import working_directory
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
-from mindie_mm.worker.worker import Answer, Worker
+from mindie_mm.tokenize.token_ids import TokenIds, is_token_ids
+from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from mindie_mm.worker.worker import Answer, Delta, Worker
 
 T = TypeVar("T")
+OnError = Literal["raise", "return"]
 
 _ONE_LIST_PER_PROMPT = (
     "wrap it in a list: one list per prompt, such as [[{'image': path}, {'text': question}]], or give a string"
@@ -107,14 +110,18 @@ class LLM:
         *,
         chat_template: bool = True,
         webui: bool = False,
-        on_error: Literal["raise", "return"] = "raise",
+        on_error: OnError = "raise",
     ) -> list[Output]:
         """Generate an output for each input. Inputs are batched, and an input that fails does not affect other inputs.
 
         Args:
-            inputs: Texts, or lists of items (`List[Dict]`). Tuples are treated as lists.
+            inputs: Texts, lists of items (`List[Dict]`), or token ids with handle words, as `Tokenizer` returns them
+                in any process of this user: an int64 tensor, an array or a list of integers. Tuples are treated as
+                lists. The media of token ids belong to the caller, who releases their path file after this call. If
+                they were released earlier, the input fails with a BadReference.
             params: Sampling settings. By default, those of `get_default_sampling_params`.
-            chat_template: Whether to format each input as one user turn with the checkpoint's chat template.
+            chat_template: Whether to format each input as one user turn with the checkpoint's chat template. Token ids
+                are not changed.
             webui: Whether texts may contain pictures in the format of text-generation-webui, `<img
                 src="data:image/jpeg;base64,...">`.
             on_error: "raise" raises the first error after all inputs are done. "return" stores the error of an input in
@@ -128,49 +135,127 @@ class LLM:
                 input is run.
 
         """
-        if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
-            raise InputError(f"inputs is a {type(inputs).__name__}; {_ONE_LIST_PER_PROMPT}")
-        requests = [_request(i, one, chat_template, webui) for i, one in enumerate(inputs)]
-        outputs = self._loop.run(self._generate(requests, self._checked(params)))
-        if on_error == "raise":
-            for output in outputs:
-                if output.error is not None:
-                    raise output.error
-        return outputs
+        return self._outputs(_requests(inputs, chat_template, webui), params, on_error)
 
+    def beam_search(
+        self, prompts: Sequence[Any], params: BeamSearchParams, *, chat_template: bool = True, webui: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Find the most likely outputs for each prompt. Prompts are batched.
+
+        Args:
+            prompts: Texts, or lists of items, as in `generate`.
+            params: Settings of the beam search.
+            chat_template: Whether to format each prompt as one user turn with the checkpoint's chat template.
+            webui: Same as in `generate`.
+
+        Returns:
+            The outputs for each prompt, in order.
+
+        Raises:
+            InputError: `prompts` is not a list of prompts, a setting in `params` is invalid, or the model is an
+                encoder-decoder.
+            MindieMMError: A prompt failed. The first error is raised after all prompts are done.
+
+        """
+        checked = params.sampling_params(self._worker.engine.info.vocab_size)
+        width, length_penalty = params.beam_width, params.length_penalty
+
+        async def search(request: TokenizeRequest | TokenIds) -> BeamSearchOutput:
+            async with self._worker.prompt(request, checked) as source:
+                found = beam_search(self._worker, source, checked, width, length_penalty, uuid.uuid4().hex)
+                return BeamSearchOutput(await found)
+
+        return _successful(self._run(_requests(prompts, chat_template, webui), search))
+
+    def stream(
+        self, prompt: Any, params: SamplingParams | None = None, *, chat_template: bool = True, webui: bool = False
+    ) -> Generator[Delta, None, None]:
+        """Yield the output for one prompt in parts, as the engine generates it.
+
+        Generation starts with the first part. If the iterator is closed or garbage-collected earlier than the last
+        part, generation is aborted.
+
+        Args:
+            prompt: A text, a list of items or token ids, as in `generate`.
+            params: Sampling settings. By default, those of `get_default_sampling_params`.
+            chat_template: Same as in `generate`.
+            webui: Same as in `generate`.
+
+        Raises:
+            InputError: `prompt` is not a prompt, or a setting in `params` is invalid.
+            MindieMMError: The prompt failed. This is raised by the iterator.
+
+        """
+        request = _request("prompt", prompt, chat_template, webui)
+        return self._loop.iterate(self._worker.answer(request, self._checked(params), uuid.uuid4().hex))
+
+    @overload
     def chat(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[dict[str, Any]],
         params: SamplingParams | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
         webui: bool = False,
-    ) -> Output:
-        """Return the assistant's answer to chat messages, in the format of /v1/chat/completions.
+        on_error: OnError = "raise",
+    ) -> Output: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[dict[str, Any]]],
+        params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        webui: bool = False,
+        on_error: OnError = "raise",
+    ) -> list[Output]: ...
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        webui: bool = False,
+        on_error: OnError = "raise",
+    ) -> Output | list[Output]:
+        """Return the assistant's answer to a conversation, or to each of several conversations.
 
         Args:
-            messages: Messages of the conversation.
+            messages: Messages of the conversation, in the format of /v1/chat/completions, or a list of conversations.
+                Conversations are batched, and one that fails does not affect the others.
             params: Sampling settings. By default, those of `get_default_sampling_params`.
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
             continue_final_message: Whether the last message is continued instead of answered. No header is added.
             chat_template_kwargs: Additional variables of the chat template, such as `tools`.
-            webui: As in `generate`.
+            webui: Same as in `generate`.
+            on_error: Same as in `generate`.
+
+        Returns:
+            An output for one conversation, or a list of outputs, in order, for a list of conversations.
 
         """
-        request = TokenizeRequest(
-            messages=messages,
-            folder=working_directory(),
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs or {},
-            webui=webui,
-        )
-        (output,) = self._loop.run(self._generate([request], self._checked(params)))
-        if output.error is not None:
-            raise output.error
-        return output
+        several = len(messages) > 0 and isinstance(messages[0], list | tuple)
+        requests = [
+            TokenizeRequest(
+                messages=cast("list[dict[str, Any]]", conversation),
+                folder=working_directory(),
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs or {},
+                webui=webui,
+            )
+            for conversation in (messages if several else [messages])
+        ]
+        outputs = self._outputs(requests, params, on_error)
+        return outputs if several else outputs[0]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling settings that calls without `params` use.
@@ -189,28 +274,49 @@ class LLM:
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
         return (params or self._worker.default_sampling).check(self._worker.engine.info.vocab_size)
 
-    async def _generate(self, requests: Sequence[TokenizeRequest], params: SamplingParams) -> list[Output]:
+    def _outputs(
+        self, requests: Sequence[TokenizeRequest | TokenIds], params: SamplingParams | None, on_error: OnError
+    ) -> list[Output]:
+        checked = self._checked(params)
+        outputs = self._run(requests, lambda request: self._answer(request, checked))
+        if on_error == "raise":
+            return _successful(outputs)
+        return [Output("", [], None, error=one) if isinstance(one, MindieMMError) else one for one in outputs]
+
+    def _run(
+        self,
+        requests: Sequence[TokenizeRequest | TokenIds],
+        answer: Callable[[TokenizeRequest | TokenIds], Awaitable[T]],
+    ) -> list[T | MindieMMError]:
+        """Return the result or the error of each request."""
+        return self._loop.run(self._run_all(requests, answer))
+
+    async def _run_all(
+        self,
+        requests: Sequence[TokenizeRequest | TokenIds],
+        answer: Callable[[TokenizeRequest | TokenIds], Awaitable[T]],
+    ) -> list[T | MindieMMError]:
         # Submit only as many inputs as the engine can run, because media of other inputs would only fill the arena.
         places = asyncio.Semaphore(self._worker.config.engine.max_num_seqs)
         running = 0
 
-        async def one(request: TokenizeRequest) -> Output:
+        async def one(request: TokenizeRequest | TokenIds) -> T | MindieMMError:
             nonlocal running
             async with places:
                 running += 1
                 try:
                     while True:
                         try:
-                            return await self._answer(request, params)
+                            return await answer(request)
                         except ArenaFull:
                             if running == 1:  # no other input can free memory of the arena
                                 raise
                 except MindieMMError as error:
-                    return Output("", [], None, error=error)
+                    return error
                 except Exception as error:  # noqa: BLE001 - one input fails, not all
                     failure = OperationalError(f"the request failed: {type(error).__name__}")
                     failure.__cause__ = error
-                    return Output("", [], None, error=failure)
+                    return failure
                 finally:
                     running -= 1
 
@@ -218,7 +324,7 @@ class LLM:
             outputs = [group.create_task(one(request)) for request in requests]
         return [output.result() for output in outputs]
 
-    async def _answer(self, request: TokenizeRequest, params: SamplingParams) -> Output:
+    async def _answer(self, request: TokenizeRequest | TokenIds, params: SamplingParams) -> Output:
         answer = await Answer.of(self._worker.answer(request, params, uuid.uuid4().hex, whole=True))
         return Output(
             text=answer.text,
@@ -232,11 +338,30 @@ class LLM:
         )
 
 
-def _request(index: int, one: Any, chat_template: bool, webui: bool) -> TokenizeRequest:
-    if isinstance(one, str):
-        one = [{"text": one}]
-    if isinstance(one, Mapping):
-        raise InputError(f"inputs[{index}] is one item of a prompt; {_ONE_LIST_PER_PROMPT}")
-    if not isinstance(one, list | tuple):
-        raise InputError(f"inputs[{index}] is a {type(one).__name__}; {_ONE_LIST_PER_PROMPT}")
-    return TokenizeRequest(items=list(one), chat=chat_template, webui=webui, folder=working_directory())
+def _successful(outputs: Sequence[T | MindieMMError]) -> list[T]:
+    """Return `outputs`. If there are errors among them, raise the first one."""
+    found: list[T] = []
+    for output in outputs:
+        if isinstance(output, MindieMMError):
+            raise output
+        found.append(output)
+    return found
+
+
+def _requests(inputs: Sequence[Any], chat_template: bool, webui: bool) -> list[TokenizeRequest | TokenIds]:
+    if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
+        raise InputError(f"inputs is a {type(inputs).__name__}; {_ONE_LIST_PER_PROMPT}")
+    return [_request(f"inputs[{i}]", one, chat_template, webui) for i, one in enumerate(inputs)]
+
+
+def _request(name: str, prompt: Any, chat_template: bool, webui: bool) -> TokenizeRequest | TokenIds:
+    """Return the request for the argument `name` of a call."""
+    if isinstance(prompt, str):
+        prompt = [{"text": prompt}]
+    if is_token_ids(prompt):
+        return prompt
+    if isinstance(prompt, Mapping):
+        raise InputError(f"{name} is one item of a prompt; {_ONE_LIST_PER_PROMPT}")
+    if not isinstance(prompt, list | tuple):
+        raise InputError(f"{name} is a {type(prompt).__name__}; {_ONE_LIST_PER_PROMPT}")
+    return TokenizeRequest(items=list(prompt), chat=chat_template, webui=webui, folder=working_directory())

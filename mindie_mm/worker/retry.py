@@ -61,7 +61,8 @@ class PromptSource:
 
         Args:
             prompt: Prompt of the request.
-            again: Function that tokenizes the prompt again. If it is None, the blocks are never freed early.
+            again: Function that tokenizes the prompt again. None means that the caller gave the ids and owns their
+                blocks. The blocks are then never freed here, and it is an error if they are lost.
             retried: Whether this is already the second attempt, because a tokenizer died.
             on_remade: Function to call with each prompt that was tokenized again.
 
@@ -77,6 +78,11 @@ class PromptSource:
     def prompt(self) -> Prompt:
         """Current prompt. Its blocks may have been freed."""
         return self._current.prompt
+
+    @property
+    def can_remake(self) -> bool:
+        """Whether the prompt can be tokenized again."""
+        return self._again is not None
 
     def share(self, num_answers: int) -> None:
         """Keep the blocks until `num_answers` answers have begun and the engine has read the media for each answer."""
@@ -112,7 +118,12 @@ class PromptSource:
 
     async def _make_again(self, *, freed: bool) -> Prompt:
         """Tokenize the prompt again. This may be repeated for a `freed` prompt, but not for a lost prompt."""
-        if self._again is None or (self._retried and not freed):
+        if self._again is None:
+            raise SegmentMissing(
+                "the engine needs the media of the prompt's token ids again, but they were released; release a path "
+                "file only after the output is complete"
+            )
+        if self._retried and not freed:
             raise ProcessDied(
                 "the request's media were lost twice because the tokenizer process died; send the request again"
             )
@@ -143,6 +154,7 @@ class Use:
 
         Raises:
             ProcessDied: The prompt cannot be tokenized again.
+            SegmentMissing: The caller gave the ids, and has released the blocks.
             MindieMMError: The tokenizer failed.
 
         """
@@ -243,7 +255,7 @@ async def generated(
                     raise
                 engine_died = True
             except SegmentMissing:
-                if begun:
+                if begun or not source.can_remake:
                     raise
                 lost = True
     finally:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import msgspec
+import numpy as np
 from tokenizers import Tokenizer
 
 from mindie_mm.engine.requests.default_sampling import log_default_sampling, stated_end_tokens
-from mindie_mm.engine.requests.engine_messages import FinishReason, Progress, Timings, TokenLogprob
+from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded, SegmentMissing
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -29,6 +30,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.tokenize.text.bad_words import bad_token_ids
 from mindie_mm.tokenize.text.detokenizer import Detokenizer, is_skipped, load_tokenizer
+from mindie_mm.tokenize.token_ids import TokenIds, prompt_of_token_ids
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.retry import PromptSource, Use, generated, tokenized
 
@@ -172,16 +174,31 @@ class Worker:
         return self.engine.info.default_sampling
 
     async def answer(
-        self, request: TokenizeRequest, params: SamplingParams, request_id: str, *, whole: bool = False
+        self, request: TokenizeRequest | TokenIds, params: SamplingParams, request_id: str, *, whole: bool = False
     ) -> AsyncGenerator[Delta, None]:
         """Answer a request, and always free its shared memory. `generate` describes `whole`."""
+        async with (
+            self.prompt(request, params) as source,
+            aclosing(self.generate(source, params, request_id, whole=whole)) as deltas,
+        ):
+            async for delta in deltas:
+                yield delta
+
+    @asynccontextmanager
+    async def prompt(self, request: TokenizeRequest | TokenIds, params: SamplingParams) -> AsyncIterator[PromptSource]:
+        """Tokenize a request, and free its shared memory at exit.
+
+        The request may be given as token ids with handle words. The caller then frees their media, and only after the
+        answer is complete.
+        """
         await self.check_schema(params)
+        if not isinstance(request, TokenizeRequest):
+            yield PromptSource(prompt_of_token_ids(request))
+            return
         with request_directory(self._spool) as directory:
             request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
             (source,) = await self.tokenize([request])
-            async with aclosing(self.generate(source, params, request_id, whole=whole)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            yield source
 
     def check(self) -> None:
         """Raise ProcessDied with the reason if requests cannot be answered."""
@@ -269,6 +286,7 @@ class Worker:
         *,
         whole: bool = False,
         silent: Collection[int] | None = None,
+        written: Sequence[int] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output for a prompt. If the generator is closed, the request is aborted.
 
@@ -281,11 +299,13 @@ class Worker:
             whole: Whether the caller uses the output only when it is complete. In this case the output starts again
                 (`Delta.restarted`) if the engine dies.
             silent: Ids of the tokens that have no text. None means the special tokens.
+            written: Ids that follow the prompt, and that the output continues.
 
         """
-        void = _RESTARTED if whole else None
         return generated(
-            source, lambda prompt, use: self.generate_once(prompt, params, request_id, use, silent=silent), void
+            source,
+            lambda prompt, use: self.generate_once(prompt, params, request_id, use, silent=silent, written=written),
+            _RESTARTED if whole else None,
         )
 
     async def generate_once(
@@ -296,6 +316,7 @@ class Worker:
         use: Use | None = None,
         *,
         silent: Collection[int] | None = None,
+        written: Sequence[int] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output like `generate`, but without a second attempt if the engine dies.
 
@@ -303,15 +324,10 @@ class Worker:
         Without `use`, the media must stay in shared memory.
         """
         params = self.spelled(params)
-        detokenizer = Detokenizer(
-            self.tokenizer,
-            params.stop,
-            params.min_tokens,
-            silent,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            **params.text_options,
-        )
-        async with aclosing(self.engine.generate(request_id, prompt.ids, params)) as steps:
+        detokenizer = self._detokenizer(params, silent)
+        later = np.array(written, np.int64)
+        ids = np.concatenate([prompt.ids, later])
+        async with aclosing(self.engine.generate(request_id, ids, params)) as steps:
             async for step in steps:
                 if step.media_consumed and use is not None:
                     use.release()
@@ -319,10 +335,10 @@ class Worker:
                     if use is None:
                         raise SegmentMissing("the engine needs the request's media again, but they were freed")
                     renewed = await use.renew()
-                    self.engine.refill(request_id, renewed.ids)
+                    self.engine.refill(request_id, np.concatenate([renewed.ids, later]))
                 if not step.token_ids and step.finish_reason is None:
                     continue
-                text = detokenizer.push(_shown_ids(step, params, self.tokenizer))
+                text = detokenizer.push(_shown_ids(step.token_ids, step.finish_reason, params, self.tokenizer))
                 stopped = detokenizer.stopped_by is not None
                 reason = "stop" if stopped else step.finish_reason
                 if reason is not None:
@@ -340,6 +356,27 @@ class Worker:
                 if stopped:
                     return
 
+    def text_of(
+        self,
+        ids: Sequence[int],
+        finish_reason: FinishReason,
+        params: SamplingParams,
+        silent: Collection[int] | None = None,
+    ) -> str:
+        """Return the text of a whole output. `silent` has the same meaning as in `generate`."""
+        detokenizer = self._detokenizer(params, silent)
+        return detokenizer.push(_shown_ids([*ids], finish_reason, params, self.tokenizer)) + detokenizer.flush()
+
+    def _detokenizer(self, params: SamplingParams, silent: Collection[int] | None) -> Detokenizer:
+        return Detokenizer(
+            self.tokenizer,
+            params.stop,
+            params.min_tokens,
+            silent,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            **params.text_options,
+        )
+
     def _count_remade(self, prompt: Prompt) -> None:
         self.media_remade += len(prompt.spans)
 
@@ -354,10 +391,11 @@ class Worker:
         await self.close()
 
 
-def _shown_ids(step: Progress, params: SamplingParams, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a step that are part of the text. By default, a special end token is not part of it."""
-    ids = step.token_ids
-    if params.skip_special_tokens or params.include_stop_str_in_output or step.finish_reason != "stop":
+def _shown_ids(
+    ids: list[int], finish_reason: FinishReason | None, params: SamplingParams, tokenizer: Tokenizer
+) -> list[int]:
+    """Return those of the last `ids` that are part of the text. By default, a special end token is not part of it."""
+    if params.skip_special_tokens or params.include_stop_str_in_output or finish_reason != "stop":
         return ids
     return ids[:-1] if is_skipped(tokenizer, ids[-1]) else ids
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import resource
+import socket
 import time
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -77,6 +78,7 @@ class Connection(HttpToolsProtocol):
     - If a request is answered before its body is complete, only a little more of the body is read before the connection
       is closed.
     - Near the limit of open files, a new connection gets status 503, and the log says which limit to raise.
+    - `scope["state"]["unix_socket"]` tells whether the connection came through a Unix socket.
     - While a pipelined request waits for an earlier answer, uvicorn does not read. A disconnect is noticed only by
       reading, so the earlier request is answered in full even if the client has disconnected.
     """
@@ -135,6 +137,7 @@ class Connection(HttpToolsProtocol):
                 f"more pipelined requests than the limit of {MAX_PIPELINED} are waiting for an earlier response"
             )
         super().on_message_begin()
+        self.scope["state"]["unix_socket"] = self.transport.get_extra_info("socket").family == socket.AF_UNIX
         self._lines = _Lines()
         if self.cycle is None or self.cycle.response_complete:  # otherwise uvicorn may have paused reading
             self._await_head()

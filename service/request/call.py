@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, MAX_LOGPROBS, SamplingParams
-from mindie_mm.errors import InputError, LimitExceeded, blaming
+from mindie_mm.errors import BadReference, FeatureCountMismatch, InputError, LimitExceeded, blaming
 from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.beam_search import BeamSearchSequence, beam_search
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Answer, Delta
 from service.request.meter import Meter
@@ -60,6 +62,10 @@ class Call:
     """Digest of the API key that the request carries."""
     structure_field: str | None = None
     """Field of the request that describes the structured output."""
+    length_penalty: float | None = None
+    """Length penalty of a beam search with `n` beams. If it is None, tokens are drawn."""
+    accepts_handles: bool = False
+    """Whether token ids of the request may contain handle words."""
     silent: Collection[int] | None = None
     """Ids of the tokens that are left out of the text. If it is None, `params.skip_special_tokens` applies."""
 
@@ -80,15 +86,33 @@ class Call:
 
     @asynccontextmanager
     async def prompts_of_ids(
-        self, given: Sequence[Sequence[int]], cut: PromptOptions
+        self, given: Sequence[Sequence[int]], cut: PromptOptions, *, field: str = "prompt", of_text: Iterable[str] = ()
     ) -> AsyncIterator[list[PromptSource]]:
         """Yield the prompts for token ids that a client sent, truncated as `cut` specifies.
 
-        Raise InputError if an id is not in the vocabulary, or if the structured output is not supported.
+        Args:
+            given: Token ids of each prompt.
+            cut: Options with the number of tokens to keep.
+            field: Field of the request that contains the ids.
+            of_text: Fields that the request sets and that need the whole prompt in the service, which does not know the
+                placeholders of a handle.
+
+        Raises:
+            InputError: An id is not in the vocabulary, the ids have handles although a field of `of_text` is set, or
+                the structured output is not supported.
+
         """
         with self.meter.counted(len(given) * self.n):
             await self.check_structure()
-            yield [PromptSource(prompt_of_ids(self.service, self._cut(ids, cut), "prompt")) for ids in given]
+            if self.accepts_handles and any(index < 0 for ids in given for index in ids):
+                for name in of_text:
+                    raise InputError(f"{name} is not supported with handles in {field}; leave {name} out", param=name)
+            yield [
+                PromptSource(
+                    prompt_of_ids(self.service, self._cut(ids, cut), field, accept_handles=self.accepts_handles)
+                )
+                for ids in given
+            ]
 
     def _cut(self, ids: Sequence[int], options: PromptOptions) -> Sequence[int]:
         """Return `ids`, truncated to `options.cut_to` tokens."""
@@ -131,8 +155,9 @@ class Call:
         n = self.n
         self._require_room(sources)
         firsts = [asyncio.get_running_loop().create_future() for _ in sources]
+        outputs = partial(self._outputs, whole=whole) if self.length_penalty is None else self._beams
         streams = [
-            self.meter.measured(self._outputs(sources[index // n], index, firsts[index // n], whole=whole), index)
+            self.meter.measured(outputs(sources[index // n], index, firsts[index // n]), index)
             for index in range(len(sources) * n)
         ]
         for source in sources:
@@ -192,7 +217,7 @@ class Call:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         begins = True
         outputs = self.service.worker.generate(source, params, f"{self.id}-{index}", whole=whole, silent=self.silent)
-        async with aclosing(outputs) as deltas:
+        async with _blaming_handles(source), aclosing(outputs) as deltas:
             async for delta in deltas:
                 if delta.prompt_logprobs is not None and not prompt_logprobs.done():
                     prompt_logprobs.set_result(delta.prompt_logprobs)
@@ -202,11 +227,49 @@ class Call:
                     yield delta
                 begins = delta.restarted
 
+    async def _beams(
+        self, source: PromptSource, index: int, found: asyncio.Future[list[BeamSearchSequence]]
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield one choice of a beam search. The first choice of a prompt sets the future `found`."""
+        if index % self.n == 0:
+            assert self.length_penalty is not None
+            with blaming(self.structure_field):
+                beams = beam_search(
+                    self.service.worker,
+                    source,
+                    self.params,
+                    self.n,
+                    self.length_penalty,
+                    f"{self.id}-{index}",
+                    silent=self.silent,
+                )
+                found.set_result(await beams)
+        one = (await found)[index % self.n]
+        yield Delta(
+            text=one.text,
+            token_ids=one.tokens,
+            logprobs=None if self.params.logprobs is None else one.logprobs,
+            cached_tokens=one.cached_tokens,
+            finish_reason=one.finish_reason,
+            timings=one.timings,
+        )
+
     def _seeded(self, index: int) -> SamplingParams:
         """Return the parameters of a prompt's choice `index`. Seeds are consecutive, and wrap around within int64."""
         if self.params.seed is None or not index:
             return self.params
         return msgspec.structs.replace(self.params, seed=(self.params.seed + index + 2**63) % 2**64 - 2**63)
+
+
+@asynccontextmanager
+async def _blaming_handles(source: PromptSource) -> AsyncIterator[None]:
+    """Raise an InputError in place of an error about handles that the client itself sent."""
+    try:
+        yield
+    except (BadReference, FeatureCountMismatch) as error:
+        if source.can_remake:
+            raise
+        raise InputError(f"a handle of the prompt cannot be used: {error}") from error
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -12,7 +12,7 @@ from mindie_mm.inputs import template_variables
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
-from mindie_mm.tool_calls.described import with_described_tools
+from mindie_mm.tool_calls.described import with_described_tools, with_written_calls
 from mindie_mm.tool_calls.formats.hermes import HermesParser
 from mindie_mm.tool_calls.history import with_own_ids, with_tool_calls
 from mindie_mm.tool_calls.parser import ToolCallParser
@@ -91,17 +91,19 @@ class ChatFormat:
             reasoning_effort = None
         if not self.traits.names("function_call"):
             messages = with_tool_calls(messages)
-        if not self.traits.template or self.without_template == "refuse" or self.traits.names("tools"):
-            messages = with_own_ids(messages, self.parser)
-        else:
-            if tools and self.without_template == "ignore":
-                self._ignore(use)
-                tools = ()
-            try:
+        try:
+            if self.traits.names("tools") and not self.traits.names("tool_calls"):
+                messages = [with_written_calls(message, self.parser) for message in messages]
+            if not self.traits.template or self.without_template == "refuse" or self.traits.names("tools"):
+                messages = with_own_ids(messages, self.parser)
+            else:
+                if tools and self.without_template == "ignore":
+                    self._ignore(use)
+                    tools = ()
                 messages = with_described_tools(messages, tools, takes_system=self.traits.takes_system)
-            except RecursionError as error:
-                raise InputError("a tool or a message is nested too deeply") from error
-            tools = ()
+                tools = ()
+        except RecursionError as error:
+            raise InputError("a tool or a message is nested too deeply") from error
         return list(messages), template_variables(given, tools, None, reasoning_effort)
 
     def reads_calls(self, use: ToolUse) -> bool:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
+from mindie_mm.worker.beam_search import check_beams
 from service.http.access import key_digest
 from service.request.admitted import WholeAnswer
 from service.request.call import Call
@@ -48,8 +49,18 @@ class Incoming:
     clock: Clock
     owner: bytes
     """Digest of the API key that the request carries."""
+    accepts_handles: bool
+    """See `Call.accepts_handles`."""
 
-    def call(self, model: str | None, settings: Settings, *, prefix: str = "", n: int = 1) -> Call:
+    def call(
+        self,
+        model: str | None,
+        settings: Settings,
+        *,
+        prefix: str = "",
+        n: int = 1,
+        length_penalty: float | None = None,
+    ) -> Call:
         """Return the call of the engine for this request.
 
         Args:
@@ -57,6 +68,7 @@ class Incoming:
             settings: The request's settings.
             prefix: Text in front of the request's id in the answer's id.
             n: Number of choices per prompt.
+            length_penalty: Length penalty of a beam search, or None to draw tokens.
 
         Raises:
             ModelNotFound: The model is not the served model.
@@ -74,13 +86,27 @@ class Incoming:
                 params = msgspec.structs.replace(params, structured_outputs=structure.wanted)
             self._require_order(params)
             params = worker.spelled(params.check(worker.engine.info.vocab_size))
+            if length_penalty is not None:
+                check_beams(n, length_penalty, params.max_tokens, name="n")
         except InputError as error:
             error.param = settings.field or error.param
             raise
         meter = Meter(self.service.metrics, self.clock.arrived)
         field = structure.field if structure is not None else None
         timed = bool(settings.timings)
-        return Call(self.service, params, n, prefix + self.id, self.clock, timed, meter, self.owner, field)
+        return Call(
+            self.service,
+            params,
+            n,
+            prefix + self.id,
+            self.clock,
+            timed,
+            meter,
+            self.owner,
+            field,
+            length_penalty,
+            accepts_handles=self.accepts_handles,
+        )
 
     def _require_order(self, params: SamplingParams) -> None:
         """Raise InputError if the request sets a priority although the scheduling policy ignores priorities."""
@@ -99,7 +125,14 @@ class Incoming:
 
 
 async def _incoming(request: Request, service: ServiceDep) -> Incoming:
-    return Incoming(service, request.state.request_id, Clock(request.state.arrived), key_digest(request.headers))
+    state = request.state
+    return Incoming(
+        service,
+        state.request_id,
+        Clock(state.arrived),
+        key_digest(request.headers),
+        accepts_handles=service.config.accept_handles and getattr(state, "unix_socket", False) is True,
+    )
 
 
 IncomingDep = Annotated[Incoming, Depends(_incoming)]

@@ -39,6 +39,7 @@ from mindie_mm.worker.retry import PromptSource
 from service.request.kept_media import KeptMedia
 from service.request.quota import room_to_spool
 from service.request.state import Service
+from service.schemas.body import INT32_MAX
 from service.schemas.choices import Clock
 from service.telemetry import tracing
 
@@ -159,14 +160,20 @@ def _require_no_data_url(prompt: Sequence[Item | Message]) -> None:
         )
 
 
-def prompt_of_ids(service: Service, ids: Sequence[int], field: str) -> Prompt:
+def prompt_of_ids(service: Service, ids: Sequence[int], field: str, *, accept_handles: bool = False) -> Prompt:
     """Return a prompt that consists of the token ids in the body's `field`.
+
+    With `accept_handles`, any negative int64 is passed to the engine, which checks the handle words.
 
     Raises:
         TokenOutOfRange: An id is not in [0, vocabulary size).
 
     """
     vocab_size = service.worker.engine.info.vocab_size
-    if (bad := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
-        raise TokenOutOfRange(f"token id {bad} is outside the vocabulary, [0, {vocab_size})", param=field)
+    lowest = np.iinfo(np.int64).min if accept_handles else 0
+    if (bad := next((i for i in ids if not lowest <= i < vocab_size), None)) is not None:
+        message = f"token id {bad} is outside the vocabulary, [0, {vocab_size})"
+        if bad < -INT32_MAX:
+            message += "; handles are accepted only on the socket of --uds, with --accept-handles"
+        raise TokenOutOfRange(message, param=field)
     return Prompt(np.array(ids, np.int64))

@@ -39,14 +39,20 @@ _INLINE_MEDIA = re.compile(r"(data:[^,\s]{0,256};base64,)[A-Za-z0-9+/=_-]+")
 
 
 def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Return a readable form of a prompt. Media appear as their kind and length, and inline base64 as an ellipsis."""
+    """Return a readable form of a prompt. Media appear as their kind and length, and inline base64 as an ellipsis.
+
+    Handles that a client sent are left out.
+    """
     parts, start = [], 0
     for span in prompt.spans:
         parts += [prompt.ids[start : span.start].tolist(), f"<{span.kind} of {span.stop - span.start} tokens>"]
         start = span.stop
     parts.append(prompt.ids[start:].tolist())
     text = "".join(
-        part if isinstance(part, str) else tokenizer.decode(part, skip_special_tokens=False) for part in parts
+        part
+        if isinstance(part, str)
+        else tokenizer.decode([index for index in part if index >= 0], skip_special_tokens=False)
+        for part in parts
     )
     return _INLINE_MEDIA.sub(r"\1...", text)
 

@@ -47,7 +47,7 @@ router = APIRouter()
 async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     """Answer a chat, which may contain pictures, videos and sound. Stream the answer on request."""
     use = body.tool_use(body.parallel_tool_calls)
-    call = incoming.call(body.model, body, prefix="chatcmpl-", n=body.n or 1)
+    call = incoming.call(body.model, body, prefix="chatcmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
     budget = body.thinking_token_budget
     form = ChatForm.of(
         call,

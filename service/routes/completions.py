@@ -35,11 +35,14 @@ from service.schemas.openai_types import MAX_CHOICES, CompletionBody
 
 router = APIRouter()
 
+_OF_TEXT = ("echo", "return_token_ids", "truncate_prompt_tokens")
+"""Fields that are not supported for prompts with handles."""
+
 
 @router.post("/v1/completions", responses=streamed(Completion, whole=Completion, last=DONE))
 async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
     """Complete texts or token ids. Stream the completion on request."""
-    call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1)
+    call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
     return incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
 
 
@@ -80,7 +83,8 @@ class _Completion(Form):
         options = replace(self.body.prompt_options, add_special_tokens=self.body.add_special_tokens is not False)
         if texts := [TokenizeRequest(text=text, options=options) for text in given if isinstance(text, str)]:
             return self.call.prompts(texts)
-        return self.call.prompts_of_ids([ids for ids in given if not isinstance(ids, str)], options)
+        of_text = [name for name in _OF_TEXT if getattr(self.body, name)]
+        return self.call.prompts_of_ids([ids for ids in given if not isinstance(ids, str)], options, of_text=of_text)
 
     async def answer(self) -> Completion:
         async with self.sources() as sources:

@@ -13,16 +13,20 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from mindie_mm.errors import InputError
+from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Answer
 from service.request.incoming import Form, Incoming, IncomingDep
 from service.routes.infer import Details, InferParameters, InputsBody, details
-from service.schemas.body import WHOLE
+from service.schemas.body import WHOLE, Array, TokenIds, must_be
 from service.schemas.description import answered, streamed
+from service.schemas.message_types import AnyItem
 
 router = APIRouter()
 
 _NO_ADAPTER = "None"
+_OF_TEXT = ("decoder_input_details", "truncate")
+"""Parameters that are not supported for prompts with handles."""
 
 
 class GenerateParameters(InferParameters):
@@ -43,9 +47,20 @@ class GenerateBody(InputsBody):
 
     of_parameters: ClassVar[Collection[str]] = GenerateParameters.model_fields
 
+    inputs: Annotated[  # type: ignore[assignment] # a body is not changed, so it may allow more types than its base
+        str | TokenIds | Array[AnyItem],
+        must_be("a string, a list of dicts with one item each, or a list of token ids"),
+    ]
+    """A text or a `List[Dict]` as in /infer, or the token ids of the prompt, which are used unchanged."""
     stream: bool | None = None
     """/generate refuses true. /generate_stream ignores this field and always streams."""
     parameters: GenerateParameters | None = None
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """Token ids of the prompt, or None if it is given in another form."""
+        ids = [one for one in self.inputs if isinstance(one, int)]
+        return ids or None
 
 
 class GenerateDetails(Details):
@@ -136,17 +151,21 @@ class _Generate(Form):
     parameters: GenerateParameters
 
     def prompts(self) -> AbstractAsyncContextManager[list[PromptSource]]:
+        if (ids := self.body.token_ids) is not None:
+            options = PromptOptions(cut_to=self.parameters.truncate or 0)
+            of_text = [name for name in _OF_TEXT if getattr(self.parameters, name)]
+            return self.call.prompts_of_ids([ids], options, field="inputs", of_text=of_text)
         return self.call.prompts([self.body.request()], self.parameters.truncate)
 
     async def answer(self) -> GenerateAnswer:
         async with self.prompts() as (source,):
             (choice,) = await self.call.choices([source])
-            plain_ids: list[int] = source.prompt.plain_ids.tolist()
+            prompt = source.prompt
         answer: GenerateAnswer = {"generated_text": self._text(choice)}
         if self.parameters.details or self.parameters.decoder_input_details:
             answer["details"] = {
-                **self._details(choice, len(plain_ids)),
-                "prefill": self._tokens(plain_ids if self.parameters.decoder_input_details else []),
+                **self._details(choice, len(prompt)),
+                "prefill": self._tokens(prompt.plain_ids.tolist() if self.parameters.decoder_input_details else []),
                 "tokens": self._tokens(choice.token_ids),
             }
         return answer

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import refused_fields
 from mindie_mm.tokenize.prompt import PromptOptions
 from service.schemas.body import INT32_MAX, WHOLE, Array, Logprobs, MaxTokens, Settings, TokenIds
+from service.schemas.not_served import WITHOUT_BEAMS
 
 Ids = Annotated[TokenIds, AfterValidator(tuple)]
 
@@ -45,6 +47,18 @@ class ExtraFields(Settings):
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
     """Priority in the queue. Lower numbers come first. Must be 0 unless `--scheduling-policy priority` is set."""
 
+    use_beam_search: bool | None = None
+    """Return the `n` most likely answers that a beam search with `n` beams finds, instead of drawing tokens."""
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    """Exponent of the number of tokens by which a beam search divides log-probabilities. Default: 1."""
+
+    @property
+    def beam_length_penalty(self) -> float | None:
+        """Length penalty of the beam search, or None without a beam search."""
+        if not self.use_beam_search:
+            return None
+        return 1.0 if self.length_penalty is None else self.length_penalty
+
     @property
     def prompt_options(self) -> PromptOptions:
         """Rules for truncating the prompt."""
@@ -58,6 +72,13 @@ class ExtraFields(Settings):
         if stream and self.prompt_logprobs is not None:
             message = "prompt_logprobs are not supported in a stream; set stream to false or leave prompt_logprobs out"
             raise InputError(message, param="prompt_logprobs")
+        if self.use_beam_search:
+            for name in refused_fields({name: getattr(self, name, None) for name in WITHOUT_BEAMS}, WITHOUT_BEAMS):
+                message = f"{name} is not supported with use_beam_search; leave one of them out"
+                raise InputError(message, param=name)
+        elif self.length_penalty not in (None, 1):
+            message = f"length_penalty is {self.length_penalty}; without use_beam_search, it must be 1"
+            raise InputError(message, param="length_penalty")
 
     def same(self, *names: str) -> Any:
         """Return the value of fields that have the same meaning, or None. Raise InputError if their values differ."""

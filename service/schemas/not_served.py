@@ -16,11 +16,10 @@ _ZERO = (None, 0)
 NOT_SERVED: NotServed = {
     **PROMPT_FIELDS,
     # fields of vLLM
-    **dict.fromkeys(("guided_whitespace_pattern", "logits_processors", "use_beam_search"), OFF),
+    **dict.fromkeys(("guided_whitespace_pattern", "logits_processors"), OFF),
     **dict.fromkeys(("thinking_token_budget", "repetition_detection"), OFF),
     **dict.fromkeys(("lora_request", "vllm_xargs", "extra_args"), OFF),
     **dict.fromkeys(("detokenize", "include_reasoning"), (None, True)),
-    "length_penalty": (None, 1),
     "early_stopping": OFF,
     # fields of OpenAI
     "audio": OFF,
@@ -73,11 +72,23 @@ STRUCTURES: NotServed = {
 
 EXTRAS: NotServed = {
     **dict.fromkeys(("allowed_token_ids", "bad_words", "include_stop_str_in_output", "return_token_ids"), OFF),
-    **dict.fromkeys(("return_tokens_as_token_ids", "logprob_token_ids", "prompt_logprobs"), OFF),
+    **dict.fromkeys(("return_tokens_as_token_ids", "logprob_token_ids", "prompt_logprobs", "use_beam_search"), OFF),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
     "min_new_tokens": _ZERO,
+    "length_penalty": (None, 1),
 }
 """Fields of vLLM that MindIE's endpoints refuse."""
+
+WITHOUT_BEAMS: NotServed = {
+    **dict.fromkeys(("stream", "stop", "stop_token_ids", "logit_bias", "bad_words"), (*OFF, ())),
+    **dict.fromkeys(("allowed_token_ids", "logprob_token_ids", "prompt_logprobs"), (None,)),
+    **dict.fromkeys(("min_tokens", "min_new_tokens", "presence_penalty", "frequency_penalty"), _ZERO),
+    "repetition_penalty": (None, 1),
+}
+"""Fields that `use_beam_search` excludes, with the values that are accepted because they are harmless.
+
+vLLM ignores most of them. Fields that only concern drawing, such as `top_p`, are ignored here too.
+"""
 
 MINDIES: NotServed = {
     "parameters": OFF,
@@ -103,5 +114,6 @@ INSTEAD: Mapping[str, str] = {
     "system": "a message with the role system",
     "extra_body": "its fields as top-level fields of the request",
     "num_return_sequences": "n",
+    "num_beams": "use_beam_search and n",
 }
 """Fields to use instead of refused fields in requests to OpenAI's endpoints."""

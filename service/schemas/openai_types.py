@@ -237,6 +237,8 @@ class CompletionBody(GenerationBody):
             raise InputError(
                 "max_tokens is 0, but echo is not true; raise max_tokens, or set echo to true", param="max_tokens"
             )
+        if self.use_beam_search and self.echo and self.logprobs is not None:
+            raise InputError("echo with logprobs is not supported with use_beam_search; leave one out", param="echo")
         counts = [one for one in (self.prompt_logprobs, self.logprobs if self.echo else None) if one is not None]
         return self.params(
             default,

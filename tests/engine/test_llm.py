@@ -97,6 +97,8 @@ def test_texts_may_have_pictures_as_in_text_generation_webui(llm, picture):
     assert found[0].token_ids == expected[0].token_ids
     message = {"role": "user", "content": text}
     assert llm.chat([message], GREEDY, webui=True).token_ids == expected[0].token_ids
+    streamed = [token for delta in llm.stream(text, GREEDY, webui=True) for token in delta.token_ids]
+    assert streamed == expected[0].token_ids
 
 
 def test_an_unexpected_exception_does_not_fail_the_others(llm, monkeypatch):
@@ -178,6 +180,20 @@ def test_a_chat_passes_template_options_except_reserved_names(llm):
 def test_a_chat_returns_logprobs(llm):
     output = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=3, logprobs=2))
     assert len(output.logprobs) == len(output.token_ids)
+
+
+def test_a_list_of_conversations_gets_a_list_of_outputs(llm, picture):
+    one = [{"role": "user", "content": "Hello"}]
+    other = [{"role": "user", "content": [{"image": picture}, {"text": "What?"}]}]
+    bad = [{"role": "user", "content": [{"image": "/no/such/file.png"}]}]
+    outputs = llm.chat([one, bad, tuple(other)], GREEDY, on_error="return")
+    assert [type(output.error) for output in outputs] == [type(None), MediaError, type(None)]
+    assert [outputs[0].token_ids, outputs[2].token_ids] == [llm.chat(chat, GREEDY).token_ids for chat in (one, other)]
+    assert isinstance(llm.chat([one], GREEDY), list)
+    with pytest.raises(MediaError):
+        llm.chat([one, bad], GREEDY)
+    with pytest.raises(InputError):
+        llm.chat([], GREEDY)
 
 
 def test_a_prompt_that_is_too_long_is_refused_or_optionally_truncated(random_checkpoint, picture):

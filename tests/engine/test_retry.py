@@ -321,5 +321,7 @@ async def test_blocks_that_cannot_be_rebuilt_are_not_freed(arena):
     use.release()
     assert stage.held() == [True]
     assert await use.take() is stage.prompts[0]
-    with pytest.raises(ProcessDied):
+    with pytest.raises(SegmentMissing, match="release a path file only after the output is complete"):
         await use.renew()
+    with pytest.raises(SegmentMissing, match="lost"):
+        await outputs(PromptSource(FIRST), Script([LOST]))

@@ -57,6 +57,7 @@ def service(
 ) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("service")
     given = settings | {"spool": folder / "spool", "allowed_media_dir": media_dir}
+    given |= {"uds": folder / "socket", "accept_handles": True}
     with running_service(given, folder / "log", TINY) as running:
         yield running
         shm = running.wait_until_free()
@@ -64,6 +65,7 @@ def service(
         assert running.stop() == 0, (folder / "log").read_text()[-2000:]
     assert not [arena for arena in shm["arenas"] if Path("/dev/shm", arena["name"]).exists()]
     assert not list((folder / "spool").iterdir()), "request directories are left"
+    assert not (folder / "socket").exists()
 
 
 @pytest.fixture(scope="session")
@@ -75,6 +77,16 @@ def client(service: RunningService) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="session")
 def http(service: RunningService) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=service.url, timeout=300) as http_client:
+        yield http_client
+
+
+@pytest.fixture(scope="session")
+def unix_http(service: RunningService) -> Iterator[httpx2.Client]:
+    """Yield a client of the service's Unix socket."""
+    socket = service.log.with_name("socket")
+    with httpx2.Client(
+        transport=httpx2.HTTPTransport(uds=str(socket)), base_url="http://localhost", timeout=300
+    ) as http_client:
         yield http_client
 
 

@@ -34,6 +34,14 @@ def test_tools_are_a_variable_where_the_template_has_a_place() -> None:
     assert written(PLACE).request(HELLO, ToolUse.of(TOOLS, "none", None), None, None) == (HELLO, {})
 
 
+def test_calls_are_text_if_the_template_has_a_place_for_tools_only() -> None:
+    (hello, called), variables = written("{{ tools }}", parser="granite").request(
+        CALLED, ToolUse.of(TOOLS, None, None), None, None
+    )
+    assert (hello, variables) == (HELLO[0], {"tools": TOOLS})
+    assert called == {"role": "assistant", "content": '<|tool_call|>[{"name": "weigh", "arguments": {}}]'}
+
+
 def test_a_template_without_a_place_gets_text_or_nothing_or_what_it_refuses() -> None:
     use, required = ToolUse.of(TOOLS, None, None), ToolUse.of(TOOLS, "required", None)
     (system, *rest), variables = written("{{ messages }}").request(CALLED, use, None, None)

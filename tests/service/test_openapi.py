@@ -35,7 +35,7 @@ ROUTES = {
 }
 
 
-ELSEWHERE = {"n", "best_of", "thinking_token_budget", "truncate_prompt_tokens"}
+ELSEWHERE = {"n", "best_of", "length_penalty", "thinking_token_budget", "truncate_prompt_tokens"}
 """Numeric fields that are not sampling parameters."""
 NAMES = {
     "top_logprobs": "logprobs",

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from mindie_mm.shm import survey
-from tests.service.conftest import TINY
 from tools.serving import RunningService
 
 ROOT = Path(__file__).parents[2]
@@ -88,12 +87,10 @@ def test_release_frees_the_blocks_of_tokenize(checkout: Path) -> None:
     assert names["release"]("shm_name.txt") == 0, "nothing is left to free"
 
 
-def test_a_model_reads_the_picture_of_the_ids(checkout: Path) -> None:
-    names = run(snippet(PYTHON_PAGE, "python", "load_model"))
-    ids, logits = names["ids"], names["logits"]
-    assert logits.shape[0] == len(ids)
-    answered = json.loads((TINY / "tokenizer.json").read_text())["model"]["vocab"]
-    assert logits[-1].argmax() == answered["red"], "the model has seen the picture"
+@pytest.mark.usefixtures("copied_workers")
+def test_llm_answers_about_the_picture_of_the_ids(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(snippet(PYTHON_PAGE, "python", "llm.generate([ids]"))
+    assert capsys.readouterr().out == "red circle\n"
     assert not (checkout / "shm_name.txt").exists()
 
 

@@ -106,6 +106,13 @@ WITHOUT_ARGUMENTS = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ],
     "pythonic": ["[now()]"],
+    "granite": ['<|tool_call|> [{"name": "now"}]', '<tool_call>[{"name": "now", "arguments": {}}]'],
+    "granite-20b-fc": ['<function_call> {"name": "now", "arguments": {}}'],
+    "lfm2": [
+        "<|tool_call_start|>[now()]<|tool_call_end|>",
+        "<|tool_call_start|>now()<|tool_call_end|>",
+        '<|tool_call_start|>[{"name": "now", "arguments": {}}]<|tool_call_end|>',
+    ],
     "gemma4": ["<|tool_call>call:now{}<tool_call|>"],
 }
 
@@ -209,6 +216,33 @@ def test_python_literals_become_json():
         assert call["arguments"] == {"a": value, "b": 1}, literal
     for invalid in ("nan", "1e", "a", "1 + 1", "f()", "'\\xZZ'", "{1}", "b'a'"):
         assert not calls_of(parse("pythonic", f"[now(a={invalid})]")), invalid
+
+
+def test_strings_of_lfm2_may_contain_unescaped_quotes():
+    for text in (
+        "sed -n '1,9p' f.py",
+        'echo "a"; cat f',
+        "a\nb",
+        "python3 -c \"print(latex(3*x, s='x'))\"",
+        'grep -F "]" log.txt',
+    ):
+        for other in ("", ", b=[1]"):
+            (call,) = calls_of(parse("lfm2", f"<|tool_call_start|>[run(a='{text}'{other})]<|tool_call_end|>"))
+            assert call["arguments"]["a"] == text
+    assert not calls_of(parse("lfm2", "<|tool_call_start|>[run(a='b' c=1)]<|tool_call_end|>"))
+
+
+def test_calls_that_lfm2_repeats_are_dropped():
+    call, end = "<|tool_call_start|>[now()]", "<|tool_call_end|>"
+    for text, content in {
+        f"{call}{end}[now()]{end}": "",
+        f"{call}{end}\n[now()]{end}[now()]{end}\nDone.": "\nDone.",
+        f"{call}{end}\n[1] says so.": "\n[1] says so.",
+        f"I look.\n{call}{end}": "I look.",
+    }.items():
+        assert seen(parse("lfm2", text)) == (content, [("now", "{}", True)]), text
+    assert seen(parse("lfm2", f"{call}{end}[1] {call}{end}")) == ("[1]", [("now", "{}", True)] * 2)
+    assert seen(parse("lfm2", f"<|tool_call_start|>[ ]{end}")) == ("", [])
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ FORCED = {
     "gemma4": lambda text: text.replace("{box:[0,10,40,90],page:2}", "{page:2,box:[0, 10, 40, 90]}"),
     "pythonic": lambda text: text.replace("'de'", '"de"').replace("'Größe \"A4\"\\nzwei'", '"Größe \\"A4\\"\\nzwei"'),
 }
+FORCED["lfm2"] = FORCED["pythonic"]
+JSON_CALLS = ("hermes", "llama3_json", "mistral_v3", "internlm", "phi4", "granite", "granite-20b-fc")
 
 
 class Vocabulary:
@@ -214,7 +216,7 @@ def test_a_schema_with_exponentially_many_paths_gives_a_small_grammar():
 
 
 def test_text_may_surround_calls_that_begin_with_a_token():
-    for name in ("hermes", "mistral", "kimi_k2", "deepseek_v31", "glm47", "gemma4"):
+    for name in ("hermes", "mistral", "kimi_k2", "deepseek_v31", "glm47", "gemma4", "granite", "lfm2"):
         plain, marked = vocabularies(name)
         sample = next(sample for sample in SAMPLES if name_of(sample) == name)
         arguments = {"parallel": True, "one_of": ["crop_image", "read_text"], "with_text": True}
@@ -234,7 +236,7 @@ def test_names_that_a_format_cannot_write_are_refused():
             tool = Tool("f", {"properties": {prop: {"type": "integer"}}})
             with pytest.raises(InputError, match="which this tool-call format cannot write"):
                 parser_named(name).grammar([tool], parallel=False, one_of=["f"], added_tokens={})
-    for name in FORMATS.keys() - {"hermes", "llama3_json", "mistral_v3", "internlm", "phi4"}:
+    for name in FORMATS.keys() - {*JSON_CALLS}:
         for odd_name in ("a b", 'a"', "a\n", "", "x" * 257):
             with pytest.raises(InputError, match="has a name that this tool-call format cannot write"):
                 parser_named(name).grammar([Tool(odd_name)], parallel=False, one_of=[odd_name], added_tokens={})
@@ -248,9 +250,9 @@ def test_names_with_spaces_and_signs_are_written_if_the_format_allows_them():
     properties = {"key with space": {"type": "string", "maxLength": 5}, "$filter[x]": {"enum": ["a", 1]}, "é": {}}
     for name in FORMATS:
         written = {key: schema or {"type": "boolean"} for key, schema in properties.items()}
-        if name in {"gemma4", "functiongemma", "pythonic"}:
+        if name in {"gemma4", "functiongemma", "pythonic", "lfm2"}:
             del written["$filter[x]"]
-        if name == "pythonic":
+        if name in {"pythonic", "lfm2"}:
             del written["key with space"]
         tool = Tool("f-1_x", {"properties": written, "required": list(written), "additionalProperties": False})
         grammar = parser_named(name).grammar([tool], parallel=False, one_of=[tool.name], added_tokens={})
@@ -270,7 +272,7 @@ def test_special_characters_in_names_and_properties_are_literal():
         'a"b\\c/<[5]>%json', {"properties": {'p"\n{}': {"type": "integer", "enum": [1]}}, "required": ['p"\n{}']}
     )
     vocabulary = Vocabulary()
-    for name in ("hermes", "llama3_json", "mistral_v3", "internlm", "phi4"):
+    for name in JSON_CALLS:
         vocabulary.matcher(parser_named(name).grammar([odd], parallel=True, one_of=[odd.name], added_tokens={}))
     grammar = parser_named("hermes").grammar([odd], parallel=False, one_of=[odd.name], added_tokens={})
     call = json.dumps({"name": odd.name, "arguments": {'p"\n{}': 1}})

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from mindie_mm.tool_calls.described import with_described_tools
+from mindie_mm.tool_calls.described import with_described_tools, with_written_calls
 from mindie_mm.tool_calls.history import num_calls, with_own_ids, with_tool_calls
-from mindie_mm.tool_calls.registry import parser_named
+from mindie_mm.tool_calls.registry import FORMATS, parser_named
+from tests.tool_calls.assembling import SAMPLES, answer_of, calls_of, name_of
 
 TOOL = {"type": "function", "function": {"name": "weigh"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -36,6 +37,28 @@ HISTORY: list[Any] = [
 
 def ids(messages: list[Any]) -> list[tuple[list[str], str | None]]:
     return [([one["id"] for one in m.get("tool_calls", ())], m.get("tool_call_id")) for m in messages]
+
+
+def test_calls_that_are_written_as_text_are_read_as_the_same_calls() -> None:
+    calls = SAMPLES[0]["calls_two"]
+    message = {
+        "role": "assistant",
+        "content": "I look.",
+        "tool_calls": [call("a", one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in calls],
+    }
+    written = {name: with_written_calls(message, parser) for name, parser in FORMATS.items()}
+    unchanged = {name for name, found in written.items() if found == message}
+    assert unchanged >= {"qwen3_coder", "gemma4"}
+    for name in FORMATS.keys() - unchanged - {"llama3_json", "pythonic"}:
+        answer = answer_of(parser_named(name)(), [written[name]["content"]])
+        assert (written[name].keys(), answer.content) == ({"role", "content"}, "I look."), name
+        assert calls_of(answer) == calls, name
+    for name in ("granite", "granite-20b-fc"):
+        sample = next(sample for sample in SAMPLES if name_of(sample) == name)
+        assert with_written_calls({**message, "content": None}, parser_named(name))["content"] == sample["two"]
+    lfm2 = {"role": "assistant", "tool_calls": [call("a", "f", '{"s": "it\'s", "n": null}'), call("b", "g", "")]}
+    text = """<|tool_call_start|>[f(s="it's", n=None), g()]<|tool_call_end|>"""
+    assert with_written_calls(lfm2, parser_named("lfm2"))["content"] == text
 
 
 def test_ids_have_the_form_that_the_template_requires() -> None:

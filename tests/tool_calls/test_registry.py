@@ -11,7 +11,7 @@ import pytest
 from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.formats.hermes import HermesParser
 from mindie_mm.tool_calls.reasoning import reasoning_for, reasoning_named
-from mindie_mm.tool_calls.registry import FORMATS, GROUP, format_names, parser_for, parser_named
+from mindie_mm.tool_calls.registry import FORMATS, GROUP, OTHER_NAMES, format_names, parser_for, parser_named
 from tests.tool_calls.assembling import TOOLS, answer_of, calls_of
 
 HUB = Path(__file__).parents[3] / "shared" / "hub"
@@ -41,6 +41,9 @@ TEMPLATES = {
     "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
     "functiongemma": "{{ '<start_function_call>call:' + function['name'] + '{' }}",
     "phi4": "{{ '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' }}",
+    "granite": "{{- '<|start_of_role|>assistant<|end_of_role|><|tool_call|>' + message['content'] }}",
+    "granite-20b-fc": "{{- '<function_call> ' + {'name': tc.name, 'arguments': tc.arguments}|tojson  }}",
+    "lfm2": "{{- '<|tool_call_start|>[' + (tool_calls_ns.tool_calls | join(', ')) + ']<|tool_call_end|>' -}}",
     "minicpm5": "{{- '<function name=\"' ~ tool_call.name ~ '\">' }}{{- '<param name=\"' ~ key ~ '\">' }}",
 }
 
@@ -64,7 +67,16 @@ def test_the_template_determines_the_format():
     for name, template in TEMPLATES.items():
         assert parser_for(template, set()) is FORMATS[name], name
     assert parser_for(TEMPLATES["mistral_v3"], {"[TOOL_CALLS]", "[ARGS]"}) is FORMATS["mistral"]
+    assert parser_for("Use exact format: [func_name1(param1=value1), func_name2(...)]", set()) is FORMATS["pythonic"]
+    assert parser_for('a single JSON list formatted as functools[{"name": ...}]', set()) is FORMATS["phi4"]
+    assert parser_for("List of tools: [{{ tools | tojson }}]", {"<|tool_call_start|>"}) is FORMATS["lfm2"]
     assert {*TEMPLATES, "mistral"} == set(FORMATS)
+
+
+def test_names_of_other_servers_name_the_same_formats():
+    assert not OTHER_NAMES.keys() & FORMATS.keys()
+    for name, known in OTHER_NAMES.items():
+        assert parser_named(name) is FORMATS[known]
 
 
 def test_the_vocabulary_alone_does_not_determine_a_format():

@@ -31,6 +31,17 @@ ODD = {
     "deepseek_v3": ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": }<｜tool▁calls▁end｜>x',),
     "phi4": ('functools[{"name": "now", "arguments": {"a": functools[',),
     "mistral": ('[TOOL_CALLS] x [TOOL_CALLS][{"name": "now"}, {}] [TOOL_CALLS]now[CALL_ID]abcdefgh1[ARGS]{}',),
+    "granite": (
+        'A <tool_call> [{"arguments": {"a": [1]}, "name": "now"}, {"name": "now"} ] b <|tool_call|>{"name": "now"}\n',
+        '<|tool_call|> is a marker <tool_call>[{"a": 1}] <|tool_call|>[{"name": "now", "arguments": {"a": tru}}] c',
+    ),
+    "granite-20b-fc": ('A <function_call>{"name": "now"} b\n<function_call> [{"name": "now"}]<function_call> {"a": }',),
+    "lfm2": (
+        "A <|tool_call_start|>[now(a='sed '1,9p' f', b={'k': true}), g()]<|tool_call_end|>\n[g()]<|tool_call_end|> [1]",
+        '<|tool_call_start|>{"name": "now"}<|tool_call_end|><|tool_call_start|>now(a="")<|tool_call_end|>[c',
+        "<|tool_call_start|>[now()]<|tool_call_end|>[1] <|tool_call_start|>[ ]<|tool_call_end|>",
+        "<|tool_call_start|> begins a call <|tool_call_start|>[now(a='b' c=1)]<|tool_call_end|> d",
+    ),
     "gemma4": ('<|tool_call>call:f{a:"x", b c:<|"|>"<|"|>,d:{},e:[]}<tool_call|> <|tool_call>call:g<|tool_call>',),
 }
 

@@ -136,6 +136,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Size of each rank's KV cache in bytes."""
     kv_block_size: int
     """Number of tokens in a KV block."""
+    eos_token_ids: tuple[int, ...]
+    """End-of-sequence ids, which end an output."""
     max_output_len: int | None = None
     """Maximum number of output tokens, if they do not count towards `max_model_len`."""
     default_sampling: SamplingParams = SamplingParams()

@@ -79,3 +79,8 @@ class MistralParser(MistralV3Parser):
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
         """Return a rule that matches calls of a tool."""
         return f"{rules.text(f'[TOOL_CALLS]{tool.name}[ARGS]')} {json_value(tool.schema)}"
+
+    @classmethod
+    def written(cls, name: str, arguments: str) -> str | None:
+        """Return a call as the model writes it."""
+        return f"[TOOL_CALLS]{name}[ARGS]{arguments}"

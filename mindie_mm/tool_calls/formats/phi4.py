@@ -21,8 +21,8 @@ class Phi4Parser(JsonCallParser):
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template contains the markers that Phi puts around the tools."""
-        return "<|tool|>" in template and "<|/tool|>" in template
+        """Return whether the template asks for this format, or contains the markers that Phi puts around the tools."""
+        return "functools[" in template or ("<|tool|>" in template and "<|/tool|>" in template)
 
     def calls(self, opening: str) -> Step[None]:
         """Parse a list of calls."""

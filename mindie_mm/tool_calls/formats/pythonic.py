@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from typing import ClassVar
 
 from mindie_mm.tool_calls.lark import Rules, json_value, separated
 from mindie_mm.tool_calls.literals import LiteralScanner
@@ -24,13 +25,13 @@ class PythonicParser(ToolCallParser, LiteralScanner):
 
     markers = ("<|python_start|>", "<|python_end|>")
     openings = ("<|python_start|>",)
-    starts = ("[",)
+    starts: ClassVar[tuple[str, ...]] = ("[",)
     around = ("[", ", ", "]")
 
     @classmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
         """Return whether the template contains the marker, or describes the list as Llama's template does."""
-        return "<|python_start|>" in template or "[func_name1(params_name1=params_value1" in template
+        return "<|python_start|>" in template or "[func_name1(" in template
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
@@ -43,25 +44,40 @@ class PythonicParser(ToolCallParser, LiteralScanner):
             )
         return f"{rules.text(f'{tool.name}(')} {separated(arguments, rules.text(', '), rules)} {rules.text(')')}"
 
+    @classmethod
+    def written(cls, name: str, arguments: str) -> str | None:
+        """Return a call as the model writes it."""
+        try:
+            values = json.loads(arguments)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            return f"{name}({arguments})"
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+
     def calls(self, opening: str) -> Step[None]:
         """Parse a list of calls."""
         yield from self.space()
         yield from self.expect("[")
         while True:
             yield from self.space()
-            name = yield from self.name()
-            if self.tools and name not in self.tools:
-                raise NoMatch
-            yield from self.space()
-            yield from self.expect("(")
-            self.start_call(name)
-            yield from self.members(")", self._parameter)
-            self.end_call()
+            yield from self.python_call(known=True)
             yield from self.space()
             if (yield from self.expect(",", "]")) == "]":
                 break
         self.taken()
         yield from self.close("<|python_end|>")
+
+    def python_call(self, *, known: bool = False) -> Step[None]:
+        """Parse a call. If `known` is true, raise NoMatch if the call names an unknown tool."""
+        name = yield from self.name()
+        if known and self.tools and name not in self.tools:
+            raise NoMatch
+        yield from self.space()
+        yield from self.expect("(")
+        self.start_call(name)
+        yield from self.members(")", self._parameter)
+        self.end_call()
 
     def _parameter(self) -> Step[None]:
         self.send_arguments(json.dumps((yield from self.name()), ensure_ascii=False))

@@ -164,10 +164,10 @@ def structured_streamed() -> None:
 def refusals_are_explained() -> None:
     message = ""
     try:
-        CLIENT.chat.completions.create(**CHAT, extra_body={"use_beam_search": True})
+        CLIENT.chat.completions.create(**CHAT, extra_body={"num_beams": 2})
     except openai.BadRequestError as error:
         message = error.message
-    assert "use_beam_search" in message
+    assert "num_beams" in message
 
 
 report(globals())

@@ -1,0 +1,213 @@
+"""Beam search: finds the outputs with the highest log-probability instead of drawing tokens.
+
+The algorithm follows vLLM 0.33 (`vllm/entrypoints/generate/beam_search/online.py`). In each step, the `2 * beam_width`
+most likely next tokens of each beam are candidates. Each candidate that is an end-of-sequence token ends a beam. Among
+the other candidates, the `beam_width` with the highest total log-probability are the beams of the next step. At the
+end, all outputs are ranked by their total log-probability divided by `num_tokens ** length_penalty`. The number of
+tokens includes the end-of-sequence token, but not the prompt.
+
+In `generate(num_beams=...)` of transformers, a beam ends only if its end-of-sequence token is one of the `beam_width`
+best candidates, and the search may end before `max_tokens`. With `ignore_eos`, the outputs are the same.
+
+In each step, the engine receives each beam with its prompt as a request for one token. Most KV blocks are in the prefix
+cache, and the features of media are in the encoder cache.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from heapq import nlargest
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
+from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, MAX_LOGPROBS, SamplingParams
+from mindie_mm.errors import ContextLengthExceeded, InputError
+from mindie_mm.inputs import shown
+from mindie_mm.processes.tasks import gather
+from mindie_mm.worker.retry import PromptSource
+from mindie_mm.worker.worker import Answer, Worker
+
+MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """Settings of a beam search."""
+
+    beam_width: int
+    """Number of beams and of outputs, in [1, 10]."""
+    max_tokens: int | None = None
+    """Maximum number of tokens to generate, at least 1. None means as many as fit in the context."""
+    ignore_eos: bool = False
+    """Whether to generate past the end-of-sequence token."""
+    temperature: float = 0.0
+    """Has no effect, as in vLLM, because a beam search uses the log-probabilities before the temperature is applied."""
+    length_penalty: float = 1.0
+    """Exponent of the number of tokens, in [-10, 10]. Outputs are ranked by their total log-probability divided by
+    `num_tokens ** length_penalty`, so a positive exponent favors long outputs."""
+    include_stop_str_in_output: bool = False
+    """Whether the text includes the special token that ends the output, if `skip_special_tokens` is False."""
+    skip_special_tokens: bool = True
+    """Whether to leave special tokens out of the output's text."""
+
+    def sampling_params(self, vocab_size: int) -> SamplingParams:
+        """Return the settings that `SamplingParams` also has, and ask for the log-probabilities of all candidates.
+
+        Raise InputError if a setting is invalid.
+        """
+        check_beams(self.beam_width, self.length_penalty, self.max_tokens, name="beam_width")
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            logprobs=2 * self.beam_width,
+        ).check(vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One output of a beam search."""
+
+    text: str
+    tokens: list[int]
+    """Generated tokens. In contrast to vLLM, `tokens` and `text` do not include the prompt."""
+    cum_logprob: float
+    """Sum of the log-probabilities of the tokens."""
+    logprobs: list[TokenLogprob]
+    """Log-probabilities of each token and of the most likely tokens at its position."""
+    finish_reason: FinishReason
+    cached_tokens: int
+    """Number of prompt tokens that were in the prefix cache."""
+    timings: Timings | None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The outputs of a beam search for one prompt."""
+
+    sequences: list[BeamSearchSequence]
+    """The `beam_width` best outputs, the best one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    """A continuation of the prompt."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    cum_logprob: float = 0.0
+    finish_reason: FinishReason = "length"
+
+    def extended(self, token: int, logprob: float, top: list[tuple[int, float]], *, ends: bool) -> _Beam:
+        logprobs = (*self.logprobs, TokenLogprob(token, logprob, top))
+        return _Beam((*self.token_ids, token), logprobs, self.cum_logprob + logprob, "stop" if ends else "length")
+
+
+def check_beams(width: Any, length_penalty: Any, max_tokens: Any, *, name: str) -> None:
+    """Raise InputError if a setting of a beam search is not supported. `name` is the name of the setting `width`."""
+    limits = ((name, width, (int,), 1, MAX_BEAM_WIDTH), ("length_penalty", length_penalty, (int, float), -10, 10))
+    for setting, value, types, low, high in limits:
+        if type(value) not in types or not low <= value <= high:
+            given = shown(value) if isinstance(value, int | float) else f"of type {type(value).__name__}"
+            message = f"{setting} is {given}; for a beam search, it must be in [{low}, {high}]"
+            raise InputError(message, param=setting)
+    if max_tokens == 0:
+        raise InputError("max_tokens is 0; a beam search needs at least 1", param="max_tokens")
+
+
+async def beam_search(
+    worker: Worker,
+    source: PromptSource,
+    params: SamplingParams,
+    width: int,
+    length_penalty: float,
+    request_id: str,
+    *,
+    silent: Collection[int] | None = None,
+) -> list[BeamSearchSequence]:
+    """Return the `width` best outputs for a prompt, the best one first.
+
+    The prompt's blocks stay in shared memory until the last step. This raises the errors of `AsyncEngine.generate`, and
+    the errors below.
+
+    Args:
+        worker: Worker that computes the log-probabilities.
+        source: Prompt of the request.
+        params: Settings of the request. Those that concern drawing, such as penalties, have no effect.
+        width: See `BeamSearchParams.beam_width`.
+        length_penalty: See `BeamSearchParams`.
+        request_id: Unique id of the request.
+        silent: See `Worker.generate`.
+
+    Raises:
+        InputError: The model is an encoder-decoder, or `params` ask for a structured output.
+        ContextLengthExceeded: The prompt and `max_tokens` do not fit in the context.
+
+    """
+    num_steps = _num_steps(worker, len(source.prompt), params)
+    source.share(1 + width * (num_steps - 1))  # one answer per beam and step
+    eos_token_ids = () if params.ignore_eos else worker.engine.info.eos_token_ids
+    wanted = 0 if params.logprobs is None else params.logprobs
+    step = SamplingParams(
+        max_tokens=1,
+        temperature=0,
+        logprobs=ALL_TOKENS if wanted == ALL_TOKENS else max(2 * width, wanted),
+        cache_salt=params.cache_salt,
+        priority=params.priority,
+    )
+
+    def score(beam: _Beam) -> float:
+        return beam.cum_logprob / math.pow(len(beam.token_ids), length_penalty)
+
+    beams, ended, first, began_s = [_Beam()], list[_Beam](), Answer(), 0.0
+    for number in range(num_steps):
+        steps = [
+            worker.generate(source, step, f"{request_id}-{number}-{index}", whole=True, written=beam.token_ids)
+            for index, beam in enumerate(beams)
+        ]
+        answers = await gather([Answer.of(deltas) for deltas in steps])
+        if number == 0:
+            (first,), began_s = answers, time.monotonic()
+        running = list[_Beam]()
+        for beam, answer in zip(beams, answers, strict=True):
+            top = answer.logprobs[0].top
+            kept = top if wanted == ALL_TOKENS else top[:wanted]
+            for token, logprob in top[: 2 * width]:
+                ends = token in eos_token_ids
+                (ended if ends else running).append(beam.extended(token, logprob, kept, ends=ends))
+        beams = nlargest(width, running, key=attrgetter("cum_logprob"))
+        ended = nlargest(width, ended, key=score)
+    timings = first.timings and msgspec.structs.replace(first.timings, decode_s=time.monotonic() - began_s)
+    return [
+        BeamSearchSequence(
+            text=worker.text_of(beam.token_ids, beam.finish_reason, params, silent),
+            tokens=[*beam.token_ids],
+            cum_logprob=beam.cum_logprob,
+            logprobs=[*beam.logprobs],
+            finish_reason=beam.finish_reason,
+            cached_tokens=first.cached_tokens,
+            timings=timings,
+        )
+        for beam in nlargest(width, [*ended, *beams], key=score)
+    ]
+
+
+def _num_steps(worker: Worker, num_prompt: int, params: SamplingParams) -> int:
+    """Return the number of tokens to generate. This raises the errors of `beam_search`."""
+    info = worker.engine.info
+    if info.max_output_len is not None:
+        raise InputError("beam search is not supported for encoder-decoder models", param="use_beam_search")
+    if params.structure is not None:
+        raise InputError(f"beam search cannot be used with {params.structure.noun}; leave one of them out")
+    if num_prompt > worker.prompt_room(params):
+        detail = f"the prompt has {num_prompt} tokens and the request needs {params.least_room} output tokens"
+        raise ContextLengthExceeded.of(info.max_model_len, detail)
+    return params.most_tokens(info.max_model_len - num_prompt)
