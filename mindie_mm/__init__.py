@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mindie_mm.batch.output.dataset import Dataset
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.errors import MindieMMError
+    from mindie_mm.inputs import Embeddings
     from mindie_mm.settings.config import EngineConfig, WorkerConfig
     from mindie_mm.structured.outputs import StructuredOutputs
     from mindie_mm.tokenize.tokenizer import Tokenizer
@@ -25,6 +26,7 @@ __all__ = [
     "BeamSearchSequence",
     "Dataset",
     "Delta",
+    "Embeddings",
     "EngineConfig",
     "MindieMMError",
     "Output",
@@ -44,6 +46,7 @@ _HOMES = {
     "BeamSearchSequence": "mindie_mm.worker.beam_search",
     "Dataset": "mindie_mm.batch.output.dataset",
     "Delta": "mindie_mm.worker.worker",
+    "Embeddings": "mindie_mm.inputs",
     "EngineConfig": "mindie_mm.settings.config",
     "MindieMMError": "mindie_mm.errors",
     "Output": "mindie_mm.worker.llm",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mindie_mm.errors import InputError, LimitExceeded
-from mindie_mm.inputs import GRID, Embeddings, Kind, Media
+from mindie_mm.inputs import EMBEDDINGS_KEYS, GRID, GRID_KEYS, Embeddings, Kind, Media
 from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.media.guard.caps import under
@@ -29,28 +29,38 @@ def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Ki
 
     """
     if media.is_embeddings:
-        embeddings = read_embeddings(data)
-        _require_geometry(processor, media.kind, embeddings)
-        return under_caps(plan_embeddings(processor, media.kind, embeddings), caps)
+        embeddings = read_embeddings(data, GRID_KEYS.get(media.kind, GRID))
+        if (rows := len(embeddings.array)) > (most := processor.max_tokens(media.kind)):
+            raise LimitExceeded(f"the embeddings have {rows} rows; the limit of this model is {most}")
+        return under_caps(plan_embeddings(processor, media.kind, embeddings, in_file=True), caps)
     plan = under_caps(processor.plan(media, data, counts), caps)
     return replace(plan, settings=f"{plan.settings}, {data.settings}") if isinstance(data, PdfPage) else plan
 
 
-def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings) -> Plan:
+def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings, *, in_file: bool = False) -> Plan:
     """Return a plan for features that the caller passes instead of media. The engine runs no tower for them.
+
+    Args:
+        processor: Processor of the model.
+        kind: Kind of the item.
+        source: Features of one item.
+        in_file: Whether the features come from a file, beside which only a grid of `GRID_KEYS` can be given.
 
     Raises:
         InputError: The width, number or grid of the features does not fit the model.
 
     """
-    array, grid = np.ascontiguousarray(source.array), source.grid
+    array = np.ascontiguousarray(source.array)
     num_features, width = array.shape
     if width != processor.feature_width:
         raise InputError(f"the embeddings have width {width}; the model needs {processor.feature_width}")
+    grid = _grid(processor, kind, num_features, source.grid, in_file=in_file)
     if processor.spelling(kind, num_features, grid) is None:
+        meaning = processor.traits.grids.get(kind)
+        advice = f". The grid is {meaning}" if meaning else "; leave the grid out" if source.grid else ""
         raise InputError(
             f"the embeddings have {num_features} features and the grid {grid}; this model has no {kind} with "
-            "this combination"
+            f"this combination{advice}"
         )
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -60,23 +70,27 @@ def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings) -> Pla
     return Plan(num_features, {EMBEDDINGS: spec}, f"embeddings {spec} {grid}", write, grid)
 
 
-def _require_geometry(processor: Processor, kind: Kind, embeddings: Embeddings) -> None:
-    """Raise InputError unless a file of embeddings contains all that the model needs to place the item in a prompt."""
-    if kind == "image" and processor.traits.has_grid_thw:
-        if not embeddings.grid:
-            raise InputError(
-                f"this model needs {GRID}, the number of patches of the image along time, height and width; send "
-                f'{{"image_embeds": ..., "{GRID}": ...}}'
-            )
-    elif embeddings.grid:
-        raise InputError(f"{GRID} is given, but the model does not use it; leave it out")
-    elif processor.spelling(kind, processor.max_tokens(kind), ()) is None:
+def _grid(
+    processor: Processor, kind: Kind, num_features: int, given: tuple[int, ...], *, in_file: bool
+) -> tuple[int, ...]:
+    """Return the grid of embeddings. Raise InputError if it is not given and does not follow from their number."""
+    has_thw = processor.traits.has_grid_thw and kind in GRID_KEYS
+    if given and in_file and not has_thw:
+        raise InputError(f"{GRID_KEYS[kind]} is given, but the model does not use it; leave it out")
+    grid = given or processor.grid_of(kind, num_features)
+    meaning = processor.traits.grids.get(kind)
+    if grid is not None or meaning is None:
+        return grid or ()
+    if in_file and not has_thw:
         raise InputError(
-            f"embeddings of the kind {kind} are not supported for this model, because it needs more than their rows: "
-            f"the geometry of the {kind}; send the {kind} itself"
+            f"embeddings of the kind {kind} in a file are not supported for this model, because it needs more than "
+            f"their rows: {meaning}. Send the {kind} itself, or pass the array and its grid in Python"
         )
-    if (num_features := len(embeddings.array)) > (most := processor.max_tokens(kind)):
-        raise LimitExceeded(f"the embeddings have {num_features} rows; the limit of this model is {most}")
+    own, key = EMBEDDINGS_KEYS[kind], GRID_KEYS[kind] if has_thw else GRID
+    form = f'{{"{own}": ..., "{key}": ...}}'
+    if in_file:
+        form = f'{{"{own}": {form}}}'
+    raise InputError(f"this model needs {key}, {meaning}, beside the embeddings of the {kind}; send {form}")
 
 
 def page_of(media: Media, data: Data) -> Data:

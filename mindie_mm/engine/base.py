@@ -21,6 +21,8 @@ from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.requests.engine_messages import (
     Abort,
     Add,
+    Encode,
+    Features,
     FinishReason,
     Progress,
     Ready,
@@ -39,6 +41,7 @@ from mindie_mm.errors import (
     CorruptReference,
     DeviceError,
     InputError,
+    LimitExceeded,
     MindieMMError,
     OperationalError,
     SegmentMissing,
@@ -58,6 +61,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_FEATURES_BYTES = 2**30
+"""Maximum size in bytes of one item's features in an answer to `Encode`, as float32."""
 _NO_TOKEN = -1
 """Token that a draw reports if the request's own settings exclude all tokens."""
 Draw = tuple[int, list[TokenLogprob] | None]
@@ -130,6 +135,21 @@ class BaseEngine(ABC):
         self._sequences[message.request_id] = sequence
         self._scheduler.add(sequence)
         return None
+
+    def encode(self, message: Encode) -> Progress:
+        """Return the features of the next media items of a prompt, as many as one call of the tower takes."""
+        request_id = message.request_id
+        ids = np.frombuffer(message.input_ids, dtype=np.int64)
+        items = self._try_on_all(request_id, lambda: self._read(ids)[message.start :])
+        if isinstance(items, MindieMMError):
+            return _failure(request_id, items)
+        encoded = self._towers.encode_some(items)
+        if isinstance(encoded, MindieMMError):
+            return _failure(request_id, encoded)
+        sent = self._try_on_all(request_id, lambda: [_sent(*pair) for pair in zip(items, encoded, strict=False)])
+        if isinstance(sent, MindieMMError):
+            return _failure(request_id, sent)
+        return Progress(request_id=request_id, features=sent, finish_reason="stop" if len(sent) == len(items) else None)
 
     def refill(self, message: Refill) -> Progress | None:
         """Resume a preempted request whose media are in new blocks of shared memory.
@@ -429,6 +449,24 @@ def generator_of(params: SamplingParams) -> torch.Generator | None:
     else:
         generator.manual_seed(params.seed)
     return generator
+
+
+def _sent(item: MediaItem, features: Tensor) -> Features:
+    """Return an item's features for the client.
+
+    Raise LimitExceeded if they are too large, and OperationalError if they are not finite.
+    """
+    if (num_bytes := 4 * features.numel()) > MAX_FEATURES_BYTES:
+        raise LimitExceeded(
+            f"the features of the {item.shape.kind} have {num_bytes} bytes; the limit is {MAX_FEATURES_BYTES}"
+        )
+    if features.dtype == torch.bfloat16:  # numpy has no bfloat16
+        features = features.float()
+    (on_host,) = download(features)
+    if not on_host.isfinite().all():
+        raise OperationalError(f"the tower returned non-finite features for the {item.shape.kind}")
+    dtype = str(on_host.dtype).removeprefix("torch.")
+    return Features(on_host.contiguous().numpy().tobytes(), dtype, len(on_host), item.shape.grid)
 
 
 def _failure(request_id: str, error: MindieMMError) -> Progress:

@@ -97,6 +97,13 @@ class Towers:
                 failed[group[0][0]] = failure
         return features, failed
 
+    def encode_some(self, items: abc.Sequence[MediaItem]) -> list[Tensor] | MindieMMError:
+        """Return the features of the first of the items, as many as one call of the tower takes, or an error.
+
+        The encoder cache is neither read nor filled.
+        """
+        return self._encoded([*items[: TowerBudget(self._limits).num_fitting(items)]])
+
     def _run_tower(self, group: list[tuple[Sequence, MediaItem]], features: Features) -> MindieMMError | None:
         """Add the features of a group's items to `features`. If a rank fails, return its error and add no features."""
         # Encode content that occurs several times in a group only once.

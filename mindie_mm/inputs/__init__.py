@@ -1,10 +1,11 @@
 """The `List[Dict]` format of inputs. Inputs are checked once, when a caller passes them.
 
-Each dict has exactly one of the keys `text`, `image`, `video`, `audio`, `document` (a PDF), `image_embeds` and
-`audio_embeds` (files with the output of a tower), and may have options of the item. A media value is a path, bytes, a
-PIL image, an array, or a `data:`, `http(s):` or `file:` URL. A PDF or a file of embeddings must be a path, bytes or a
-URL. A video may also be a list of frames, each of which is a media value. Content parts of OpenAI and Hugging Face chat
-messages are accepted, too, such as `{"type": "image_url", "image_url": {"url": ...}}` and
+Each dict has exactly one of the keys `text`, `image`, `video`, `audio`, `document` (a PDF), `image_embeds`,
+`video_embeds` and `audio_embeds` (the output of a tower), and may have options of the item. A media value is a path,
+bytes, a PIL image, an array, or a `data:`, `http(s):` or `file:` URL. A PDF must be a path, bytes or a URL. Embeddings
+are `Embeddings`, an array or tensor, a list of these for several items, or a path, bytes or URL of a file. A video may
+also be a list of frames, each of which is a media value. Content parts of OpenAI and Hugging Face chat messages are
+accepted, too, such as `{"type": "image_url", "image_url": {"url": ...}}` and
 `{"type": "image", "image": ...}`.
 """
 
@@ -12,14 +13,14 @@ from __future__ import annotations
 
 from mindie_mm.inputs.chat_messages import parse_messages
 from mindie_mm.inputs.checks import shown, whole
+from mindie_mm.inputs.embeddings import Embeddings
 from mindie_mm.inputs.items import (
     CUSTOM_ROLE,
     EMBEDDINGS_KEYS,
-    GRID,
+    GRID_KEYS,
     KINDS,
     ROLES,
     Detail,
-    Embeddings,
     Item,
     Kind,
     Media,
@@ -36,7 +37,7 @@ from mindie_mm.inputs.items import (
     with_paths,
 )
 from mindie_mm.inputs.media_kwargs import MediaDefaults, media_defaults, with_defaults
-from mindie_mm.inputs.parts import MAX_LISTED_FRAMES, parse_inputs
+from mindie_mm.inputs.parts import GRID, MAX_LISTED_FRAMES, parse_inputs
 from mindie_mm.inputs.prompt_fields import OFF, PROMPT_FIELDS, refused_fields, template_variables
 from mindie_mm.inputs.tools import require_functions, require_tools
 from mindie_mm.inputs.webui import WebuiImages, long_data_url, webui_items, webui_messages
@@ -45,6 +46,7 @@ __all__ = [
     "CUSTOM_ROLE",
     "EMBEDDINGS_KEYS",
     "GRID",
+    "GRID_KEYS",
     "KINDS",
     "MAX_LISTED_FRAMES",
     "OFF",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.errors import LimitExceeded
 from mindie_mm.settings.limits import PromptLimits
 
 Kind = Literal["image", "video", "audio"]
@@ -21,10 +20,10 @@ CUSTOM_ROLE = r"[A-Za-z][A-Za-z0-9_.-]{0,63}"
 """Pattern of any other role. It depends on the chat template whether such a role is accepted."""
 DOCUMENT = "document"
 """Key of a PDF in a `List[Dict]`."""
-EMBEDDINGS_KEYS: Mapping[Kind, str] = {"image": "image_embeds", "audio": "audio_embeds"}
-"""Key of a file of embeddings in an item, by the kind of the item."""
-GRID = "image_grid_thw"
-"""Key of the file with the number of patches along time, height and width, for families whose positions need it."""
+EMBEDDINGS_KEYS: Mapping[Kind, str] = {"image": "image_embeds", "video": "video_embeds", "audio": "audio_embeds"}
+"""Key of the embeddings in an item, by the kind of the item."""
+GRID_KEYS: Mapping[Kind, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
+"""Key of the number of patches along time, height and width, for families whose positions need it."""
 Detail = Literal["auto", "low", "high", "original"]
 
 
@@ -63,31 +62,6 @@ class MediaOptions:
     """Sampling rate in Hz of an array of audio samples. None means the sampling rate of the model."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Embeddings:
-    """Features that a tower has computed before, in place of a media source.
-
-    HTTP requests contain a file of embeddings instead (`Media.is_embeddings`).
-    """
-
-    array: Any
-    """Output of the model's tower for one item, float16 or float32 [features, width]."""
-    grid: tuple[int, ...] = ()
-    """Geometry of the item, as in `Plan.grid`. Required if the family's prompt or positions depend on the geometry."""
-
-    def __post_init__(self) -> None:
-        shape, dtype = getattr(self.array, "shape", ()), str(getattr(self.array, "dtype", "no array"))
-        if len(shape) != 2 or 0 in shape or dtype not in {"float16", "float32"}:
-            raise InputError(
-                f"the embeddings have dtype {dtype} and shape {tuple(shape)}; they must be a numpy array of float16 "
-                "or float32 [features, width]"
-            )
-        if not abs(float(self.array.astype("float64").sum())) < math.inf:
-            raise InputError("the embeddings contain infinite values or NaN")
-        if not all(type(number) is int for number in self.grid):
-            raise InputError(f"the embeddings' grid is {self.grid}; it must contain only integers")
-
-
 @dataclass(frozen=True, slots=True)
 class Media:
     """An image, a video or an audio clip."""
@@ -96,7 +70,7 @@ class Media:
     source: Any
     """A path, URL, bytes, PIL image, array or Embeddings. A video can also be a tuple of frames, but not of Embeddings.
     None if the client sent only a `uuid`. If `is_embeddings` is true, the source is a file of embeddings, or a tuple of
-    this file and a file with `image_grid_thw`."""
+    this file and a file with the grid (`GRID_KEYS`)."""
     options: MediaOptions = field(default_factory=MediaOptions)
     is_document: bool = False
     """True for a PDF, which becomes one image per page (`Media.page`) before the prompt is made."""
@@ -114,7 +88,7 @@ class Media:
 
     def part_name(self, index: int) -> str:
         """Return the name of the source's element `index` for error messages."""
-        return (EMBEDDINGS_KEYS[self.kind], GRID)[index] if self.is_embeddings else f"frame {index}"
+        return (EMBEDDINGS_KEYS[self.kind], GRID_KEYS[self.kind])[index] if self.is_embeddings else f"frame {index}"
 
 
 Item = Text | Media
@@ -196,7 +170,9 @@ def _with_path(item: Item, paths: Iterator[Paths]) -> dict[str, Any]:
     path = next(paths)
     if item.is_embeddings:
         key = EMBEDDINGS_KEYS[item.kind]
-        return {key: dict(zip((key, GRID), map(str, path), strict=True)) if isinstance(path, list) else str(path)}
+        if isinstance(path, list):
+            return {key: dict(zip((key, GRID_KEYS[item.kind]), map(str, path), strict=True))}
+        return {key: str(path)}
     if item.is_document:
         return {DOCUMENT: str(path), **options}
     return {item.kind: list(map(str, path)) if isinstance(path, list) else str(path), **options}

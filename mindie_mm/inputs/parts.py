@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.errors import InputError, LimitExceeded, naming
 from mindie_mm.inputs.checks import require_dict, require_list, require_unicode, type_of
+from mindie_mm.inputs.embeddings import Embeddings, grid_given
 from mindie_mm.inputs.files import parse_file
-from mindie_mm.inputs.items import DOCUMENT, EMBEDDINGS_KEYS, GRID, KINDS, Embeddings, Item, Kind, Media, Text, media_of
+from mindie_mm.inputs.items import DOCUMENT, EMBEDDINGS_KEYS, GRID_KEYS, KINDS, Item, Kind, Media, Text, media_of
 from mindie_mm.inputs.options import parse_options
 from mindie_mm.inputs.unknown_keys import pass_over
 
@@ -28,6 +30,8 @@ _TEXTS = ("text", "refusal")
 """Keys of a text. OpenAI uses `refusal` in earlier turns of the assistant."""
 _FILE = "file"
 """Key of a text file or a PDF in OpenAI's messages."""
+GRID = "grid"
+"""Key of the geometry of embeddings, for all families. `GRID_KEYS` has other names for some geometries."""
 _BARE_SOURCES = ("url", "path", "base64")
 _HINTS = frozenset({"cache_control", "uuid"})
 """Keys that control the caches of servers. They do not change how an item is read."""
@@ -76,9 +80,17 @@ def parse_parts(
     items: list[Item] = []
     num_frames = 0
     for index, part in enumerate(parts):
-        items.append(_parse_part(part, f"{where}[{index}]", strict=strict, by_uuid=by_uuid))
-        num_frames = add_frames(num_frames, media_of(items[-1:]), where)
+        parsed = _each(_parse_part(part, f"{where}[{index}]", strict=strict, by_uuid=by_uuid))
+        items += parsed
+        num_frames = add_frames(num_frames, media_of(parsed), where)
     return tuple(items)
+
+
+def _each(item: Item) -> list[Item]:
+    """Return an item for each item whose embeddings `item` has."""
+    if not isinstance(item, Media) or not isinstance(item.source, Embeddings):
+        return [item]
+    return [replace(item, source=one) for one in item.source.each()]
 
 
 def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
@@ -114,9 +126,11 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool, by_uuid: b
     options = {name: value for name, value in part.items() if name not in {"type", key}}
     uuid = _uuid(given_uuid, where) if key != DOCUMENT else None
     if key in EMBEDDINGS_KEYS.values():
-        pass_over(options, where, "embeddings have no options", strict=strict)
-        source = _parse_embeddings(part.get(key), key, f"{where}.{key}", may_lack_data=uuid is not None)
-        return Media(kind, source, uuid=uuid, is_embeddings=True)
+        beside = {name: value for name, value in part.items() if name in _grid_keys(kind)}
+        unknown = options.keys() - beside.keys()
+        pass_over(unknown, where, "embeddings have no options except their grid", strict=strict)
+        source = _parse_embeddings(part.get(key), beside, kind, f"{where}.{key}", may_lack_data=uuid is not None)
+        return Media(kind, source, uuid=uuid, is_embeddings=not isinstance(source, Embeddings))
     source, nested = _parse_source(part.get(key), key, kind, f"{where}.{key}", may_lack_data=uuid is not None)
     if both := options.keys() & nested.keys():
         raise InputError(
@@ -188,22 +202,58 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str, *, may_lack_data
     return _parse_value(value, key, where), nested
 
 
-def _parse_embeddings(value: Any, key: str, where: str, *, may_lack_data: bool) -> Any:
-    """Return the file of embeddings, or this file and the file of the grid. None if the data are left out."""
-    files: tuple[Any, ...] = (value,)
+def _grid_keys(kind: Kind) -> tuple[str, ...]:
+    return (GRID, *filter(None, [GRID_KEYS.get(kind)]))
+
+
+def _parse_embeddings(
+    value: Any, beside: Mapping[str, Any], kind: Kind, where: str, *, may_lack_data: bool
+) -> Embeddings | Any:
+    """Return embeddings in memory as Embeddings, and a file as its path or bytes. None if the data are left out.
+
+    If a file of the grid is given, too, return both files.
+
+    Args:
+        value: The embeddings, or a dict with them and with their grid.
+        beside: The grid, if it is given beside `value`.
+        kind: Kind of the item.
+        where: Name of the value in error messages.
+        may_lack_data: Whether the data may be left out.
+
+    """
+    key, grids = EMBEDDINGS_KEYS[kind], dict(beside)
     if isinstance(value, Mapping):
-        given = {name: file for name, file in value.items() if file is not None}
-        keys = (key, GRID) if key == EMBEDDINGS_KEYS["image"] else (key,)
-        if (unknown := next((name for name in given if name not in keys), None)) is not None:
-            raise InputError(f"{where} has the unknown key {str(unknown)[:40]!r}; it may have {' and '.join(keys)}")
-        files = tuple(given.get(name) for name in keys if name == key or name in given)
-    if all(file is None for file in files) and may_lack_data:
+        known = (key, *_grid_keys(kind))
+        given = {name: one for name, one in value.items() if one is not None}
+        if (unknown := next((name for name in given if name not in known), None)) is not None:
+            raise InputError(f"{where} has the unknown key {str(unknown)[:40]!r}; it may have {' and '.join(known)}")
+        value = given.pop(key, None)
+        grids |= given
+    if len(grids) > 1:
+        raise InputError(f"{where} has {' and '.join(grids)}; give only one grid")
+    name, grid = next(iter(grids.items()), (GRID, None))
+    if value is None and grid is None and may_lack_data:
         return None
+    if isinstance(value, Embeddings) and not grid_given(grid):
+        return value
+    if _is_array(value) or (isinstance(value, list | tuple) and all(map(_is_array, value))):
+        with naming(where):
+            return Embeddings(value.array if isinstance(value, Embeddings) else value, () if grid is None else grid)
+    files = (value,) if grid is None else (value, grid)
     for file in files:
         if not isinstance(file, (str, bytes, bytearray, memoryview, os.PathLike)):
-            raise InputError(f"{where} is {type_of(file)}; it must be base64 of safetensors or of torch.save's output")
+            raise InputError(
+                f"{where} is {type_of(file)}; it must be base64 of safetensors or of torch.save's output, a file, or "
+                "an array"
+            )
+    if len(files) > 1 and name == GRID:
+        raise InputError(f"{where} is a file, whose grid cannot be given as {name}; pass the tensor in the file")
     parsed = tuple(_parse_value(file, key, where) for file in files)
     return parsed if len(parsed) > 1 else parsed[0]
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Embeddings) or hasattr(value, "shape")
 
 
 def _unwrapped(

@@ -27,14 +27,13 @@ _MAX_PICKLE_BYTES = 2**16
 """Maximum size of the pickle in an archive. One tensor needs about 200 bytes."""
 _MAX_HEAD_BYTES = 2**16
 """Maximum size of the JSON header of a safetensors file. One tensor needs about 100 bytes."""
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _INTEGERS = (torch.int32, torch.int64)
-_AXES = 3
-"""Number of axes of `image_grid_thw`: time, height and width."""
+_MAX_GRID = 2**12
+"""Maximum number of integers in a grid. Most have three, and videos of some families have one more for each frame."""
 
 
-def read_embeddings(data: Data) -> Embeddings:
-    """Return the features in a file. If `data` is a tuple, its second file has `image_grid_thw`.
+def read_embeddings(data: Data, grid_key: str = "") -> Embeddings:
+    """Return the features of one item in a file. If `data` is a tuple, its second file has the grid, named `grid_key`.
 
     Raises:
         InputError: The tensors have the wrong shape, dtype or values.
@@ -44,28 +43,18 @@ def read_embeddings(data: Data) -> Embeddings:
     """
     files = data if isinstance(data, tuple) else (data,)
     tensor = _tensor(files[0], "the file of the embeddings")
-    if tensor.ndim == _AXES and len(tensor) == 1:
-        tensor = tensor[0]
-    if tensor.dtype not in _FLOATS or tensor.ndim != 2 or 0 in tensor.shape:
-        raise InputError(
-            f"the embeddings have dtype {_name(tensor)} and shape {[*tensor.shape]}; they must be float16, bfloat16 or "
-            "float32 [rows, width] or [1, rows, width], with at least one row"
-        )
-    if not tensor.isfinite().all():  # numpy would warn about a signaling NaN
-        raise InputError("the embeddings contain infinite values or NaN")
-    # numpy has no bfloat16
-    array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).contiguous().numpy()
-    return Embeddings(array, _grid(files[1]) if len(files) > 1 else ())
+    return Embeddings([tensor], _grid(files[1], grid_key) if len(files) > 1 else ())
 
 
-def _grid(data: Any) -> tuple[int, ...]:
-    tensor = _tensor(data, "the file of image_grid_thw")
-    if tensor.dtype not in _INTEGERS or [*tensor.shape] not in ([_AXES], [1, _AXES]):
-        raise InputError(
-            f"image_grid_thw has dtype {_name(tensor)} and shape {[*tensor.shape]}; it must be int32 or int64 [3] or "
-            "[1, 3]: the numbers of patches along time, height and width"
-        )
-    return tuple(tensor.reshape(-1).tolist())
+def _grid(data: Any, key: str) -> list[int]:
+    tensor = _tensor(data, f"the file of {key}")
+    shape = [*tensor.shape]
+    if tensor.dtype not in _INTEGERS or not 1 <= len(shape) <= 2 or shape[:-1] not in ([], [1]):
+        raise InputError(f"{key} has dtype {_name(tensor)} and shape {shape}; it must be int32 or int64 [n] or [1, n]")
+    if not 0 < tensor.numel() <= _MAX_GRID:
+        raise LimitExceeded(f"{key} has {tensor.numel()} numbers; it must have 1 to {_MAX_GRID}")
+    numbers: list[int] = tensor.reshape(-1).tolist()
+    return numbers
 
 
 def _tensor(data: Any, what: str) -> Tensor:

@@ -97,6 +97,8 @@ class AnyresProcessor(Processor):
         return max(self.num_features(*canvas) for canvas in self.canvases)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        if not grid:  # embeddings, whose size only the tower would need
+            return Spelling() if num_features <= self.max_tokens(kind) else None
         is_possible = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
         return Spelling() if is_possible else None
 

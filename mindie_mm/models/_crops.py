@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Self
@@ -168,6 +169,12 @@ def choose_tiling(height: int, width: int, tile: int, max_tiles: int) -> tuple[i
     best = scale.argmax() if (scale < 1).all() else np.where(scale < 1, np.float32(10e9), scale).argmin()
     rows, columns = tilings[best].tolist()
     return rows, columns
+
+
+def only_tiling(max_tiles: int, fits: Callable[[int, int], bool]) -> tuple[int, int] | None:
+    """Return the tiling (rows, columns) that fits. Return None if no tiling or more than one fits."""
+    fitting = [(rows, columns) for rows, columns in _tilings(max_tiles).tolist() if fits(rows, columns)]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 @cache

@@ -52,6 +52,13 @@ class IdeficsProcessor(Processor):
     }
     """Texts of special tokens."""
 
+    traits = Traits(
+        grids={
+            "image": "the numbers of rows and columns of tiles, not counting the tile of the whole image",
+            "video": "the duration of the video and the time of each frame, in whole seconds",
+        }
+    )
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
         config = self.config = read_config(self.config_name, checkpoint)
@@ -99,6 +106,9 @@ class IdeficsProcessor(Processor):
         )
         text = "".join(rows) + "\n" * (tiles > 1) + self.spell_whole()
         return Spelling(text, self.runs(tiles))
+
+    def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...] | None:
+        return (0, 0) if kind == "image" and num_features == self.tile_features else None
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         image = open_image(data)

@@ -42,6 +42,9 @@ from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import SegmentsView
 
 _PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
+THW = "the number of patches along time, height and width"
+INTERVAL_GRIDS: Mapping[Kind, str] = {"image": THW, "video": f"{THW}, and the time between two patches in picoseconds"}
+"""Meaning of the grids in families with positions in absolute time."""
 _GRIDS: Mapping[Kind, str] = {"image": "grid_thw", "video": "video_grid_thw"}
 _PLANES = "planes"
 _SECONDS = "second_per_grid_t"
@@ -64,7 +67,7 @@ class QwenProcessor(Processor):
     grid. The planes of an image include the repeated frame. A video also has `second_per_grid_t`, float32 [1, 1].
     """
 
-    traits = Traits(bounds_pixels=True, has_grid_thw=True, mindie_layouts=_MINDIE)
+    traits = Traits(bounds_pixels=True, has_grid_thw=True, grids={"image": THW, "video": THW}, mindie_layouts=_MINDIE)
 
     config_name: ClassVar[str]
     """Name of transformers' configuration class."""

@@ -203,6 +203,8 @@ class DeepseekVL2Processor(Processor):
         return side * (side + 1) + 1 + side * down * (side * across + 1)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        if not grid:  # embeddings, whose tiles only the tower would need
+            return Spelling() if num_features <= self.max_tokens(kind) else None
         is_possible = len(grid) == 2 and min(grid) > 0 and self.num_features(*grid) == num_features
         return Spelling() if is_possible else None
 

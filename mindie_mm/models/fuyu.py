@@ -51,7 +51,12 @@ class FuyuProcessor(Processor):
     A block contains `patches`, uint8 [rows * columns, patch * patch * 3]. The grid is (rows, columns), in patches.
     """
 
-    traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1})
+    traits = Traits(
+        chat_template=_CHAT_TEMPLATE,
+        inserted_at=0,
+        max_items={"image": 1},
+        grids={"image": "the numbers of rows and columns of patches"},
+    )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)

@@ -103,6 +103,10 @@ class Gemma3Processor(Processor):
             )
         return Spelling(text, [(self._token,) * self._features] * (1 + crops))
 
+    def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...]:
+        crops = num_features // self._features - 1
+        return (crops,) if crops > 0 else ()
+
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         image, side, resample = open_image(data), self._side, self._resample
         crops = self.crops(image.height, image.width)

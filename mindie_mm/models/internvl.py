@@ -109,6 +109,9 @@ class InternVLProcessor(Processor):
         text = "\n".join(f"Frame{number}: {self._context}" for number in range(1, tiles + 1))
         return Spelling(text, [self._run(1)] * tiles)
 
+    def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...]:
+        return (num_features // self._tile_features,)
+
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         return self._plan_video(media, data) if media.kind == "video" else self._plan_image(data)
 

@@ -100,11 +100,14 @@ class LlavaOnevisionProcessor(AnyresProcessor):
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if kind == "video":
             is_possible = len(grid) == 1 and grid[0] * self._frame_features + 1 == num_features
-        elif grid[2:] == (1,):
+        elif not grid or grid[2:] == (1,):
             return super().spelling(kind, num_features, grid[:2])
         else:  # one of several images, which has a single tile
             is_possible = grid[2:] == (0,) and min(grid[:2]) > 0 and num_features == self.rows**2 + 1
         return Spelling() if is_possible else None
+
+    def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...] | None:
+        return super().grid_of(kind, num_features) if kind == "image" else (num_features // self._frame_features,)
 
     def worst_case(self, kind: Kind) -> Data:
         if kind == "image":

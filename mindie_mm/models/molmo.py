@@ -22,7 +22,7 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.media.image.preprocess import check_settings
-from mindie_mm.models._crops import Canvas, choose_tiling, cut_crops, cut_patches
+from mindie_mm.models._crops import Canvas, choose_tiling, cut_crops, cut_patches, only_tiling
 from mindie_mm.models._molmo_network import CELLS, CROP, CROPS, PATCH, POSITIONS, Network
 from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -184,7 +184,11 @@ class MolmoProcessor(Processor):
     Images always follow the BOS token, wherever the message places them.
     """
 
-    traits = Traits(chat_template=CHAT_TEMPLATE, inserted_at=1)  # after the BOS token
+    traits = Traits(
+        chat_template=CHAT_TEMPLATE,
+        inserted_at=1,  # after the BOS token
+        grids={"image": "the numbers of rows and columns of crops"},
+    )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.preprocessor("image", {"MolmoImageProcessor": {}})
@@ -236,6 +240,9 @@ class MolmoProcessor(Processor):
         for rows, columns in (CROPS.square_cells, CROPS.cells(*grid)):
             run += [self._start, *([token] * columns + [self._column]) * rows, self._end]
         return Spelling(runs=(run,))
+
+    def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...] | None:
+        return only_tiling(self.max_crops, lambda *grid: _num_features(grid) == num_features)
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         return ids if ids[:1] == [self._bos] else [self._bos, *ids]

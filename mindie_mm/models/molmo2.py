@@ -22,7 +22,7 @@ from mindie_mm.media.image.encoded_image import Data, Pixels, open_image
 from mindie_mm.media.image.preprocess import Size, check_settings
 from mindie_mm.media.video.encoded_video import Video, open_video
 from mindie_mm.media.video.frames import check_asked, comes_sampled, num_taken, stepped
-from mindie_mm.models._crops import Geometry, choose_tiling, cut_crops, cut_patches
+from mindie_mm.models._crops import Geometry, choose_tiling, cut_crops, cut_patches, only_tiling
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
@@ -61,7 +61,14 @@ class Molmo2Processor(Processor):
     `frames`, uint8 [frames, side, side, 3]. Its grid is the time of each frame in tenths of a second.
     """
 
-    traits = Traits(max_items={"video": 1}, mixes_kinds=False)
+    traits = Traits(
+        max_items={"video": 1},
+        mixes_kinds=False,
+        grids={
+            "image": "the numbers of rows and columns of crops",
+            "video": "the time of each frame in tenths of a second",
+        },
+    )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)
@@ -150,6 +157,11 @@ class Molmo2Processor(Processor):
             *(self._start, *self._rows(_DETAIL, *geometry.cells(*grid)), self._end),
         )
         return Spelling(_PATCH, [run])
+
+    def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...] | None:
+        if kind == "video":
+            return None
+        return only_tiling(self._max_crops, lambda *grid: self._image_features(*grid) == num_features)
 
     def _spell_video(self, grid: tuple[int, ...]) -> Spelling:
         start, end = self._frame_ends

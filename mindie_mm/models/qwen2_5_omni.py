@@ -20,7 +20,7 @@ from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models._clips import SPECTROGRAM, num_features_of, plan_audio, read_mel, spell_clip
-from mindie_mm.models._qwen import QwenModel, QwenProcessor
+from mindie_mm.models._qwen import INTERVAL_GRIDS, QwenModel, QwenProcessor
 from mindie_mm.models._qwen_windows import PICOSECONDS, window_places
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
@@ -42,7 +42,7 @@ class Qwen25OmniProcessor(QwenProcessor):
     of a clip is (frames,).
     """
 
-    traits = replace(QwenProcessor.traits, mindie_layouts={})
+    traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS, mindie_layouts={})
     config_name = "Qwen2_5OmniThinkerConfig"
     image_types = ("Qwen2VLImageProcessor",)
     video_type = "Qwen2VLVideoProcessor"

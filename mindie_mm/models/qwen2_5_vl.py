@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mindie_mm.inputs import Kind, MediaOptions
 from mindie_mm.media.video.encoded_video import Video
-from mindie_mm.models._qwen import QwenModel, QwenProcessor
+from mindie_mm.models._qwen import INTERVAL_GRIDS, QwenModel, QwenProcessor
 from mindie_mm.models._qwen_windows import PICOSECONDS, window_places
 from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
@@ -30,6 +30,7 @@ class Qwen25VLProcessor(QwenProcessor):
     The grid of a video is (t, h, w, interval), where `interval` is the time between two steps of t in picoseconds.
     """
 
+    traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS)
     config_name = "Qwen2_5_VLConfig"
     image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # two names of the same class
     video_type = "Qwen2VLVideoProcessor"

@@ -21,7 +21,7 @@ from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models._mrope import Grid, mrope_positions
-from mindie_mm.models._qwen import QwenModel, QwenProcessor
+from mindie_mm.models._qwen import THW, QwenModel, QwenProcessor
 from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import PretrainedFamily, Spelling
@@ -49,7 +49,11 @@ class Qwen3VLProcessor(QwenProcessor):
     The grid of a video is (t, h, w), followed by the time of each temporal patch in tenths of a second.
     """
 
-    traits = replace(QwenProcessor.traits, mindie_layouts={})
+    traits = replace(
+        QwenProcessor.traits,
+        grids={"image": THW, "video": f"{THW}, and the time of each patch in tenths of a second"},
+        mindie_layouts={},
+    )
     config_name = "Qwen3VLConfig"
     image_types = ("Qwen2VLImageProcessor",)
     video_type = "Qwen3VLVideoProcessor"

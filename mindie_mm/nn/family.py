@@ -173,6 +173,16 @@ class Processor(ABC):
         """
         return Spelling() if not grid and num_features == self.max_tokens(kind) else None
 
+    def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...] | None:
+        """Return the grid of embeddings that were given without a grid. None if the grid does not follow from them.
+
+        Args:
+            kind: Kind of the item.
+            num_features: Number of features of the item.
+
+        """
+        return None if self.spelling(kind, num_features, ()) is None else ()
+
     def prompt_text(self, text: str) -> str:
         """Rewrite the text of a rendered prompt as the reference processor does before encoding.
 

@@ -26,9 +26,11 @@ class Traits:
     If not, they are refused.
     """
     has_grid_thw: bool = False
-    """Processor: whether the grid of an image is that of transformers' `image_grid_thw`.
+    """Processor: whether the grid of an image or a video begins with the numbers of transformers' `image_grid_thw`."""
+    grids: Mapping[Kind, str] = field(default_factory=dict)
+    """Processor: meaning of the grid, for each kind whose grid does not follow from the number of features.
 
-    The embeddings of an image then require the grid.
+    Embeddings of these kinds require the grid.
     """
     max_items: Mapping[Kind, int] = field(default_factory=dict)
     """Processor: maximum number of items of a kind in one prompt. Kinds that are not listed have no limit."""

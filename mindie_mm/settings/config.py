@@ -315,8 +315,8 @@ class ServiceConfig:
     """Size in bytes of the store for media that chats send with a `uuid`. A later request with the same API key,
     `cache_salt` and `uuid` may leave out the data. 0 turns off the store."""
     enable_mm_embeds: bool = False
-    """Accept `image_embeds` and `audio_embeds` in place of images and sounds. Enable this only for clients that you
-    trust, because embeddings bypass the tower and can contain what no image or sound can."""
+    """Accept `image_embeds`, `video_embeds` and `audio_embeds` in place of images, videos and sounds. Enable this only
+    for clients that you trust, because embeddings bypass the tower and can contain what no image or sound can."""
     webui_images: bool = False
     """Read pictures in the texts of chats and of items, in the format of text-generation-webui: `<img
     src="data:image/jpeg;base64,...">`. Prompts that are a single text may always have such pictures."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from mindie_mm.engine.requests.engine_messages import (
     Abort,
     Add,
+    Encode,
+    Features,
     Mount,
     Progress,
     Ready,
@@ -129,13 +132,10 @@ class AsyncEngine:
             MindieMMError: The engine refused the request or failed to compute it, for example with StaleReference.
 
         """
-        assert request_id not in self._requests, request_id
         asked_s = time.monotonic()
         params = params.check(self.info.vocab_size)
         await self.wait_until_up()
-        queue: asyncio.Queue[Progress] = asyncio.Queue()
-        self._requests[request_id] = queue
-        try:
+        with self._queue(request_id) as queue:
             self._send(Add(request_id, np.ascontiguousarray(ids, np.int64).tobytes(), params, asked_s))
             faults.point("sent")
             while True:
@@ -145,6 +145,40 @@ class AsyncEngine:
                 yield progress
                 if progress.finish_reason is not None:
                     return
+
+    async def encode(self, request_id: str, ids: NDArray[np.int64]) -> AsyncGenerator[list[Features], None]:
+        """Yield the features of a prompt's media, some items at a time.
+
+        Args:
+            request_id: Unique id of the request.
+            ids: Prompt ids with handle words, int64 [T].
+
+        Raises:
+            ProcessDied: The engine died during the request, or the engine is closed.
+            NoProcess: No engine accepts requests (`wait_until_up`).
+            MindieMMError: The engine cannot read or encode the media, for example with StaleReference.
+
+        """
+        await self.wait_until_up()
+        with self._queue(request_id) as queue:
+            num_encoded, finished = 0, False
+            while not finished:
+                self._send(Encode(request_id, np.ascontiguousarray(ids, np.int64).tobytes(), num_encoded))
+                progress = await queue.get()
+                if progress.error is not None:
+                    raise progress.error.exception()
+                num_encoded += len(progress.features)
+                finished = progress.finish_reason is not None
+                yield progress.features
+
+    @contextmanager
+    def _queue(self, request_id: str) -> Iterator[asyncio.Queue[Progress]]:
+        """Register a request and its queue of progress. On exit, abort the request unless the engine has ended it."""
+        assert request_id not in self._requests, request_id
+        queue: asyncio.Queue[Progress] = asyncio.Queue()
+        self._requests[request_id] = queue
+        try:
+            yield queue
         finally:
             if self._requests.get(request_id) is queue:
                 del self._requests[request_id]

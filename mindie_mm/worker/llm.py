@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, TypeVar, cast, overload
 from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, OperationalError
+from mindie_mm.inputs import Embeddings
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
@@ -256,6 +257,32 @@ class LLM:
         ]
         outputs = self._outputs(requests, params, on_error)
         return outputs if several else outputs[0]
+
+    def encode(self, items: Sequence[Any]) -> list[Embeddings]:
+        """Return the features and the grid of each image, video and sound among the items of one prompt.
+
+        Only the model's tower runs. `{"image_embeds": features}` then takes the place of `{"image": ...}` in any call,
+        with the same result. If a family treats several images in a prompt differently from a single one, encode them
+        together.
+
+        Args:
+            items: Items as in `generate`. Texts are skipped.
+
+        Returns:
+            Features in the order of the items, one per page for a document. Those of a bfloat16 model are float32.
+
+        Raises:
+            InputError: An item is invalid, or the items do not fit in the context together.
+            ArenaFull: Requests of other threads use the shared memory.
+
+        """
+        if not isinstance(items, list | tuple):
+            raise InputError(f"items is a {type(items).__name__}; it must be a list, such as [{{'image': path}}]")
+        media = [item for item in items if not (isinstance(item, Mapping) and "text" in item)]
+        if not media:
+            return []
+        request = TokenizeRequest(items=media, chat=False, folder=working_directory())
+        return self._loop.run(self._worker.encode(request, uuid.uuid4().hex))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling settings that calls without `params` use.

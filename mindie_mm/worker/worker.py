@@ -14,9 +14,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mindie_mm.engine.requests.default_sampling import log_default_sampling, stated_end_tokens
-from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
+from mindie_mm.engine.requests.engine_messages import Features, FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded, SegmentMissing
+from mindie_mm.inputs import Embeddings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.tasks import task_group
 from mindie_mm.settings.config import WorkerConfig
@@ -199,6 +200,29 @@ class Worker:
             request = msgspec.structs.replace(self.limited(request, params), path_file=str(directory.path_file))
             (source,) = await self.tokenize([request])
             yield source
+
+    async def encode(self, request: TokenizeRequest, request_id: str) -> list[Embeddings]:
+        """Return the features of each media item of a request, and always free its shared memory.
+
+        The text model does not run. If the engine dies, the request is sent again, once.
+
+        Raises:
+            ContextLengthExceeded: The prompt is longer than the model's context.
+            MindieMMError: The tokenizer or the engine failed.
+
+        """
+        options = replace(request.options, max_prompt_tokens=self.engine.info.max_model_len)
+        with request_directory(self._spool) as directory:
+            request = msgspec.structs.replace(request, path_file=str(directory.path_file), options=options)
+            (source,) = await tokenized(self.tokenizer_stage, [request], self._count_remade)
+            found: list[Embeddings] = []
+            if source.prompt.spans:
+                restart: list[Features] = []
+                parts = generated(source, lambda prompt, _: self.engine.encode(request_id, prompt.ids), restart)
+                async with aclosing(parts):
+                    async for part in parts:
+                        found = [] if part is restart else [*found, *map(_embeddings, part)]
+        return found
 
     def check(self) -> None:
         """Raise ProcessDied with the reason if requests cannot be answered."""
@@ -389,6 +413,11 @@ class Worker:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _embeddings(features: Features) -> Embeddings:
+    array = np.frombuffer(bytearray(features.data), features.dtype)  # a bytearray, because torch warns about bytes
+    return Embeddings(array.reshape(features.num_features, -1), features.grid)
 
 
 def _shown_ids(

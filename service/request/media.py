@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, OperationalError, naming, os_errors_as
-from mindie_mm.inputs import KINDS, MAX_LISTED_FRAMES, Media, Paths
+from mindie_mm.inputs import EMBEDDINGS_KEYS, KINDS, MAX_LISTED_FRAMES, Media, Paths
 from mindie_mm.media.fetch.http import fetch
 from mindie_mm.media.fetch.threads import Threads
 from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
@@ -124,8 +124,8 @@ class MediaPolicy:
                 raise LimitExceeded(f"the request has {count} media items of kind {kind}; the limit is {limit}")
         if not config.enable_mm_embeds and any(item.is_embeddings for item in items):
             raise InputError(
-                "image_embeds and audio_embeds are not accepted by this service; start it with --enable-mm-embeds, or "
-                "send the image or sound itself"
+                f"{', '.join(EMBEDDINGS_KEYS.values())} are not accepted by this service; start it with "
+                "--enable-mm-embeds, or send the image, video or sound itself"
             )
         num_frames = sum(item.num_listed_frames for item in items)
         if num_frames > MAX_LISTED_FRAMES:

@@ -58,6 +58,14 @@ class ImageEmbeds(TypedDict, total=False):
     """Base64 of a file with an integer tensor of 3 elements, like that of `image_embeds`."""
 
 
+class VideoEmbeds(TypedDict, total=False):
+    """Embeddings of a video, for models whose positions depend on the number of patches."""
+
+    video_embeds: str | None
+    video_grid_thw: str | None
+    """Base64 of a file with an integer tensor of 3 elements, and further elements for some models."""
+
+
 class AudioEmbeds(TypedDict, total=False):
     """Embeddings of a sound."""
 
@@ -82,6 +90,7 @@ class Item(ItemOptions, total=False):
     """A PDF, whose pages become images."""
     image_embeds: str | ImageEmbeds | None
     """Base64 of safetensors or of the output of torch.save, with one tensor. Requires --enable-mm-embeds."""
+    video_embeds: str | VideoEmbeds | None
     audio_embeds: str | AudioEmbeds | None
     url: str | list[str] | None
     """Address of the item. `url`, `path` and `base64` require `type`, which says what kind of item it is."""

@@ -18,7 +18,7 @@ from mindie_mm.engine.ranks import Ranks, join
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
 from mindie_mm.settings.config import EngineConfig, TowerParallel
-from tests.models.contract import run
+from tests.models.contract import encoded_by, run
 
 NUM_TOKENS = 8
 
@@ -35,6 +35,10 @@ def main(case: Path, device: str, ranks: Ranks) -> None:
         np.save(case / f"{name}.{ranks.number}.logits", model.logits(ids).cpu().numpy())
     for way in get_args(TowerParallel):
         engine = Engine(model, EngineConfig(tower_parallel=way), 2**24, ranks)
+        for ids in prompts.values():
+            features = model.encode(model.read(ids.numpy()))
+            for one, expected in zip(encoded_by(engine, ids), features, strict=True):
+                np.testing.assert_allclose(one.array, expected.float().cpu().numpy(), atol=1e-4)
         outputs, errors = run(engine, list(prompts.values()), max_tokens=NUM_TOKENS)
         assert not errors, errors
         (case / f"{way}.{ranks.number}.json").write_text(json.dumps(dict(zip(prompts, outputs.values(), strict=True))))

@@ -15,9 +15,10 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+import torch
 from PIL import Image
 
-from mindie_mm import LLM, SamplingParams, StructuredOutputs, Tokenizer
+from mindie_mm import LLM, Embeddings, SamplingParams, StructuredOutputs, Tokenizer
 from mindie_mm.errors import (
     ContextLengthExceeded,
     InputError,
@@ -33,6 +34,7 @@ from mindie_mm.worker.worker import Worker
 from tools.demo import data_url
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+LOGPROBS = msgspec.structs.replace(GREEDY, logprobs=0)
 
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
@@ -63,6 +65,50 @@ def test_the_picture_changes_the_answer(llm, picture):
     black = Image.new("RGB", picture.size)
     (one,), (other,) = (llm.generate([[{"image": image}, {"text": "What?"}]], GREEDY) for image in (picture, black))
     assert one.token_ids != other.token_ids
+
+
+def test_encoded_items_take_the_place_of_the_items(llm, picture):
+    other, question = picture.resize((40, 60)), {"text": "What?"}
+    items = [{"image": picture}, question, {"image": other}, {"image": Embeddings(np.zeros((4, 64), "f2"), (1, 4, 4))}]
+    first, second, given = features = llm.encode(items)
+    assert llm.encode([question]) == llm.encode([]) == []
+    assert (given.array.shape, given.array.any(), given.grid) == ((4, 64), False, (1, 4, 4))
+    assert not any(block for arena in arenas_of([os.getpid()]) for block in arena.blocks), "blocks are left"
+    (expected,) = llm.generate([[{"image": picture}, question, {"image": other}]], LOGPROBS)
+    batch = [torch.from_numpy(one.array).unsqueeze(0) for one in features[:2]]
+    thw = torch.tensor([first.grid, second.grid])
+    inputs = [
+        [{"image_embeds": first}, question, {"image": second}],
+        [{"image_embeds": first.array, "grid": first.grid}, question, {"image": other}],
+        [{"image_embeds": batch[0], "image_grid_thw": thw[:1]}, question, {"image_embeds": [second]}],
+    ]
+    for output in llm.generate(inputs, LOGPROBS):
+        assert_same(output, expected)
+    (expected,) = llm.generate([[{"image": picture}, {"image": other}, question]], LOGPROBS)
+    inputs = [[{"image_embeds": features[:2]}, question], [{"image_embeds": batch, "image_grid_thw": thw}, question]]
+    for output in llm.generate(inputs, LOGPROBS):
+        assert_same(output, expected)
+
+
+def assert_same(output, expected):
+    assert output.token_ids == expected.token_ids
+    found, wanted = ([one.logprob for one in each.logprobs] for each in (output, expected))
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "message"),
+    [
+        ({"image": "a.png"}, InputError, r"items is a dict; it must be a list, such as \[{'image': path}\]"),
+        ("a.png", InputError, "items is a str"),
+        ([5], InputError, r"inputs\[0\] is of type int"),
+        ([{"image": "/no/such/file.png"}], MediaError, "/no/such/file.png"),
+    ],
+)
+def test_items_that_cannot_be_encoded_are_refused(llm, items, error, message):
+    with pytest.raises(error, match=message):
+        llm.encode(items)
+    assert not any(block for arena in arenas_of([os.getpid()]) for block in arena.blocks), "blocks are left"
 
 
 def test_the_chat_template_can_be_omitted(llm):
@@ -204,6 +250,8 @@ def test_a_prompt_that_is_too_long_is_refused_or_optionally_truncated(random_che
             llm.generate(long, GREEDY)
         with pytest.raises(ContextLengthExceeded, match="200"):
             llm.generate(["Hello"], SamplingParams(max_tokens=200))
+        with pytest.raises(ContextLengthExceeded, match="tokens; the limit is 128"):
+            llm.encode([{"image": picture}] * 50)
     with LLM(config=WorkerConfig(model=random_checkpoint, engine=engine, truncate=True)) as llm:
         assert len(llm.generate(long, GREEDY)[0].token_ids) == 6
 
@@ -276,8 +324,9 @@ def test_an_engine_that_dies_between_two_calls_is_restarted(llm, picture):
     inputs = [[{"image": picture}, {"text": "What?"}]]
     (before,) = llm.generate(inputs, GREEDY)
     os.kill(llm._worker.engine.pid, signal.SIGKILL)
-    (after,) = llm.generate(inputs, GREEDY)
-    assert after.token_ids == before.token_ids
+    (features,) = llm.encode([{"image": picture}])
+    (after, embedded) = llm.generate([*inputs, [{"image_embeds": features}, {"text": "What?"}]], GREEDY)
+    assert after.token_ids == embedded.token_ids == before.token_ids
 
 
 def test_a_tuple_works_like_a_list(llm, picture):
@@ -314,7 +363,12 @@ def test_an_invalid_input_is_refused(llm, inputs):
 def test_a_closed_llm_refuses_calls(random_checkpoint):
     with LLM(random_checkpoint) as llm:
         pass
-    for use in (lambda: llm.generate(["Hello"]), lambda: llm.chat([{"role": "user", "content": "Hello"}])):
+    closed = (
+        lambda: llm.encode([{"image": "a.png"}]),
+        lambda: llm.generate(["Hello"]),
+        lambda: llm.chat([{"role": "user", "content": "Hello"}]),
+    )
+    for use in closed:
         with pytest.raises(InputError, match="the LLM is closed"):
             use()
     llm.close()

@@ -5,10 +5,8 @@ import pytest
 import torch
 
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.engine_messages import Add, Encode
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.errors import InputError
-from mindie_mm.inputs import Embeddings
 from mindie_mm.models import load_model
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import EngineConfig
@@ -93,6 +91,28 @@ def test_features_that_may_have_failed_a_request_are_encoded_again(model, random
         release(tmp_path / "shm_name.txt")
 
 
+def test_features_that_cannot_be_encoded_fail_only_their_own_request(model, random_checkpoint, tmp_path):
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        ids = tokenizer.tokenize([{"image": picture(56, 84)}], tmp_path / "shm_name.txt")
+        engine = Engine(model, EngineConfig())
+        assert engine.add(Add("other", ids.numpy().tobytes(), SamplingParams(max_tokens=2, ignore_eos=True))) is None
+        encode = Encode("encode", ids.numpy().tobytes())
+        assert engine.encode(encode).features
+        weight = [*model.module.model.visual.parameters()][-1]
+        with torch.inference_mode():
+            kept = weight.clone()
+            weight.fill_(torch.nan)
+            error = engine.encode(encode).error
+            weight.copy_(kept)
+        assert error == Failure("OperationalError", "the tower returned non-finite features for the image")
+        while engine.has_work():
+            assert not [one.error for one in engine.step().progress if one.error]
+        release(tmp_path / "shm_name.txt")
+        assert engine.encode(encode).error.name == "StaleReference"
+        too_large = np.array([*ids, model.spec.vocab_size])
+        assert engine.encode(Encode("encode", too_large.tobytes())).error.name == "TokenOutOfRange"
+
+
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 def test_non_finite_logits_fail_only_their_own_rows(model, number):
     """Infinity also fails a row: float16 overflows above 65,504, and softmax turns infinity into NaN."""
@@ -114,17 +134,3 @@ def test_non_finite_logits_fail_only_their_own_rows(model, number):
     )
     logits[[0, 3], 5] = number
     assert drawn([0, 1, 2, 3]) == [None, *whole[1:3], None]
-
-
-@pytest.mark.parametrize(
-    ("array", "grid", "message"),
-    [
-        (torch.full((2, 3), torch.nan).numpy(), (), "contain infinite values or NaN"),
-        (torch.full((2, 3), torch.inf).numpy(), (), "contain infinite values or NaN"),
-        (torch.zeros(2, 3).numpy(), (1.0, 2, 2), r"grid is \(1.0, 2, 2\); it must contain only integers"),
-        (torch.zeros(2, 3), (), "must be a numpy array"),
-    ],
-)
-def test_embeddings_must_be_finite_with_a_grid_of_integers(array, grid, message):
-    with pytest.raises(InputError, match=message):
-        Embeddings(array, grid)

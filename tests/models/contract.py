@@ -33,7 +33,7 @@ from mindie_mm.device import kind_of
 from mindie_mm.device.cpu.int8_linear import Int8Linear
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.engine_messages import Add, Encode
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import (
     ContextLengthExceeded,
@@ -44,7 +44,7 @@ from mindie_mm.errors import (
 )
 from mindie_mm.inputs import (
     EMBEDDINGS_KEYS,
-    GRID,
+    GRID_KEYS,
     KINDS,
     Embeddings,
     Kind,
@@ -171,6 +171,31 @@ def items_of(prompt: Prompt) -> list[list[int]]:
 
 EXTREMES = ((1, 1), (1, 2), (2, 1), (1, 60), (60, 1), (1, 1100), (1100, 1), (2, 1500), (1999, 7), (5, 900), (640, 11))
 """(Height, width) of extremely narrow pictures."""
+
+
+def encoded_by(engine: BaseEngine, ids: torch.Tensor) -> Iterator[Embeddings]:
+    """Yield the features of a prompt's media, from an engine."""
+    start, finished = 0, not bool((ids < 0).any())
+    while not finished:
+        progress = engine.encode(Encode("encode", ids.numpy().tobytes(), start))
+        assert progress.error is None, progress.error
+        assert progress.features
+        start += len(progress.features)
+        finished = progress.finish_reason is not None
+        for one in progress.features:
+            yield Embeddings(np.frombuffer(one.data, one.dtype).reshape(one.num_features, -1).copy(), one.grid)
+
+
+def without_known_grid(tokenizer: Tokenizer, path_file: Path, kind: Kind, media: Embeddings) -> dict[str, Any]:
+    """Return an item with embeddings. It has a grid only if the tokenizer asks for it by its name."""
+    key = EMBEDDINGS_KEYS[kind]
+    item = {key: torch.from_numpy(media.array).unsqueeze(0)}
+    try:
+        tokenizer.tokenize([item], path_file)
+    except InputError as error:
+        (name,) = re.findall(r"this model needs (\w+), .* beside the embeddings", str(error))
+        item[name] = media.grid
+    return item
 
 
 class ExtremeShapes:
@@ -545,14 +570,18 @@ class FamilyContract:
             assert token in likely, name
 
     def test_embeddings_in_place_of_media_give_the_same_logits(self, model, tokenizer, tokenized, path_file):
+        """Encode all media through the engine, and hand their features in again. Give the grid only if it is needed."""
+        engine = self.engine(model, max_tower_tokens=1)  # one item in each message
         for name, items in self.prompts.items():
-            media = model.read(tokenized[name].numpy())
-            features = [feature.cpu().numpy() for item in media for feature in model.encode([item])]
-            given = iter(Embeddings(f, item.shape.grid) for f, item in zip(features, media, strict=True))
-            replaced = [
-                dict(item) if "text" in item else {kind: next(given) for kind in KINDS if kind in item}
-                for item in items
-            ]
+            media = [*encoded_by(engine, tokenized[name])]
+            if not media:
+                continue
+            replaced, given = [], iter(media)
+            for item in items:
+                kind = next((kind for kind in KINDS if kind in item), None)
+                replaced.append(
+                    dict(item) if kind is None else without_known_grid(tokenizer, path_file, kind, next(given))
+                )
             ids = self.tokenize(tokenizer, name, replaced, path_file)
             logits = self.logits(model, ids)
             assert (logits - self.logits(model, tokenized[name])).abs().max() <= self.tolerance, name
@@ -560,21 +589,21 @@ class FamilyContract:
     def test_files_of_embeddings_give_the_same_logits_or_are_refused(
         self, model, processor, tokenizer, tokenized, path_file
     ):
-        """Files are refused if the rows, with `image_grid_thw` if the family uses it, do not give the geometry."""
+        """Files are refused if the rows, with a grid of `GRID_KEYS` if the family uses it, do not give the geometry."""
         for name, items in self.prompts.items():
             (kind, *others) = [kind for item in items for kind in item if kind in KINDS] or [None]
-            if kind is None or others or kind not in EMBEDDINGS_KEYS:
+            if kind is None or others:
                 continue
             ids = tokenized[name]
             (item,) = model.read(ids.numpy())
             key, (features,) = EMBEDDINGS_KEYS[kind], model.encode([item])
             files = {key: save({"": features.cpu().contiguous()})}
-            if kind == "image" and processor.traits.has_grid_thw:
-                files[GRID] = save({"": torch.tensor(item.shape.grid)})
+            if kind in GRID_KEYS and processor.traits.has_grid_thw:
+                files[GRID_KEYS[kind]] = save({"": torch.tensor(item.shape.grid)})
             given = {key: files}
             replaced = [item if "text" in item else given for item in items]
-            if kind == "image" and item.shape.grid and GRID not in files:
-                with pytest.raises(InputError, match=r"more than their rows|this model has no image with"):
+            if len(files) == 1 and processor.grid_of(kind, len(features)) is None:
+                with pytest.raises(InputError, match="more than their rows"):
                     self.tokenize(tokenizer, name, replaced, path_file)
             else:
                 logits = self.logits(model, self.tokenize(tokenizer, name, replaced, path_file))
@@ -595,8 +624,8 @@ class FamilyContract:
                         features = Embeddings(np.zeros((height, columns), np.float32), shape.grid)
                         with pytest.raises(InputError, match=r"have width|this model has no .* with this combination"):
                             tokenizer.tokenize([{kind: features}], path_file)
-                with pytest.raises(InputError, match="must be a numpy array"):
-                    Embeddings(np.zeros((1, rows, width), np.float32), shape.grid)
+                with pytest.raises(InputError, match=r"they must be float16, bfloat16 or float32 \[rows, width\]"):
+                    Embeddings(np.zeros(width, np.float32), shape.grid)
 
     def test_a_prompt_given_as_ids_equals_its_text(self, path, model, reference, tokenizer, tokenized, path_file):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))

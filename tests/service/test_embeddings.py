@@ -26,6 +26,7 @@ from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.models import load_model
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize.tokenizer import Tokenizer
+from tests.media_samples import encode_video, moving_frames
 from tests.service.conftest import TINY
 from tests.sound_samples import encode_sound, tone
 from tests.warm import running_service
@@ -36,6 +37,7 @@ CHAT = "/v1/chat/completions"
 WIDTH = 128
 RED = encode(picture("red", (220, 40, 40), "square", x=0.4), "PNG")
 SOUND = encode_sound(tone(1.0), 16_000)
+CLIP = encode_video(moving_frames(8))
 
 
 def to_torch(value: Any, **options: Any) -> bytes:
@@ -84,11 +86,11 @@ def trusting(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, objec
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory, device: str) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    """Return the tower's output and the grid for a picture and a sound."""
+    """Return the tower's output and the grid for a picture, a video and a sound."""
     folder = tmp_path_factory.mktemp("tower")
     model = load_model(TINY, device=device)
     with Tokenizer.from_pretrained(TINY) as tokenizer:
-        ids = tokenizer.tokenize([{"image": RED}, {"audio": SOUND}], folder / "shm_name.txt")
+        ids = tokenizer.tokenize([{"image": RED}, {"video": CLIP}, {"audio": SOUND}], folder / "shm_name.txt")
         items = model.read(ids.numpy())
         return {
             item.shape.kind: (features.cpu().clone(), item.shape.grid)
@@ -160,6 +162,16 @@ def test_the_towers_output_gives_the_answer_of_the_sound(
     expected = ask(trusting, sound)
     for value in (data, {"audio_embeds": data}):
         require_same(ask(trusting, {"type": "audio_embeds", "audio_embeds": value}), expected)
+
+
+def test_the_towers_output_gives_the_answer_of_the_video(
+    trusting: RunningService, embedded: dict[str, tuple[Tensor, tuple[int, ...]]]
+) -> None:
+    features, grid = embedded["video"]
+    expected = ask(trusting, {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{as_base64(CLIP)}"}})
+    files = {"video_embeds": as_base64(to_torch(features)), "video_grid_thw": as_base64(grid_of(*grid))}
+    for part in ({"video_embeds": files}, files):
+        require_same(ask(trusting, {"type": "video_embeds", **part}), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -343,7 +355,7 @@ def test_code_in_a_pickle_does_not_run_outside_of_a_sandbox_either() -> None:
         (None, "this model needs image_grid_thw"),
         (b"", "is empty"),
         (grid_of(1, 4, 6), "this model has no image with this combination"),
-        (grid_of(1, 2, 8, 1), "shape [1, 4]"),
+        (grid_of(1, 2, 8, 1), "this model has no image with this combination"),
         (grid_of(-1, -4, 4), "this model has no image"),
         (grid_of(0, 4, 4), "this model has no image"),
         (grid_of(1, 16, 1), "this model has no image"),
@@ -383,7 +395,17 @@ def test_more_rows_than_an_image_can_have_are_refused(trusting: RunningService) 
         ({"audio_embeds": as_base64(to_torch(rows(1501)))}, "the limit of this model is 750"),
         ({"audio_embeds": {"audio_embeds": as_base64(GOOD), "image_grid_thw": "AAAA"}}, "unknown key"),
         ({"image_embeds": "A" * 6 * 2**20}, "the limit for one item is 4194304"),
-        ({"video_embeds": "AAAA"}, "must have exactly one"),
+        ({"video_embeds": as_base64(GOOD)}, "this model needs video_grid_thw"),
+        ({"image_embeds": [as_base64(GOOD)]}, "of type list"),
+        (
+            {
+                "video_embeds": {
+                    "video_embeds": as_base64(GOOD),
+                    "video_grid_thw": as_base64(to_torch(torch.zeros(4097).int())),
+                }
+            },
+            "has 4097 numbers",
+        ),
     ],
 )
 def test_a_malformed_part_is_refused(trusting: RunningService, part: dict[str, Any], message: str) -> None:

@@ -80,6 +80,15 @@ def test_llm_answers_several_inputs_and_a_chat(capsys: pytest.CaptureFixture[str
     assert second.endswith(" stop")
 
 
+@pytest.mark.usefixtures("checkout", "copied_workers")
+def test_encoded_features_take_the_place_of_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    source = snippet(PYTHON_PAGE, "python", "llm.encode")
+    run(source)
+    shape, text = capsys.readouterr().out.splitlines()
+    assert f"# {shape}" in source
+    assert text == "red circle"
+
+
 def test_release_frees_the_blocks_of_tokenize(checkout: Path) -> None:
     names = run(snippet(README, "python", "tokenizer.tokenize("))
     assert (names["ids"] < 0).sum() == 2, "the two words of a handle"

@@ -20,6 +20,7 @@ from mindie_mm.engine.requests.default_sampling import defaults_of
 from mindie_mm.engine.requests.engine_messages import (
     Abort,
     Add,
+    Encode,
     Mount,
     Progress,
     Ready,
@@ -123,6 +124,8 @@ def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -
         case Refill():
             update = engine.refill(message)
             return [update] if update else []
+        case Encode():
+            return [engine.encode(message)]
         case Mount():
             _mount(message, mounts)
         case Unmount():

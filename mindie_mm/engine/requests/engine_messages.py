@@ -55,6 +55,19 @@ class Refill(msgspec.Struct, frozen=True, tag="refill"):
     """The same prompt as `Add.input_ids`, with the handle words of new blocks."""
 
 
+class Encode(msgspec.Struct, frozen=True, tag="encode"):
+    """A request for the features of a prompt's media. The answer is one Progress with the features of some items.
+
+    The client sends another message for the remaining items, so that a step of other requests can come between.
+    """
+
+    request_id: str
+    input_ids: bytes
+    """Prompt ids with handle words, int64 [T], native byte order."""
+    start: int = 0
+    """Index of the first item to encode."""
+
+
 class Mount(msgspec.Struct, frozen=True, tag="mount"):
     """A file on disk to mount as arena `number`. Handle words in later requests may refer to its blocks."""
 
@@ -95,6 +108,18 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Time from the first token to the last."""
 
 
+class Features(msgspec.Struct, frozen=True, array_like=True):
+    """The features of one media item."""
+
+    data: bytes
+    """Values in native byte order."""
+    dtype: str
+    """`float16` or `float32`."""
+    num_features: int
+    grid: tuple[int, ...]
+    """`MediaShape.grid` of the item."""
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of one request in one step."""
 
@@ -117,6 +142,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the blocks of the request's media may be freed. This is sent once for each Add and Refill."""
     needs_media: bool = False
     """Whether the request was preempted and waits for a Refill with its media."""
+    features: list[Features] = []
+    """Features of the next media items of an `Encode`."""
     error: Failure | None = None
     """Error that ended the request. No more progress follows."""
     timings: Timings | None = None
@@ -167,4 +194,4 @@ class Stepped(msgspec.Struct, frozen=True):
     stats: Stats
 
 
-ToEngine = Add | Abort | Refill | Mount | Unmount
+ToEngine = Add | Abort | Refill | Encode | Mount | Unmount
