@@ -58,7 +58,8 @@ from mindie_mm.media.guard.caps import under
 from mindie_mm.media.source import read_source
 from mindie_mm.media.video.encoded_video import EncodedVideo
 from mindie_mm.models import family_named, family_of, load_model
-from mindie_mm.nn.checkpoint.directory import VOCABULARIES, Checkpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.missing_files import VOCABULARIES
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import Model, packed_logits
 from mindie_mm.nn.placement import Placement, parts
