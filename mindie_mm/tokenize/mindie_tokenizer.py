@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 
+from mindie_mm.inputs import parse_inputs
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize.tokenizer import Tokenizer
 
@@ -52,6 +53,7 @@ class MindIETokenizer:
             SharedMemoryError: Shared memory cannot be used.
 
         """
+        parse_inputs(inputs)  # for errors that name an item of `inputs`, not of a message
         path_file = kwargs.get("shm_name_save_path")
         if self._tokenizer.has_template:
             return self._tokenizer.tokenize_chat([{"role": "user", "content": [*inputs]}], path_file)

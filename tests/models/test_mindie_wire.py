@@ -437,6 +437,9 @@ def test_a_mindie_tokenizer_has_the_interface_of_mindies_router(random_checkpoin
             ),
         ):
             assert torch.equal(found.clamp(min=-1), expected.clamp(min=-1))
+        for wrong in ("text", None, [], [{"picture": "x"}]):
+            with pytest.raises(InputError, match="inputs"):
+                tokenizer.tokenize(wrong)
         assert path_file.read_text().count("psm_") == 6
         assert release(path_file) == 6
 
