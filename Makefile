@@ -159,9 +159,10 @@ stress: install
 faults: install
 	$(BIN)/python -m tools.fault_matrix --repeats 10 --out build/fault_matrix.jsonl
 
-# The pictures of docs/web-page.md.
+# The pictures of docs/web-page.md and docs/serve.md.
 screenshots: install browser
 	$(BIN)/python -m tools.screenshots
+	$(BIN)/python -m tools.terminal
 
 # 20,000 mixed requests: right, wrong, left midway, too large, read too slowly; what they leave; a quarter of an hour.
 soak: install

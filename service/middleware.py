@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mindie_mm import logs
 from mindie_mm.errors import MindieMMError
 from mindie_mm.settings.config import ServiceConfig
+from mindie_mm.settings.sources import MASK
 from service.http.errors import error_response, status_of
 from service.request.admission import Admission
 from service.telemetry import tracing
@@ -33,6 +34,9 @@ These characters are counted in strings, too, but base64 contains none of them.
 _CODINGS = (b"content-encoding", b"transfer-encoding")
 _PLAIN = (b"", b"identity", b"chunked")
 """Values of the headers in `_CODINGS` that mean that the body is not compressed."""
+
+_PATH = re.compile(r"[\w./~:-]{1,200}", re.ASCII)
+"""Pattern of paths that are logged if no route has them. Other paths may contain a client's text."""
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -106,24 +110,41 @@ class Middleware:
         finally:
             self.held_bytes -= body.num_bytes
             route = scope["route"].path if "route" in scope else "none"
+            path = None if "route" in scope else self._shown_path(scope["path"])
             self._metrics.count_http(route, method, status)
-            _log_access(method, route, status, started, given, scope["state"].get("error"))
+            _log_access(method, route, path, status, started, given, scope["state"].get("error"))
             if trace is not None and self._tracer is not None:
                 self._tracer.record(trace, self._metrics.model_name, method, route, status)
 
+    def _shown_path(self, path: str) -> str | None:
+        """Return a path that no route has, with API keys masked, for the log. None if the path may contain text."""
+        for key in self._config.api_key:
+            path = path.replace(key, MASK)
+        return path if _PATH.fullmatch(path.replace(MASK, "")) else None
+
 
 def _log_access(
-    method: str, route: str, status: int, started: float, given: str | None, error_name: str | None
+    method: str,
+    route: str,
+    path: str | None,
+    status: int,
+    started: float,
+    given: str | None,
+    error_name: str | None,
 ) -> None:
-    """Write the request's line to the access log. `given` is the request id that the client sent."""
+    """Write the request's line to the access log.
+
+    `path` is the path to log if no route has it, and `given` is the request id that the client sent.
+    """
     duration_s = time.perf_counter() - started
     fields = {"method": method, "route": route, "status": status, "duration_s": round(duration_s, 6)}
+    fields |= {"path": path} if path is not None else {}
     fields |= {"client_request_id": given} if given else {}
     fields |= {"error": error_name} if error_name else {}
     named = (f" as {given}" if given else "") + (f", aborted: {error_name}" if error_name else "")
     # Probes, scrapers and the web page poll the service several times a second.
     level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
-    _log.log(level, "%s %s %d %.3f s%s", method, route, status, duration_s, named, extra={"fields": fields})
+    _log.log(level, "%s %s %d %.3f s%s", method, path or route, status, duration_s, named, extra={"fields": fields})
 
 
 def _given_id(scope: Scope) -> str | None:

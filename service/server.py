@@ -21,10 +21,12 @@ from fastapi import FastAPI
 from mindie_mm import logs
 from mindie_mm.errors import OperationalError, os_errors_as
 from mindie_mm.processes import faults
-from mindie_mm.settings.config import ServiceConfig, WorkerConfig
+from mindie_mm.processes.progress import LoadingText, repeating
+from mindie_mm.settings.config import GiB, ServiceConfig, WorkerConfig
 from mindie_mm.settings.environment import fault_folder
 from mindie_mm.worker.worker import Worker
 from service.app import create_app, require_places
+from service.http.access import OPEN_WARNING, is_open, require_key
 from service.http.connection import Connection
 from service.http.unix_socket import bound_unix_socket
 from service.request.state import Service
@@ -43,6 +45,7 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
     After the signal, new requests are refused, and running requests may finish within the grace time. A second signal
     ends the grace time. If the service cannot start, the error is raised.
     """
+    require_key(config)
     faults.arm("api", fault_folder())
     logs.adopt()
     _raise_descriptor_limit()
@@ -85,7 +88,10 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
         num = worker_config.num_decoders
         noun = "decoder" if num == 1 else "decoders"
         _log.info("loading %s on device %s with %d %s", model, device, num, noun)
-        async with await Worker.start(worker_config) as worker:
+        loading = LoadingText()
+        with repeating(lambda: _log.info("%s", loading)):
+            starting = await Worker.start(worker_config, loading=loading)
+        async with starting as worker:
             server = _Server(create_app(worker, config, tracer), config)
             with _listening_errors(config):
                 for listener in listeners:
@@ -174,14 +180,19 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, and print the service's URL."""
+        """Start listening, and print the service's URL, model, device, data type and free memory."""
         await super().startup(sockets)
         assert sockets is not None
+        if is_open(self._settings):
+            # The warning is logged at every log level.
+            _log.log(max(logging.WARNING, logging.root.level), "%s", OPEN_WARNING % self._settings.host)
         host, port = sockets[0].getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         line = f"mindie_mm serves {self._service.model_name} at http://{host}:{port}"
         if self._settings.uds is not None:
             line += f" and on the socket {self._settings.uds}"
+        info = self._service.worker.engine.info
+        line += f" on {info.device} in {info.dtype}, with {info.free_bytes / GiB:.1f} GiB free"
         threading.Thread(target=_print, args=(line,), name="ready", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

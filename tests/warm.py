@@ -73,8 +73,9 @@ class Popen:
         self,
         command: Sequence[str],
         *,
-        stdout: int | IO[str],
-        stderr: IO[str],
+        stdout: int | IO[Any],
+        stderr: IO[Any],
+        stdin: int | None = None,
         text: bool = True,
         env: Mapping[str, str] | None = None,
         closed: Collection[str] = (),
@@ -82,8 +83,9 @@ class Popen:
     ) -> None:
         """Start a command.
 
-        `closed` contains the names of the standard streams that are closed when the command starts. `max_open_files` is
-        the command's soft limit of open descriptors.
+        `stdin` is the descriptor of the command's standard input, or None for /dev/null. `closed` contains the names of
+        the standard streams that are closed when the command starts. `max_open_files` is the command's soft limit of
+        open descriptors.
         """
         assert text
         self.stdout: IO[str] | None = None
@@ -93,9 +95,14 @@ class Popen:
             self.stdout = os.fdopen(read)
         else:
             write = os.dup(stdout.fileno())
-        with Connection(write, readable=False) as out, Connection(os.dup(stderr.fileno()), readable=False) as errors:
+        given = os.dup(stdin) if stdin is not None else os.open(os.devnull, os.O_RDONLY)
+        with (
+            Connection(given) as source,
+            Connection(write, readable=False) as out,
+            Connection(os.dup(stderr.fileno()), readable=False) as errors,
+        ):
             environment = dict(os.environ if env is None else env)
-            arguments = (list(map(str, command)), out, errors, environment, Path.cwd(), closed, max_open_files)
+            arguments = (list(map(str, command)), source, out, errors, environment, Path.cwd(), closed, max_open_files)
             self._process = _CONTEXT.Process(target=_begin, args=arguments, daemon=True)
             self._process.start()
         assert self._process.pid is not None
@@ -149,6 +156,7 @@ def run(
 
 def _begin(
     command: list[str],
+    source: Connection,
     out: Connection,
     errors: Connection,
     environment: dict[str, str],
@@ -159,10 +167,13 @@ def _begin(
     """Run `command` in a copy that the fork server has just started."""
     if max_open_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    os.dup2(source.fileno(), 0)
     os.dup2(out.fileno(), 1)
     os.dup2(errors.fileno(), 2)
+    source.close()
     out.close()
     errors.close()
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - stays open
     _open_streams()
     os.environ.clear()
     os.environ.update(environment)

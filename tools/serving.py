@@ -30,6 +30,8 @@ class RunningService:
     model: str
     url: str
     log: Path
+    announcement: str
+    """Line that the service printed when it was ready."""
 
     def get(self, path: str) -> Any:
         """Return the JSON at `path`."""
@@ -88,13 +90,14 @@ def running_service(
     assert process.stdout is not None
     try:
         readable, _, _ = select.select([process.stdout], [], [], start_timeout_s)
-        ready = _READY.search(process.stdout.readline()) if readable else None
+        announcement = process.stdout.readline() if readable else ""
+        ready = _READY.search(announcement)
         if ready is None:
             process.terminate()
             process.wait(STOP_TIMEOUT_S)
             what = "start" if readable else f"start within {start_timeout_s:g} s"
             raise RuntimeError(f"the service did not {what}:\n{log.read_text(encoding='utf-8')[-2000:]}")
-        yield RunningService(process, ready[1], ready[2], log)
+        yield RunningService(process, ready[1], ready[2], log, announcement)
     finally:
         if process.poll() is None:
             process.terminate()

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from threading import Event, Thread
 from typing import Literal, Protocol, TextIO
 
 import msgspec
 
-LOG_INTERVAL_S = 30.0
+from mindie_mm.processes.progress import LOG_INTERVAL_S, repeating
+
 JSON_INTERVAL_S = 1.0
 
 Style = Literal["auto", "json"]
@@ -67,7 +67,7 @@ def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = Non
     Nothing is shown for a run that is refused, because it never calls `Show`.
 
     Args:
-        style: "auto" draws a bar if `out` is a terminal, and otherwise prints a line every 30 s. "json" prints an
+        style: "auto" draws a bar if `out` is a terminal, and otherwise prints a line every 10 s. "json" prints an
             object every second.
         out: Stream to print to.
         interval_s: Time in seconds between two lines or objects. The default depends on the style.
@@ -78,7 +78,7 @@ def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = Non
             yield drawn
         return
     write, pause_s = (_json, JSON_INTERVAL_S) if style == "json" else (_line, LOG_INTERVAL_S)
-    began, ended = time.monotonic(), Event()
+    began = time.monotonic()
     last: tuple[Progress, Progress] | None = None
 
     def show(done: Progress, earlier: Progress) -> None:
@@ -89,17 +89,10 @@ def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = Non
         if last is not None:
             print(write(*last, time.monotonic() - began), file=out, flush=True)
 
-    def print_often() -> None:
-        while not ended.wait(interval_s or pause_s):
-            print_now()
-
-    printing = Thread(target=print_often, daemon=True)  # a separate thread, because a row may take a long time
-    printing.start()
     try:
-        yield show
+        with repeating(print_now, interval_s or pause_s):
+            yield show
     finally:
-        ended.set()
-        printing.join()
         print_now()
 
 
@@ -122,10 +115,8 @@ def _json(done: Progress, earlier: Progress, elapsed_s: float) -> str:
 def _line(done: Progress, earlier: Progress, elapsed_s: float) -> str:
     rates = Rates.of(done, earlier, elapsed_s)
     eta = "" if rates.eta_s is None else f", {_duration(rates.eta_s)} left"
-    return (
-        f"{done.rows} rows, {done.errors} failed, {rates.rows_per_s:.1f} rows/s, "
-        f"{rates.megabytes_per_s:.1f} MB/s, {done.share:.0%}{eta}"
-    )
+    blocks = f"{rates.megabytes_per_s:.1f} MB/s, " if done.num_bytes else ""
+    return f"{done.rows} rows, {done.errors} failed, {rates.rows_per_s:.1f} rows/s, {blocks}{done.share:.0%}{eta}"
 
 
 def _duration(seconds: float) -> str:

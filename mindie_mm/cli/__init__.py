@@ -21,7 +21,7 @@ from mindie_mm.processes.interrupts import INTERRUPTED, importing, interruptible
 from mindie_mm.processes.standard_streams import use_utf8
 from mindie_mm.settings.environment import keep_backends_out, restart_in_utf8
 
-COMMANDS = ("serve", "ask", "tokenize", "generate", "inspect", "models", "shm", "doctor")
+COMMANDS = ("serve", "ask", "chat", "tokenize", "generate", "inspect", "models", "shm", "doctor")
 
 
 class _Mistake(click.ClickException):
@@ -99,8 +99,8 @@ def _ending_at_once() -> Iterator[None]:
 def main() -> None:
     """Serve multimodal models, and prepare and inspect their inputs.
 
-    Start with `mindie-mm serve`, or ask one question with `mindie-mm ask`. Both use a small embedded model unless you
-    name the folder of a checkpoint.
+    Start with `mindie-mm serve`, ask one question with `mindie-mm ask`, or chat in the terminal with `mindie-mm chat`.
+    They use a small embedded model unless you name the folder of a checkpoint.
 
     Exit status: 0 for success, 1 for a failure, 2 for a wrong command, setting or permission, 130 if interrupted.
     """

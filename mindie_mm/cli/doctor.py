@@ -37,12 +37,5 @@ def command(path: Path | None, *, as_json: bool, root: Path, **flags: Any) -> No
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:
-        from rich.markup import escape
-        from rich.table import Table
-
-        table = Table("", "", "found", "what to do", show_header=False, box=None)
-        marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
-        for finding in findings:
-            table.add_row(marks[finding.status], finding.subject, escape(finding.found), escape(finding.advice))
-        print_table(table)
+        print_table([(finding.status, finding.subject, finding.found, finding.advice) for finding in findings])
     sys.exit(any(finding.status == "error" for finding in findings))

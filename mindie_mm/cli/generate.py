@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.progress import loading_shown
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import configured
 from mindie_mm.processes.interrupts import importing
@@ -69,6 +71,7 @@ def command(
         import asyncio
 
         from mindie_mm.batch import Dataset
+        from mindie_mm.batch.progress import Progress, shown
         from mindie_mm.engine.requests.default_sampling import defaults_of
         from mindie_mm.worker.offline import generate
 
@@ -93,7 +96,16 @@ def command(
     config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
     default = defaults_of(config.model, config.family, config.generation_config)
     params = default.stating(max_tokens=max_tokens, temperature=temperature)
-    rows, errors = asyncio.run(generate(dataset, output, config, params, limit, other_model=other_model))
+    with shown("auto") as show_rows, ExitStack() as starting:
+        loading = starting.enter_context(loading_shown())
+
+        def show(done: Progress, earlier: Progress) -> None:
+            starting.close()  # a terminal shows one thing at a time
+            show_rows(done, earlier)
+
+        rows, errors = asyncio.run(
+            generate(dataset, output, config, params, limit, other_model=other_model, loading=loading, show=show)
+        )
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")
     if errors:
         raise SystemExit(ROWS_FAILED)

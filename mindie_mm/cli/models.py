@@ -24,14 +24,11 @@ def command(*, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(families))
         return
-    with importing():
-        from rich.table import Table
-
-    table = Table("family", "model_type", "media", "tested against")
-    for family in families:
-        row = (family["name"], ", ".join(family["model_types"]), ", ".join(family["kinds"]), family["reference"])
-        table.add_row(*row)
-    print_table(table)
+    rows = [
+        (family["name"], ", ".join(family["model_types"]), ", ".join(family["kinds"]), family["reference"])
+        for family in families
+    ]
+    print_table(rows, headers=("family", "model_type", "media", "tested against"))
 
 
 def _described(name: str, find: Callable[[str], Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.processes.standard_streams import stderr_without_waiting
 from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
-from mindie_mm.settings.sources import Configuration, misspelt_variables
+from mindie_mm.settings.sources import DEFAULT, Configuration, misspelt_variables
 
 _log = logging.getLogger("mindie_mm.settings")
 
@@ -23,10 +23,11 @@ _log = logging.getLogger("mindie_mm.settings")
 def command(path: Path | None, **flags: Any) -> None:
     """Serve the checkpoint in folder PATH over HTTP. Without PATH, serve the embedded checkpoint.
 
-    When the service is ready, it prints one line with its URL. Ctrl-C stops it.
+    When the service is ready, it prints one line with its URL, model, device, data type and free memory. Ctrl-C stops
+    it.
 
     You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. When the service
-    starts, it logs all settings and where each setting comes from.
+    starts, it logs the settings that are not at their default, and where they come from.
     """
     configuration = configured(path, flags)
     with stderr_without_waiting():
@@ -37,9 +38,13 @@ def _serve(configuration: Configuration) -> None:
     from mindie_mm import logs  # imported late, because `mindie-mm --help` imports every command
 
     logs.configure(logs.LogSettings(configuration.service.log_format, configuration.service.log_level), "api")
-    for one in configuration.settings():
+    settings = configuration.settings()
+    for one in settings:
         fields = {"setting": one.name, "value": one.value, "origin": one.origin}
-        _log.info("%s = %s (%s)", one.name, one.value, one.origin, extra={"fields": fields})
+        _log.debug("%s = %s (%s)", one.name, one.value, one.origin, extra={"fields": fields})
+    if given := [one for one in settings if one.origin != DEFAULT]:
+        text = ", ".join(f"{one.name} = {one.value} ({one.origin})" for one in given)
+        _log.info("%s", text, extra={"fields": {"settings": {one.name: one.value for one in given}}})
     for warning in misspelt_variables():
         _log.warning("%s", warning)
     from service.server import serve  # imported late, because it is slow to import

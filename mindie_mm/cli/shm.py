@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.progress import progress_shown
 from mindie_mm.cli.shm_view import arena_rows, block_rows, footer, line, printable, segment_rows, size
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError, os_errors_as
 from mindie_mm.settings.environment import default_spool
@@ -24,7 +25,7 @@ from mindie_mm.shm.format.layout import SHM_DIRECTORY, file_name
 from mindie_mm.shm.format.mindie_words import is_segment_name
 from mindie_mm.shm.memory.space import ShmSpace
 from mindie_mm.shm.operate.arena_info import ArenaInfo, survey
-from mindie_mm.shm.operate.reclaim import Collected, collect, collect_path_file
+from mindie_mm.shm.operate.reclaim import Collected, Reclaimed, collect, collect_path_file
 from mindie_mm.shm.operate.unrecorded import remove, require_removable, unrecorded
 from mindie_mm.shm.reader.view import release_block
 from mindie_mm.shm.requests.path_file import release
@@ -160,7 +161,9 @@ def gc(*, dry_run: bool, path_files: tuple[Path, ...], spool: Path | None, as_js
         # An error of the default spool must not prevent reclaiming everything else.
         with nullcontext() if spool else suppress(SharedMemoryError):
             require_spool(root)
-        collected = collect([root], dry_run=dry_run)
+        done: list[Reclaimed] = []
+        with progress_shown(lambda: f"{len(done)} objects, {size(sum(one.num_bytes for one in done))} so far"):
+            collected = collect([root], dry_run=dry_run, report=done.append)
     if as_json:
         click.echo(_json(collected))
     else:

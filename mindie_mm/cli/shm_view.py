@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
+from mindie_mm.cli.console import table_lines
 from mindie_mm.shm.format.layout import SHM_DIRECTORY, block_name
 from mindie_mm.shm.memory.space import ShmSpace
 from mindie_mm.shm.operate.arena_info import ArenaInfo, BlockInfo
@@ -30,7 +31,7 @@ def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
                 "" if oldest is None else f"{age(oldest.age_s)}: {printable(oldest.request)}",
             )
         )
-    return _columns(rows, right=(2, 3, 4, 5))
+    return table_lines(rows, right=(2, 3, 4, 5))
 
 
 def block_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
@@ -49,7 +50,7 @@ def block_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
         for arena in arenas
         for block in arena.blocks
     ]
-    return _columns(rows, right=(2, 3, 4))
+    return table_lines(rows, right=(2, 3, 4))
 
 
 def segment_rows(segments: Sequence[SegmentInfo]) -> list[str]:
@@ -58,7 +59,7 @@ def segment_rows(segments: Sequence[SegmentInfo]) -> list[str]:
     rows += [
         (printable(one.name), f"uid {one.uid}", age(one.age_s), size(one.num_bytes), mapped(one)) for one in segments
     ]
-    return _columns(rows, right=(2, 3))
+    return table_lines(rows, right=(2, 3))
 
 
 def mapped(segment: SegmentInfo) -> str:
@@ -66,17 +67,6 @@ def mapped(segment: SegmentInfo) -> str:
     if segment.mapped is None:
         return "unknown"
     return f"pid {', '.join(map(str, segment.pids))}" if segment.pids else "no"
-
-
-def _columns(rows: Sequence[tuple[str, ...]], right: Container[int]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def footer(arenas: Sequence[ArenaInfo], space: ShmSpace) -> str:

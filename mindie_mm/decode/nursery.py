@@ -144,7 +144,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     except MindieMMError as error:
         ready = Failure.of(error)
     locks = support()
-    _log.log(logging.WARNING if locks.missing else logging.INFO, "%s", locks)
+    _log.log(logging.WARNING if locks.missing else logging.DEBUG, "%s", locks)
     with suppress(ConnectionError):  # if the tokenizer process has died, `serve` notices that the channel is closed
         channel.send(msgspec.msgpack.encode(ready))
     if isinstance(ready, Failure):

@@ -68,6 +68,7 @@ class Engine(BaseEngine):
             eos_token_ids=spec.eos_token_ids,
             max_model_len=self._max_model_len,
             device=str(spec.device),
+            dtype=str(spec.dtype).removeprefix("torch."),
             kv_cache_tokens=self._capacity_tokens,
             kv_cache_bytes=self._capacity_tokens * spec.kv_token_bytes,
             kv_block_size=self._blocks.block_size,

@@ -122,6 +122,7 @@ class Seq2SeqEngine(BaseEngine):
             max_model_len=min(self._max_len, self._scheduler.longest_prompt),
             max_output_len=min(self._max_len, self._scheduler.longest_output(1)),
             device=str(self._spec.device),
+            dtype=str(self._spec.dtype).removeprefix("torch."),
             kv_cache_tokens=self._scheduler.kv_bytes // self._model.prompt_token_bytes,
             kv_cache_bytes=self._scheduler.kv_bytes,
             kv_block_size=1,

@@ -63,6 +63,13 @@ class Failure(msgspec.Struct, frozen=True, tag="failed"):
         return error_named(self.name, self.message, self.param)
 
 
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """Notice from a worker that is not ready yet."""
+
+    share: float
+    """Share of the work before the worker is ready that is done, from 0 to 1."""
+
+
 _sockets: WeakSet[socket.socket] = WeakSet()
 """Sockets of the channels that are open in this process."""
 
@@ -246,13 +253,21 @@ class Child:
         """Exit status. If a signal ended the process, it is the negated signal number. None while the process runs."""
         return self._process.returncode
 
-    async def ready(self, kind: type[T], what: str) -> T:
-        """Return the worker's first message, of type `kind`. `what` is the name of the worker in error messages.
+    async def ready(self, kind: type[T], what: str, loading: Callable[[float], object] | None = None) -> T:
+        """Return the worker's first message of type `kind`.
 
         If the worker sends a Failure instead, raise its error. If the worker exits first, raise ProcessDied.
+
+        Args:
+            kind: Type of the message.
+            what: Name of the worker in error messages.
+            loading: Function to call with the share in each Loading that the worker sends before.
+
         """
         try:
-            reply: T | Failure = msgspec.msgpack.decode(await self.channel.recv(), type=kind | Failure)
+            while isinstance(reply := await self._first(kind), Loading):
+                if loading is not None:
+                    loading(reply.share)
         except EOFError:
             await self.end()
             # sys.executable may be a program that embeds Python.
@@ -260,6 +275,10 @@ class Child:
             raise ProcessDied(f"{what} exited with status {self.status} before it was ready{by}") from None
         if isinstance(reply, Failure):
             raise reply.exception()
+        return reply
+
+    async def _first(self, kind: type[T]) -> T | Failure | Loading:
+        reply: T | Failure | Loading = msgspec.msgpack.decode(await self.channel.recv(), type=kind | Failure | Loading)
         return reply
 
     def kill(self) -> None:

@@ -241,6 +241,9 @@ class ServiceConfig:
     api_key: tuple[str, ...] = field(default=(), metadata={"secret": True})
     """API key that requests must send as `Authorization: Bearer KEY`. Repeat the option for several keys. /health and
     /metrics never need a key. Default: requests need no key."""
+    allow_open: bool = True
+    """Start with a warning if the service listens on an address other than loopback without an API key. Off, as in the
+    images: do not start in this case."""
     cors_origin: tuple[str, ...] = ()
     """Origin whose web pages may call the service, such as https://example.org, http://localhost:* for any port, or *
     for all origins. Repeat the option for several origins."""

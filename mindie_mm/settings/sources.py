@@ -24,6 +24,8 @@ PARTS = frozenset({"engine", "media"})
 """Fields whose values are objects of other settings classes. They are not settings themselves."""
 SECRETS = frozenset(field.name for cls in CLASSES for field in fields(cls) if "secret" in field.metadata)
 MASK = "***"
+DEFAULT = "default"
+"""Origin of settings that are at their default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Setting:
     value: str
     """Value as in a TOML file. It is `none` if the program chooses the value, and *** for a secret."""
     origin: str
-    """Source of the value: the flag, the variable, the file, or `default`."""
+    """Source of the value: the flag, the variable, the file, or `DEFAULT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Configuration:
             Setting(
                 field.name,
                 _shown(getattr(owner, field.name), secret=field.name in SECRETS),
-                self.origins.get(field.name, "default"),
+                self.origins.get(field.name, DEFAULT),
             )
             for owner in owners
             for field in fields(owner)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +74,7 @@ class AsyncEngine:
         family: str | None = None,
         end_token_ids: tuple[int, ...] | None = None,
         generation_config: str = "vllm",
+        loading: Callable[[float], object] | None = None,
     ) -> Self:
         """Start the process and wait until it accepts requests.
 
@@ -83,13 +84,14 @@ class AsyncEngine:
             family: See `WorkerConfig.family`.
             end_token_ids: Same as the argument of `load_model`.
             generation_config: See `WorkerConfig.generation_config`.
+            loading: Function to call with the loaded share of the weights, from 0 to 1, while they are loaded.
 
         Raises:
             UnsupportedCheckpoint, DeviceError, InputError, ProcessDied: The process cannot start.
 
         """
         engine = cls(Start(None if model is None else str(model), config, family, end_token_ids, generation_config))
-        await engine._launch()
+        await engine._launch(loading)
         engine._keeper = asyncio.create_task(engine._keep())
         return engine
 
@@ -242,7 +244,7 @@ class AsyncEngine:
         if not self._up:
             raise NoProcess(f"the engine {self._why_down}")
 
-    async def _launch(self) -> None:
+    async def _launch(self, loading: Callable[[float], object] | None = None) -> None:
         """Start a process and wait until it accepts requests. Clean up if the process fails."""
         config = self._start.config
         ranks = [] if config.tensor_parallel == 1 else [str(config.tensor_parallel), config.device]
@@ -254,7 +256,7 @@ class AsyncEngine:
             raise
         try:
             self._send(self._start)
-            self.info = await self._child.ready(Ready, "its process")
+            self.info = await self._child.ready(Ready, "its process", loading)
         except BaseException as error:
             await self._reap(f"did not start: {error}")
             if isinstance(error, InputError):

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.checkpoint_digest import model_digest, weights_digest
 from mindie_mm.batch.output.shard import ShardRow, arena_path
+from mindie_mm.batch.progress import Progress, Show
 from mindie_mm.batch.versions import versions
 from mindie_mm.device import LIBRARIES
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -49,6 +50,10 @@ _BACK_S = 900.0
 """Time in seconds that rows wait for a restarted engine. It is long, because loading a large model takes minutes."""
 
 
+def _nowhere(done: Progress, earlier: Progress) -> None:
+    """Show no progress."""
+
+
 async def generate(
     dataset: Dataset,
     output: Path,
@@ -57,6 +62,8 @@ async def generate(
     limit: int | None = None,
     *,
     other_model: bool = False,
+    loading: Callable[[float], object] | None = None,
+    show: Show = _nowhere,
 ) -> tuple[int, int]:
     """Append the answers that are missing in `output`.
 
@@ -69,6 +76,8 @@ async def generate(
         params: Sampling settings.
         limit: Number of rows to answer, counted from the first row, or None for all rows.
         other_model: Whether to accept a checkpoint that differs from the checkpoint of the `tokenize` run.
+        loading: As in `Worker.start`.
+        show: Function to call when the model is loaded, and for each row.
 
     Returns:
         The number of rows in `output`, and the number of errors among them.
@@ -107,15 +116,18 @@ async def generate(
         if done == stop:
             return stop, errors
         async with (
-            await Worker.start(config, in_process=True) as worker,
+            await Worker.start(config, in_process=True, loading=loading) as worker,
             aclosing(_answers(dataset, range(begun, stop), worker, params)) as answers,
         ):
             origin.require_device(output, worker.engine.info.device)
+            earlier = Progress(begun, earlier_errors, share=begun / stop)
+            show(earlier, earlier)
             try:
                 async for answer in answers:
                     errors += "error" in answer
                     append(msgspec.json.encode(answer) + b"\n")
                     done += 1
+                    show(Progress(done, errors, share=done / stop), earlier)
             except _ENGINE_FAILED as error:
                 raise type(error)(f"{error}. {done} of {stop} rows were answered before the failure") from error
     return stop, errors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -134,13 +134,16 @@ class Worker:
         """Number of media items that were preprocessed again because their blocks were freed or lost."""
 
     @classmethod
-    async def start(cls, config: WorkerConfig, *, in_process: bool = False) -> Self:
+    async def start(
+        cls, config: WorkerConfig, *, in_process: bool = False, loading: Callable[[float], object] | None = None
+    ) -> Self:
         """Start the tokenizers and the engine in parallel. If one of them fails, clean up and raise its error.
 
         Args:
             config: Settings of the worker.
             in_process: Whether to tokenize in this process. In this case decoder processes are used only if
                 `config.decoders` is not 0.
+            loading: Function to call with the loaded share of the weights, from 0 to 1, while they are loaded.
 
         Raises:
             UnsupportedCheckpoint, SharedMemoryError, DeviceError, InputError, ProcessDied: The tokenizers or the engine
@@ -161,7 +164,7 @@ class Worker:
             async with task_group() as group:
                 stage = group.create_task(started(_start_tokenizers(config, path, in_process=in_process)))
                 engine = group.create_task(
-                    started(AsyncEngine.start(path, config.engine, config.family, end_token_ids, source))
+                    started(AsyncEngine.start(path, config.engine, config.family, end_token_ids, source, loading))
                 )
             tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
             worker = cls(config, stage.result(), engine.result(), tokenizer)

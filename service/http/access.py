@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mindie_mm.errors import InputError
+from mindie_mm.settings.config import ServiceConfig
 from service.http import page
 from service.http.errors import error_body
 from service.http.json_response import JSONResponse
@@ -20,6 +22,12 @@ HEALTH_ELSEWHERE = ("/v2/health/ready", "/v2/health/live", "/ping")
 """Paths of the health probes in MindIE and vLLM. Here they are aliases of this service's own probes."""
 OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics", *HEALTH_ELSEWHERE}) | page.PATHS
 """Paths that require no key: probes and metrics, as in vLLM, and the web page, which sends the key in its requests."""
+
+OPEN_WARNING = (
+    "THIS SERVICE IS OPEN: it listens on %s without an API key, so that anybody who can reach this machine can use it. "
+    "Set --api-key, or listen on 127.0.0.1"
+)
+"""Warning for a service without API keys that listens beyond loopback."""
 
 
 class Access:
@@ -86,6 +94,20 @@ class OwnHost:
 def is_loopback(host: str) -> bool:
     """Return whether a socket that listens on `host` can be reached only from this machine."""
     return host == "localhost" or (_is_address(host) and ip_address(host).is_loopback)
+
+
+def is_open(config: ServiceConfig) -> bool:
+    """Return whether a service with this configuration answers anybody who can reach this machine."""
+    return not config.api_key and not is_loopback(config.host)
+
+
+def require_key(config: ServiceConfig) -> None:
+    """Raise InputError if the service is open, and the setting `allow_open` is off."""
+    if is_open(config) and not config.allow_open:
+        raise InputError(
+            f"the service would listen on {config.host} without an API key, so that anybody who can reach this machine "
+            "could use it; set MINDIE_MM_API_KEY, or set MINDIE_MM_ALLOW_OPEN=1 if this is intended"
+        )
 
 
 def _host_name(host: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 _MAX_DETAILS = 5
 _MAX_MESSAGE = 800
 _MAX_VALUE = 40
+_MAX_PATH = 100
 
 
 TABLE: Mapping[type[BaseException], int] = {
@@ -54,6 +56,13 @@ KINDS: Mapping[int, str] = {
 }
 """The error object's `type` for each status. For other statuses, it is InternalServerError from 500 on, and
 BadRequestError below."""
+
+
+_OF_THE_BODY: Mapping[str, str] = {
+    "missing": "the request has no body",
+    "model_attributes_type": "the body must be a JSON object",
+}
+"""Messages for errors of the body as a whole, by pydantic's type of error."""
 
 
 class ErrorObject(BaseModel):
@@ -151,15 +160,31 @@ def _detail(detail: Mapping[str, Any]) -> str:
     """Describe one validation error. The value is quoted only if it is short, because it may be an image."""
     if detail["type"] == "json_invalid":
         return "the body is not valid JSON"
-    where = ".".join(str(part) for part in detail["loc"][1:]) or "body"
+    where = ".".join(str(part) for part in detail["loc"][1:])
+    message = f"{where}: {detail['msg']}" if where else _OF_THE_BODY.get(detail["type"], detail["msg"])
     value = detail["input"]
     short = isinstance(value, int | float) or (isinstance(value, str) and len(value) <= _MAX_VALUE)
-    return f"{where}: {detail['msg']}, not {json.dumps(value)}" if short else f"{where}: {detail['msg']}"
+    return f"{message}, not {json.dumps(value)}" if short else message
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = str(error.detail)
-    if error.status_code == 400 and "parsing the body" in text:  # FastAPI's message if the JSON decoder gives up
+    if error.status_code in (404, 405):
+        text = _no_route(request, error)
+    elif error.status_code == 400 and "parsing the body" in text:  # FastAPI's message if the JSON decoder gives up
         text = "the body is not valid JSON or is nested too deeply"
     return JSONResponse(error_body(text, error.status_code), status_code=error.status_code, headers=error.headers)
+
+
+def _no_route(request: Request, error: HTTPException) -> str:
+    """Return the message for a path or method that no route has. It names the nearest route."""
+    path = request.scope["path"]
+    shown = path if len(path) <= _MAX_PATH else f"{path[:_MAX_PATH]}..."
+    if error.status_code == 405:
+        methods = (error.headers or {}).get("Allow", "another method")
+        return f"{shown} does not accept {request.method}; use {methods}"
+    paths = [name for name in request.app.openapi()["paths"] if "{" not in name]
+    near = difflib.get_close_matches(path[: 2 * _MAX_PATH], paths, n=1)
+    advice = f"did you mean {near[0]}?" if near else "/openapi.json lists the paths"
+    return f"there is no path {shown}; {advice}"

@@ -241,7 +241,7 @@ class Call:
                     self.n,
                     self.length_penalty,
                     f"{self.id}-{index}",
-                    silent=self.silent,
+                    self.silent,
                 )
                 found.set_result(await beams)
         one = (await found)[index % self.n]

@@ -67,7 +67,7 @@ class ChatFormat:
             vocabulary,
             frozenset(index for index, token in added.items() if token.special),
         )
-        _log.info(
+        _log.debug(
             "tool calls are read by %s, reasoning by %s", chat_format.parser.__name__, reasoning and reasoning.end
         )
         return chat_format

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from secrets import randbits
@@ -40,7 +40,7 @@ from service.schemas.body import (
 from service.schemas.choices import Timed
 from service.schemas.description import streamed
 from service.schemas.message_types import AnyItem
-from service.schemas.not_served import EXTRAS, NOT_SERVED, STRUCTURES
+from service.schemas.not_served import EXTRAS, INSTEAD_OF_MINDIES, NOT_SERVED, STRUCTURES
 
 router = APIRouter()
 
@@ -63,6 +63,8 @@ class InferParameters(Settings):
         **dict.fromkeys(("logprobs", "top_logprobs"), (*OFF, 0)),
         **dict.fromkeys(("max_tokens", "max_completion_tokens"), (None,)),  # OpenAI's names for max_new_tokens
     }
+
+    instead: ClassVar[Mapping[str, str]] = INSTEAD_OF_MINDIES
 
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
     top_k: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
@@ -103,6 +105,11 @@ class InputsBody(Body):
     # These bodies have a boolean field chat_template, so it is not refused.
     not_served: ClassVar[NotServed] = {
         name: off for name, off in InferParameters.not_served.items() if name != "chat_template"
+    }
+    instead: ClassVar[Mapping[str, str]] = {
+        **INSTEAD_OF_MINDIES,
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens inside parameters"),
+        "stop_sequences": "stop inside parameters",
     }
     of_parameters: ClassVar[Collection[str]] = InferParameters.model_fields
     """Names of fields that are accepted only in `parameters`."""

@@ -112,8 +112,43 @@ INSTEAD: Mapping[str, str] = {
     "stop_sequences": "stop",
     "random_seed": "seed",
     "system": "a message with the role system",
-    "extra_body": "its fields as top-level fields of the request",
+    **dict.fromkeys(
+        ("extra_body", "extra_query", "parameters", "options", "sampling_params"),
+        "its fields as top-level fields of the request",
+    ),
     "num_return_sequences": "n",
+    **dict.fromkeys(("images", "image_data"), "image_url parts in messages"),
+    "video_data": "video_url parts in messages",
+    "audio_data": "input_audio parts in messages",
+    "functions": "tools in /v1/chat/completions",
+    **dict.fromkeys(("tools", "mm_processor_kwargs", "media_io_kwargs"), "/v1/chat/completions, which has this field"),
+    "documents": "the text of the documents in the prompt",
+    "input_ids": "prompt in /v1/completions",
+    **dict.fromkeys(("return_logprob", "n_probs", "top_n_tokens", "details"), "logprobs"),
+    "decoder_input_details": "prompt_logprobs",
+    "return_tokens": "return_token_ids",
+    "no_stop_trim": "include_stop_str_in_output",
+    "truncate": "truncate_prompt_tokens",
+    "num_ctx": "the option --max-model-len of the service",
+    **dict.fromkeys(("custom_token_bans", "suppress_tokens"), "logit_bias"),
+    "bad_words_ids": "bad_words",
+    "ban_eos_token": "ignore_eos",
+    "do_sample": "temperature 0",
     "num_beams": "use_beam_search and n",
 }
-"""Fields to use instead of refused fields in requests to OpenAI's endpoints."""
+"""Fields or values to use instead of refused fields in requests to OpenAI's endpoints."""
+
+INSTEAD_OF_MINDIES: Mapping[str, str] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens"),
+    **dict.fromkeys((*STRUCTURES, *EXTRAS), "/v1/chat/completions, which has this field"),
+    **dict.fromkeys(("guided_json", "guided_choice"), "/v1/chat/completions with response_format"),
+    **dict.fromkeys(
+        ("n", "logprobs", "top_logprobs", "logit_bias", "stop_token_ids", "ignore_eos"),
+        "/v1/chat/completions, which has this field",
+    ),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), "repetition_penalty"),
+    "stop_sequences": "stop",
+    "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
+}
+"""Fields or endpoints to use instead of refused fields in `parameters` of MindIE's endpoints."""

@@ -6,6 +6,7 @@ and names, but no text of prompts or answers. Spans and attributes that vLLM als
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -18,6 +19,8 @@ from mindie_mm.errors import InputError
 
 SPAN_NAME = "llm_request"
 _CLOSE_TIMEOUT_S = 2.0
+_SDK = "opentelemetry"
+_WARNING_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,29 @@ current: ContextVar[Trace | None] = ContextVar("trace", default=None)
 """Trace of the current task's request, or None if tracing is off."""
 
 
+class OncePerMinute(logging.Filter):
+    """A filter that passes one warning of OpenTelemetry per minute, and all records of other libraries.
+
+    The SDK retries without end, and logs an error or a warning for every attempt.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_SDK)
+        self._last_s = -_WARNING_INTERVAL_S
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log the record. A record of the SDK becomes a warning without a traceback."""
+        if record.levelno < logging.WARNING or not super().filter(record):
+            return True
+        if record.created - self._last_s < _WARNING_INTERVAL_S:
+            return False
+        self._last_s = record.created
+        record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
+        record.msg, record.args = f"spans are not sent to the collector: {record.getMessage()}", ()
+        record.exc_info = record.exc_text = None
+        return True
+
+
 class Tracer:
     """Sends the spans of requests to a collector. A separate thread sends them in batches."""
 
@@ -120,6 +146,8 @@ class Tracer:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise InputError("otlp_endpoint requires the extra otel: pip install 'mindie_mm[otel]'") from error
+        for handler in logging.root.handlers:
+            handler.addFilter(OncePerMinute())
         own = Resource.create({"service.name": "mindie_mm", "service.version": version})
         self._provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

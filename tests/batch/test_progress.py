@@ -32,7 +32,7 @@ class Lines(io.StringIO):
 
 
 def test_the_intervals_match_the_documentation() -> None:
-    assert (LOG_INTERVAL_S, JSON_INTERVAL_S) == (30, 1)
+    assert (LOG_INTERVAL_S, JSON_INTERVAL_S) == (10, 1)
 
 
 @pytest.mark.parametrize("style", ["auto", "json"])

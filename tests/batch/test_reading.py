@@ -228,6 +228,7 @@ def test_generate_answers_every_row_in_order_and_continues(folder: Path, linked:
     arguments = ["generate", "--tokenized", str(folder), "--output", str(output), "--max-tokens", "8"]
     done = warm.run([CLI, *arguments], timeout=300)
     assert (done.returncode, done.stdout) == (1, f"8 rows in {output}; 1 row failed\n"), done.stderr
+    assert re.search(r"^8 rows, 1 failed, [\d.]+ rows/s, 100%", done.stderr, re.MULTILINE)
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer["id"] for answer in answers] == ["r0", "r1", "r2", "r3", "4", "5", "6", "7"]
     assert [answer["row"] for answer in answers if "error" in answer] == [2]

@@ -28,6 +28,12 @@ def test_models_lists_every_file_of_the_package():
     listed = json.loads(run("models", "--json"))
     assert {family["name"] for family in listed if family["package"] == "mindie_mm"} == files
     output = run_warm("models")
+    rows = [line.split("\t") for line in output.splitlines()]
+    assert rows[0] == ["family", "model_type", "media", "tested against"]
+    assert [row[0] for row in rows[1:]] == [family["name"] for family in listed]
+    assert {len(row) for row in rows} == {4}
+    assert output.isascii()
+    assert "  " not in output
     for family in listed:
         assert family["model_types"]
         assert set(family["kinds"]) <= {"image", "video", "audio"}
@@ -108,6 +114,9 @@ def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, t
     sound.touch()
     output = run_warm("ask", "What?", "--model", folder, "--audio", sound, status=2)
     assert output == f"Error: --audio: {folder} does not accept audio inputs; it accepts image, video\n"
+    output = run_warm("ask", "What?", "--model", folder, "--image", sound, status=2)
+    assert output.startswith(f"Error: --image {sound}: ")
+    assert output.endswith("the source is empty\n")
 
 
 def test_ask_logs_only_warnings_by_default(random_checkpoint):

@@ -18,7 +18,7 @@ CASES = [
     (RUN, "mindie_mm.cli.settings"),
     (RUN, "numpy"),
     (("ask", "What?"), "click.globals"),
-    (("ask", "What?"), "rich.console"),
+    (("ask", "What?"), "mindie_mm.worker.worker"),
     (("generate", "--tokenized", "run", "--output", "answers"), "pyarrow"),
     (("inspect", "run"), "numpy"),
     (("models",), "mindie_mm.models"),

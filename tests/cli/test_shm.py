@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.shm import Arena, ArraySpec, attach, request_directory
+from mindie_mm.shm import Arena, ArraySpec, attach, collect, request_directory
 from mindie_mm.shm.mindie import create_shm
 from tests.cli.shell import BIN, run
 
@@ -220,6 +220,13 @@ def test_gc_and_its_dry_run_report_the_same_causes(dead_arena, arena, path_file,
     assert not Path(dead_request).exists()
     assert [block["block"] for block in listed(arena)["blocks"]] == [living.block]
     assert gc("--spool", spool).keys().isdisjoint(expected)
+
+
+def test_a_collection_reports_each_object_when_it_is_reclaimed(dead_arena):
+    reported = []
+    collected = collect(report=reported.append)
+    assert tuple(reported) == collected.reclaimed
+    assert str(dead_arena) in [one.what for one in reported]
 
 
 def test_gc_of_a_path_file_frees_only_its_blocks_and_can_be_repeated(dead_arena, arena, path_file):

@@ -94,6 +94,7 @@ def test_the_entry_point_starts_the_service_without_a_shell(device: str) -> None
     env = pairs(of(last, "ENV")[0].value, {"PATH": "/usr/bin"})
     assert {name for name in env if name.startswith("MINDIE_MM_")} <= VARIABLES
     assert env["MINDIE_MM_DEVICE"] == device
+    assert (env["MINDIE_MM_HOST"], env["MINDIE_MM_ALLOW_OPEN"]) == ("0.0.0.0", "0"), "without a key, it does not start"
     assert of(last, "EXPOSE")[0].value == env["MINDIE_MM_PORT"]
 
 

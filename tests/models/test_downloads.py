@@ -92,8 +92,8 @@ def test_a_missing_shard_is_named(sharded):
     (sharded / "model-00001-of-00002.safetensors").unlink()
     message = refused(sharded)
     assert (
-        "lacks 1 of the 2 weight files that model.safetensors.index.json lists; the first is "
-        "model-00001-of-00002.safetensors" in message
+        "lacks 1 of the 2 weight files that model.safetensors.index.json lists: model-00001-of-00002.safetensors. "
+        in message
     )
     assert INDEX in message
 
@@ -228,6 +228,22 @@ def test_a_missing_tokenizer_is_named(copy):
         Checkpoint.open(copy).token_id("<image>")
     with pytest.raises(UnsupportedCheckpoint, match=r"neither qwen\.tiktoken nor tokenizer\.json; copy qwen\.tiktoken"):
         family_named("qwen_vl").tokenizer(Checkpoint.open(copy))
+
+
+def test_all_missing_files_are_listed(sharded):
+    kept = {"config.json", INDEX}
+    for file in sharded.iterdir():
+        if file.name not in kept:
+            file.unlink()
+    shards = "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors"
+    with pytest.raises(UnsupportedCheckpoint, match=rf"also lacks tokenizer\.json, {shards}$"):
+        Checkpoint.open(sharded).preprocessor("image", {"Any": {}})
+    with pytest.raises(
+        UnsupportedCheckpoint, match=rf"{shards}\. .*also lacks tokenizer\.json, preprocessor_config\.json$"
+    ):
+        weight_files(Checkpoint.open(sharded))
+    (sharded / "config.json").unlink()
+    assert "no config.json. The folder also lacks tokenizer.json, preprocessor_config.json, " in no_checkpoint(sharded)
 
 
 def no_checkpoint(path) -> str:

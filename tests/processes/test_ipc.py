@@ -150,7 +150,9 @@ async def test_a_busy_worker_ends_with_its_channel_and_removes_its_files(tmp_pat
 )
 async def test_an_error_during_the_startup_of_a_worker_is_raised(how: str, error: MindieMMError) -> None:
     child = await Child.start("tests.starting_worker", "begins")
-    assert await child.ready(Begun, "it") == Begun(42)
+    shares: list[float] = []
+    assert await child.ready(Begun, "it", shares.append) == Begun(42)
+    assert shares == [0.25, 0.5]
     await child.end()
     child = await Child.start("tests.starting_worker", how)
     with pytest.raises(type(error), match=f"^{error}$"):

@@ -141,7 +141,7 @@ def test_invalid_parameters_are_refused_by_name(http: Any, path: str, parameters
 def test_a_parameter_outside_parameters_is_refused(http: Any, path: str, field: dict[str, Any]) -> None:
     answer = http.post(path, json={"inputs": "What colour"} | field)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == f"body: {min(field)} must be inside parameters"
+    assert answer.json()["error"]["message"] == f"{min(field)} must be inside parameters"
 
 
 @pytest.mark.parametrize("inputs", [[], "", [{"image": "/etc/passwd"}], 5, None, [{"text": 5}]])

@@ -124,25 +124,31 @@ def test_unsupported_fields_that_would_change_the_answer_are_refused(http: Any, 
         (CHAT, {"thinking": {"type": "enabled"}}, "not supported; use chat_template_kwargs"),
         (CHAT, {"format": "json"}, "not supported; use response_format"),
         (CHAT, {"system": "Be brief."}, "not supported; use a message with the role system"),
-        (CHAT, {"top_n_tokens": 3}, "not supported"),
-        (CHAT, {"truncate": 3}, "not supported"),
+        (CHAT, {"top_n_tokens": 3}, "not supported; use logprobs"),
+        (CHAT, {"truncate": 3}, "not supported; use truncate_prompt_tokens"),
         (CHAT, {"num_beams": 4}, "not supported, except 1; use use_beam_search and n"),
         ("/v1/completions", {"repeat_penalty": 1.3}, "not supported, except 1; use repetition_penalty"),
         ("/v1/completions", {"n_predict": 5}, "not supported; use max_tokens"),
         ("/v1/completions", {"raw": True}, "not supported"),
         (CHAT, {"typical_p": 0.1}, "not supported, except 1"),
-        ("/v1/completions", {"do_sample": False}, "not supported, except true"),
+        ("/v1/completions", {"do_sample": False}, "not supported, except true; use temperature 0"),
         ("/v1/completions", {"dry_multiplier": 0.8}, "not supported"),
         ("/v1/completions", {"prompt_embeds": "AAAA"}, "not supported"),
         ("/v1/completions", {"suffix": "x"}, "not supported"),
-        ("/v1/completions", {"tools": [{"type": "function"}]}, "not supported"),
+        (
+            "/v1/completions",
+            {"tools": [{"type": "function"}]},
+            "tools is not supported; use /v1/chat/completions, which has this field",
+        ),
+        ("/infer", {"guided_choice": ["a"]}, "not supported; use /v1/chat/completions with response_format"),
+        ("/generate", {"max_tokens": 4}, "max_tokens is not supported; use max_new_tokens inside parameters"),
     ],
 )
 def test_a_refusal_states_the_accepted_value_or_field(http: Any, path: str, field: Any, harmless: str) -> None:
-    body = {"messages": HELLO, "prompt": "Hello!", "max_tokens": 2} | field
+    body = {"inputs": "Hello!"} if path in ("/infer", "/generate") else {"messages": HELLO, "prompt": "Hello!"}
     (name,) = field
-    message = check(http.post(path, json=body), 400)["message"]
-    assert name in message
+    message = check(http.post(path, json=body | field), 400)["message"]
+    assert message.startswith(name)
     assert message.endswith(harmless)
 
 
@@ -319,7 +325,7 @@ def test_an_unreadable_picture_is_an_error_of_messages(http: Any) -> None:
 def test_a_body_without_a_json_content_type_is_refused(http: Any, path: str, kind: str | None) -> None:
     headers = {"Content-Type": kind} if kind else {}
     error = check(http.post(path, content=json.dumps({"messages": HELLO}).encode(), headers=headers), 400)
-    assert error["message"] == "body: the request must have the header Content-Type: application/json"
+    assert error["message"] == "the request must have the header Content-Type: application/json"
 
 
 @pytest.mark.parametrize("name", ["Content-Encoding", "Transfer-Encoding"])
@@ -385,7 +391,10 @@ def test_every_route_answers_404_for_another_model(http: Any) -> None:
 
 def test_unknown_routes_are_404_and_unknown_methods_405(http: Any) -> None:
     check(http.get("/v1/nothing"), 404)
-    check(http.get(CHAT), 405)
+    nearest = check(http.post("/chat/completion", json={}), 404)["message"]
+    assert nearest == f"there is no path /chat/completion; did you mean {CHAT}?"
+    assert check(http.get("/x" * 200), 404)["message"].endswith("...; /openapi.json lists the paths")
+    assert check(http.get(CHAT), 405)["message"] == f"{CHAT} does not accept GET; use POST"
     assert http.head(CHAT).status_code == 405
     assert http.head("/v1/nothing").status_code == 404
 

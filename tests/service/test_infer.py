@@ -106,7 +106,7 @@ def test_a_parameter_outside_parameters_is_refused(http: Any, path: str) -> None
     for field in ({"max_new_tokens": 3}, {"do_sample": True}, {"stop": "x"}):
         answer = http.post(path, json={"inputs": "What colour"} | field)
         assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == f"body: {min(field)} must be inside parameters"
+        assert answer.json()["error"]["message"] == f"{min(field)} must be inside parameters"
     harmless = {"max_new_tokens": None, "max_tokens": None, "n": 1, "ignore_eos": False, "chat_template": True}
     whole = {"inputs": "What colour", "parameters": {"max_new_tokens": 2}} | harmless
     assert http.post(path, json=whole).status_code == 200
@@ -127,7 +127,7 @@ def test_a_parameter_outside_parameters_is_refused(http: Any, path: str) -> None
 def test_an_unsupported_field_outside_parameters_is_refused(http: Any, path: str, field: dict[str, Any]) -> None:
     answer = http.post(path, json={"inputs": "What colour"} | field)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(f"body: {min(field)} is not supported")
+    assert answer.json()["error"]["message"].startswith(f"{min(field)} is not supported")
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def converse(http: Any, picture: str, *, strict: bool) -> None:
     send_unknown_keys(http, strict=strict)
     assert http.post(chat, content=f'{{"{PROMPT}'.encode()).status_code == 400
     assert http.get(f"/{KEY}/{PROMPT}").status_code == 404
+    assert http.get(f"/v1/{KEY}").status_code == 404
 
 
 def send_unknown_keys(http: Any, *, strict: bool) -> None:
@@ -154,10 +155,12 @@ def test_each_request_has_its_access_line(talk: Talk) -> None:
         (401, "none"),
         (200, "/v1/chat/completions"),
     ]
-    assert lines[-1]["status"] == 404
-    assert lines[-1]["route"] == "none"
+    assert [(line["status"], line["route"], line.get("path")) for line in lines[-2:]] == [
+        (404, "none", None),
+        (404, "none", "/v1/***"),
+    ]
     assert lines[0]["client_request_id"] == "mine-1"
-    assert len({line["request_id"] for line in lines}) == len(lines) == 22
+    assert len({line["request_id"] for line in lines}) == len(lines) == 23
     assert all(line["duration_s"] > 0 and line["method"] in ("POST", "GET") for line in lines)
 
 

@@ -6,12 +6,16 @@ import os
 import re
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import httpx2
 import pytest
 
 from mindie_mm.errors import InputError
 from mindie_mm.settings.config import ServiceConfig
+from service.http.access import require_key
 from tests import warm
+from tests.warm import running_service
 
 
 def error_of_start(*flags: object) -> str:
@@ -53,6 +57,40 @@ def test_a_format_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     for flag, noun in (("--tool-call-parser", "tool-call"), ("--reasoning-parser", "reasoning")):
         error = error_of_start("--spool", tmp_path / "spool", flag, "nothing")
         assert error.startswith(f"Error: there is no {noun} format named 'nothing'; the formats are ")
+
+
+def test_a_service_that_must_not_be_open_needs_a_key_beyond_loopback(tmp_path: Path) -> None:
+    beyond = ("--host", "0.0.0.0", "--spool", tmp_path)
+    error = error_of_start(*beyond, "--no-allow-open")
+    assert error.startswith("Error: the service would listen on 0.0.0.0 without an API key")
+    assert "MINDIE_MM_ALLOW_OPEN=1" in error
+    for config in (
+        ServiceConfig(allow_open=False, host="0.0.0.0", api_key=("key",)),
+        ServiceConfig(allow_open=False),
+        ServiceConfig(host="0.0.0.0"),
+    ):
+        require_key(config)
+
+
+def test_an_open_service_with_two_names_warns_and_starts_with_few_lines(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    log, names = tmp_path / "log", {"MINDIE_MM_SERVED_MODEL_NAME": "first,second"}
+    given = {**settings, "host": "0.0.0.0", "spool": tmp_path / "spool", "log_level": "info"}
+    with running_service(given, log, environment=names) as service:
+        port = urlsplit(service.url).port
+        ready = rf"mindie_mm serves first at http://0\.0\.0\.0:{port} on \S+ in \w+, with \d+\.\d GiB free\n"
+        assert re.fullmatch(ready, service.announcement)
+        assert [one["id"] for one in service.get("/v1/models")["data"]] == ["first", "second"]
+        body = {"model": "second", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 1}
+        answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=300)
+        assert (answer.status_code, answer.json()["model"]) == (200, "first")
+    lines = log.read_text().partition(" service.access: ")[0].splitlines()[:-1]
+    assert len(lines) < 8, lines
+    assert len([line for line in lines if "WARNING" in line and "THIS SERVICE IS OPEN" in line]) == 1
+    (shown,) = [line for line in lines if "mindie_mm.settings: " in line]
+    assert 'host = "0.0.0.0" (--host)' in shown
+    assert "(default)" not in shown
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import logging
 import queue
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import httpx2
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from service.telemetry.tracing import OncePerMinute
 from tools.serving import RunningService, running_service
 
 PROMPT = "Whisper about Ozymandias"
@@ -193,12 +195,29 @@ def test_the_span_of_a_timed_out_stream_names_the_error(
 
 
 @pytest.mark.slow
-def test_an_unreachable_collector_fails_no_request(settings: dict[str, object], tmp_path: Path) -> None:
+def test_an_unreachable_collector_fails_no_request_and_is_logged_once(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
     given = settings | {"spool": tmp_path / "spool", "otlp_endpoint": "http://127.0.0.1:9/v1/traces"}
     with running_service(given, tmp_path / "log") as service:
         body = {"prompt": PROMPT, "max_tokens": 1}
         assert httpx2.post(f"{service.url}/v1/completions", json=body, timeout=300).status_code == 200
         assert service.stop() == 0
+    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if " opentelemetry." in line]
+    assert " WARNING " in line
+    assert "spans are not sent to the collector: " in line
+
+
+def test_a_failing_collector_is_logged_once_a_minute() -> None:
+    once = OncePerMinute()
+
+    def passes(created: float, name: str = "opentelemetry.exporter", level: int = logging.ERROR) -> bool:
+        record = logging.makeLogRecord({"name": name, "levelno": level, "msg": "no route", "created": created})
+        return bool(once.filter(record))
+
+    assert [passes(1000.0 + after_s) for after_s in (0, 1, 59, 60, 61, 130)] == [True, False, False, True, False, True]
+    assert passes(1131.0, level=logging.DEBUG)
+    assert passes(1131.0, name="service.access")
 
 
 def test_the_sdk_is_not_imported_when_tracing_is_off() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -36,8 +38,9 @@ from mindie_mm.models import family_of, load_model, reading
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.placement import Placement
 from mindie_mm.nn.seq2seq import Seq2SeqModel
+from mindie_mm.nn.weights.loading import loading_reported
 from mindie_mm.processes import faults
-from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline
+from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline, Loading
 from mindie_mm.settings.environment import fault_folder
 from mindie_mm.shm import collect, mount
 from mindie_mm.shm.reader.mapped import drop_removed
@@ -49,6 +52,9 @@ _log = logging.getLogger(__name__)
 REST_S = 0.5
 """Time in seconds that an idle engine waits for a message before it unmaps removed arenas. A mapped arena uses memory
 even after it was removed, so the successor of a dead tokenizer may lack memory for its own arena."""
+
+LOADING_INTERVAL_S = 0.2
+"""Minimum time in seconds between two messages about the loading of weights."""
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> None:
@@ -67,17 +73,19 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
     """Load the checkpoint given in the first message. Then run steps, and wait for messages while there is no work."""
     start = msgspec.msgpack.decode(ranks.broadcast(bytes, channel.recv), type=Start)
 
-    def send(message: Ready | Failure | Stepped) -> None:
+    def send(message: Ready | Failure | Loading | Stepped) -> None:
         if ranks.number == 0:
             channel.send(msgspec.msgpack.encode(message))
 
     try:
         default_sampling = defaults_of(start.model, start.family, start.generation_config)
-        engine = load_engine(start, ranks)
+        with loading_reported(_rarely(lambda share: send(Loading(share)))):
+            engine = load_engine(start, ranks)
+        free_bytes = ranks.open_device(start.config.device).free_bytes()
     except MindieMMError as error:
         return send(Failure.of(error))
     faults.point("loaded")
-    send(msgspec.structs.replace(engine.ready, default_sampling=default_sampling))
+    send(msgspec.structs.replace(engine.ready, default_sampling=default_sampling, free_bytes=free_bytes))
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
     mounts: dict[int, ExitStack] = {}
     while True:
@@ -94,6 +102,19 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
             faults.point("after-reply")
         if drop_removed(cleanups=True):
             gc.collect()  # a reference cycle of an error and its frames may keep media of a failed request mapped
+
+
+def _rarely(report: Callable[[float], None]) -> Callable[[float], None]:
+    """Return a function that calls `report`, but at most once in `LOADING_INTERVAL_S` seconds."""
+    last_s = time.monotonic()
+
+    def sometimes(share: float) -> None:
+        nonlocal last_s
+        if (now_s := time.monotonic()) - last_s >= LOADING_INTERVAL_S:
+            last_s = now_s
+            report(share)
+
+    return sometimes
 
 
 def received(channel: ChildChannel, engine: BaseEngine, decoder: msgspec.msgpack.Decoder[ToEngine]) -> list[bytes]:

@@ -157,6 +157,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     max_model_len: int
     """Maximum number of tokens of prompt and output together, or of the prompt alone if `max_output_len` is set."""
     device: str
+    dtype: str
+    """Data type of the model, such as float32."""
     kv_cache_tokens: int
     """Capacity of the KV cache in tokens."""
     kv_cache_bytes: int
@@ -169,6 +171,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Maximum number of output tokens, if they do not count towards `max_model_len`."""
     default_sampling: SamplingParams = SamplingParams()
     """Default sampling settings of requests."""
+    free_bytes: int = 0
+    """Free memory of the device in bytes, after the KV cache was allocated."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.checkpoint.folder_errors import check_adapter, check_link, check_pointer, no_checkpoint
+from mindie_mm.nn.checkpoint.missing_files import VOCABULARIES, also_missing
 from mindie_mm.settings.paths import absolute
 
 if TYPE_CHECKING:
@@ -40,11 +41,6 @@ _CLASS_KEYS: Mapping[Kind, str] = {
     "audio": "feature_extractor_type",
 }
 """Key that names the transformers class for the preprocessing settings of each kind."""
-VOCABULARIES = (
-    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
-    *("vocab.json", "vocab.txt", "vocab.bpe", "qwen.tiktoken"),
-)
-"""Files from which transformers builds a tokenizer, in order of precedence."""
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt")
 
@@ -158,6 +154,7 @@ class Checkpoint:
         raise UnsupportedCheckpoint(
             f"{self.path} has no preprocessing settings for {kind} inputs: it has no {_FILES[kind][0]}, and no "
             f"{_PARTS[kind][0]} in processor_config.json. Copy one of these files from the original repository"
+            f"{also_missing(self.path, 'preprocessor_config.json')}"
         )
 
     def require(self, name: str, keys: Collection[str]) -> dict[str, Any]:
@@ -193,6 +190,7 @@ class Checkpoint:
             raise UnsupportedCheckpoint(
                 f"{self.path} has no tokenizer.json. Copy it from the original repository, or create it from "
                 "the other tokenizer files: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                f"{also_missing(self.path, 'tokenizer.json')}"
             )
         return self.json("tokenizer.json")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
+from mindie_mm.nn.checkpoint.missing_files import also_missing
 from mindie_mm.settings.paths import working_directory
 
 POINTER = b"version https://git-lfs.github.com/spec/"
@@ -75,7 +76,8 @@ def no_checkpoint(root: Path) -> UnsupportedCheckpoint:
     with os_errors_as(UnsupportedCheckpoint, f"{root} cannot be read"):
         names = sorted(entry.name for entry in root.iterdir())
     reason = _cached(root, names) or _other_format(root, names) or _incomplete(root, names)
-    return UnsupportedCheckpoint(f"{message}; {reason}" if reason else message)
+    message = f"{message}; {reason}" if reason else message
+    return UnsupportedCheckpoint(message if reason else f"{message}{also_missing(root, 'config.json')}")
 
 
 def _other_format(root: Path, names: list[str]) -> str | None:

@@ -14,6 +14,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights, rename
 from mindie_mm.nn.weights.bitsandbytes import PackedWeight, read_packed
 from mindie_mm.nn.weights.dequantize import read_dequantized, scaling
+from mindie_mm.nn.weights.loading import counted
 from mindie_mm.nn.weights.pretrained import check_shapes, check_weights, read_config
 from mindie_mm.nn.weights.quantized import check_method, check_own_layers, is_quantized, quantization, refuse_quantized
 from mindie_mm.nn.weights.shards import weight_files
@@ -52,7 +53,7 @@ def build(
     packed: set[str] = set()
     unexpected: list[str] = []
     misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-    for name, weight in _read(checkpoint, dtype):
+    for name, weight in counted(_read(checkpoint, dtype), len(expected)):
         if name not in expected:
             unexpected.append(name)
         elif tuple(weight.shape) != expected[name]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.folder_errors import check_link, check_pointer
+from mindie_mm.nn.checkpoint.missing_files import also_missing, listed
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
 """Names of a single file with all weights. If there are several files, their index has the additional suffix
@@ -52,8 +53,8 @@ def _shards(checkpoint: Checkpoint, weights: Mapping[str, str], index: str) -> l
         check_link(file)
     if missing := [shard.name for shard in shards if not shard.is_file()]:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.path} lacks {len(missing)} of the {len(shards)} weight files that {index} lists; the "
-            f"first is {missing[0]}. Download them again"
+            f"{checkpoint.path} lacks {len(missing)} of the {len(shards)} weight files that {index} lists: "
+            f"{listed(missing)}. Download them again{also_missing(checkpoint.path, *missing)}"
         )
     held = {shard.name: _check(shard) for shard in shards}
     _refuse_adapters(checkpoint, weights)
@@ -141,4 +142,4 @@ def _without_weights(checkpoint: Checkpoint) -> str:
             f"{why}; it has {names[0]}, which is not supported. Load it with the program that wrote it, and "
             "save it for transformers: model.save_pretrained(FOLDER) writes model.safetensors"
         )
-    return why
+    return why + also_missing(checkpoint.path, "model.safetensors")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +92,9 @@ def totals() -> dict[Cause, Total]:
         return dict(_totals)
 
 
-def collect(request_roots: Iterable[Path] = (), *, dry_run: bool = False) -> Collected:
+def collect(
+    request_roots: Iterable[Path] = (), *, dry_run: bool = False, report: Callable[[Reclaimed], object] | None = None
+) -> Collected:
     """Reclaim shared memory that belongs to dead processes and requests.
 
     This function removes request directories that no process has locked, and arenas whose owner is dead. It frees a
@@ -103,9 +105,10 @@ def collect(request_roots: Iterable[Path] = (), *, dry_run: bool = False) -> Col
     Args:
         request_roots: Spools to search for request directories.
         dry_run: Whether to report the result without changing anything.
+        report: Function to call for each object when it is reclaimed.
 
     """
-    collection = _Collection(dry_run=dry_run)
+    collection = _Collection(dry_run=dry_run, report=report)
     for root in request_roots:
         collection.take_requests(root)
     collection.take_arenas()
@@ -135,8 +138,9 @@ def collect_path_file(path_file: Path, *, dry_run: bool = False) -> Collected:
 class _Collection:
     """Collection in progress."""
 
-    def __init__(self, *, dry_run: bool) -> None:
+    def __init__(self, *, dry_run: bool, report: Callable[[Reclaimed], object] | None = None) -> None:
         self._dry_run = dry_run
+        self._report = report
         self._reclaimed: list[Reclaimed] = []
         self._failures: list[str] = []
 
@@ -197,6 +201,8 @@ class _Collection:
 
     def _add(self, cause: Cause, what: str, num_bytes: int) -> None:
         self._reclaimed.append(Reclaimed(cause, what, num_bytes))
+        if self._report is not None:
+            self._report(self._reclaimed[-1])
         if not self._dry_run:
             with _totals_lock:
                 total = _totals[cause]

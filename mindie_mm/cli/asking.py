@@ -1,0 +1,175 @@
+"""Common parts of `ask` and `chat`: their options, the check of media files, and the worker that streams answers."""
+
+from __future__ import annotations
+
+import math
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.progress import loading_shown, progress_shown
+from mindie_mm.cli.settings import configured
+from mindie_mm.errors import InputError, naming
+from mindie_mm.processes.interrupts import importing
+from mindie_mm.settings.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
+    from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+    from mindie_mm.worker.worker import Answer
+
+Command = Callable[..., Any]
+
+_OPTIONS = (
+    click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]"),
+    click.option(
+        "--family",
+        help="Model family to use instead of the one that config.json names.  [default: the one in config.json]",
+    ),
+    click.option("--max-tokens", type=int, default=256, show_default=True, help="Maximum number of tokens."),
+    click.option("--temperature", type=float, default=0.0, show_default=True,
+                 help="Sampling temperature. 0 always gives the same answer."),
+    click.option("--generation-config", metavar="auto|vllm|FOLDER",
+                 help="Source of the other sampling parameters: the checkpoint's generation_config.json, "
+                 "neutral values, or a folder with such a file.  [default: auto]"),
+    click.option(
+        "--device",
+        help="Device that runs the model: auto, npu, cuda or cpu, or one of several, such as cuda:1.  [default: auto]",
+    ),
+    click.option("--tensor-parallel", type=click.IntRange(1),
+                 help="Number of devices that share the model's weights.  [default: 1]"),
+)  # fmt: skip
+_KEPT_CONTROLS = "\n\t"
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in _KEPT_CONTROLS}
+"""Characters that a terminal would interpret, such as the beginning of an escape sequence."""
+
+
+def model_options(command: Command) -> Command:
+    """Add the options of the model and of sampling to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def prepared(
+    process: str, *, model: Path | None, max_tokens: int, temperature: float, **flags: Any
+) -> tuple[WorkerConfig, SamplingParams]:
+    """Return the settings of the worker and of sampling, and set up logging. No weights are loaded.
+
+    Args:
+        process: Name of this process in its log.
+        model: Value of --model.
+        max_tokens: Value of --max-tokens.
+        temperature: Value of --temperature.
+        flags: Values of the other options of `model_options`.
+
+    Raises:
+        InputError: A setting is invalid.
+
+    """
+    with importing():
+        from mindie_mm import logs
+        from mindie_mm.engine.requests.default_sampling import defaults_of
+        from mindie_mm.engine.requests.sampling_params import SamplingParams
+
+    settings = configured(model, flags)
+    SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # needs no checkpoint
+    default = defaults_of(settings.worker.model, settings.worker.family, settings.worker.generation_config)
+    params = default.stating(max_tokens=max_tokens, temperature=temperature).check(math.inf)
+    level = settings.service.log_level if "log_level" in settings.origins else "warning"
+    logs.configure(logs.LogSettings(settings.service.log_format, level), process)
+    return settings.worker, params
+
+
+def check_media(config: WorkerConfig, given: Mapping[str, Sequence[Path]], sign: str = "--") -> None:
+    """Read the headers of media files. Load no weights.
+
+    Args:
+        config: Settings of the worker.
+        given: Paths of the files of each kind of media.
+        sign: Beginning of the option or command that names a file. The kind follows.
+
+    Raises:
+        InputError: The checkpoint does not support a kind, or a file is not of its kind, damaged or too large.
+
+    """
+    with importing():
+        from mindie_mm.inputs import media_of, parse_inputs
+        from mindie_mm.models import family_of
+        from mindie_mm.nn.checkpoint.directory import Checkpoint
+        from mindie_mm.tokenize import Tokenizer
+
+    checkpoint = Checkpoint.open(config.model)
+    kinds = family_of(checkpoint, config.family).kinds
+    for kind in (kind for kind, paths in given.items() if paths):
+        if kind not in kinds:
+            raise InputError(
+                f"{sign}{kind}: {checkpoint.path} does not accept {kind} inputs; it accepts {', '.join(kinds)}"
+            )
+    # A pipe can be read only once.
+    files = [(kind, path) for kind, paths in given.items() for path in paths if path.is_file()]
+    if not files:
+        return
+
+    async def plan(item: dict[str, str]) -> None:
+        async with tokenizer.prompts.stage.request() as media:
+            await media.plan([media_of(parse_inputs([item]))])
+
+    with Tokenizer.from_pretrained(config.model, family=config.family, caps=config.media) as tokenizer:
+        for kind, path in files:
+            with naming(f"{sign}{kind} {path}"):
+                tokenizer.run(plan({kind: str(path)}))
+
+
+class Session:
+    """A worker that streams answers to standard output. It is a context manager."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Load the model, and show the progress on standard error. This raises the errors of `Worker.start`."""
+        with importing():
+            from mindie_mm.processes.loop_thread import LoopThread
+            from mindie_mm.worker.worker import Worker
+
+        self._loop = LoopThread("session")
+        try:
+            with loading_shown() as loading:
+                self.worker = self._loop.run(Worker.start(config, in_process=True, loading=loading))
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def answer(self, request: TokenizeRequest, params: SamplingParams, answer: Answer, *, silent: bool = False) -> None:
+        """Add the answer to a request to `answer`, and write its text as it arrives, unless `silent`.
+
+        If this call is interrupted, `answer` has the part that has arrived.
+        """
+        self._loop.run(self._answer(request, params, answer, silent=silent))
+
+    async def _answer(self, request: TokenizeRequest, params: SamplingParams, answer: Answer, *, silent: bool) -> None:
+        deltas = self.worker.answer(request, params, uuid.uuid4().hex, whole=silent)
+        with ExitStack() as waiting:
+            waiting.enter_context(progress_shown(lambda: "thinking"))
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    waiting.close()
+                    answer.add(delta)
+                    if not silent:
+                        write(delta.text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.close(self.worker.close)
+
+
+def write(text: str) -> None:
+    """Write a part of an answer. A terminal does not get control characters."""
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()

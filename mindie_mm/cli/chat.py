@@ -1,0 +1,145 @@
+"""mindie-mm chat."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mindie_mm.cli.asking import Session, check_media, model_options, prepared
+from mindie_mm.errors import ContextLengthExceeded, MindieMMError
+from mindie_mm.processes.interrupts import importing
+from mindie_mm.settings.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from mindie_mm.engine.requests.sampling_params import SamplingParams
+
+PROMPT = "> "
+_KINDS = ("image", "video", "audio")
+HELP = """\
+/image PATH   send a picture with the next message
+/video PATH   send a video with the next message
+/audio PATH   send a sound with the next message
+/clear        begin a new conversation
+/help         show this help
+/exit         end the session, as Ctrl-D does"""
+
+
+@click.command("chat", short_help="Chat with a model in the terminal.")
+@model_options
+def command(**flags: Any) -> None:
+    """Chat with a model in the terminal. Each message is answered with the conversation so far as context.
+
+    /image PATH adds a picture to the next message, and /help lists the other commands. Ctrl-C stops an answer, and
+    Ctrl-D ends the session.
+
+    If standard input is not a terminal, each line is a message. Exit status: 0, or 1 if a message could not be
+    answered.
+    """
+    config, params = prepared("chat", **flags)
+    check_media(config, {})
+    with importing():
+        from mindie_mm.nn.checkpoint.directory import EMBEDDED
+
+    with Session(config) as session:
+        chat = _Chat(session, config, params)
+        if sys.stdin.isatty():
+            info, name = session.worker.engine.info, (config.model or EMBEDDED).name
+            click.echo(f"{name} on {info.device} in {info.dtype}. /help lists the commands, and Ctrl-D ends the chat.")
+        for line in _lines():
+            if line == "/exit":
+                break
+            chat.take(line)
+    sys.exit(chat.failed and not sys.stdin.isatty())
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of standard input, without surrounding spaces and empty lines. A terminal shows a prompt."""
+    if not sys.stdin.isatty():
+        yield from filter(None, map(str.strip, sys.stdin))
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401 - lets `input` edit lines, and recall earlier ones
+    while True:
+        try:
+            line = input(PROMPT).strip()
+        except EOFError:
+            click.echo()
+            return
+        except KeyboardInterrupt:
+            click.echo("\n/exit or Ctrl-D ends the chat")
+            continue
+        if line:
+            yield line
+
+
+class _Chat:
+    """A conversation, and the media for its next message."""
+
+    def __init__(self, session: Session, config: WorkerConfig, params: SamplingParams) -> None:
+        self._session = session
+        self._config = config
+        self._params = params
+        self._messages: list[dict[str, Any]] = []
+        self._media: list[dict[str, str]] = []
+        self.failed = False
+        """Whether a line could not be handled."""
+
+    def take(self, line: str) -> None:
+        """Handle a line: run a command, or send a message. Print an error if that fails."""
+        try:
+            if line.startswith("/"):
+                self._run(*line.partition(" ")[::2])
+            else:
+                self._send(line)
+        except ContextLengthExceeded as error:
+            self._fail(f"{error}. /clear begins a new conversation" if self._messages else str(error))
+        except MindieMMError as error:
+            self._fail(str(error))
+
+    def _fail(self, message: str) -> None:
+        self.failed = True
+        click.echo(f"Error: {message}", err=True)
+
+    def _run(self, name: str, argument: str) -> None:
+        kind = name.removeprefix("/")
+        if kind in _KINDS:
+            self._add(kind, argument.strip().strip("'\""))
+        elif name == "/clear":
+            self._messages, self._media = [], []
+        elif name == "/help":
+            click.echo(HELP)
+        else:
+            self._fail(f"there is no command {name}; /help lists the commands")
+
+    def _add(self, kind: str, argument: str) -> None:
+        path = Path(argument).expanduser()
+        if not argument or not path.is_file():
+            self._fail(f"/{kind}: {argument or 'the path'} is not a file; give its path, as in /{kind} PATH")
+            return
+        check_media(self._config, {kind: [path]}, sign="/")
+        self._media.append({kind: str(path.absolute())})
+
+    def _send(self, text: str) -> None:
+        with importing():
+            from mindie_mm.settings.paths import working_directory
+            from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+            from mindie_mm.worker.worker import Answer
+
+        message = {"role": "user", "content": [*self._media, {"text": text}]}
+        request = TokenizeRequest(messages=[*self._messages, message], folder=working_directory())
+        answer = Answer()
+        self._media = []
+        try:
+            self._session.answer(request, self._params, answer)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+        finally:
+            if answer.texts:
+                click.echo()
+                self._messages += [message, {"role": "assistant", "content": answer.text}]
