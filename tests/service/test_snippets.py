@@ -67,7 +67,7 @@ def test_the_openai_client_is_answered(service: RunningService, capsys: pytest.C
 
 @pytest.mark.usefixtures("checkout", "copied_workers")
 def test_llm_answers_about_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    run(snippet(README, "python", "LLM()"))
+    run(snippet(README, "python", "with LLM()"))
     assert "circle" in capsys.readouterr().out
 
 
