@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mindie_mm.inputs import Embeddings
     from mindie_mm.settings.config import EngineConfig, WorkerConfig
     from mindie_mm.structured.outputs import StructuredOutputs
+    from mindie_mm.tokenize.mindie_tokenizer import MindIETokenizer
     from mindie_mm.tokenize.tokenizer import Tokenizer
     from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from mindie_mm.worker.llm import LLM, Output
@@ -28,6 +29,7 @@ __all__ = [
     "Delta",
     "Embeddings",
     "EngineConfig",
+    "MindIETokenizer",
     "MindieMMError",
     "Output",
     "SamplingParams",
@@ -48,6 +50,7 @@ _HOMES = {
     "Delta": "mindie_mm.worker.worker",
     "Embeddings": "mindie_mm.inputs",
     "EngineConfig": "mindie_mm.settings.config",
+    "MindIETokenizer": "mindie_mm.tokenize.mindie_tokenizer",
     "MindieMMError": "mindie_mm.errors",
     "Output": "mindie_mm.worker.llm",
     "SamplingParams": "mindie_mm.engine.requests.sampling_params",

@@ -23,7 +23,7 @@ from mindie_mm.shm.format.layout import SHM_DIRECTORY
 
 pytest_plugins = ["tests.ascend.waits", "tests.checkpoints", "tests.own_shm", "tests.recording", "tests.warm"]
 # If an assertion of these modules fails, pytest shows the compared values, as it does for test modules.
-pytest.register_assert_rewrite("tests.models.contract", "tests.models.seq2seq_contract")
+pytest.register_assert_rewrite("tests.models.contract", "tests.models.mindie_contract", "tests.models.seq2seq_contract")
 
 settings.register_profile("here", deadline=None)  # tests may be slow on a busy machine; pytest has its own limit
 settings.load_profile("here")

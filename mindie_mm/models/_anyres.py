@@ -112,7 +112,7 @@ class AnyresProcessor(Processor):
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             write_canvas(image.decode(), canvas, arrays["pixel_values"], self.resample)
 
-        tiles = 1 + canvas[0] * canvas[1] // self.side**2
+        tiles = self.num_tiles(image.height, image.width)
         return Plan(
             num_features=self.num_features(image.height, image.width),
             specs={"pixel_values": ArraySpec((tiles, self.side, self.side, 3), "uint8")},
@@ -120,6 +120,11 @@ class AnyresProcessor(Processor):
             write=write,
             grid=(image.height, image.width),
         )
+
+    def num_tiles(self, height: int, width: int) -> int:
+        """Return the number of tiles of an image with this size in pixels, including the whole image."""
+        canvas = best_canvas(height, width, self.canvases)
+        return 1 + canvas[0] * canvas[1] // self.side**2
 
     def num_features(self, height: int, width: int) -> int:
         """Return the number of features of an image with this size in pixels.

@@ -19,7 +19,8 @@ from mindie_mm.shm import ArraySpec
 
 SPECTROGRAM = "input_features"
 """Name of the array in the block of a clip, float32 [bins, frames]."""
-_LEAST_FRAMES = 3
+LEAST_FRAMES = 3
+"""Minimum number of frames of a clip, for which there is one feature."""
 
 
 def num_features_of(num_frames: int) -> int:
@@ -64,8 +65,8 @@ def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: 
     """
     samples = open_audio(data, media.options.sampling_rate).decode(settings.rate, settings.max_samples)
     num_frames = settings.num_frames(len(samples))
-    if num_frames < _LEAST_FRAMES:
-        least = (_LEAST_FRAMES - 1) * settings.hop + 1
+    if num_frames < LEAST_FRAMES:
+        least = (LEAST_FRAMES - 1) * settings.hop + 1
         raise MediaError(
             f"the audio clip has {len(samples)} samples at {settings.rate} Hz; it must have at least {least}"
         )

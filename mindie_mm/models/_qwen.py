@@ -31,7 +31,7 @@ from mindie_mm.models._qwen_pixels import (
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.layers import PatchProjection
-from mindie_mm.nn.mindie import InSegment, InWord, Layout
+from mindie_mm.nn.mindie import PLANES, InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.pixels import joined
 from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
@@ -46,13 +46,12 @@ THW = "the number of patches along time, height and width"
 INTERVAL_GRIDS: Mapping[Kind, str] = {"image": THW, "video": f"{THW}, and the time between two patches in picoseconds"}
 """Meaning of the grids in families with positions in absolute time."""
 _GRIDS: Mapping[Kind, str] = {"image": "grid_thw", "video": "video_grid_thw"}
-_PLANES = "planes"
 _SECONDS = "second_per_grid_t"
 # Layouts of the handle words that MindIE's own processor writes for this family. The axes of MindIE's patches are
 # (channel, time, row, column).
 _MINDIE: Mapping[Kind, Layout] = {
-    "image": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["image"]))),
-    "video": Layout((InSegment(_PLANES, "uint8"), InWord(_GRIDS["video"]), InSegment(_SECONDS, "float32"))),
+    "image": Layout((InSegment(PLANES, "uint8"), InWord(_GRIDS["image"]))),
+    "video": Layout((InSegment(PLANES, "uint8"), InWord(_GRIDS["video"]), InSegment(_SECONDS, "float32"))),
 }
 
 
@@ -186,7 +185,7 @@ class QwenProcessor(Processor):
                 patchify(resize(frame, height, width), groups[group, :, place], patch, merge)
             if filled := len(indices) % temporal:  # the last frame fills up the last group
                 groups[-1, :, filled:] = groups[-1, :, filled - 1 : filled]
-            if _PLANES in arrays:
+            if PLANES in arrays:
                 arrays[_GRIDS["video"]][...] = grid
                 arrays[_SECONDS][...] = temporal / fps
 
@@ -198,7 +197,7 @@ class QwenProcessor(Processor):
             write=write,
             grid=self.video_grid(grid, video, indices, options),
             mindie_specs={
-                _PLANES: patches,
+                PLANES: patches,
                 _GRIDS["video"]: ArraySpec((3,), "int64"),
                 _SECONDS: ArraySpec((1, 1), "float32"),
             },
@@ -234,7 +233,7 @@ def _plan_image(data: Data, settings: PixelSettings) -> Plan:
         frames = _frames(arrays, "image", patch)
         patchify(resize(image.decode(), height, width), frames[:, 0], patch, merge)
         frames[:, 1:] = frames[:, :1]
-        if _PLANES in arrays:
+        if PLANES in arrays:
             arrays[_GRIDS["image"]][...] = grid
 
     return Plan(
@@ -244,7 +243,7 @@ def _plan_image(data: Data, settings: PixelSettings) -> Plan:
         write=write,
         grid=grid,
         mindie_specs={
-            _PLANES: ArraySpec((math.prod(grid), settings.patch_bytes), "uint8"),
+            PLANES: ArraySpec((math.prod(grid), settings.patch_bytes), "uint8"),
             _GRIDS["image"]: ArraySpec((3,), "int64"),
         },
     )
@@ -252,8 +251,8 @@ def _plan_image(data: Data, settings: PixelSettings) -> Plan:
 
 def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) -> np.ndarray[Any, Any]:
     """Return a writable view of the patches in either wire format, [n, stored frames, patch, patch, 3]."""
-    if _PLANES in arrays:
-        return arrays[_PLANES].reshape(len(arrays[_PLANES]), 3, -1, patch, patch).transpose(0, 2, 3, 4, 1)
+    if PLANES in arrays:
+        return arrays[PLANES].reshape(len(arrays[PLANES]), 3, -1, patch, patch).transpose(0, 2, 3, 4, 1)
     patches = arrays[_PIXELS[kind]]
     return patches.reshape(len(patches), -1, patch, patch, 3)
 
@@ -283,9 +282,9 @@ class QwenModel(PretrainedModel):
                 # MindIE's handle words for the pixels and for the grid may not belong together, because no check covers
                 # both.
                 expected = (t * h * w, self._pixels[kind].patch_bytes)
-                if view[_PLANES].shape != expected:
+                if view[PLANES].shape != expected:
                     raise CorruptReference(
-                        f"the segment has the shape {view[_PLANES].shape}, but the grid of the {kind} needs {expected}"
+                        f"the segment has the shape {view[PLANES].shape}, but the grid of the {kind} needs {expected}"
                     )
                 return MediaShape(kind, self._tokens[kind], t * h * w // self._merge**2, (t, h, w))
         return super().describe_segments(view)
@@ -326,6 +325,6 @@ class QwenModel(PretrainedModel):
         The result is float32 [patches, 3 * temporal * patch * patch] on the device.
         """
         view, kind = item.view, item.shape.kind
-        settings, planar = self._pixels[kind], _PLANES in view
-        patches = to_device(view, _PLANES if planar else _PIXELS[kind], self.spec.device)
+        settings, planar = self._pixels[kind], PLANES in view
+        patches = to_device(view, PLANES if planar else _PIXELS[kind], self.spec.device)
         return settings.normalize_planes(patches) if planar else settings.normalize(patches)

@@ -17,7 +17,8 @@ from mindie_mm.nn.weights.pretrained import PretrainedModel
 
 
 class _Normalizing(Protocol):
-    normalizations: Mapping[Kind, Normalization]
+    @property
+    def normalizations(self) -> Mapping[Kind, Normalization]: ...
 
 
 class TowerModel(PictureModel, PretrainedModel):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import CorruptReference, InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image, resize
 from mindie_mm.media.image.preprocess import Size, check_output_size, check_settings, resample_of
@@ -23,13 +23,15 @@ from mindie_mm.media.video.frames import Sampling, comes_sampled, stepped
 from mindie_mm.models._internvl_original import CHAT_TEMPLATE, ORIGINAL, translated
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
+from mindie_mm.nn.mindie import PLANES, InSegment, Layout
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
-from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.mindie import SegmentsView
 
 _DEFAULTS: Mapping[str, Any] = {
     "resample": 3,
@@ -40,11 +42,20 @@ _DEFAULTS: Mapping[str, Any] = {
     "max_patches": 12,
     "initial_shift": True,
 }
+# Layouts of the handle words that MindIE's own processor writes. Each frame of a video has its own words.
+_MINDIE: Mapping[Kind, Layout] = {
+    kind: Layout((InSegment(PLANES, "uint8"),), per_run=kind == "video") for kind in ("image", "video")
+}
 _TOKENS = ("context_image_token", "start_image_token", "end_image_token", "video_token")
 
 
 class InternVLProcessor(Processor):
-    """Processor for InternVL. A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The grid is (tiles,)."""
+    """Processor for InternVL. A block contains `pixel_values`, uint8 [tiles, side, side, 3]. The grid is (tiles,).
+
+    In MindIE's wire format, an image has `planes`, uint8 [tiles, 3, side, side], and so does each frame of a video.
+    """
+
+    traits = Traits(mindie_layouts=_MINDIE)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = translated(checkpoint)
@@ -52,8 +63,8 @@ class InternVLProcessor(Processor):
         where = str(checkpoint.path)
         config = read_config("InternVLConfig", checkpoint)
         self.feature_width = config.get_text_config().hidden_size
-        self._side, self._tile_features = _tile(config, where)
-        check_settings(checkpoint.json("processor_config.json"), {"image_seq_length": self._tile_features}, where)
+        self.side, self.tile_features = _tile(config, where)
+        check_settings(checkpoint.json("processor_config.json"), {"image_seq_length": self.tile_features}, where)
         spelled = {name: checkpoint.require_special_token(name) for name in _TOKENS}
         context, start, end = (checkpoint.token_id(spelled[name]) for name in _TOKENS[:3])
         if context != config.image_token_id:
@@ -71,7 +82,7 @@ class InternVLProcessor(Processor):
         video = checkpoint.preprocessor("video", {"InternVLVideoProcessor": _DEFAULTS})
         check_settings(video, {"do_resize": True, "do_center_crop": False}, where)
         for settings in (image, video):
-            check_output_size(Size.read(settings["size"], where).fixed, self._side, where)
+            check_output_size(Size.read(settings["size"], where).fixed, self.side, where)
         self._least: int = image["min_patches"]
         self._most: int = image["max_patches"]
         self._resamples = {"image": resample_of(image, where), "video": resample_of(video, where)}
@@ -82,7 +93,7 @@ class InternVLProcessor(Processor):
         self._shift: bool | float = video["initial_shift"]
         # Each frame also needs a start token and an end token.
         positions: int = config.get_text_config().max_position_embeddings
-        self._sampling = Sampling.read(video, positions // (self._tile_features + 2))
+        self._sampling = Sampling.read(video, positions // (self.tile_features + 2))
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
         """Return the chat template.
@@ -93,15 +104,15 @@ class InternVLProcessor(Processor):
 
     def max_tokens(self, kind: Kind) -> int:
         tiles = self._sampling.limit if kind == "video" else _with_thumbnail(self._most)
-        return tiles * self._tile_features
+        return tiles * self.tile_features
 
     def worst_case(self, kind: Kind) -> Data:
         if kind == "video":
-            return np.zeros((self._sampling.limit, self._side, self._side, 3), np.uint8)
-        return np.zeros((self._side, self._most * self._side, 3), np.uint8)
+            return np.zeros((self._sampling.limit, self.side, self.side, 3), np.uint8)
+        return np.zeros((self.side, self._most * self.side, 3), np.uint8)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        if len(grid) != 1 or grid[0] * self._tile_features != num_features:
+        if len(grid) != 1 or grid[0] * self.tile_features != num_features:
             return None
         tiles = grid[0]
         if kind == "image":
@@ -110,21 +121,21 @@ class InternVLProcessor(Processor):
         return Spelling(text, [self._run(1)] * tiles)
 
     def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...]:
-        return (num_features // self._tile_features,)
+        return (num_features // self.tile_features,)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
         return self._plan_video(media, data) if media.kind == "video" else self._plan_image(data)
 
     def _run(self, tiles: int) -> Sequence[int]:
-        return (self._start, *[self.placeholders["image"].token] * (tiles * self._tile_features), self._end)
+        return (self._start, *[self.placeholders["image"].token] * (tiles * self.tile_features), self._end)
 
     def _plan_image(self, data: Data) -> Plan:
         image = open_image(data)
-        side, resample = self._side, self._resamples["image"]
+        side, resample = self.side, self._resamples["image"]
         rows, columns = closest_grid(image.height, image.width, side, self._least, self._most)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            rgb, tiles = image.decode(), arrays["pixel_values"]
+            rgb, tiles = image.decode(), _tiles(arrays)
             cut(resize(rgb, rows * side, columns * side, resample), tiles[: rows * columns])
             if len(tiles) > rows * columns:
                 tiles[-1] = resize(rgb, side, side, resample)
@@ -139,17 +150,19 @@ class InternVLProcessor(Processor):
         whole = count == total and comes_sampled(video, media.options)
         indices = list(range(total)) if whole else self._sample(total, count)
         video.count(indices)
-        side, resample = self._side, self._resamples["video"]
+        side, resample = self.side, self._resamples["video"]
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            for place, frame in zip(arrays["pixel_values"], video.decode(indices), strict=True):
+            for place, frame in zip(_tiles(arrays), video.decode(indices), strict=True):
                 place[...] = resize(frame, side, side, resample)
 
         return self._plan(len(indices), f"frames {indices} of {side}, {resample}", write)
 
     def _plan(self, tiles: int, settings: str, write: Any) -> Plan:
-        specs = {"pixel_values": ArraySpec((tiles, self._side, self._side, 3), "uint8")}
-        return Plan(tiles * self._tile_features, specs, settings, write, grid=(tiles,))
+        side = self.side
+        specs = {"pixel_values": ArraySpec((tiles, side, side, 3), "uint8")}
+        planes = {PLANES: ArraySpec((tiles, 3, side, side), "uint8")}
+        return Plan(tiles * self.tile_features, specs, settings, write, grid=(tiles,), mindie_specs=planes)
 
     def _sample(self, total: int, count: int) -> list[int]:
         """Return the indices of about `count` frames out of `total` frames, in ascending order.
@@ -164,6 +177,11 @@ class InternVLProcessor(Processor):
                 "a longer video"
             )
         return indices
+
+
+def _tiles(arrays: Mapping[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Return a writable view of the tiles in either wire format, [tiles, side, side, 3]."""
+    return arrays[PLANES].transpose(0, 2, 3, 1) if PLANES in arrays else arrays["pixel_values"]
 
 
 def _with_thumbnail(tiles: int) -> int:
@@ -197,11 +215,27 @@ def _tile(config: Any, where: str) -> tuple[int, int]:
 class InternVLModel(PictureModel, PretrainedModel):
     """The InternVL model. `module` is transformers' `InternVLForConditionalGeneration`."""
 
-    traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
+    traits = Traits(
+        mindie_layouts=_MINDIE,
+        vision_parts=("model.vision_tower",),
+        projector_parts=("model.multi_modal_projector",),
+    )
 
     def __init__(self, module: Any, spec: ModelSpec, processor: InternVLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
         self.normalizations = processor.normalizations
+        self._token = processor.placeholders["image"].token
+        self._side, self._tile_features = processor.side, processor.tile_features
+
+    def describe_segments(self, view: SegmentsView) -> MediaShape:
+        if PLANES not in view:
+            return super().describe_segments(view)
+        tiles = len(view[PLANES])
+        if view[PLANES].shape != (expected := (tiles, 3, self._side, self._side)):
+            raise CorruptReference(
+                f"the segment has the shape {view[PLANES].shape}; tiles of this model need {expected}"
+            )
+        return MediaShape("image", self._token, tiles * self._tile_features, (tiles,))
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         return split_features(self.module.model.get_image_features(self.pixels(items)).pooler_output, items)

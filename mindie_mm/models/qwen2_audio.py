@@ -6,25 +6,50 @@ Source: arXiv 2407.10759. Token ids and spectrograms match transformers' `qwen2_
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mindie_mm.device import upload
+from mindie_mm.errors import CorruptReference, FeatureCountMismatch, TokenOutOfRange
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
-from mindie_mm.models._clips import SPECTROGRAM, encoder_length, num_features_of, plan_audio, read_mel, spell_clip
+from mindie_mm.models._clips import (
+    LEAST_FRAMES,
+    SPECTROGRAM,
+    encoder_length,
+    num_features_of,
+    plan_audio,
+    read_mel,
+    spell_clip,
+)
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
+from mindie_mm.nn.mindie import Joined, OfPrompt, PromptLayout, mindie_pad
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.splice import MediaItem, MediaShape
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
+from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.mindie import SegmentsView
 
+_MASK = "feature_attention_mask"
+# Layout of the handle words that MindIE's own processor writes.
+_MINDIE = PromptLayout(
+    (
+        Joined("audio", SPECTROGRAM, "float32"),
+        OfPrompt("input_ids"),
+        OfPrompt("attention_mask"),
+        Joined("audio", _MASK, "int64"),
+    ),
+    replaces_ids=True,
+)
 # Number of frames after the end of a clip that the two convolutions before the encoder read.
 _FURTHER_FRAMES = 2
 _CHAT_TEMPLATE = (
@@ -45,7 +70,12 @@ class Qwen2AudioProcessor(Processor):
     """Processor for Qwen2-Audio.
 
     The block of a clip contains `input_features`, float32 [bins, frames]. The grid is (frames,).
+
+    In MindIE's wire format, all clips of a prompt share `input_features`, float32 [clips, bins, frames of 30 s], and
+    `feature_attention_mask`, int64 [clips, frames of 30 s]. The ids of the prompt are in a segment, too.
     """
+
+    traits = Traits(mindie_prompt_layout=_MINDIE)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = read_config("Qwen2AudioConfig", checkpoint)
@@ -54,6 +84,7 @@ class Qwen2AudioProcessor(Processor):
         before, after = checkpoint.token_id("<|audio_bos|>"), checkpoint.token_id("<|audio_eos|>")
         self.feature_width = config.get_text_config().hidden_size
         self.placeholders = {"audio": Placeholder((before,), token, (after,))}
+        self.mindie_pad = mindie_pad(checkpoint.config)
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
         """Return the chat template.
@@ -72,16 +103,73 @@ class Qwen2AudioProcessor(Processor):
         return np.zeros(self.mel.max_samples, np.float32)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        return plan_audio(media, data, self.mel, _FURTHER_FRAMES)
+        plan, (bins, frames) = (
+            plan_audio(media, data, self.mel, _FURTHER_FRAMES),
+            (self.mel.num_bins, self.mel.max_frames),
+        )
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            plan.write({SPECTROGRAM: arrays[SPECTROGRAM].reshape(bins, -1)})
+            if _MASK in arrays:
+                arrays[_MASK][...] = np.arange(frames) < plan.grid[0]
+
+        specs = {SPECTROGRAM: ArraySpec((1, bins, frames), "float32"), _MASK: ArraySpec((1, frames), "int64")}
+        return replace(plan, write=write, mindie_specs=specs)
 
 
 class Qwen2AudioModel(PretrainedModel):
     """The Qwen2-Audio model. `module` is transformers' `Qwen2AudioForConditionalGeneration`."""
 
-    traits = Traits(projector_parts=("model.multi_modal_projector",))
+    traits = Traits(mindie_prompt_layout=_MINDIE, projector_parts=("model.multi_modal_projector",))
 
-    def __init__(self, module: Any, spec: ModelSpec, _: Qwen2AudioProcessor) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, processor: Qwen2AudioProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
+        self._mel, self._token = processor.mel, processor.placeholders["audio"].token
+
+    def segment_items(self, ids: NDArray[np.int64], view: SegmentsView, start: int) -> list[MediaItem]:
+        features, text, mask = self._checked(view)
+        frames = mask.sum(axis=1)
+        if not np.array_equal(mask, np.arange(mask.shape[1]) < frames[:, np.newaxis]) or frames.min() < LEAST_FRAMES:
+            raise CorruptReference(f"{_MASK} must have ones for at least {LEAST_FRAMES} frames, followed by zeros")
+        lengths, is_clip = np.ones(len(text), np.int64), text == self._token
+        if np.count_nonzero(is_clip) != len(features):
+            raise FeatureCountMismatch(
+                f"input_ids has {np.count_nonzero(is_clip)} placeholders, but {SPECTROGRAM} has {len(features)} clips"
+            )
+        lengths[is_clip] = [num_features_of(count) for count in frames.tolist()]
+        if lengths.sum() != len(ids):
+            raise FeatureCountMismatch(f"the prompt has {len(ids)} tokens, but its segments need {lengths.sum()}")
+        starts, expanded = (np.cumsum(lengths) - lengths)[is_clip].tolist(), np.repeat(text, lengths)
+        return [
+            MediaItem(
+                np.arange(first, first + num_features_of(count)),
+                view.part({SPECTROGRAM: features[i, :, : count + _FURTHER_FRAMES]}),
+                MediaShape("audio", self._token, num_features_of(count), (count,)),
+                prompt_ids=expanded,
+            )
+            for i, (first, count) in enumerate(zip(starts, frames.tolist(), strict=True))
+        ]
+
+    def _checked(self, view: SegmentsView) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the spectrograms, the ids with one placeholder per clip, and the mask of frames."""
+        if missing := [field.name for field in _MINDIE.fields if field.name not in view]:
+            raise CorruptReference(f"the handle words of {', '.join(missing)} are 0")
+        features, text, mask = view[SPECTROGRAM], view["input_ids"], view[_MASK]
+        clips, length = len(features), text.shape[-1]
+        expected: dict[str, tuple[int, ...]] = {
+            SPECTROGRAM: (clips, self._mel.num_bins, self._mel.max_frames),
+            "input_ids": (1, length),
+            "attention_mask": (1, length),
+            _MASK: (clips, self._mel.max_frames),
+        }
+        if (found := {name: view[name].shape for name in expected}) != expected:
+            raise CorruptReference(f"the segments have the shapes {found}, but this model needs {expected}")
+        if not (view["attention_mask"] == 1).all():
+            raise CorruptReference("attention_mask contains other values than 1; prompts must not be padded")
+        known = self.spec.embedding_size or self.spec.vocab_size
+        if not (text.min() >= 0 and text.max() < known):
+            raise TokenOutOfRange(f"a token id in [{text.min()}, {text.max()}] is not in [0, {known})")
+        return features, text[0], mask
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """Return the features of each clip.

@@ -7,16 +7,18 @@ temporal patch of a video has a separate run of placeholders, preceded by its ti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mindie_mm.device import Device, upload
-from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.errors import CorruptReference, FeatureCountMismatch, InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
@@ -24,13 +26,32 @@ from mindie_mm.models._mrope import Grid, mrope_positions
 from mindie_mm.models._qwen import THW, QwenModel, QwenProcessor
 from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import PretrainedFamily, Spelling
-from mindie_mm.nn.model import Positions
+from mindie_mm.nn.family import Plan, PretrainedFamily, Spelling
+from mindie_mm.nn.mindie import NORMALIZED, PLANES, Joined, PromptLayout
+from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.paged_batch import PagedBatch
-from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
+from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.weights.pretrained import load_pretrained, read_config
 from mindie_mm.nn.weights.shares import DECODER_PLAN
+from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.mindie import SegmentsView
 
+# Layout of the handle words that MindIE's own processor writes. Pixels are normalized, and their axes are (channel,
+# time, row, column) as in transformers. As in transformers 4, only the frames of a video are enclosed in
+# <|vision_start|> and <|vision_end|>, not the whole video.
+_ARRAYS: Mapping[Kind, tuple[str, str]] = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+_MINDIE = PromptLayout(
+    tuple(
+        Joined(kind, name, dtype)
+        for kind, names in _ARRAYS.items()
+        for name, dtype in zip(names, ("float32", "int32"), strict=True)
+    ),
+    unframed=frozenset({"video"}),
+)
 _UNSTATED_FPS = 24.0
 _ZERO = np.zeros((), np.uint8)
 _VIDEO_DEFAULTS: Mapping[str, Any] = {
@@ -47,12 +68,17 @@ class Qwen3VLProcessor(QwenProcessor):
     """Processor for Qwen3-VL. Blocks are the same as in Qwen2-VL.
 
     The grid of a video is (t, h, w), followed by the time of each temporal patch in tenths of a second.
+
+    In MindIE's wire format, all images of a prompt share `pixel_values`, float32 [t * h * w, 3 * temporal * patch *
+    patch], which is normalized, and `image_grid_thw`, int32 [images, 3]. Videos have `pixel_values_videos` and
+    `video_grid_thw`.
     """
 
     traits = replace(
         QwenProcessor.traits,
         grids={"image": THW, "video": f"{THW}, and the time of each patch in tenths of a second"},
         mindie_layouts={},
+        mindie_prompt_layout=_MINDIE,
     )
     config_name = "Qwen3VLConfig"
     image_types = ("Qwen2VLImageProcessor",)
@@ -81,6 +107,22 @@ class Qwen3VLProcessor(QwenProcessor):
         if config.get("cap_pixels_per_frame"):
             self._frame_pixels = config.get("max_video_tokens", 768) * settings.factor**2
         return settings
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+        plan, settings = super().plan(media, data, counts), self.image if media.kind == "image" else self.video
+        pixels, grids = _ARRAYS[media.kind]
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            if grids not in arrays:
+                plan.write(arrays)
+                return
+            own = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.mindie_specs.items()}
+            plan.write(own)
+            arrays[pixels][...] = settings.normalize_planes(torch.from_numpy(own[PLANES])).numpy()
+            arrays[grids][...] = plan.grid[:3]
+
+        specs = {pixels: ArraySpec(plan.mindie_specs[PLANES].shape, "float32"), grids: ArraySpec((1, 3), "int32")}
+        return replace(plan, write=write, mindie_specs=specs)
 
     def sample(self, total: int, fps: float | None, settings: PixelSettings) -> list[int]:
         if settings.num_frames is not None:
@@ -193,7 +235,62 @@ class Qwen3VLModel(QwenModel):
         QwenModel.traits,
         projector_parts=("model.visual.merger", "model.visual.deepstack_merger_list"),
         mindie_layouts={},
+        mindie_prompt_layout=_MINDIE,
     )
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: Qwen3VLProcessor) -> None:
+        super().__init__(module, spec, processor)
+        self.media_tokens = [*self._tokens.values()]
+
+    def segment_items(self, ids: NDArray[np.int64], view: SegmentsView, start: int) -> list[MediaItem]:
+        plain = ids.copy()
+        plain[start : start + _MINDIE.num_slots] = ids[start - 1]
+        places = np.flatnonzero(np.isin(plain, [*self.media_tokens]))
+        breaks = (np.diff(places) != 1) | (np.diff(plain[places]) != 0)
+        runs = iter(np.split(places, np.flatnonzero(breaks) + 1))
+        parts = {self._tokens[kind]: iter(self._parts(kind, view)) for kind in _ARRAYS}
+        items: list[MediaItem] = []
+        for run in runs:
+            token = int(plain[run[0]])
+            shape, pixels = next(parts[token], (None, None))
+            if shape is None or pixels is None:
+                raise FeatureCountMismatch(f"the segments have no item for the placeholders at token {run[0]}")
+            num_runs = shape.grid[0] if shape.kind == "video" else 1
+            own = [run, *islice(runs, num_runs - 1)]
+            if [(len(each), int(plain[each[0]])) for each in own] != [
+                (shape.num_features // num_runs, token)
+            ] * num_runs:
+                raise FeatureCountMismatch(
+                    f"the {shape.kind} at token {run[0]} needs {num_runs} runs of {shape.num_features // num_runs} "
+                    f"placeholder tokens; the prompt has runs of {', '.join(str(len(each)) for each in own)}"
+                )
+            items.append(MediaItem(np.concatenate(own), view.part({NORMALIZED: pixels}), shape))
+        if left := sum(1 for rest in parts.values() for _ in rest):
+            raise FeatureCountMismatch(f"the segments have {left} more items than the prompt has placeholders for")
+        return items
+
+    def _parts(self, kind: Kind, view: SegmentsView) -> Iterator[tuple[MediaShape, NDArray[np.float32]]]:
+        """Yield the shape and the pixels of each item of `kind`."""
+        names = _ARRAYS[kind]
+        if not any(name in view for name in names):
+            return
+        if not all(name in view for name in names):
+            raise CorruptReference(f"the handle words of {names[0]} or of {names[1]} are 0")
+        pixels, grids = (view[name] for name in names)
+        rows = grids.tolist() if grids.ndim == 2 and grids.shape[1] == 3 else []
+        if not rows or any(min(row) < 1 or row[1] % self._merge or row[2] % self._merge for row in rows):
+            raise CorruptReference(f"{names[1]}, of shape {grids.shape}, does not have rows t, h, w in patches")
+        counts = [math.prod(row) for row in rows]
+        if pixels.shape != (expected := (sum(counts), self._pixels[kind].patch_bytes)):
+            raise CorruptReference(f"{names[0]} has the shape {pixels.shape}, but {names[1]} needs {expected}")
+        for row, count, stop in zip(rows, counts, accumulate(counts), strict=True):
+            shape = MediaShape(kind, self._tokens[kind], count // self._merge**2, tuple(row))
+            yield shape, pixels[stop - count : stop]
+
+    def normalized(self, item: MediaItem) -> Tensor:
+        if NORMALIZED in item.view:
+            return to_device(item.view, NORMALIZED, self.spec.device)
+        return super().normalized(item)
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
         spans: list[tuple[int, int, Grid]] = []

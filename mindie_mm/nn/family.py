@@ -95,7 +95,10 @@ class Plan:
     The model reads it from `MediaShape.grid`.
     """
     mindie_specs: Mapping[str, ArraySpec] = field(default_factory=dict)
-    """Arrays of the item in MindIE's wire format. The keys are the field names of the kind's layout."""
+    """Arrays of the item in MindIE's wire format. The keys are the field names of the kind's layout.
+
+    Empty if this format cannot describe the item.
+    """
 
 
 class Processor(ABC):
@@ -108,6 +111,8 @@ class Processor(ABC):
     """Number of columns of a feature: the sum of `ModelSpec.hidden_size` and `ModelSpec.extra_width`."""
     placeholders: Mapping[Kind, Placeholder]
     """Placeholder of each kind of media that the family supports."""
+    mindie_pad: int = -1
+    """Id that MindIE writes over further placeholders in its wire format: `pad_token_id` of the text config, or -1."""
 
     @abstractmethod
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -123,6 +123,8 @@ class MediaModel(ABC):
     """The nn.Module of the whole model."""
     traits: ClassVar[Traits] = Traits()
     """The ways in which this model differs from most other models."""
+    media_tokens: Collection[int] = ()
+    """Placeholder ids, for models with `traits.mindie_prompt_layout`."""
 
     @abstractmethod
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
@@ -142,11 +144,30 @@ class MediaModel(ABC):
         """
         raise CorruptReference(f"the segments contain the arrays {', '.join(view)}; this model uses none of them")
 
+    def segment_items(self, ids: NDArray[np.int64], view: SegmentsView, start: int) -> list[MediaItem]:
+        """Return the items of a prompt whose segments contain all of its media (`traits.mindie_prompt_layout`).
+
+        Args:
+            ids: Ids with handle words, int64 [T].
+            view: Arrays of all fields of the layout that the prompt has.
+            start: Index of the first handle word, or of the zeros before it.
+
+        Raises:
+            CorruptReference: The arrays do not belong to this family.
+            FeatureCountMismatch: The ids have more or fewer placeholders than the items have features.
+
+        """
+        raise CorruptReference(f"the segments contain the arrays {', '.join(view)}; this model uses none of them")
+
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         """Return the media items that the handle words in `ids` refer to. `ids` is int64 [T].
 
         This method raises the errors of `read_media`.
         """
+        if (layout := self.traits.mindie_prompt_layout) is not None:
+            attached = layout.attach(ids, self.media_tokens)
+            if attached is not None:
+                return self.segment_items(ids, *attached)
         return read_media(ids, self._describe, self.traits.mindie_layouts.values())
 
     def _describe(self, view: ItemView) -> MediaShape:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from mindie_mm.inputs import Kind
+from mindie_mm.nn.mindie import NORMALIZED, PLANES
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.pixels import Normalization, joined
 from mindie_mm.nn.splice import MediaItem
@@ -16,7 +17,8 @@ from mindie_mm.nn.staging import to_device
 class PictureModel(MediaModel):
     """A mixin for models whose towers take normalized images. List this class before the other base class.
 
-    A block contains `pixel_values`, uint8 [images, height, width, 3].
+    A block contains `pixel_values`, uint8 [images, height, width, 3]. In MindIE's wire format, an item has `planes`,
+    uint8 [images, 3, height, width], or `normalized`, float16 [1, images, 3, height, width].
     """
 
     normalizations: Mapping[Kind, Normalization]
@@ -28,4 +30,9 @@ class PictureModel(MediaModel):
 
     def normalized(self, item: MediaItem) -> Tensor:
         """Return the normalized images of one item on the device, float32 [images, 3, height, width]."""
-        return self.normalizations[item.shape.kind](to_device(item.view, "pixel_values", self.spec.device))
+        view, device = item.view, self.spec.device
+        if NORMALIZED in view:
+            return to_device(view, NORMALIZED, device).float().squeeze(0)
+        if PLANES in view:
+            return self.normalizations[item.shape.kind](to_device(view, PLANES, device).permute(0, 2, 3, 1))
+        return self.normalizations[item.shape.kind](to_device(view, "pixel_values", device))

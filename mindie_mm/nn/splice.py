@@ -74,6 +74,8 @@ class MediaItem:
     shape: MediaShape
     placeholders: NDArray[np.int64] | None = None
     """Token indices of the handle words and placeholders, int64 [num_features]. None means `slots`."""
+    prompt_ids: NDArray[np.int64] | None = None
+    """Ids of the whole prompt, int64 [T], if a segment contains them. None means that the sequence contains them."""
 
     @property
     def start(self) -> int:
@@ -151,11 +153,16 @@ def read_media(
     """
     items: list[MediaItem] = []
     words = np.flatnonzero(ids < 0)
+    enclosed = any(layout.enclosed for layout in layouts)
     while len(words):
         view, num_words = _attach(ids, words, layouts)
         shape = describe(view)
         view.verify()
         start, rest = int(words[0]), words[num_words:]
+        if enclosed and isinstance(view, SegmentsView):
+            items.append(MediaItem(_enclosed_slots(ids, start, num_words, shape), view, shape))
+            words = rest[rest >= items[-1].stop]
+            continue
         end = int(rest[0]) if len(rest) else len(ids)
         own = ids[start:end]
         slots = start + np.flatnonzero((own < 0) | (own == shape.token))
@@ -188,14 +195,32 @@ def _attach(ids: NDArray[np.int64], words: NDArray[np.int64], layouts: Iterable[
     if not is_segment_word(name):
         raise CorruptReference(f"the token at position {start} is {name}, which is neither a token id nor a name word")
     stop = start
-    while stop < len(ids) and ids[stop] < 0:
+    while stop < len(ids) and ids[stop] < -1:
         stop += 1
     return attach_words(ids[start:stop].tolist(), layouts), stop - start
 
 
+def _enclosed_slots(ids: NDArray[np.int64], first: int, num_words: int, shape: MediaShape) -> NDArray[np.int64]:
+    """Return the slots of an item whose layout is enclosed. `first` is the index of its first word."""
+    start, stop = first - 1, first - 1 + shape.num_features
+    end = first + num_words
+    while end < len(ids) and ids[end] != shape.token:
+        end += 1
+    if start < 0 or ids[start] != shape.token:
+        raise CorruptReference(f"the handle words of the {shape.kind} at token {first} are not behind its placeholder")
+    if end + 1 != stop:
+        raise FeatureCountMismatch(
+            f"the {shape.kind} at token {start} has {end + 1 - start} tokens, but {shape.num_features} features; the "
+            "numbers must be equal"
+        )
+    if (ids[first + num_words : end] < -1).any():
+        raise CorruptReference(f"the {shape.kind} at token {start} contains handle words of another item")
+    return np.arange(start, stop)
+
+
 def plain_ids(ids: NDArray[np.int64], items: Sequence[MediaItem]) -> NDArray[np.int64]:
     """Return a copy of `ids` in which the placeholder ids of `items` replace all handle words."""
-    plain = ids.copy()
+    plain = next((item.prompt_ids for item in items if item.prompt_ids is not None), ids).copy()
     for item in items:
         plain[item.slots if item.placeholders is None else item.placeholders] = item.shape.token
     return plain

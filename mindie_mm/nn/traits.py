@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mindie_mm.inputs import Kind
-from mindie_mm.nn.mindie import Layout
+from mindie_mm.nn.mindie import Layout, PromptLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,11 @@ class Traits:
     mindie_layouts: Mapping[Kind, Layout] = field(default_factory=dict)
     """Processor and model: layout of the handle words of each kind of item in MindIE's wire format.
 
-    If empty, items in that format are refused.
+    If empty, and without `mindie_prompt_layout`, items in that format are refused.
     """
+    mindie_prompt_layout: PromptLayout | None = None
+    """Processor and model: layout of the handle words of a whole prompt in MindIE's wire format, instead of
+    `mindie_layouts`."""
     vision_parts: tuple[str, ...] = ()
     """Model: names of the tower's modules, to which `vision_device` and `vision_bits` apply.
 

@@ -261,6 +261,13 @@ class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
         """Total size of the arrays in bytes. Reading this property does not access the segments."""
         return sum(array.nbytes for array in self._arrays.values())
 
+    def part(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> SegmentsView:
+        """Return the view of one of several items in the same segments. `arrays` are parts of this view's arrays."""
+        part = object.__new__(SegmentsView)
+        part.ref, part.digest = SegmentsRef(self.ref.names), None
+        part._segments, part._arrays = self._segments, {**arrays}
+        return part
+
     def verify(self) -> None:
         """Raise SegmentMissing if a segment has been truncated since it was mapped."""
         for spec, mapping in self._segments.values():

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from itertools import islice
 from pathlib import Path
 
 from mindie_mm.decode import Decoders, Group
@@ -29,6 +30,7 @@ from mindie_mm.shm import Block
 from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
+from mindie_mm.tokenize.prompt import Prompt, put_words
 from mindie_mm.tokenize.prompts import Prompts
 from mindie_mm.tokenize.room import Room
 
@@ -105,7 +107,25 @@ class _RequestMedia(RequestMedia):
         self._group.keeps_decoder = sum(map(len, prompts)) == 1
         return await gather_in_order([self._plan_prompt(media) for media in prompts])
 
-    async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
+    async def fill(
+        self, prompts: Sequence[Prompt], items: Sequence[tuple[PlannedItem, str]], path_file: Path | None
+    ) -> list[Prompt]:
+        words = iter(await self._store(items, path_file) if items else ())
+        return [put_words(prompt, islice(words, len(prompt.spans))) for prompt in prompts]
+
+    async def num_pages(self, document: Media) -> int:
+        """Return the number of pages of a PDF. Raise the same errors as `MediaStage.num_pages`."""
+        self._stage.planner.counts([document])
+        parcel = await self._packed(document)
+        first = Item("image", document.options, {"image": 1}, parcel.parts, parcel.is_list, decodes_to_count(), page=0)
+        return (await self._stage.decoders.plan(self._group, first, parcel.descriptor)).num_pages
+
+    def close(self) -> None:
+        """Close the files, and let other requests use the decoder."""
+        self._stage.decoders.let_go(self._group)
+        self._files.close()
+
+    async def _store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
         if path_file is None:
             raise InputError("a prompt with media needs a path file, which records the blocks to free")
         room, all_specs = self._stage.room, [item.specs for item, _ in items]
@@ -123,18 +143,6 @@ class _RequestMedia(RequestMedia):
             raise
         faults.point("published")
         return [block.ref.to_words() for block in blocks]
-
-    async def num_pages(self, document: Media) -> int:
-        """Return the number of pages of a PDF. Raise the same errors as `MediaStage.num_pages`."""
-        self._stage.planner.counts([document])
-        parcel = await self._packed(document)
-        first = Item("image", document.options, {"image": 1}, parcel.parts, parcel.is_list, decodes_to_count(), page=0)
-        return (await self._stage.decoders.plan(self._group, first, parcel.descriptor)).num_pages
-
-    def close(self) -> None:
-        """Close the files, and let other requests use the decoder."""
-        self._stage.decoders.let_go(self._group)
-        self._files.close()
 
     async def _plan_prompt(self, media: Sequence[Media]) -> list[PlannedItem]:
         counts = self._stage.planner.counts(media)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from mindie_mm.nn.family import Processor
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
+from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.wires import Wire
 
 
@@ -61,13 +63,19 @@ class _RequestMedia(RequestMedia):
     async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
         return [self._plan_prompt(media) for media in prompts]
 
-    async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
-        if path_file is None and self._wire.needs_path_file:
+    async def fill(
+        self, prompts: Sequence[Prompt], items: Sequence[tuple[PlannedItem, str]], path_file: Path | None
+    ) -> list[Prompt]:
+        if items and path_file is None and self._wire.needs_path_file:
             raise InputError("a prompt with media needs a path file, which records the blocks to free")
+        left = ((item, self._digest(item, salt)) for item, salt in items)
         with ExitStack() as undo:
-            words = [self._store_item(item, salt, path_file, undo) for item, salt in items]
+            filled = [self._wire.fill(p, list(islice(left, len(p.spans))), path_file, undo) for p in prompts]
             undo.pop_all()
-        return words
+        return filled
+
+    def _digest(self, item: PlannedItem, salt: str) -> Callable[[], bytes]:
+        return partial(content_digest, item.plan.settings, self._data[item], salt)
 
     def _plan_prompt(self, media: Sequence[Media]) -> list[PlannedItem]:
         counts = self._planner.counts(media)
@@ -87,8 +95,3 @@ class _RequestMedia(RequestMedia):
             item = self._planner.item(index, media.kind, plan)
         self._data[item] = data
         return item
-
-    def _store_item(self, item: PlannedItem, salt: str, path_file: Path | None, undo: ExitStack) -> Sequence[int]:
-        digest = partial(content_digest, item.plan.settings, self._data[item], salt)
-        with naming(item.name):
-            return self._wire.store(item, digest, path_file, undo)

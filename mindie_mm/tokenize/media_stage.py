@@ -1,4 +1,4 @@
-"""The interface of media stages. They write the media of a request to shared memory and return handle words."""
+"""The interface of media stages. They write the media of a request to shared memory, and handle words into prompts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from mindie_mm.inputs import Media
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize.planning import PlannedItem
+from mindie_mm.tokenize.prompt import Prompt
 
 
 class RequestMedia(ABC):
@@ -27,11 +28,13 @@ class RequestMedia(ABC):
         """
 
     @abstractmethod
-    async def store(self, items: Sequence[tuple[PlannedItem, str]], path_file: Path | None) -> list[Sequence[int]]:
-        """Write planned items to shared memory and record them in `path_file`. Return the handle words of each item.
+    async def fill(
+        self, prompts: Sequence[Prompt], items: Sequence[tuple[PlannedItem, str]], path_file: Path | None
+    ) -> list[Prompt]:
+        """Write planned items to shared memory, record them in `path_file`, and return the prompts with handle words.
 
-        Each item is paired with the salt of its digest. Call this method once, because blocks for all items are
-        allocated together. If anything fails, all blocks are freed.
+        Each item is paired with the salt of its digest. The items have the order of the spans of all prompts. Call this
+        method once, because blocks for all items are allocated together. If anything fails, all blocks are freed.
 
         Raises:
             ArenaFull: The arena had no free memory in time.

@@ -7,7 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mindie_mm.settings.config import ContentFormat
 from mindie_mm.tokenize.media_stage import MediaStage
 from mindie_mm.tokenize.placeholders import Expansion, expand, insert
 from mindie_mm.tokenize.planning import PlannedItem
-from mindie_mm.tokenize.prompt import Prompt, PromptOptions, put_words
+from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.text.spelling import Rendered
 from mindie_mm.tokenize.text.text_encoder import Encoded, TextEncoder
 from mindie_mm.tokenize.truncate import cut, truncate
@@ -215,8 +215,7 @@ class Prompts:
                 salt = draft.options.cache_salt
                 kept += [(item, salt) for item in own[len(own) - len(prompt.spans) :]]
             faults.point("planned")
-            words = iter(await media.store(kept, path_file) if kept else ())
-        return [put_words(prompt, islice(words, len(prompt.spans))) for prompt in prompts]
+            return await media.fill(prompts, kept, path_file)
 
     def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem], *, framed: bool = False) -> Encoded:
         rendered = Rendered(self._processor.prompt_text(rendered.text), rendered.restore)

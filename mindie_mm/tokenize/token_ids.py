@@ -52,8 +52,10 @@ def _listed(given: Sequence[Any]) -> NDArray[np.int64]:
     for index, one in enumerate(given):
         try:
             ids[index] = operator.index(one)
-        except (TypeError, OverflowError):
+        except TypeError:
             raise InputError(
-                f"item {index} of the token ids is not an integer in the range of int64, but a {type(one).__name__}"
+                f"item {index} of the token ids is a {type(one).__name__}; it must be an integer"
             ) from None
+        except OverflowError:
+            raise InputError(f"item {index} of the token ids does not fit into int64") from None
     return ids

@@ -14,7 +14,7 @@ from transformers.utils import get_json_schema
 
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.decoder_messages import DecoderSetup
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import InputError
 from mindie_mm.inputs import (
     Media,
     media_of,
@@ -37,6 +37,7 @@ from mindie_mm.tokenize.decoded import read_prompts
 from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.in_process import InProcess
 from mindie_mm.tokenize.media_stage import MediaStage
+from mindie_mm.tokenize.mindie_wires import mindie_wire
 from mindie_mm.tokenize.planning import Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt
@@ -44,7 +45,7 @@ from mindie_mm.tokenize.prompts import Draft, Prompts
 from mindie_mm.tokenize.room import Room
 from mindie_mm.tokenize.stage.answer import answer
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
-from mindie_mm.tokenize.wires import ARENA_BYTES, MindIEWire, NativeWire, Wire, WireName
+from mindie_mm.tokenize.wires import ARENA_BYTES, NativeWire, Wire, WireName
 
 T = TypeVar("T")
 
@@ -280,10 +281,7 @@ def _in_process(
     limits: PromptLimits,
 ) -> MediaStage:
     if wire == "mindie":
-        layouts = processor.traits.mindie_layouts
-        if missing := ", ".join(kind for kind in family.kinds if kind not in layouts):
-            raise UnsupportedCheckpoint(f"{checkpoint.path}: its family has no MindIE layout for {missing}")
-        wire = MindIEWire(layouts)
+        wire = mindie_wire(processor, family, str(checkpoint.path))
     elif not isinstance(wire, Wire):
         wire = NativeWire()
     return InProcess(processor, Planner(processor, family.__name__, limits), wire, caps)

@@ -1,6 +1,6 @@
-"""Wires. A wire stores media items and returns the handle words that refer to them.
+"""Wires. A wire stores media items and writes the handle words that refer to them into the prompt.
 
-An item is stored in a block of an arena, in a block of a file, or in segments in MindIE's format.
+An item is stored in a block of an arena, in a block of a file, or in segments in MindIE's format (`mindie_wires.py`).
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import numpy as np
-
-from mindie_mm.errors import LimitExceeded, SharedMemoryError
+from mindie_mm.errors import SharedMemoryError, naming
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
-from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.splice import ITEM
 from mindie_mm.processes import faults
 from mindie_mm.shm import Arena, ArraySpec, DiskArena, collect
-from mindie_mm.shm.mindie import Segment, create_shm
 from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.preprocessed import Preprocessed
+from mindie_mm.tokenize.prompt import Prompt, put_words
 
 WireName = Literal["native", "mindie"]
+ItemToStore = tuple[PlannedItem, Callable[[], bytes]]
+"""An item, and a function that computes the digest of its content."""
 ARENA_BYTES = 256 * 2**20
 """Default capacity in bytes of an arena that a tokenizer creates."""
 
@@ -39,8 +38,39 @@ class Wire(ABC):
     def check(self, plan: Plan, kind: Kind) -> None:
         """Raise LimitExceeded if an item has too few placeholders for its handle words.
 
-        One placeholder suffices unless a wire overrides this method.
+        One placeholder suffices unless a wire overrides this method. InputError is raised if the wire cannot store the
+        item at all.
         """
+
+    @abstractmethod
+    def fill(self, prompt: Prompt, items: Sequence[ItemToStore], path_file: Path | None, undo: ExitStack) -> Prompt:
+        """Store the items of a prompt, and return the prompt with their handle words.
+
+        Args:
+            prompt: Prompt without handle words. It has one span per item.
+            items: Items to store.
+            path_file: File that records the references to free.
+            undo: Stack for callbacks that free the items.
+
+        Raises:
+            ArenaFull: The arena has no free memory for an item.
+            SharedMemoryError: Shared memory cannot be used. The errors of `item.plan.write` are raised, too.
+
+        """
+
+    def close(self) -> None:
+        """Release the wire's own resources. This may be called repeatedly."""
+
+
+class ItemWire(Wire):
+    """A wire whose handle words refer to one item each."""
+
+    def fill(self, prompt: Prompt, items: Sequence[ItemToStore], path_file: Path | None, undo: ExitStack) -> Prompt:
+        words: list[Sequence[int]] = []
+        for item, digest in items:
+            with naming(item.name):
+                words.append(self.store(item, digest, path_file, undo))
+        return put_words(prompt, words)
 
     @abstractmethod
     def store(
@@ -54,17 +84,12 @@ class Wire(ABC):
             path_file: File that records the references to free.
             undo: Stack for the callback.
 
-        Raises:
-            ArenaFull: The arena has no free memory for the item.
-            SharedMemoryError: Shared memory cannot be used. The errors of `item.plan.write` are raised, too.
+        This method raises the errors of `fill`.
 
         """
 
-    def close(self) -> None:
-        """Release the wire's own resources. This may be called repeatedly."""
 
-
-class NativeWire(Wire):
+class NativeWire(ItemWire):
     """A wire with one block per item.
 
     An item has a name word and a shape word, or only a name word if the item has a single placeholder.
@@ -137,7 +162,7 @@ class NativeWire(Wire):
         return ref.to_words()
 
 
-class DiskWire(Wire):
+class DiskWire(ItemWire):
     """A wire with one block per item in a file on disk. Items are never freed."""
 
     needs_path_file: ClassVar[bool] = False
@@ -160,35 +185,3 @@ class DiskWire(Wire):
             words = block.publish(content).to_words()
         self.stored.append((content, item.specs))
         return words
-
-
-class MindIEWire(Wire):
-    """A wire that stores each array in its own segment, without a digest. Handle words follow the MindIE layout."""
-
-    def __init__(self, layouts: Mapping[Kind, Layout]) -> None:
-        """Create a wire. `layouts` must contain every kind of media that the model supports."""
-        self._layouts = layouts
-
-    def check(self, plan: Plan, kind: Kind) -> None:
-        if plan.num_features < (needed := self._layouts[kind].num_slots):
-            raise LimitExceeded(
-                f"the {kind} has {plan.num_features} features; MindIE's wire format needs at least {needed}"
-            )
-
-    def store(
-        self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
-    ) -> Sequence[int]:
-        assert path_file is not None
-        layout = self._layouts[item.shape.kind]
-        segments: dict[str, Segment] = {}
-        arrays: dict[str, np.ndarray[Any, Any]] = {}
-        for field in layout.fields:
-            spec = item.plan.mindie_specs[field.name]
-            if isinstance(field, InSegment):
-                segment = segments[field.name] = create_shm(spec.nbytes, path_file)
-                undo.callback(segment.unlink)
-                arrays[field.name] = np.ndarray(spec.shape, spec.dtype, segment.buf)
-            else:
-                arrays[field.name] = np.empty(spec.shape, spec.dtype)
-        item.plan.write(arrays)
-        return list(layout.words({name: segment.name for name, segment in segments.items()}, arrays))

@@ -3,14 +3,11 @@
 The algorithm follows vLLM 0.33 (`vllm/entrypoints/generate/beam_search/online.py`). In each step, the `2 * beam_width`
 most likely next tokens of each beam are candidates. Each candidate that is an end-of-sequence token ends a beam. Among
 the other candidates, the `beam_width` with the highest total log-probability are the beams of the next step. At the
-end, all outputs are ranked by their total log-probability divided by `num_tokens ** length_penalty`. The number of
-tokens includes the end-of-sequence token, but not the prompt.
+end, outputs are ranked by their total log-probability divided by `num_tokens ** length_penalty`, without the prompt.
 
 In `generate(num_beams=...)` of transformers, a beam ends only if its end-of-sequence token is one of the `beam_width`
-best candidates, and the search may end before `max_tokens`. With `ignore_eos`, the outputs are the same.
-
-In each step, the engine receives each beam with its prompt as a request for one token. Most KV blocks are in the prefix
-cache, and the features of media are in the encoder cache.
+best candidates, and the search may end before `max_tokens`. With `ignore_eos`, the outputs are the same. In each step,
+the engine gets every beam as a request for one token. Most of its KV blocks are in the prefix cache.
 """
 
 from __future__ import annotations
@@ -18,9 +15,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from heapq import nlargest
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -62,14 +59,8 @@ class BeamSearchParams:
         Raise InputError if a setting is invalid.
         """
         check_beams(self.beam_width, self.length_penalty, self.max_tokens, name="beam_width")
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            temperature=self.temperature,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            skip_special_tokens=self.skip_special_tokens,
-            logprobs=2 * self.beam_width,
-        ).check(vocab_size)
+        shared = {name: value for name, value in asdict(self).items() if name in SamplingParams.__struct_fields__}
+        return SamplingParams(**shared, logprobs=2 * self.beam_width).check(vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +97,24 @@ class _Beam:
     cum_logprob: float = 0.0
     finish_reason: FinishReason = "length"
 
-    def extended(self, token: int, logprob: float, top: list[tuple[int, float]], *, ends: bool) -> _Beam:
-        logprobs = (*self.logprobs, TokenLogprob(token, logprob, top))
-        return _Beam((*self.token_ids, token), logprobs, self.cum_logprob + logprob, "stop" if ends else "length")
+    def extended(self, token: TokenLogprob, reason: FinishReason) -> _Beam:
+        return _Beam(
+            (*self.token_ids, token.token_id), (*self.logprobs, token), self.cum_logprob + token.logprob, reason
+        )
 
 
 def check_beams(width: Any, length_penalty: Any, max_tokens: Any, *, name: str) -> None:
     """Raise InputError if a setting of a beam search is not supported. `name` is the name of the setting `width`."""
-    limits = ((name, width, (int,), 1, MAX_BEAM_WIDTH), ("length_penalty", length_penalty, (int, float), -10, 10))
+    limits = (
+        (name, width, (int,), 1, MAX_BEAM_WIDTH),
+        ("length_penalty", length_penalty, (int, float), -10, 10),
+        ("max_tokens", 1 if max_tokens is None else max_tokens, (int, float), 1, 2**31 - 1),
+    )
     for setting, value, types, low, high in limits:
         if type(value) not in types or not low <= value <= high:
             given = shown(value) if isinstance(value, int | float) else f"of type {type(value).__name__}"
             message = f"{setting} is {given}; for a beam search, it must be in [{low}, {high}]"
             raise InputError(message, param=setting)
-    if max_tokens == 0:
-        raise InputError("max_tokens is 0; a beam search needs at least 1", param="max_tokens")
 
 
 async def beam_search(
@@ -130,19 +124,17 @@ async def beam_search(
     width: int,
     length_penalty: float,
     request_id: str,
-    *,
     silent: Collection[int] | None = None,
 ) -> list[BeamSearchSequence]:
     """Return the `width` best outputs for a prompt, the best one first.
 
-    The prompt's blocks stay in shared memory until the last step. This raises the errors of `AsyncEngine.generate`, and
-    the errors below.
+    This raises the errors of `AsyncEngine.generate`, and the errors below.
 
     Args:
         worker: Worker that computes the log-probabilities.
-        source: Prompt of the request.
-        params: Settings of the request. Those that concern drawing, such as penalties, have no effect.
-        width: See `BeamSearchParams.beam_width`.
+        source: Prompt of the request. Its blocks stay in shared memory until the last step.
+        params: Settings of the request. Settings for drawing tokens have no effect.
+        width: Number of beams, at most `MAX_BEAM_WIDTH`.
         length_penalty: See `BeamSearchParams`.
         request_id: Unique id of the request.
         silent: See `Worker.generate`.
@@ -155,13 +147,10 @@ async def beam_search(
     num_steps = _num_steps(worker, len(source.prompt), params)
     source.share(1 + width * (num_steps - 1))  # one answer per beam and step
     eos_token_ids = () if params.ignore_eos else worker.engine.info.eos_token_ids
-    wanted = 0 if params.logprobs is None else params.logprobs
+    wanted = params.logprobs or 0
+    num_top = ALL_TOKENS if wanted == ALL_TOKENS else max(2 * width, wanted)
     step = SamplingParams(
-        max_tokens=1,
-        temperature=0,
-        logprobs=ALL_TOKENS if wanted == ALL_TOKENS else max(2 * width, wanted),
-        cache_salt=params.cache_salt,
-        priority=params.priority,
+        max_tokens=1, temperature=0, logprobs=num_top, cache_salt=params.cache_salt, priority=params.priority
     )
 
     def score(beam: _Beam) -> float:
@@ -176,32 +165,32 @@ async def beam_search(
         answers = await gather([Answer.of(deltas) for deltas in steps])
         if number == 0:
             (first,), began_s = answers, time.monotonic()
-        running = list[_Beam]()
+        found: dict[bool, list[tuple[float, _Beam, TokenLogprob]]] = {False: [], True: []}
         for beam, answer in zip(beams, answers, strict=True):
             top = answer.logprobs[0].top
             kept = top if wanted == ALL_TOKENS else top[:wanted]
             for token, logprob in top[: 2 * width]:
-                ends = token in eos_token_ids
-                (ended if ends else running).append(beam.extended(token, logprob, kept, ends=ends))
-        beams = nlargest(width, running, key=attrgetter("cum_logprob"))
-        ended = nlargest(width, ended, key=score)
+                candidate = beam.cum_logprob + logprob, beam, TokenLogprob(token, logprob, kept)
+                found[token in eos_token_ids].append(candidate)
+        new = [beam.extended(token, "stop") for _, beam, token in nlargest(width, found[True], key=itemgetter(0))]
+        ended = nlargest(width, [*ended, *new], key=score)
+        beams = [beam.extended(token, "length") for _, beam, token in nlargest(width, found[False], key=itemgetter(0))]
     timings = first.timings and msgspec.structs.replace(first.timings, decode_s=time.monotonic() - began_s)
     return [
         BeamSearchSequence(
-            text=worker.text_of(beam.token_ids, beam.finish_reason, params, silent),
-            tokens=[*beam.token_ids],
-            cum_logprob=beam.cum_logprob,
-            logprobs=[*beam.logprobs],
-            finish_reason=beam.finish_reason,
-            cached_tokens=first.cached_tokens,
-            timings=timings,
+            worker.text_of(beam.token_ids, beam.finish_reason, params, silent),
+            [*beam.token_ids],
+            beam.cum_logprob,
+            [*beam.logprobs],
+            beam.finish_reason,
+            first.cached_tokens,
+            timings,
         )
         for beam in nlargest(width, [*ended, *beams], key=score)
     ]
 
 
 def _num_steps(worker: Worker, num_prompt: int, params: SamplingParams) -> int:
-    """Return the number of tokens to generate. This raises the errors of `beam_search`."""
     info = worker.engine.info
     if info.max_output_len is not None:
         raise InputError("beam search is not supported for encoder-decoder models", param="use_beam_search")

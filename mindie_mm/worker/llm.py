@@ -139,7 +139,7 @@ class LLM:
         return self._outputs(_requests(inputs, chat_template, webui), params, on_error)
 
     def beam_search(
-        self, prompts: Sequence[Any], params: BeamSearchParams, *, chat_template: bool = True
+        self, prompts: Sequence[Any], params: BeamSearchParams, *, chat_template: bool = True, webui: bool = False
     ) -> list[BeamSearchOutput]:
         """Find the most likely outputs for each prompt. Prompts are batched.
 
@@ -147,6 +147,7 @@ class LLM:
             prompts: Texts, or lists of items, as in `generate`.
             params: Settings of the beam search.
             chat_template: Whether to format each prompt as one user turn with the checkpoint's chat template.
+            webui: Same as in `generate`.
 
         Returns:
             The outputs for each prompt, in order.
@@ -165,7 +166,7 @@ class LLM:
                 found = beam_search(self._worker, source, checked, width, length_penalty, uuid.uuid4().hex)
                 return BeamSearchOutput(await found)
 
-        return _successful(self._run(_requests(prompts, chat_template), search))
+        return _successful(self._run(_requests(prompts, chat_template, webui), search))
 
     def stream(
         self, prompt: Any, params: SamplingParams | None = None, *, chat_template: bool = True, webui: bool = False
@@ -374,7 +375,7 @@ def _successful(outputs: Sequence[T | MindieMMError]) -> list[T]:
     return found
 
 
-def _requests(inputs: Sequence[Any], chat_template: bool, webui: bool = False) -> list[TokenizeRequest | TokenIds]:
+def _requests(inputs: Sequence[Any], chat_template: bool, webui: bool) -> list[TokenizeRequest | TokenIds]:
     if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
         raise InputError(f"inputs is a {type(inputs).__name__}; {_ONE_LIST_PER_PROMPT}")
     return [_request(f"inputs[{i}]", one, chat_template, webui) for i, one in enumerate(inputs)]

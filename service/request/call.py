@@ -98,8 +98,8 @@ class Call:
                 placeholders of a handle.
 
         Raises:
-            InputError: An id is not in the vocabulary, the ids have handles although a field of `of_text` is set, or
-                the structured output is not supported.
+            InputError: An id is not in the vocabulary, a handle cannot be used, the ids have handles although a field
+                of `of_text` is set, or the structured output is not supported.
 
         """
         with self.meter.counted(len(given) * self.n):
@@ -107,12 +107,12 @@ class Call:
             if self.accepts_handles and any(index < 0 for ids in given for index in ids):
                 for name in of_text:
                     raise InputError(f"{name} is not supported with handles in {field}; leave {name} out", param=name)
-            yield [
-                PromptSource(
-                    prompt_of_ids(self.service, self._cut(ids, cut), field, accept_handles=self.accepts_handles)
-                )
-                for ids in given
-            ]
+            kept = [self._cut(ids, cut) for ids in given]
+            checked = [prompt_of_ids(self.service, ids, field, accept_handles=self.accepts_handles) for ids in kept]
+            try:
+                yield [PromptSource(prompt) for prompt in checked]
+            except (BadReference, FeatureCountMismatch) as error:  # of the client's own handles
+                raise InputError(f"a handle of the prompt cannot be used: {error}", param=field) from error
 
     def _cut(self, ids: Sequence[int], options: PromptOptions) -> Sequence[int]:
         """Return `ids`, truncated to `options.cut_to` tokens."""
@@ -217,7 +217,7 @@ class Call:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         begins = True
         outputs = self.service.worker.generate(source, params, f"{self.id}-{index}", whole=whole, silent=self.silent)
-        async with _blaming_handles(source), aclosing(outputs) as deltas:
+        async with aclosing(outputs) as deltas:
             async for delta in deltas:
                 if delta.prompt_logprobs is not None and not prompt_logprobs.done():
                     prompt_logprobs.set_result(delta.prompt_logprobs)
@@ -241,7 +241,7 @@ class Call:
                     self.n,
                     self.length_penalty,
                     f"{self.id}-{index}",
-                    silent=self.silent,
+                    self.silent,
                 )
                 found.set_result(await beams)
         one = (await found)[index % self.n]
@@ -259,17 +259,6 @@ class Call:
         if self.params.seed is None or not index:
             return self.params
         return msgspec.structs.replace(self.params, seed=(self.params.seed + index + 2**63) % 2**64 - 2**63)
-
-
-@asynccontextmanager
-async def _blaming_handles(source: PromptSource) -> AsyncIterator[None]:
-    """Raise an InputError in place of an error about handles that the client itself sent."""
-    try:
-        yield
-    except (BadReference, FeatureCountMismatch) as error:
-        if source.can_remake:
-            raise
-        raise InputError(f"a handle of the prompt cannot be used: {error}") from error
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,15 +49,15 @@ class KeptMedia:
             InputError: An item is not kept.
 
         """
-        index = -1
+        counts = Counter[str]()
 
         def with_data(media: Media) -> Media:
-            nonlocal index
-            index += 1
+            index, index_in_kind = counts.total(), counts[media.kind]
+            counts[media.kind] += 1
             if media.source is not None:
                 return media
             with naming(f"media item {index} ({media.kind})"):
-                return replace(media, source=self._data(media, owner, salt), uuid=None)
+                return replace(media, source=self._data(media, owner, salt, index_in_kind), uuid=None)
 
         return with_media(messages, with_data)
 
@@ -73,14 +73,17 @@ class KeptMedia:
             data = await in_thread(partial(_read, files, self._max_bytes))
             self._put(_key(item, owner, salt), data)
 
-    def _data(self, media: Media, owner: bytes, salt: str) -> _Data:
+    def _data(self, media: Media, owner: bytes, salt: str, index_in_kind: int) -> _Data:
         assert media.uuid is not None, "an item without data has a uuid"
         if not self._max_bytes:
             raise InputError("media are not kept by uuid (--media-uuid-bytes is 0), so send the data each time")
         key = _key(media, owner, salt)
         if (data := self._items.get(key)) is None:
             shown = media.uuid[:_MAX_SHOWN]
-            raise InputError(f"no data are kept for the uuid {shown!r}; send the data again, with the same uuid")
+            raise InputError(  # begins with vLLM's words, by which clients recognize that they must send the data again
+                f"Cache miss for {media.kind} at index {index_in_kind} but data is not provided: no data are kept for "
+                f"the uuid {shown!r}; send the data again, with the same uuid"
+            )
         self._items.move_to_end(key)
         return data
 

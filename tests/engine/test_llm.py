@@ -143,6 +143,8 @@ def test_texts_may_have_pictures_as_in_text_generation_webui(llm, picture):
     assert found[0].token_ids == expected[0].token_ids
     message = {"role": "user", "content": text}
     assert llm.chat([message], GREEDY, webui=True).token_ids == expected[0].token_ids
+    streamed = [token for delta in llm.stream(text, GREEDY, webui=True) for token in delta.token_ids]
+    assert streamed == expected[0].token_ids
 
 
 def test_an_unexpected_exception_does_not_fail_the_others(llm, monkeypatch):

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from mindie_mm.shm import request_directory
+from tests.models.mindie_contract import StandIn
 
 
 @pytest.fixture
@@ -18,3 +19,11 @@ def path_file(tmp_path):
     """Yield a path file. After the test, release its blocks."""
     with request_directory(tmp_path) as directory:
         yield directory.path_file
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory):
+    """Yield a process that stands in for MindIE."""
+    process = StandIn(tmp_path_factory.mktemp("stand-in"))
+    yield process
+    process.close()

@@ -205,6 +205,8 @@ class TestFlorence2(Seq2SeqContract):
             ):
                 with pytest.raises(openai.BadRequestError, match=error):
                     ask(messages=messages, max_tokens=3)
+            with pytest.raises(openai.BadRequestError, match="beam search is not supported for encoder-decoder"):
+                asked(max_tokens=3, logit_bias={}, extra_body={"use_beam_search": True})
             with pytest.raises(
                 openai.BadRequestError, match="length is 1024 tokens; the request needs 1025 output tokens"
             ):

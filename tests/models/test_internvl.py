@@ -26,6 +26,7 @@ from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture, refusals
+from tests.models.mindie_contract import MindIEContract
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer, without_token
 from tests.transformers_reference import AutoTokenizer
@@ -77,8 +78,14 @@ class Reference(PretrainedReference):
     parts = (GotOcr2ImageProcessor, AutoTokenizer, InternVLVideoProcessor)
 
 
-class TestInternVL(ExtremeShapes, FamilyContract):
+class TestInternVL(MindIEContract, ExtremeShapes, FamilyContract):
     name = "internvl"
+    mindie_layout = "internvl"
+    mindie_prompts = (
+        [{"image": picture(20, 29)}, {"text": " and "}, {"image": picture(170, 60)}, {"text": "?"}],
+        [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": picture(8, 8)}],
+    )
+    mindie_start = "<img>"
     write_checkpoint = staticmethod(write)
     reference_class = Reference
     prompts: ClassVar = {
@@ -86,6 +93,12 @@ class TestInternVL(ExtremeShapes, FamilyContract):
         "a video": [{"video": clip(5, 50, 40)}, {"text": "Which way?"}],
         "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": picture(8, 8)}],
     }
+
+    def mindie_arrays(self, prompt, items, model, ids):
+        planes = [(item.shape.kind, item.view["pixel_values"].transpose(0, 3, 1, 2)) for item in items]
+        return [
+            part for kind, tiles in planes for part in ([tiles] if kind == "image" else np.split(tiles, len(tiles)))
+        ]
 
     def test_grids_equal_the_references(self):
         for height in range(1, 200, 7):

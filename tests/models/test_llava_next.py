@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -14,7 +15,9 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from mindie_mm.errors import InputError
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, picture, refusals
+from tests.models.mindie_contract import MindIEContract
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, changed, save_json, save_model, save_tokenizer
 from tests.models.test_llava import PIXELS, SPECIAL, STATED
@@ -45,8 +48,14 @@ class Reference(PretrainedReference):
     parts = (LlavaNextImageProcessor, AutoTokenizer)
 
 
-class TestLlavaNext(ExtremeShapes, FamilyContract):
+class TestLlavaNext(MindIEContract, ExtremeShapes, FamilyContract):
     name = "llava_next"
+    mindie_layout = "llava_next"
+    mindie_prompts = (
+        [{"text": "Look: "}, {"image": picture(40, 61)}, {"text": " and "}, {"image": picture(300, 280)}],
+        [{"image": picture(56, 56)}],
+    )
+    mindie_tolerance = 0.02  # of float16 pixels
     write_checkpoint = staticmethod(write)
     reference_class = Reference
     prompts: ClassVar = {
@@ -56,6 +65,22 @@ class TestLlavaNext(ExtremeShapes, FamilyContract):
         "a line, of which nothing is left on any canvas": [{"image": picture(1, 1100)}, {"text": "Where?"}],
         "of every shape": [{"image": picture(29 + 13 * i, 100 - 11 * i)} for i in range(7)],
     }
+
+    def mindie_arrays(self, prompt, items, model, ids):
+        return [
+            array
+            for item in items
+            for array in (
+                model.normalized(item).cpu().numpy().astype(np.float16)[np.newaxis],
+                np.array([1, *item.shape.grid, item.shape.num_features]),
+            )
+        ]
+
+    def test_proportions_that_mindie_miscounts_are_refused(self, mindie, path_file):
+        """MindIE exchanges the rows and columns of a canvas that is not square."""
+        with pytest.raises(InputError, match=r"media item 1 \(image\): MindIE's workers cannot read this image"):
+            mindie.tokenize([{"image": picture(56, 56)}, {"image": picture(40, 100)}], path_file)
+        assert not path_file.exists()
 
     def assert_arrays(self, expected, items, model):
         assert [list(item.shape.grid) for item in items] == expected["image_sizes"].tolist()

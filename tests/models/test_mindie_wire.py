@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mindie_mm import MindIETokenizer
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.requests.engine_messages import Add
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ from mindie_mm.errors import (
     SegmentMissing,
     SharedMemoryError,
 )
+from mindie_mm.inputs import Embeddings
 from mindie_mm.models import load_model
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -409,3 +411,40 @@ def test_an_unknown_wire_is_refused(random_checkpoint):
         Tokenizer.from_pretrained(random_checkpoint, wire="psm")
     with Arena.create(1 << 16) as arena, pytest.raises(InputError, match="arena is given"):
         Tokenizer.from_pretrained(random_checkpoint, wire="mindie", arena=arena)
+
+
+def test_a_mindie_tokenizer_has_the_interface_of_mindies_router(random_checkpoint, mindie, tmp_path):
+    """`tokenize` makes one user turn, and `make_context` a conversation. Unknown arguments have no effect."""
+    (tmp_path / "image").mkdir()
+    picture, path_file = tmp_path / "image" / "1.png", tmp_path / "shm_name.txt"
+    photograph("chelsea.png", (150, 120)).save(picture)
+    inputs = [{"image": str(picture)}, {"text": "What is it?"}]
+    history = [{"role": "user", "content": "Hello"}, {"role": "user", "content": inputs}]
+    with MindIETokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        for found, expected in (
+            (tokenizer.tokenize(inputs), mindie.tokenize_chat([{"role": "user", "content": inputs}], path_file)),
+            (
+                tokenizer.tokenize(inputs, shm_name_save_path=str(path_file), rank=1),
+                mindie.tokenize_chat([{"role": "user", "content": inputs}], path_file),
+            ),
+            (
+                tokenizer.make_context(0, history, add_generation_prompt=False, system="no effect"),
+                mindie.tokenize_chat(history, path_file, add_generation_prompt=False),
+            ),
+            (
+                tokenizer.make_context(0, history[:1], chat_template_kwargs={"unused": 1}),
+                mindie.tokenize_chat(history[:1], path_file),
+            ),
+        ):
+            assert torch.equal(found.clamp(min=-1), expected.clamp(min=-1))
+        for wrong in ("text", None, [], [{"picture": "x"}]):
+            with pytest.raises(InputError, match="inputs"):
+                tokenizer.tokenize(wrong)
+        assert path_file.read_text().count("psm_") == 6
+        assert release(path_file) == 6
+
+
+def test_embeddings_have_no_form_in_mindies_format(mindie, path_file):
+    with pytest.raises(InputError, match=r"media item 0 \(image\): MindIE's workers cannot read this image, because"):
+        mindie.tokenize([{"image": Embeddings(np.zeros((4, 64), np.float32), (1, 4, 4))}], path_file)
+    assert not path_file.exists() or not path_file.read_text()

@@ -13,6 +13,7 @@ from mindie_mm.inputs import Embeddings
 from mindie_mm.nn.splice import plain_ids
 from tests.media_samples import decode_all, encode_video, moving_frames
 from tests.models.contract import FamilyContract, clip, picture
+from tests.models.mindie_contract import MindIEContract
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.models.test_qwen2_vl import Qwen2VLReference
 from tests.models.test_qwen2_vl import TestQwen2VL as Qwen2VLContract
@@ -32,8 +33,14 @@ class Reference(Qwen2VLReference):
     processor_class = Qwen2_5_VLProcessor
 
 
-class TestQwen25VL(FamilyContract):
+class TestQwen25VL(MindIEContract, FamilyContract):
     name = "qwen2_5_vl"
+    mindie_layout = "qwen2_vl"
+    mindie_prompts = (
+        [{"image": picture(90, 140)}, {"video": clip(4, 56, 84), "sample_fps": 8.0}, {"text": "Which way?"}],
+    )
+    mindie_seconds = 0.25
+    mindie_arrays = Qwen2VLContract.mindie_arrays
     reference_class = Reference
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],

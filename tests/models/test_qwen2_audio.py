@@ -17,6 +17,7 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract
+from tests.models.mindie_contract import MindIEContract
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import save_model, save_tokenizer
 from tests.sound_samples import encode_sound, speech, tone
@@ -52,8 +53,15 @@ class Reference(BaseReference):
         return tokens
 
 
-class TestQwen2Audio(FamilyContract):
+class TestQwen2Audio(MindIEContract, FamilyContract):
     name = "qwen2_audio"
+    mindie_layout = "qwen2_audio"
+    mindie_prompts = (
+        [{"text": "Listen: "}, {"audio": tone(0.53)}, {"text": "What is it?"}],
+        [{"audio": tone(0.21, hertz=900)}, {"text": " and "}, {"audio": tone(WINDOW_S + 0.7)}, {"text": "differ?"}],
+    )
+    mindie_pixel_tolerance = 1e-6
+    mindie_tolerance = 1e-4
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
         "one clip": [{"text": "Listen: "}, {"audio": tone(0.53)}, {"text": "What is it?"}],
@@ -100,6 +108,16 @@ class TestQwen2Audio(FamilyContract):
             Qwen2AudioForConditionalGeneration.from_pretrained(path, dtype=torch.float32),
             Qwen2AudioProcessor(FeatureExtractor.from_pretrained(path), AutoTokenizer.from_pretrained(path)),
         )
+
+    def mindie_arrays(self, prompt, items, model, ids):
+        extractor = FeatureExtractor(feature_size=16, chunk_length=WINDOW_S)
+        sounds = [item["audio"] for item in prompt if "audio" in item]
+        found = extractor(
+            sounds, sampling_rate=16_000, padding="max_length", return_attention_mask=True, return_tensors="np"
+        )
+        pads = ids == items[0].shape.token
+        text = ids[~(pads & np.roll(pads, 1))][np.newaxis]
+        return [found["input_features"], text, np.ones_like(text), found["attention_mask"].astype(np.int64)]
 
     def assert_arrays(self, expected, items, model):
         for index, item in enumerate(items):

@@ -25,6 +25,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import Arena, ArraySpec, free, release, request_directory
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, clip, picture, run
+from tests.models.mindie_contract import MindIEContract
 from tests.models.references import PretrainedReference
 from tests.transformers_reference import AutoTokenizer, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 from tools.random_checkpoint import write_checkpoint
@@ -55,14 +56,28 @@ MIXED = [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(6, 84, 112
 PROMPTS = {"text": TEXT, "one image": ONE_IMAGE, "two images": TWO_IMAGES, "a video": VIDEO, "mixed": MIXED}
 
 
-class TestQwen2VL(FamilyContract):
+class TestQwen2VL(MindIEContract, FamilyContract):
     name = "qwen2_vl"
+    mindie_seconds = 1.0
+    mindie_layout = "qwen2_vl"
+    mindie_prompts = (TWO_IMAGES, MIXED)
     reference_class = Qwen2VLReference
     prompts: ClassVar = {**PROMPTS, "a long picture": [{"image": picture(20, 900)}, {"text": "Where?"}]}
 
     @classmethod
     def write_checkpoint(cls, out):
         write_checkpoint(out, "tiny", max_pixels=200_000)
+
+    def mindie_arrays(self, prompt, items, model, ids):
+        arrays = []
+        for item in items:
+            (patches,) = (array for name, array in item.view.items() if name.startswith("pixel_values"))
+            planes = patches.reshape(len(patches), -1, 14, 14, 3).transpose(0, 4, 1, 2, 3)
+            planes = np.repeat(planes, 2 // planes.shape[2], axis=2)
+            arrays += [planes.reshape(len(planes), -1), np.array(item.shape.grid[:3])]
+            if item.shape.kind == "video":
+                arrays.append(np.full((1, 1), self.mindie_seconds, np.float32))
+        return arrays
 
     def assert_arrays(self, expected, items, model):
         for kind, pixels, grids in (

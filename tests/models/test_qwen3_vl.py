@@ -13,13 +13,15 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, UnsupportedCheckpoint
 from mindie_mm.inputs import Embeddings, Media, MediaOptions
 from mindie_mm.models import family_named
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
-from tests.media_samples import decode_all, encode_video, moving_frames
+from mindie_mm.shm import release
+from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
 from tests.models.contract import FamilyContract, clip, picture
+from tests.models.mindie_contract import MindIEContract
 from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
 from tests.models.test_qwen2_vl import Qwen2VLReference
 from tests.models.test_qwen2_vl import TestQwen2VL as Qwen2VLContract
@@ -31,14 +33,24 @@ IMAGES = {**PIXELS, "size": {"shortest_edge": 4096, "longest_edge": 200_000}}
 VIDEOS = {**PIXELS, "size": {"shortest_edge": 4096, "longest_edge": 300_000}, "max_frames": 24}
 
 
+VISION_TOKENS = ("vision_start", "vision_end", "image_pad", "video_pad")
+
+
 class Reference(Qwen2VLReference):
     model_class = Qwen3VLForConditionalGeneration
     processor_class = Qwen3VLProcessor
     parts = (Qwen2VLImageProcessor, AutoTokenizer, Qwen3VLVideoProcessor)
 
 
-class TestQwen3VL(FamilyContract):
+class TestQwen3VL(MindIEContract, FamilyContract):
     name = "qwen3_vl"
+    mindie_layout = "qwen3_vl"
+    mindie_prompts = (
+        [{"image": picture(200, 290)}, {"text": " and "}, {"image": picture(64, 60)}, {"text": "?"}],
+        [{"text": "Look: "}, {"video": clip(4, 130, 200)}, {"text": "Which way?"}],
+        [{"image": picture(130, 130)}, {"video": clip(5, 30, 20)}, {"text": "then"}, {"image": picture(32, 32)}],
+        [{"video": clip(4, 130, 200)}, {"image": picture(61, 83)}, {"video": clip(2, 90, 64)}],
+    )
     reference_class = Reference
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
@@ -56,6 +68,22 @@ class TestQwen3VL(FamilyContract):
         ],
     }
     assert_arrays = Qwen2VLContract.assert_arrays
+
+    def mindie_keeps(self, ids):
+        """Return which ids are not around a whole video, bool [T]."""
+        start, end, *pads = (SPECIAL_TOKENS.index(f"<|{name}|>") for name in VISION_TOKENS)
+        pads = np.isin(np.pad(ids, 1, constant_values=-1), pads)
+        return ~((ids == start) & ~pads[2:] | (ids == end) & ~pads[:-2])
+
+    def mindie_arrays(self, prompt, items, model, ids):
+        arrays = []
+        for kind in ("image", "video"):
+            own = [item for item in items if item.shape.kind == kind]
+            arrays += [
+                np.concatenate([model.normalized(item).cpu().numpy() for item in own]) if own else None,
+                np.array([item.shape.grid[:3] for item in own], np.int32) if own else None,
+            ]
+        return arrays
 
     @classmethod
     def write_checkpoint(cls, out):
@@ -93,6 +121,18 @@ class TestQwen3VL(FamilyContract):
         )
         save_model(out, Qwen3VLForConditionalGeneration, config, ids("<|im_end|>"), ids("<|endoftext|>"))
         save_json(out, preprocessor_config=IMAGES, video_preprocessor_config=VIDEOS)
+
+    def test_mindies_words_need_ten_placeholders_in_the_first_run(self, mindie, path_file):
+        with pytest.raises(LimitExceeded, match=r"media item 0 \(image\): the image has 6 features; .* at least 10"):
+            mindie.tokenize([{"image": picture(61, 83)}, {"image": picture(200, 290)}], path_file)
+        assert not path_file.exists()
+
+    def test_a_broken_item_leaves_no_segments_of_the_prompt(self, mindie, path_file):
+        broken = encoded(photograph("coffee.png", (300, 300)))[:3000]
+        with pytest.raises(MediaError, match=r"media item 1 \(image\): the JPEG image of 300x300 pixels is broken"):
+            mindie.tokenize([{"image": picture(200, 290)}, {"image": broken}], path_file)
+        assert path_file.read_text().count("psm_") == 2
+        assert release(path_file) == 0
 
     @pytest.mark.parametrize(
         ("frames", "fps", "options"),

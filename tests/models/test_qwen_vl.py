@@ -22,6 +22,7 @@ from mindie_mm.shm.mindie import decode_shape_from_int64, encode_shape_to_int64,
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, picture, run
 from tests.models.golden import GOLDEN, GoldenReference, cases, drawn_weights, write_checkpoint
+from tests.models.mindie_contract import MindIEContract
 from tests.models.small_checkpoints import changed
 
 FOLDER = GOLDEN / "qwen_vl"
@@ -73,8 +74,10 @@ class Reference(GoldenReference):
         return {**inputs, "input_ids": ids}
 
 
-class TestQwenVL(FamilyContract):
+class TestQwenVL(MindIEContract, FamilyContract):
     name = "qwen_vl"
+    mindie_layout = "qwen_vl"
+    mindie_prompts = ([{"text": "See "}, {"image": picture(20, 30)}, {"text": " there"}],)
     settings_file = None
     prompts: ClassVar = {name: case.items for name, case in CASES.items()}
     num_tokens = 8
@@ -84,6 +87,9 @@ class TestQwenVL(FamilyContract):
     def write_checkpoint(cls, out):
         weights = drawn_weights(FOLDER)
         write_checkpoint(FOLDER, out, {**weights, "transformer.visual.attn_pool.pos_embed": position_table(16, 256)})
+
+    def mindie_arrays(self, prompt, items, model, ids):
+        return [model.normalized(item).cpu().numpy() for item in items]
 
     @classmethod
     def make_reference(cls, path):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
+from tests.service.test_early_release import SETTINGS, TOKEN_BYTES
+from tests.service.test_early_release import body as two_pictures
 from tests.service.test_lifetime import endless_chat, post
-from tests.watching import metric, wait_until
+from tests.warm import running_service
+from tests.watching import metric, process, wait_until
 from tools.serving import RunningService
 
 END = 779
@@ -133,3 +139,36 @@ def test_a_client_that_leaves_ends_all_beams(service: RunningService, red_square
     wait_until(lambda: metric(service, "request_success_total", finished_reason="abort") == aborted + 3)
     assert service.wait_until_free()["blocks"] == 0
     assert metric(service, "num_requests_running") + metric(service, "num_requests_waiting") == 0
+
+
+BEAMS = {"use_beam_search": True, "n": 3, "max_tokens": 30}
+
+
+def ids_of(service: RunningService, colour: str, **changes: Any) -> list[list[int]]:
+    body = two_pictures(colour, **changes) | {"return_token_ids": True}
+    answer = httpx2.post(f"{service.url}/v1/chat/completions", json=body, timeout=300)
+    assert answer.status_code == 200, answer.text
+    return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+
+@pytest.mark.slow
+def test_beams_survive_preemption_and_dead_processes(tmp_path: Path, device: str) -> None:
+    given = SETTINGS | {"max_num_seqs": 8, "max_num_batched_tokens": 24, "kv_cache_bytes": 400 * TOKEN_BYTES}
+    given |= {"spool": tmp_path / "spool", "device": device}
+    with running_service(given, tmp_path / "log") as service, ThreadPoolExecutor() as threads:
+        alone = {colour: ids_of(service, colour, **BEAMS) for colour in ("red", "green")}
+        long = [threads.submit(ids_of, service, "blue", max_tokens=200) for _ in range(2)]
+        beams = {colour: threads.submit(ids_of, service, colour, **BEAMS) for colour in alone}
+        assert {colour: ids.result() for colour, ids in beams.items()} == alone
+        assert all(len(one.result()[0]) == 200 for one in long)
+        assert metric(service, "media_remade_total") > 0, "beams were preempted, and needed the pictures again"
+        for package in ("mindie_mm.tokenize.", "mindie_mm.engine."):
+            started = metric(service, "e2e_request_latency_seconds_count")
+            answer = threads.submit(ids_of, service, "red", **BEAMS)
+            wait_until(lambda: service.shm()["blocks"] == 2)
+            process(service, package).kill()
+            assert answer.result() == alone["red"]
+            assert metric(service, "e2e_request_latency_seconds_count") == started + 3
+        assert service.wait_until_free()["bytes"] == 0
+        assert service.stop() == 0
+    assert not list((tmp_path / "spool").iterdir())

@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from mindie_mm import Tokenizer
 from mindie_mm.errors import InputError
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import release
+from mindie_mm.tokenize.prompt import Prompt
+from service.request.token_text import prompt_text
 from tests.service.conftest import TINY
 
 FORMS = ("/v1/completions", "/generate", "/generate_stream")
@@ -65,7 +69,9 @@ def test_ids_with_handles_are_answered_on_the_unix_socket_alone(
     refused = http.post(path, json={"prompt": ids, "inputs": ids}, headers=forwarded)
     assert "handles are accepted only on the socket of --uds" in message(refused)
     release(tmp_path / "shm_name.txt")
-    assert "a handle of the prompt cannot be used: Ref(" in message(ask(unix_http, path, ids))
+    beams = [{"use_beam_search": True, "n": 2}] if path == "/v1/completions" else []
+    for changes in ({}, *beams):
+        assert "a handle of the prompt cannot be used: Ref(" in message(ask(unix_http, path, ids, **changes))
     plain = http.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"]
     assert text(ask(http, path, plain)) == text(ask(unix_http, path, plain)) == text(ask(http, path, "Hello"))
 
@@ -103,6 +109,12 @@ def test_wrong_ids_on_the_unix_socket_are_refused(unix_http: Any, bad: int) -> N
 def test_other_routes_refuse_handles_on_the_unix_socket(unix_http: Any, ids: list[int]) -> None:
     assert "handles" in message(unix_http.post("/detokenize", json={"tokens": ids}))
     assert unix_http.post("/infer", json={"inputs": ids}).status_code == 400
+
+
+def test_a_logged_prompt_has_its_text_without_the_handles(ids: list[int]) -> None:
+    text = prompt_text(Backend.from_file(str(TINY / "tokenizer.json")), Prompt(np.array(ids)))
+    assert "What is in the image?" in text
+    assert "-" not in text
 
 
 def test_the_socket_is_for_the_user_alone(service: Any, unix_http: Any) -> None:

@@ -186,7 +186,10 @@ def test_an_item_that_cannot_be_read_is_not_kept(http: Any) -> None:
         (image(GREEN_STAR, 5), "uuid is of type int; it must be a string"),
         (image(GREEN_STAR, ["a"]), "uuid is of type list; it must be a string"),
         (image(None, ""), "image_url.url is missing; it must be a string"),
-        ({"type": "image_url", "uuid": "x"}, "media item 0 (image): no data are kept for the uuid 'x'; send the data"),
+        (
+            {"type": "image_url", "uuid": "x"},
+            "media item 0 (image): Cache miss for image at index 0 but data is not provided: no data are kept",
+        ),
         ({"uuid": "x"}, "exactly one of text, image, video, audio"),
         ({"image_url": None, "video_url": None, "uuid": "x"}, "found 'image_url' and 'video_url'"),
         (

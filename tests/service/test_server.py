@@ -388,7 +388,7 @@ def free_port() -> int:
 
 
 def test_a_second_service_on_one_port_does_not_load(settings: dict[str, object], tmp_path: Path) -> None:
-    with _bound(ServiceConfig(port=free_port())) as first:
+    with _bound(ServiceConfig(port=free_port())) as (first,):
         port = first.getsockname()[1]
         with (
             pytest.raises(RuntimeError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"),

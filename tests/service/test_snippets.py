@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mindie_mm.shm import survey
+from mindie_mm.shm import release, survey
 from tools.serving import RunningService
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PYTHON_PAGE = (ROOT / "docs/python.md").read_text()
+MINDIE_PAGE = (ROOT / "docs/mindie.md").read_text()
 SERVED_AT = "http://127.0.0.1:8000"
 
 
@@ -62,7 +67,7 @@ def test_the_openai_client_is_answered(service: RunningService, capsys: pytest.C
 
 @pytest.mark.usefixtures("checkout", "copied_workers")
 def test_llm_answers_about_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    run(snippet(README, "python", "LLM()"))
+    run(snippet(README, "python", "with LLM()"))
     assert "circle" in capsys.readouterr().out
 
 
@@ -112,3 +117,28 @@ def test_the_mindie_wire_leaves_no_segments_after_release(checkout: Path, random
     assert ids.dtype == np.int64
     assert {path.name for path in Path("/dev/shm").glob("psm_*")} == segments, "release has freed them"
     assert {arena.name for arena in survey()} == before
+
+
+@pytest.mark.slow
+def test_mindie_calls_the_tokenizer_over_a_socket(checkout: Path, random_checkpoint: Path) -> None:
+    """The same segments and ids arrive in MindIE's process, and errors arrive as ValueError."""
+    socket, mindie = checkout / "tokenizer", SimpleNamespace(input_builder=SimpleNamespace())
+    (checkout / "tokenizer_server.py").write_text(snippet(MINDIE_PAGE, "python", "Listener"))
+    command = [sys.executable, "tokenizer_server.py", str(random_checkpoint), str(socket)]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as server:
+        try:
+            while not socket.exists():
+                assert server.poll() is None
+                time.sleep(0.05)
+            source = snippet(MINDIE_PAGE, "python", "def ask").replace("/run/user/1000/mindie/tokenizer", str(socket))
+            exec(compile(source, "snippet", "exec"), {"self": mindie})
+            inputs = [{"image": "docs/images/red_circle.png"}, {"text": "What is it?"}]
+            ids = mindie.tokenize(inputs, shm_name_save_path=str(checkout / "shm_name.txt"))
+            assert (ids < 0).sum() == 3
+            chat = mindie.input_builder.make_context(0, [{"role": "user", "content": "Hello"}])
+            assert (chat >= 0).all()
+            with pytest.raises(ValueError, match="InputError: "):
+                mindie.tokenize([{"picture": "x"}])
+            assert release(checkout / "shm_name.txt") == 1
+        finally:
+            server.terminate()

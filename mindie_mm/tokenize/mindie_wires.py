@@ -1,0 +1,203 @@
+"""Wires that write MindIE's format (docs/wire-format.md, section 5), in which each array has its own segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint, naming
+from mindie_mm.inputs import Kind
+from mindie_mm.nn.family import Family, Plan, Processor
+from mindie_mm.nn.mindie import InSegment, Layout, OfPrompt, PromptLayout
+from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.mindie import Segment, create_shm, encode_shape_to_int64, encode_shm_name_to_int64
+from mindie_mm.tokenize.planning import PlannedItem
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt
+from mindie_mm.tokenize.wires import ItemToStore, ItemWire, Wire
+
+
+def mindie_wire(processor: Processor, family: type[Family], where: str) -> Wire:
+    """Return the wire for a family.
+
+    Raise UnsupportedCheckpoint if MindIE has no layout for one of its kinds of media.
+    """
+    layouts, whole = processor.traits.mindie_layouts, processor.traits.mindie_prompt_layout
+    known = layouts.keys() if whole is None else whole.kinds
+    if missing := ", ".join(kind for kind in family.kinds if kind not in known):
+        raise UnsupportedCheckpoint(f"{where}: its family has no MindIE layout for {missing}")
+    if whole is not None:
+        return MindIEPromptWire(whole, processor.mindie_pad)
+    return MindIEWire(layouts, processor.mindie_pad)
+
+
+class MindIEWire(ItemWire):
+    """A wire that stores each array of an item in its own segment, without a digest."""
+
+    def __init__(self, layouts: Mapping[Kind, Layout], pad: int) -> None:
+        """Create a wire.
+
+        Args:
+            layouts: Layouts of all kinds of media that the model supports.
+            pad: See `Processor.mindie_pad`.
+
+        """
+        self._layouts = layouts
+        self._pad = pad
+
+    def check(self, plan: Plan, kind: Kind) -> None:
+        _check_readable(plan, kind)
+        layout = self._layouts[kind]
+        runs = next(iter(plan.mindie_specs.values())).shape[0] if layout.per_run else 1
+        _check_slots(plan.num_features // runs, layout.least_features, kind)
+
+    def store(
+        self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
+    ) -> Sequence[int]:
+        assert path_file is not None
+        layout, specs = self._layouts[item.shape.kind], item.plan.mindie_specs
+        if layout.per_run:
+            return list(self._words_of_runs(item, path_file, undo))
+        segments: dict[str, Segment] = {}
+        arrays: dict[str, NDArray[Any]] = {}
+        for field in layout.fields:
+            spec = specs[field.name]
+            if isinstance(field, InSegment):
+                segments[field.name], arrays[field.name] = _segment(spec, path_file, undo)
+            else:
+                arrays[field.name] = np.empty(spec.shape, spec.dtype)
+        item.plan.write(arrays)
+        words = list(layout.words({name: segment.name for name, segment in segments.items()}, arrays))
+        if layout.enclosed:
+            token, num_pads = item.shape.token, item.plan.num_features - len(words) - 2
+            return [token, *words, *[self._pad] * num_pads, token]
+        return words
+
+    def _words_of_runs(self, item: PlannedItem, path_file: Path, undo: ExitStack) -> Iterator[int]:
+        """Store each row of the item's array in its own segment. Yield the words and placeholders of all runs."""
+        ((name, spec),) = item.plan.mindie_specs.items()
+        rows = np.empty(spec.shape, spec.dtype)
+        item.plan.write({name: rows})
+        token, run_length = item.shape.token, item.plan.num_features // len(rows)
+        for i in range(len(rows)):
+            segment, array = _segment(ArraySpec(rows[i : i + 1].shape, spec.dtype), path_file, undo)
+            array[...] = rows[i : i + 1]
+            yield encode_shm_name_to_int64(segment.name)
+            yield encode_shape_to_int64(array.shape)
+            yield from [token] * (run_length - 2)
+
+
+class MindIEPromptWire(Wire):
+    """A wire that stores the arrays of all items of a prompt together, without digests."""
+
+    def __init__(self, layout: PromptLayout, pad: int) -> None:
+        """Create a wire. `pad` is `Processor.mindie_pad`."""
+        self._layout = layout
+        self._pad = pad
+
+    def check(self, plan: Plan, kind: Kind) -> None:
+        _check_readable(plan, kind)
+
+    def fill(self, prompt: Prompt, items: Sequence[ItemToStore], path_file: Path | None, undo: ExitStack) -> Prompt:
+        if not items:
+            return prompt
+        assert path_file is not None
+        prompt = self._unframed(prompt, [item for item, _ in items])
+        start = self._start(prompt, items[0][0])
+        parts: list[dict[str, NDArray[Any]]] = [{} for _ in items]
+        words: list[int] = []
+        for field in self._layout.fields:
+            if isinstance(field, OfPrompt):
+                words += _stored(_of_prompt(field, prompt), path_file, undo)
+                continue
+            own = [i for i, (item, _) in enumerate(items) if item.shape.kind == field.kind]
+            if not own:
+                words += [0, 0]
+                continue
+            shapes = [items[i][0].plan.mindie_specs[field.name].shape for i in own]
+            stops = np.cumsum([shape[0] for shape in shapes]).tolist()
+            segment, joined = _segment(ArraySpec((stops[-1], *shapes[0][1:]), field.dtype), path_file, undo)
+            for i, shape, stop in zip(own, shapes, stops, strict=True):
+                parts[i][field.name] = joined[stop - shape[0] : stop]
+            words += [encode_shm_name_to_int64(segment.name), encode_shape_to_int64(joined.shape)]
+        for (item, _), arrays in zip(items, parts, strict=True):
+            with naming(item.name):
+                item.plan.write(arrays)
+        ids = np.full_like(prompt.ids, self._pad) if self._layout.replaces_ids else prompt.ids.copy()
+        ids[start : start + len(words)] = words
+        return replace(prompt, ids=ids)
+
+    def _unframed(self, prompt: Prompt, items: Sequence[PlannedItem]) -> Prompt:
+        """Drop the ids before and after items whose kind is in `PromptLayout.unframed`."""
+        keep = np.ones(len(prompt), bool)
+        spans: list[MediaSpan] = []
+        for span, item in zip(prompt.spans, items, strict=True):
+            before, after = item.expansion.placeholder.before, item.expansion.placeholder.after
+            first, last = span.start - span.lead, span.stop + span.tail
+            frame = np.r_[first : first + len(before), last - len(after) : last]
+            start = span.start - int(np.count_nonzero(~keep))
+            lead, tail = span.lead, span.tail
+            if span.kind in self._layout.unframed and prompt.ids[frame].tolist() == [*before, *after]:
+                keep[frame] = False
+                start, lead, tail = start - len(before), lead - len(before), tail - len(after)
+            spans.append(MediaSpan(start, start + span.stop - span.start, span.kind, span.token, lead, tail))
+        return replace(prompt, ids=prompt.ids[keep], spans=tuple(spans))
+
+    def _start(self, prompt: Prompt, first: PlannedItem) -> int:
+        """Return the index of the first word. Raise LimitExceeded if there is not enough space for all words."""
+        if self._layout.replaces_ids:
+            if len(prompt) < self._layout.num_slots:
+                raise LimitExceeded(
+                    f"the prompt has {len(prompt)} tokens; MindIE's wire format needs at least {self._layout.num_slots}"
+                )
+            return 0
+        span = prompt.spans[0]
+        own = prompt.ids[span.start : span.stop] == span.token
+        start = span.start + int(np.flatnonzero(own)[0])
+        run = prompt.ids[start : span.stop] == span.token
+        with naming(first.name):
+            _check_slots(len(run) if run.all() else int(np.flatnonzero(~run)[0]), self._layout.num_slots + 2, span.kind)
+        return start + 1
+
+
+def _check_readable(plan: Plan, kind: Kind) -> None:
+    """Raise InputError if MindIE's format has no form for an item."""
+    if not plan.mindie_specs:
+        raise InputError(
+            f"MindIE's workers cannot read this {kind}, because it is given as embeddings, or because they compute "
+            "another number of features than the model for its proportions; give a picture, a sound or a video, and "
+            "pad pictures to a square"
+        )
+
+
+def _check_slots(num_features: int, needed: int, kind: Kind) -> None:
+    if num_features < needed:
+        raise LimitExceeded(f"the {kind} has {num_features} features; MindIE's wire format needs at least {needed}")
+
+
+def _segment(spec: ArraySpec, path_file: Path, undo: ExitStack) -> tuple[Segment, NDArray[Any]]:
+    """Create a segment and return it with its array."""
+    segment = create_shm(spec.nbytes, path_file)
+    undo.callback(segment.unlink)
+    return segment, np.ndarray(spec.shape, spec.dtype, segment.buf)
+
+
+def _stored(array: NDArray[Any], path_file: Path, undo: ExitStack) -> tuple[int, int]:
+    """Store an array in a segment and return its two handle words."""
+    segment, place = _segment(ArraySpec(array.shape, str(array.dtype)), path_file, undo)
+    place[...] = array
+    return encode_shm_name_to_int64(segment.name), encode_shape_to_int64(array.shape)
+
+
+def _of_prompt(field: OfPrompt, prompt: Prompt) -> NDArray[np.int64]:
+    """Return an array about the ids of a prompt with one placeholder per item."""
+    keep = np.ones(len(prompt), bool)
+    for span in prompt.spans:
+        keep[span.start + 1 : span.stop] = False
+    ids = prompt.ids[keep][np.newaxis]
+    return ids if field.name == "input_ids" else np.ones_like(ids)
