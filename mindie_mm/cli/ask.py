@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mindie_mm.cli.asking import Session, check_media, model_options, prepared
+from mindie_mm.cli.asking import Session, check_media, model_options, prepared, webui_option
 from mindie_mm.cli.paths import READABLE_FILE, TEXT
 from mindie_mm.processes.interrupts import importing
 
@@ -17,9 +17,7 @@ from mindie_mm.processes.interrupts import importing
 @click.option("--image", "images", multiple=True, type=READABLE_FILE, help="Image to ask about. Repeatable.")
 @click.option("--video", "videos", multiple=True, type=READABLE_FILE, help="Video to ask about. Repeatable.")
 @click.option("--audio", "sounds", multiple=True, type=READABLE_FILE, help="Audio clip to ask about. Repeatable.")
-@click.option("--webui-images", is_flag=True,
-              help="Read pictures in QUESTION, in the format of text-generation-webui: "
-              '<img src="data:image/jpeg;base64,...">.')  # fmt: skip
+@webui_option
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="Print text, token ids, finish reason, timings and "
               "the sampling parameters that were used, as JSON.")  # fmt: skip

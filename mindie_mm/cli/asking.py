@@ -45,6 +45,10 @@ _OPTIONS = (
     click.option("--tensor-parallel", type=click.IntRange(1),
                  help="Number of devices that share the model's weights.  [default: 1]"),
 )  # fmt: skip
+webui_option = click.option(
+    "--webui-images", is_flag=True,
+    help='Read pictures in texts, in the format of text-generation-webui: <img src="data:image/jpeg;base64,...">.',
+)  # fmt: skip
 _KEPT_CONTROLS = "\n\t"
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in _KEPT_CONTROLS}
 """Characters that a terminal would interpret, such as the beginning of an escape sequence."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mindie_mm.cli.asking import Session, check_media, model_options, prepared
-from mindie_mm.errors import ContextLengthExceeded, MindieMMError
+from mindie_mm.cli.asking import Session, check_media, model_options, prepared, webui_option
+from mindie_mm.errors import ContextLengthExceeded, MediaError, MindieMMError
 from mindie_mm.processes.interrupts import importing
 from mindie_mm.settings.config import WorkerConfig
 
@@ -30,8 +30,9 @@ HELP = """\
 
 
 @click.command("chat", short_help="Chat with a model in the terminal.")
+@webui_option
 @model_options
-def command(**flags: Any) -> None:
+def command(*, webui_images: bool, **flags: Any) -> None:
     """Chat with a model in the terminal. Each message is answered with the conversation so far as context.
 
     /image PATH adds a picture to the next message, and /help lists the other commands. Ctrl-C stops an answer, and
@@ -46,7 +47,7 @@ def command(**flags: Any) -> None:
         from mindie_mm.nn.checkpoint.directory import EMBEDDED
 
     with Session(config) as session:
-        chat = _Chat(session, config, params)
+        chat = _Chat(session, config, params, webui=webui_images)
         if sys.stdin.isatty():
             info, name = session.worker.engine.info, (config.model or EMBEDDED).name
             click.echo(f"{name} on {info.device} in {info.dtype}. /help lists the commands, and Ctrl-D ends the chat.")
@@ -80,10 +81,11 @@ def _lines() -> Iterator[str]:
 class _Chat:
     """A conversation, and the media for its next message."""
 
-    def __init__(self, session: Session, config: WorkerConfig, params: SamplingParams) -> None:
+    def __init__(self, session: Session, config: WorkerConfig, params: SamplingParams, *, webui: bool) -> None:
         self._session = session
         self._config = config
         self._params = params
+        self._webui = webui
         self._messages: list[dict[str, Any]] = []
         self._media: list[dict[str, str]] = []
         self.failed = False
@@ -131,11 +133,14 @@ class _Chat:
             from mindie_mm.worker.worker import Answer
 
         message = {"role": "user", "content": [*self._media, {"text": text}]}
-        request = TokenizeRequest(messages=[*self._messages, message], folder=working_directory())
+        messages = [*self._messages, message]
+        request = TokenizeRequest(messages=messages, webui=self._webui, folder=working_directory())
         answer = Answer()
-        self._media = []
         try:
             self._session.answer(request, self._params, answer)
+        except MediaError:
+            self._media = []
+            raise
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
@@ -143,3 +148,4 @@ class _Chat:
             if answer.texts:
                 click.echo()
                 self._messages += [message, {"role": "assistant", "content": answer.text}]
+                self._media = []  # otherwise they are sent with the next message

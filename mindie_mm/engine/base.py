@@ -22,7 +22,6 @@ from mindie_mm.engine.requests.engine_messages import (
     Abort,
     Add,
     Encode,
-    Features,
     FinishReason,
     Progress,
     Ready,
@@ -35,13 +34,13 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.sampler import logprobs_of, sample, score, without_tokens
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
+from mindie_mm.engine.sent_features import sendable
 from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.engine.towers import Towers
 from mindie_mm.errors import (
     CorruptReference,
     DeviceError,
     InputError,
-    LimitExceeded,
     MindieMMError,
     OperationalError,
     SegmentMissing,
@@ -61,8 +60,6 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_FEATURES_BYTES = 2**30
-"""Maximum size in bytes of one item's features in an answer to `Encode`, as float32."""
 _NO_TOKEN = -1
 """Token that a draw reports if the request's own settings exclude all tokens."""
 Draw = tuple[int, list[TokenLogprob] | None]
@@ -146,7 +143,7 @@ class BaseEngine(ABC):
         encoded = self._towers.encode_some(items)
         if isinstance(encoded, MindieMMError):
             return _failure(request_id, encoded)
-        sent = self._try_on_all(request_id, lambda: [_sent(*pair) for pair in zip(items, encoded, strict=False)])
+        sent = self._try_on_all(request_id, lambda: sendable(items, encoded))
         if isinstance(sent, MindieMMError):
             return _failure(request_id, sent)
         return Progress(request_id=request_id, features=sent, finish_reason="stop" if len(sent) == len(items) else None)
@@ -449,24 +446,6 @@ def generator_of(params: SamplingParams) -> torch.Generator | None:
     else:
         generator.manual_seed(params.seed)
     return generator
-
-
-def _sent(item: MediaItem, features: Tensor) -> Features:
-    """Return an item's features for the client.
-
-    Raise LimitExceeded if they are too large, and OperationalError if they are not finite.
-    """
-    if (num_bytes := 4 * features.numel()) > MAX_FEATURES_BYTES:
-        raise LimitExceeded(
-            f"the features of the {item.shape.kind} have {num_bytes} bytes; the limit is {MAX_FEATURES_BYTES}"
-        )
-    if features.dtype == torch.bfloat16:  # numpy has no bfloat16
-        features = features.float()
-    (on_host,) = download(features)
-    if not on_host.isfinite().all():
-        raise OperationalError(f"the tower returned non-finite features for the {item.shape.kind}")
-    dtype = str(on_host.dtype).removeprefix("torch.")
-    return Features(on_host.contiguous().numpy().tobytes(), dtype, len(on_host), item.shape.grid)
 
 
 def _failure(request_id: str, error: MindieMMError) -> Progress:

@@ -102,28 +102,33 @@ class Towers:
 
         The encoder cache is neither read nor filled.
         """
-        return self._encoded([*items[: TowerBudget(self._limits).num_fitting(items)]])
+        first = items[: TowerBudget(self._limits).num_fitting(items)]
+        encoded = self._encoded_once(first)
+        return encoded if isinstance(encoded, MindieMMError) else [encoded[item.key] for item in first]
 
     def _run_tower(self, group: list[tuple[Sequence, MediaItem]], features: Features) -> MindieMMError | None:
         """Add the features of a group's items to `features`. If a rank fails, return its error and add no features."""
-        # Encode content that occurs several times in a group only once.
-        distinct: dict[bytes | ItemRef, MediaItem] = {}
-        for _, item in group:
-            distinct.setdefault(item.key, item)  # the first occurrence, as in `fetch`
         faults.point("before-tower")
         start = time.perf_counter()
-        outputs = self._encoded(list(distinct.values()))
-        if isinstance(outputs, MindieMMError):
-            return outputs
-        encoded = dict(zip(distinct, outputs, strict=True))
+        encoded = self._encoded_once([item for _, item in group])
+        if isinstance(encoded, MindieMMError):
+            return encoded
         faults.point("after-tower")
         seconds = time.perf_counter() - start
         for sequence, item in group:
             features[item.ref] = encoded[item.key]
             sequence.tower_s += seconds / len(group)
-        for key, item in distinct.items():
+        for key, item in {item.key: item for _, item in group}.items():
             self._encoder_cache.put(item, encoded[key])
         return None
+
+    def _encoded_once(self, items: abc.Sequence[MediaItem]) -> dict[bytes | ItemRef, Tensor] | MindieMMError:
+        """Return the features of each content by its key. A content that occurs several times is encoded once."""
+        distinct: dict[bytes | ItemRef, MediaItem] = {}
+        for item in items:
+            distinct.setdefault(item.key, item)  # the first occurrence, as in `fetch`
+        outputs = self._encoded(list(distinct.values()))
+        return outputs if isinstance(outputs, MindieMMError) else dict(zip(distinct, outputs, strict=True))
 
     def _encoded(self, items: list[MediaItem]) -> list[Tensor] | MindieMMError:
         """Return the features of each item on all ranks. If a rank fails, return its error on all ranks."""

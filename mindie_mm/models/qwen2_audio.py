@@ -103,10 +103,8 @@ class Qwen2AudioProcessor(Processor):
         return np.zeros(self.mel.max_samples, np.float32)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        plan, (bins, frames) = (
-            plan_audio(media, data, self.mel, _FURTHER_FRAMES),
-            (self.mel.num_bins, self.mel.max_frames),
-        )
+        plan = plan_audio(media, data, self.mel, _FURTHER_FRAMES)
+        bins, frames = self.mel.num_bins, self.mel.max_frames
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             plan.write({SPECTROGRAM: arrays[SPECTROGRAM].reshape(bins, -1)})
@@ -151,10 +149,11 @@ class Qwen2AudioModel(PretrainedModel):
         ]
 
     def _checked(self, view: SegmentsView) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the spectrograms, the ids with one placeholder per clip, and the mask of frames."""
+        """Return the spectrograms, and copies of the ids with one placeholder per clip and of the mask of frames."""
         if missing := [field.name for field in _MINDIE.fields if field.name not in view]:
             raise CorruptReference(f"the handle words of {', '.join(missing)} are 0")
-        features, text, mask = view[SPECTROGRAM], view["input_ids"], view[_MASK]
+        # Copies, because the writer of the segments could still change what was checked.
+        features, text, mask = view[SPECTROGRAM], view["input_ids"].copy(), view[_MASK].copy()
         clips, length = len(features), text.shape[-1]
         expected: dict[str, tuple[int, ...]] = {
             SPECTROGRAM: (clips, self._mel.num_bins, self._mel.max_frames),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast, overload
@@ -188,7 +188,7 @@ class LLM:
 
         """
         request = _request("prompt", prompt, chat_template, webui)
-        return self._loop.iterate(self._worker.answer(request, self._checked(params), uuid.uuid4().hex))
+        return self._parts(self._worker.answer(request, self._checked(params), uuid.uuid4().hex))
 
     @overload
     def chat(
@@ -243,6 +243,8 @@ class LLM:
             An output for one conversation, or a list of outputs, in order, for a list of conversations.
 
         """
+        if not isinstance(messages, list | tuple):
+            raise InputError(f"messages is a {type(messages).__name__}; it must be a list of messages or conversations")
         several = len(messages) > 0 and isinstance(messages[0], list | tuple)
         requests = [
             TokenizeRequest(
@@ -350,6 +352,9 @@ class LLM:
         async with asyncio.TaskGroup() as group:
             outputs = [group.create_task(one(request)) for request in requests]
         return [output.result() for output in outputs]
+
+    def _parts(self, deltas: AsyncGenerator[Delta, None]) -> Generator[Delta, None, None]:
+        yield from self._loop.iterate(deltas)  # in a method, so that the iterator keeps this LLM from being collected
 
     async def _answer(self, request: TokenizeRequest | TokenIds, params: SamplingParams) -> Output:
         answer = await Answer.of(self._worker.answer(request, params, uuid.uuid4().hex, whole=True))

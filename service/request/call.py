@@ -104,9 +104,9 @@ class Call:
         """
         with self.meter.counted(len(given) * self.n):
             await self.check_structure()
-            if self.accepts_handles and any(index < 0 for ids in given for index in ids):
-                for name in of_text:
-                    raise InputError(f"{name} is not supported with handles in {field}; leave {name} out", param=name)
+            has_handles = self.accepts_handles and any(index < 0 for ids in given for index in ids)
+            if has_handles and (name := next(iter(of_text), None)):
+                raise InputError(f"{name} is not supported with handles in {field}; leave {name} out", param=name)
             kept = [self._cut(ids, cut) for ids in given]
             checked = [prompt_of_ids(self.service, ids, field, accept_handles=self.accepts_handles) for ids in kept]
             try:

@@ -59,8 +59,9 @@ class GenerateBody(InputsBody):
     @property
     def token_ids(self) -> list[int] | None:
         """Token ids of the prompt, or None if it is given in another form."""
-        ids = [one for one in self.inputs if isinstance(one, int)]
-        return ids or None
+        if isinstance(self.inputs, str) or not (self.inputs and isinstance(self.inputs[0], int)):
+            return None
+        return [one for one in self.inputs if isinstance(one, int)]
 
 
 class GenerateDetails(Details):

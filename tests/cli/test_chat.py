@@ -47,6 +47,7 @@ def test_lines_from_a_pipe_are_a_conversation(tmp_path: Path, red: Path) -> None
         tmp_path,
         "Hello!",
         f"/image '{red}'",
+        "too long " * 3000,  # the picture goes with the next message that is answered
         "What color is it?",
         "What shape is it?",
         "/clear",
@@ -61,9 +62,10 @@ def test_lines_from_a_pipe_are_a_conversation(tmp_path: Path, red: Path) -> None
     )
     assert status == 1
     assert printed == [GREETING, "red", "square", GREETING]
-    assert len(errors) == 4
-    assert errors[0] == "Error: there is no command /nothing; /help lists the commands"
-    assert errors[1] == "Error: /image: the path is not a file; give its path, as in /image PATH"
+    assert len(errors) == 5
+    assert errors[0].endswith(". /clear begins a new conversation")
+    assert errors[1] == "Error: there is no command /nothing; /help lists the commands"
+    assert errors[2] == "Error: /image: the path is not a file; give its path, as in /image PATH"
 
 
 @contextmanager
@@ -122,7 +124,7 @@ def test_a_terminal_has_a_prompt_history_and_commands(red: Path) -> None:
         screen.type("/help\n")
         screen.wait_for("Ctrl-D does\r\n> ")
         process.send_signal(signal.SIGINT)
-        screen.wait_for("/exit or Ctrl-D ends the chat")
+        screen.wait_for("/exit or Ctrl-D ends the chat\r\n> ")
         screen.type("\x04")
         screen.wait_for_end()
         assert process.wait(TIMEOUT_S) == 0

@@ -201,6 +201,13 @@ def test_a_stream_yields_the_same_output_in_parts(llm, tokenizers, path_file):
         next(llm.stream([5, -7], GREEDY))
 
 
+@pytest.mark.slow
+def test_a_stream_keeps_its_llm_open():
+    assert "".join(part.text for part in LLM().stream("Hello!", GREEDY))
+    with pytest.raises(InputError, match="messages is a NoneType"):
+        LLM().chat(None)
+
+
 def test_a_stream_that_ends_early_aborts_its_request(llm):
     long = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)
     streams = [llm.stream("Hello", long) for _ in range(2)]

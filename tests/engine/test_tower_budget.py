@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mindie_mm.engine import sent_features
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.engine_messages import Add, Encode
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.models import load_model
@@ -59,8 +60,8 @@ def test_counting_the_items_that_fit_uses_no_budget():
     assert budget.num_fitting(items) == 2
 
 
-def calls(engine, prompts):
-    """Answer all prompts. Return the number of items in each tower call, and the outputs."""
+def call_sizes(engine):
+    """Return a list to which each later call of the engine's tower appends its number of items."""
     model, sizes = engine._model, []
 
     class Counted(type(model)):
@@ -71,6 +72,12 @@ def calls(engine, prompts):
     counted = object.__new__(Counted)
     counted.__dict__ = model.__dict__
     engine._model = engine._towers._model = counted
+    return sizes
+
+
+def calls(engine, prompts):
+    """Answer all prompts. Return the number of items in each tower call, and the outputs."""
+    sizes = call_sizes(engine)
     outputs, errors = run(engine, prompts, max_tokens=2, ignore_eos=True)
     assert not errors
     return sizes, outputs
@@ -96,4 +103,25 @@ def test_a_burst_of_large_pictures_takes_several_calls_of_the_tower(random_check
         engine.add(Add("r", together.numpy().tobytes(), params))
         while engine.has_work():
             assert all(progress.error is None for progress in engine.step().progress)
+    release(path_file)
+
+
+def test_repeated_pictures_are_encoded_once_and_sent_in_messages_of_limited_size(
+    random_checkpoint, device, tmp_path, monkeypatch
+):
+    engine = Engine(load_model(random_checkpoint, device=device), EngineConfig())
+    path_file = tmp_path / "shm_name.txt"
+    with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        ids = tokenizer.tokenize([{"image": picture(56, 84)}] * 6, path_file).numpy().tobytes()
+        sizes = call_sizes(engine)
+        whole = engine.encode(Encode("r", ids))
+        assert (sizes, len(whole.features), whole.finish_reason) == ([1], 6, "stop")
+        assert all(features == whole.features[0] for features in whole.features)
+        num_bytes = len(whole.features[0].data) * 4 // np.dtype(whole.features[0].dtype).itemsize
+        monkeypatch.setattr(sent_features, "MAX_FEATURES_BYTES", 2 * num_bytes)
+        first = engine.encode(Encode("r", ids))
+        assert (first.features, first.finish_reason) == (whole.features[:2], None)
+        assert engine.encode(Encode("r", ids, 4)).finish_reason == "stop"
+        monkeypatch.setattr(sent_features, "MAX_FEATURES_BYTES", num_bytes - 1)
+        assert engine.encode(Encode("r", ids)).error.name == "LimitExceeded"
     release(path_file)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from service.routes.generate import GenerateBody
+
 WHAT = "What is in the image?"
 FORMS = ("/infer", "/generate", "/generate_stream")
 
@@ -154,3 +156,13 @@ def test_details_contain_timings_on_request(http: Any, red_square: str) -> None:
     for path in ("/infer", "/generate"):
         answer = generate(http, [{"image": red_square}, {"text": WHAT}], path=path, details=True, timings=True)
         assert answer.json()["details"]["timings"]["total_s"] > 0
+
+
+def test_a_text_is_not_searched_for_token_ids() -> None:
+    """A text of megabytes would keep the event loop busy for seconds."""
+
+    class Text(str):
+        __slots__ = ()
+        __iter__ = None
+
+    assert GenerateBody.model_construct(inputs=Text("a text")).token_ids is None
