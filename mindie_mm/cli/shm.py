@@ -34,6 +34,14 @@ from mindie_mm.shm.requests.spool import require_spool
 _BLOCK = re.compile(r"mindie_mm-([0-9a-f]{4}):([0-9]{1,5})")
 
 
+_NOUNS = {
+    frozenset({False}): ("block", "blocks"),
+    frozenset({True}): ("segment", "segments"),
+    frozenset({False, True}): ("block or segment", "blocks and segments"),
+}
+"""Words for what `free` frees, by whether the targets are segments."""
+
+
 @click.group("shm", short_help="List, free and reclaim shared memory.")
 def command() -> None:
     """List, free and reclaim the shared memory of mindie_mm in /dev/shm.
@@ -96,7 +104,7 @@ def free(targets: tuple[str, ...], *, as_json: bool) -> None:
     """
     arenas = {arena.number: arena for arena in survey()}
     freed, failed = 0, False
-    one, many = ("block or segment", "blocks and segments") if any(map(_segment, targets)) else ("block", "blocks")
+    one, many = _NOUNS[frozenset(bool(_segment(target)) for target in targets)]
     for action in [_freeing(target, arenas) for target in targets]:  # if a target is invalid, nothing is freed
         try:
             freed += action()

@@ -205,7 +205,7 @@ def test_floods_of_metadata_are_refused_within_limits_of_time_and_memory(make: M
             EncodedVideo.open(data)
 
     _, used_s, further = Watched(os.getpid()).during(opened)
-    assert used_s < 2
+    assert used_s < 5  # usually less than 2; a busy machine needs more processor time
     assert further < 32 * MiB
 
 

@@ -102,6 +102,11 @@ class Screen:
         while len(self.text) == self._start:
             self.text += os.read(self._descriptor, 2**16).decode(errors="replace")
 
+    def interrupt(self, process: warm.Popen) -> None:
+        """Send SIGINT until something is written. readline misses a signal that arrives just before it waits."""
+        while not select.select([self._descriptor], [], [], 1.0)[0]:
+            process.send_signal(signal.SIGINT)
+
     def type(self, keys: str) -> None:
         os.write(self._descriptor, keys.encode())
 
@@ -123,7 +128,7 @@ def test_a_terminal_has_a_prompt_history_and_commands(red: Path) -> None:
         screen.wait_for("What color is it?\r\nred\r\n> ")
         screen.type("/help\n")
         screen.wait_for("Ctrl-D does\r\n> ")
-        process.send_signal(signal.SIGINT)
+        screen.interrupt(process)
         screen.wait_for("/exit or Ctrl-D ends the chat\r\n> ")
         screen.type("\x04")
         screen.wait_for_end()

@@ -76,7 +76,7 @@ def _quantised_for_mindie(folder):
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
         (
             _lacks_a_shard,
-            "lacks 1 of the 2 weight files that model.safetensors.index.json lists; the first is model-2.safetensors",
+            "lacks 1 of the 2 weight files that model.safetensors.index.json lists: model-2.safetensors",
         ),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer"),
         (_resizes_nothing, "do_resize"),

@@ -36,7 +36,7 @@ def call(middleware: Middleware, body: bytes, headers: Any = ()) -> Any:
     async def send(message: Message) -> None:
         raise AssertionError(message)
 
-    return middleware({"type": "http", "method": "POST", "headers": headers}, receive, send)
+    return middleware({"type": "http", "method": "POST", "path": "/none", "headers": headers}, receive, send)
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -83,5 +83,5 @@ async def test_a_body_that_does_not_arrive_in_time_is_408() -> None:
         Inside(), config=ServiceConfig(request_timeout_s=0.05), admission=ADMISSION, metrics=Metrics("x")
     )
     with pytest.raises(HTTPException, match=r"limit of 0\.05 s") as caught:
-        await middleware({"type": "http", "method": "POST", "headers": []}, never, send)
+        await middleware({"type": "http", "method": "POST", "path": "/none", "headers": []}, never, send)
     assert caught.value.status_code == 408

@@ -72,6 +72,8 @@ class Situation:
     url: str
     foreign: Path = field(init=False)
     """File of another program."""
+    unrecorded: Path = field(init=False)
+    """Segment in MindIE's format that no path file in the spool records."""
 
     def __post_init__(self) -> None:
         self.spool = self.folder / "spool"
@@ -82,6 +84,7 @@ class Situation:
         self.path_file.parent.mkdir()
         self.of_path_file = self.publish(self.path_file)
         self.segment = Path("/dev/shm", mindie.create_shm(4096, self.path_file).name)
+        self.unrecorded = Path("/dev/shm", mindie.create_shm(4096, self.folder / "lost.txt").name)
         self.living = self.publish(self.folder / "living" / "other.txt")
         self.foreign = Path(f"/dev/shm/of-another-program-{os.getpid()}")
         self.foreign.write_bytes(b"mindieMM" + bytes(4096))
@@ -102,6 +105,7 @@ class Situation:
             ("/var/spool/mindie_mm/7f3c/shm_name.txt", str(self.path_file)),
             ("mindie_mm-1f2a:17", self.block_name(self.of_path_file)),
             ("http://127.0.0.1:8000", self.url),
+            ("psm_8c9d4828", self.unrecorded.name),
         ):
             command = command.replace(example, real)
         ended = subprocess.run(
@@ -121,7 +125,7 @@ def situation(tmp_path: Path, service: RunningService) -> Iterator[Situation]:
     with Arena.create(1 << 20) as arena:
         full = Situation(tmp_path, arena, service.url)
         yield full
-        for path in (full.dead_arena, full.foreign, full.segment):
+        for path in (full.dead_arena, full.foreign, full.segment, full.unrecorded):
             path.unlink(missing_ok=True)
 
 
@@ -132,10 +136,18 @@ def lists_all(situation: Situation, output: str) -> None:
     assert "alive" in row
     assert "3 published" in row
     assert re.search(r"in other files$", output)
-
-
-def names_the_foreign_file(situation: Situation, output: str) -> None:
     assert situation.foreign.name in output
+
+
+def lists_segments(situation: Situation, output: str) -> None:
+    for path in (situation.foreign, situation.unrecorded):
+        assert path.name in output
+        assert path.exists()
+
+
+def frees_the_segment(situation: Situation, output: str) -> None:
+    assert output == "freed 1 segment\n"
+    assert not situation.unrecorded.exists()
 
 
 def names_the_dead_and_keeps_them(situation: Situation, output: str) -> None:
@@ -203,11 +215,12 @@ def reports_none_of_ours(situation: Situation, output: str) -> None:
 EFFECTS: dict[str, Callable[[Situation, str], None]] = {
     "df -h /dev/shm": lambda _, said: None if "/dev/shm" in said else pytest.fail(said),
     "mindie-mm shm list": lists_all,
-    "ls -lAS /dev/shm": names_the_foreign_file,
     "mindie-mm shm gc --dry-run": names_the_dead_and_keeps_them,
     "mindie-mm shm gc": removes_only_the_dead,
     "mindie-mm shm gc --path-file /var/spool/mindie_mm/7f3c/shm_name.txt --dry-run": would_free_the_path_file,
     "mindie-mm shm gc --path-file /var/spool/mindie_mm/7f3c/shm_name.txt": frees_the_path_file,
+    "mindie-mm shm list --segments": lists_segments,
+    "mindie-mm shm free psm_8c9d4828": frees_the_segment,
     "mindie-mm shm list --blocks": lists_blocks,
     "mindie-mm shm free mindie_mm-1f2a:17": frees_the_block,
     "mindie-mm shm free /var/spool/mindie_mm/7f3c/shm_name.txt": frees_the_block,

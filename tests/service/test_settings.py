@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from mindie_mm.errors import InputError
 from mindie_mm.settings.config import ServiceConfig
+from mindie_mm.settings.sources import CLASSES, PARTS
 from service.http.access import require_key
 from tests import warm
 from tests.warm import running_service
@@ -26,6 +28,24 @@ def error_of_start(*flags: object) -> str:
     lines = [line for line in ended.stderr.splitlines() if "mindie_mm.settings: " not in line]
     assert len(lines) == 1, "neither a trace nor a word of loading"
     return lines[0]
+
+
+def test_the_debug_log_names_the_source_of_each_setting(tmp_path: Path) -> None:
+    command = [
+        Path(sys.executable).with_name("mindie-mm"),
+        "serve",
+        "--port",
+        0,
+        "--allowed-media-dir",
+        tmp_path / "no",
+    ]
+    variables = {"MINDIE_MM_LOG_LEVEL": "debug", "MINDIE_MM_LOG_FORMAT": "text", "MINDIE_MM_SPOOL": str(tmp_path)}
+    ended = warm.run(command, timeout=300, env=os.environ | variables)
+    sources = dict(re.findall(r"DEBUG .* mindie_mm\.settings: (\w+) = .* \(([^()]*)\)\n", ended.stderr))
+    assert sources.keys() == {field.name for cls in CLASSES for field in dataclasses.fields(cls)} - PARTS
+    assert sources["port"] == "--port"
+    assert sources["log_level"] == "MINDIE_MM_LOG_LEVEL"
+    assert sources["max_audios"] == "default"
 
 
 def test_a_spool_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
