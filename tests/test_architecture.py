@@ -5,12 +5,14 @@ Import-linter checks the imports: see pyproject.toml and `make lint`.
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted([*(ROOT / "mindie_mm").rglob("*.py"), *(ROOT / "service").rglob("*.py")])
 
 
+@cache
 def identifiers(file: Path) -> str:
     """Return a file's code without comments and docstrings."""
     tree = ast.parse(file.read_text(encoding="utf-8"))

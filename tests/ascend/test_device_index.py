@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.ascend.processes import call
 
 
@@ -69,6 +71,7 @@ def answer(settings: dict[str, Any]) -> tuple[str, list[int]]:
     return engine.ready.device, tokens
 
 
+@pytest.mark.slow
 def test_the_model_and_its_tower_may_run_on_different_npus():
     device, expected = call(answer, {"device": "npu"}, devices=2)
     assert (device, len(expected)) == ("npu:0", 6)

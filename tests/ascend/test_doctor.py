@@ -134,6 +134,7 @@ def test_doctor_reports_npus_that_start(tree):
     assert found["device"]["found"].startswith("npu:0, 1.0 GiB free")
 
 
+@pytest.mark.slow
 def test_doctor_fails_if_the_chosen_npu_does_not_start(tree):
     found = doctor(tree, "--device", "npu", status=1, fail="aclrtSetDevice=507033")
     amiss = {subject: one["status"] for subject, one in found.items() if one["status"] != "ok"}

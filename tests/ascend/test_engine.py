@@ -72,7 +72,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("size", "layouts"), [(None, ["BSH"]), ("wide", ["TND"])])
+@pytest.mark.parametrize(("size", "layouts"), [pytest.param(None, ["BSH"], marks=pytest.mark.slow), ("wide", ["TND"])])
 def test_answers_equal_those_of_plain_torch(size, layouts):
     plain = call(answers, size, {"kv_block_size": 16})
     assert plain["fused"] == []

@@ -174,7 +174,7 @@ def generate_in_one_process(checkpoint: Path, path_file: Path) -> list[TokenLogp
     return [*found.values()]
 
 
-@pytest.mark.parametrize(("width", "layout"), [(128, "TND"), (16, "BSH")])
+@pytest.mark.parametrize(("width", "layout"), [(128, "TND"), pytest.param(16, "BSH", marks=pytest.mark.slow)])
 def test_two_ranks_use_the_fused_attention(width, layout, tmp_path, monkeypatch):
     """Each rank has half of the heads. The answers in bfloat16 differ only by rounding."""
     monkeypatch.setitem(sizes.SIZES, "shared", sizes.Size(4 * width, 2, 4, 2, 128, 64, 2, 4))

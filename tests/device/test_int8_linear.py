@@ -95,6 +95,7 @@ def test_a_processor_without_int8_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         load_model(None, "cpu", weights="int8")
 
 
+@pytest.mark.slow
 def test_the_embedded_checkpoint_gives_the_same_greedy_answers() -> None:
     """The answers of a trained checkpoint have clear margins, which rounding does not close."""
     inputs = ["What can you do?", "Hello", [{"text": "Say something."}]]

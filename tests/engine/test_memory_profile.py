@@ -107,6 +107,7 @@ def test_memory_of_recorded_steps_counts(random_checkpoint, own_room):
     assert few > many + 1 * MiB, "logits of half as many rows need 3 MiB less, and the KV cache gets part of these"
 
 
+@pytest.mark.slow
 def test_the_largest_item_is_limited_by_the_prompt_length(random_checkpoint, own_room):
     """The video in the trial fits the prompt. It does not have 768 frames with 255 features each."""
     short, long = (own_room(random_checkpoint, ("video",), max_model_len=length) for length in (64, 512))

@@ -22,10 +22,10 @@ SLICE = (
     "decoder.at work",  # the item is decoded again
     "engine.attached",  # no output yet, so the request is sent again
     "engine.mid-decode",  # a request with output fails
-    "api.mid-free",  # the other processes notice and end
     "api.everything",  # only the next service can free the memory
 )
 SLOW_SLICE = (
+    "api.mid-free",  # the other processes notice and end
     "tokenizer.after-reply",  # the blocks may be freed before the engine has attached them
     "nursery.starting",  # items wait for the next nursery
     "nursery.at work",  # the decoders die with the nursery

@@ -230,6 +230,7 @@ async def test_the_end_of_a_worker_is_seen_despite_a_process_forked_at_its_start
             await child.ready(Begun, "it")
 
 
+@pytest.mark.slow
 async def test_a_killed_parent_ends_its_child(tmp_path):
     """If a parent dies by SIGKILL, the kernel closes the parent's end of the channel."""
     checkpoint_path = write_checkpoint(tmp_path)

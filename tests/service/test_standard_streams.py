@@ -66,7 +66,15 @@ def test_an_unread_log_pipe_does_not_block_the_service(settings: dict[str, objec
         assert select.select([], [write], [], 0)[1] == [], "the pipe is still full"
 
 
-@pytest.mark.parametrize("closed", [("stdin",), ("stderr",), ("stdin", "stderr")], ids="-".join)
+@pytest.mark.parametrize(
+    "closed",
+    [
+        pytest.param(("stdin",), marks=pytest.mark.slow),
+        pytest.param(("stderr",), marks=pytest.mark.slow),
+        ("stdin", "stderr"),
+    ],
+    ids="-".join,
+)
 def test_a_service_started_without_standard_streams_opens_no_socket_there(
     settings: dict[str, object], tmp_path: Path, closed: tuple[str, ...]
 ) -> None:
