@@ -110,7 +110,8 @@ async def llama(precision: str, checkpoint: Path, threads: int) -> AsyncIterator
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = ["-m", model, "--mmproj", projector, "-t", threads, "-tb", threads, "-np", 4, "-c", 16384, "--cache-ram", 0]
-    flags += ["--jinja", "--port", port, *(["-ctk", "f32", "-ctv", "f32"] if precision == "f32" else [])]
+    # Its repacked weights use AMX, which kills this version with SIGILL in some virtual machines.
+    flags += ["--no-repack", "--jinja", "--port", port, *(["-ctk", "f32", "-ctv", "f32"] if precision == "f32" else [])]
     process = await asyncio.create_subprocess_exec(
         SERVER, *map(str, flags), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
     )
@@ -119,7 +120,8 @@ async def llama(precision: str, checkpoint: Path, threads: int) -> AsyncIterator
         await _until_healthy(url)
         yield HttpEngine(Server(url, "any"), process.pid)
     finally:
-        process.terminate()
+        with suppress(ProcessLookupError):  # it may have died
+            process.terminate()
         await process.wait()
 
 
