@@ -6,7 +6,8 @@
 
 All engines load the same weights, get the same pictures in the same order, use the same number of threads and are
 resident at the same time. They take turns, in the reverse order every second round, so that other load on the machine
-affects all of them. OpenVINO GenAI has no HTTP server in its Python packages, so it is called in its own process.
+affects all of them. OpenVINO GenAI has no HTTP server in its Python packages, so it runs in a process that reads jobs
+from a pipe.
 
 The time to the first token is that of a request for one token. Tokens per second are those of the 127 tokens after it.
 Reading and resizing the JPEG counts in all figures. Each figure is the median of the rounds.

@@ -21,6 +21,7 @@ PACKAGES = (
     "nncf==3.4.0",
     "transformers==4.57.6",
     "torch==2.13.0",
+    "torchvision==0.28.0",  # transformers 4 needs it for Qwen2-VL's video processor
     "pillow",
     "sentencepiece",
 )
