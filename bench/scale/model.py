@@ -1,8 +1,8 @@
 """A model of hosts and clusters that are larger than one can measure here, fed by measured stage times.
 
     python -m bench.scale.stages                                       # measure the stage times first
-    python -m bench.scale.model                                        # the three tables
-    python -m bench.scale.model --measure                              # and drive the service, to compare
+    python -m bench.scale.model                                        # the three tables, and a comparison
+    python -m bench.scale.model --parts senders                        # one part; the results keep the others
     python -m bench.scale.model --validate bench/results/replicas.json # compare with the points of a file
     python -m bench.scale.model --quick                                # at most 100 replicas
 
@@ -13,6 +13,8 @@ if a prediction differs by more than 20 %.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -41,6 +43,18 @@ INGRESS_REQUEST_S = 0.007
 INGRESS_TOKEN_S = 0.001
 ENGINES = (1, 2, 4, 8, 16)
 STREAM = limits.Stream()
+PARTS = "decoders,senders,hit_rates,points"
+ASSUMPTIONS = {
+    "picture_tokens": PICTURE_TOKENS,
+    "text_tokens": TEXT_TOKENS,
+    "cache_tokens": CACHE_TOKENS,
+    "media": MEDIA,
+    "load": LOAD,
+    "surplus_tokens": SURPLUS_TOKENS,
+    "ingress_request_s": INGRESS_REQUEST_S,
+    "ingress_token_s": INGRESS_TOKEN_S,
+    "stream": asdict(STREAM),
+}
 
 
 def decoder_table() -> list[dict[str, Any]]:
@@ -78,7 +92,7 @@ def sender_table(times: StageTimes) -> list[dict[str, Any]]:
     return [
         {
             "engines": engines,
-            "service_lag_s": limits.lag_s(service, engines, 1, STREAM),
+            "service_lag_s": lag if math.isfinite(lag := limits.lag_s(service, engines, 1, STREAM)) else None,
             "ingress_replicas": limits.processes_needed(ingress, engines, STREAM),
         }
         for engines in ENGINES
@@ -102,43 +116,69 @@ def compared(points: Sequence[validation.Point]) -> list[Comparison]:
     return [validation.predict(point, times[point.checkpoint]) for point in points]
 
 
-def comparison_table(comparisons: Sequence[Comparison]) -> str:
-    """Return the comparisons as a table in Markdown."""
+def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the figures of comparisons as a table in Markdown."""
     lines = [
         "| checkpoint | picture | engines | clients | requests/s | predicted | predicted / measured | other programs |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for one in comparisons:
-        point = one.point
-        cells = (point.checkpoint, point.size, point.engines, point.clients, f"{point.requests_per_s:.1f}")
-        more = (f"{one.predicted.requests_per_s:.1f}", f"{one.ratio:.2f}", f"{point.others:.0%}")
-        lines.append("| " + " | ".join(map(str, (*cells, *more))) + " |")
+    for row in rows:
+        cells = [str(row[name]) for name in ("checkpoint", "size", "engines", "clients")]
+        cells += [f"{row[name]:.1f}" for name in ("requests_per_s", "predicted_requests_per_s")]
+        cells += [f"{row['predicted_over_measured']:.2f}", f"{row['others']:.0%}"]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def tables(figures: dict[str, Any]) -> str:
-    """Return the three tables in Markdown."""
+    """Return the parts that `figures` has as tables in Markdown."""
+    found = [show(figures) for part, show in SHOWN.items() if figures.get(part)]
+    return "\n\n".join(found) + "\n"
+
+
+def _shown_decoders(figures: dict[str, Any]) -> str:
+    rows = figures["decoders"]
     lines = ["Decoders that keep one accelerator busy for 95 % of the time, by the accelerator's time per picture.", ""]
-    lines += ["| picture | " + " | ".join(f"{ms} ms" for ms in ACCELERATOR_MS) + " |", "| --- " * 7 + "|"]
-    for size in full_size():
-        row = [row for row in figures["decoders"] if row["size"] == size]
-        lines.append(f"| {size} | " + " | ".join(str(one["number"] or one["limit"]) for one in row) + " |")
-    lines += ["", "Share of requests whose picture was in the cache of their replica.", ""]
-    shown = [(number, exponent) for exponent in EXPONENTS for number in REPLICAS]
-    rates = {(row["replicas"], row["exponent"], row["policy"]): row["hit_rate"] for row in figures["hit_rates"]}
-    lines += ["| routing | " + " | ".join(f"{number} replicas, Zipf {exponent}" for number, exponent in shown) + " |"]
-    lines += ["| --- " * (len(shown) + 1) + "|"]
+    lines += ["| picture | " + " | ".join(f"{ms} ms" for ms in ACCELERATOR_MS) + " |"]
+    lines += ["| --- " * (1 + len(ACCELERATOR_MS)) + "|"]
+    for size in dict.fromkeys(row["size"] for row in rows):
+        cells = [str(row["number"] or row["limit"]) for row in rows if row["size"] == size]
+        lines.append(f"| {size} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _shown_hit_rates(figures: dict[str, Any]) -> str:
+    rates = {(row["exponent"], row["replicas"], row["policy"]): row["hit_rate"] for row in figures["hit_rates"]}
+    columns = sorted({(exponent, number) for exponent, number, _ in rates})
+    lines = ["Share of requests whose picture was in the cache of their replica.", ""]
+    lines += ["| routing | " + " | ".join(f"{number} replicas, Zipf {exponent}" for exponent, number in columns) + " |"]
+    lines += ["| --- " * (len(columns) + 1) + "|"]
     for policy in POLICIES:
-        cells = (rates.get((number, exponent, policy)) for number, exponent in shown)
-        lines.append(f"| {policy} | " + " | ".join("" if rate is None else f"{rate:.0%}" for rate in cells) + " |")
-    lines += ["", f"Engines with {STREAM.batch} streams of {STREAM.tokens_per_s:g} tokens/s each.", ""]
+        cells = [f"{rates[(*column, policy)]:.0%}" for column in columns]
+        lines.append(f"| {policy} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _shown_senders(figures: dict[str, Any]) -> str:
+    lines = [f"Engines with {STREAM.batch} streams of {STREAM.tokens_per_s:g} tokens/s each.", ""]
     lines += ["| engines | lag of one service's tokens, p99 | ingress replicas |", "| --- | --- | --- |"]
     for row in figures["senders"]:
         lag = "grows" if row["service_lag_s"] is None else f"{1000 * row['service_lag_s']:.0f} ms"
         lines.append(f"| {row['engines']} | {lag} | {row['ingress_replicas'] or 'more than 64'} |")
     limit = figures["limits"]
-    lines += ["", *(f"- {name.replace('_', ' ')}: {round(rate):,}" for name, rate in limit.items()), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *(f"- {name.replace('_', ' ')}: {round(rate):,}" for name, rate in limit.items())])
+
+
+def _shown_points(figures: dict[str, Any]) -> str:
+    return comparison_table(figures["points"])
+
+
+SHOWN = {
+    "decoders": _shown_decoders,
+    "hit_rates": _shown_hit_rates,
+    "senders": _shown_senders,
+    "points": _shown_points,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,39 +187,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m bench.scale.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--validate", type=Path, metavar="FILE", help="only compare with the points of this file")
-    parser.add_argument("--measure", action="store_true", help="drive the service, and compare")
+    parser.add_argument(
+        "--parts", default=PARTS, help="comma-separated parts; points: drive the service, and compare. Default: all"
+    )
+    parser.add_argument("--checkpoints", default="tiny,small", help="checkpoints of the part `points`")
     parser.add_argument("--quick", action="store_true", help="at most 100 replicas")
     options = parser.parse_args(arguments)
     if options.validate:
         comparisons = compared(validation.points_of(options.validate))
-        print(comparison_table(comparisons))
+        print(comparison_table([one.figures() for one in comparisons]))
         return int(not comparisons or not all(one.holds for one in comparisons))
     from bench.report import write
 
-    times = StageTimes.read("tiny")
-    figures: dict[str, Any] = {
-        "assumptions": {
-            "picture_tokens": PICTURE_TOKENS,
-            "text_tokens": TEXT_TOKENS,
-            "cache_tokens": CACHE_TOKENS,
-            "media": MEDIA,
-            "load": LOAD,
-            "surplus_tokens": SURPLUS_TOKENS,
-            "ingress_request_s": INGRESS_REQUEST_S,
-            "ingress_token_s": INGRESS_TOKEN_S,
-            "stream": asdict(STREAM),
-        },
-        "decoders": decoder_table(),
-        "senders": sender_table(times),
-        "limits": sender_limits(times),
-    }
-    comparisons = compared(list(validation.measure(("tiny", "small")))) if options.measure else []
-    if comparisons:
-        figures["points"] = [one.figures() for one in comparisons]
-    figures["hit_rates"] = hit_rate_table([number for number in REPLICAS if not options.quick or number <= 100])
+    path = RESULTS / "scale_model.json"
+    figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    figures.pop("machine", None)
+    figures["assumptions"] = ASSUMPTIONS
+    names = options.checkpoints.split(",")
+    for part in options.parts.split(","):
+        match part:
+            case "decoders":
+                figures[part] = decoder_table()
+            case "senders":
+                times = StageTimes.read("tiny")
+                figures |= {part: sender_table(times), "limits": sender_limits(times)}
+            case "hit_rates":
+                figures[part] = hit_rate_table([one for one in REPLICAS if not options.quick or one <= 100])
+            case "points":
+                figures[part] = [one.figures() for one in compared(list(validation.measure(names)))]
+            case _:
+                parser.error(f"unknown part {part!r}: use {PARTS}")
     write("scale_model", figures)
-    text = tables(figures) + ("\n" + comparison_table(comparisons) + "\n" if comparisons else "")
-    (RESULTS / "scale_model.md").write_text(text, encoding="utf-8")
+    (RESULTS / "scale_model.md").write_text(tables(figures), encoding="utf-8")
     return 0
 
 
