@@ -78,7 +78,7 @@ class Sender:
     token_s: float
 
 
-def lag_s(sender: Sender, engines: int, processes: int, stream: Stream, seconds: float = 10.0) -> float:
+def lag_s(sender: Sender, engines: int, processes: int, stream: Stream, seconds: float = 2.0) -> float:
     """Return the 99th percentile of the time from the end of an engine's step to the sending of its tokens.
 
     The answers of each engine are divided evenly among the processes. If an answer ends, a new request follows.
