@@ -21,9 +21,10 @@ DOCS = Path(__file__).parent.parent / "docs"
 SETTINGS = """\
 # Settings
 
-Every setting is a flag of `mindie-mm serve`, an environment variable and a key of a TOML file: `--max-images 4`,
-`MINDIE_MM_MAX_IMAGES=4` or `max_images = 4`. [Serve](serve.md#configuration) describes the order of precedence and
-shows a file. In Python, the first three groups are the fields of `WorkerConfig`, `EngineConfig` and `MediaCaps`.
+Every setting is a flag of `mindie-mm serve`, an environment variable and a key of a TOML file
+([Serve](serve.md#configuration)). In Python, the first three groups are the fields of `WorkerConfig`, `EngineConfig`
+and `MediaCaps`. Values of `-bytes` are in bytes, and values of `-s` in seconds. "Repeatable" means that the flag may
+be given several times.
 
 `python -m tools.reference` generates this page from the code.
 """
