@@ -48,9 +48,9 @@ class EngineConfig:
     """Data type of weights and activations: auto, float32, bfloat16 or float16. auto: float32 on the CPU, else the
     checkpoint's data type."""
     weights: Literal["auto", "int8"] = "auto"
-    """Precision of the text model's linear layers: auto, which keeps the data type, or int8. int8 makes decoding
-    faster, needs a quarter of the memory, and changes answers slightly. It requires an x86-64 CPU and data type
-    float32."""
+    """Precision of the text model's linear layers: auto, which keeps the data type, or int8. int8 needs a quarter of
+    the memory, makes decoding faster unless the layers are small, and changes answers slightly. It requires an x86-64
+    CPU and data type float32."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Maximum number of tokens in prompt and answer together; for an encoder-decoder model, in each of them. The engine
     does not start if the KV cache is too small for this number. Default: the checkpoint's maximum, reduced if the KV
@@ -66,8 +66,8 @@ class EngineConfig:
     max_tower_bytes: Count = 256 * MiB
     """Maximum total size of the media that one step reads and of their features. A larger item gets its own step."""
     memory_share: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Fraction of the memory that is free after the weights are loaded, for the KV cache, the encoder cache and the
-    largest step. Default: 0.5 on the CPU, else 0.9."""
+    """Fraction of the free memory that the KV cache, the encoder cache and the largest step may use together. The free
+    memory is measured after the weights are loaded. Default: 0.5 on the CPU, else 0.9."""
     kv_cache_bytes: Count | None = None
     """Size of the KV cache. The cache is never larger than max_num_seqs requests of maximum length need. Default: the
     rest of memory_share."""
@@ -189,7 +189,7 @@ class WorkerConfig:
     """Size of the arena, the shared memory for preprocessed media. A picture of 640x480 pixels takes about 1 MiB until
     the engine has read it."""
     arena_request_bytes: Count | None = None
-    """Maximum size of the media of one request in the arena. Default: half of the arena."""
+    """Maximum space in the arena for the media of one request. Default: half of the arena."""
     arena_wait_s: Seconds = 60.0
     """Maximum time that a request waits for space in the arena. After that, the request gets status 503."""
     preprocessed_cache_bytes: CountOrNone = 256 * MiB
@@ -201,8 +201,8 @@ class WorkerConfig:
     truncate: bool = False
     """If a prompt is too long, remove its oldest text and media items instead of refusing the request."""
     chat_template_content_format: ContentFormat = "auto"
-    """Format in which the chat template gets the content of messages. string: one text with the markers of the media
-    items first. openai: a list of content parts. auto: the format that the template expects."""
+    """Format in which the chat template gets the content of messages. string: one text that begins with the markers of
+    the media items. openai: a list of content parts. auto: the format that the template expects."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaCaps = field(default_factory=MediaCaps)
 
