@@ -64,7 +64,7 @@ def _lines() -> Iterator[str]:
         yield from filter(None, map(str.strip, sys.stdin))
         return
     with suppress(ImportError):
-        import readline  # noqa: F401 - lets `input` edit lines, and recall earlier ones
+        import readline  # noqa: F401 - lets users of `input` edit a line and recall earlier lines
     while True:
         try:
             line = input(PROMPT).strip()
@@ -89,7 +89,7 @@ class _Chat:
         self._messages: list[dict[str, Any]] = []
         self._media: list[dict[str, str]] = []
         self.failed = False
-        """Whether a line could not be handled."""
+        """Whether a command or a message has failed."""
 
     def take(self, line: str) -> None:
         """Handle a line: run a command, or send a message. Print an error if that fails."""
@@ -148,4 +148,4 @@ class _Chat:
             if answer.texts:
                 click.echo()
                 self._messages += [message, {"role": "assistant", "content": answer.text}]
-                self._media = []  # otherwise they are sent with the next message
+                self._media = []  # otherwise the media would be sent again with the next message

@@ -32,14 +32,14 @@ PLAN: dict[int, tuple[int, ...]] = {
 NUM_SHAPE_DIMS = len(PLAN)
 
 _MAX_CHARACTERS = 11
-"""Maximum number of characters in a name without its prefix. No more fit between the length and the checksum."""
+"""Maximum number of characters in a name without its prefix. The word has no space for more characters."""
 _SEGMENT_NAME = re.compile(r"psm_[0-9a-f]{8}")
 
 
 def is_segment_name(name: str) -> bool:
-    """Return whether `name` has the form of a segment name in Python: psm_ and 8 lower-case hex digits.
+    """Return whether `name` has the form that Python gives to segment names: psm_ and 8 lower-case hex digits.
 
-    Callers never open or remove a file with another name as a segment.
+    Callers use this check so that they never open or remove other files in /dev/shm.
     """
     return _SEGMENT_NAME.fullmatch(name) is not None
 
@@ -80,7 +80,7 @@ def decode_shm_name_from_int64(value: SupportsIndex) -> str:
     """Return the name that a name word encodes, with the prefix psm_.
 
     Raises:
-        CorruptReference: `encode_shm_name_to_int64` never returns this value.
+        CorruptReference: The value is not a valid name word.
 
     """
     word, unsigned = _unsigned(value, "name")
@@ -135,7 +135,7 @@ def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
     """Return the sizes that a shape word encodes.
 
     Raises:
-        CorruptReference: `encode_shape_to_int64` never returns this value.
+        CorruptReference: The value is not a valid shape word.
 
     """
     word, unsigned = _unsigned(value, "shape")
