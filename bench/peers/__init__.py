@@ -52,8 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--engines", type=lambda text: text.split(","), default=list(ENGINES), help="default: " + ",".join(ENGINES)
     )
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=8, help="requests of each figure")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each engine")
+    parser.add_argument("--requests", type=int, default=8, help="number of requests per figure")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="number of threads per engine"
+    )
     parser.add_argument("--results", default="peers", help="name of the result files in bench/results")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []

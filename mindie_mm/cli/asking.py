@@ -30,17 +30,17 @@ _OPTIONS = (
     click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]"),
     click.option(
         "--family",
-        help="Model family to use instead of the one that config.json names.  [default: the one in config.json]",
+        help="Model family.  [default: the family in config.json]",
     ),
     click.option("--max-tokens", type=int, default=256, show_default=True, help="Maximum number of tokens."),
     click.option("--temperature", type=float, default=0.0, show_default=True,
                  help="Sampling temperature. 0 always gives the same answer."),
     click.option("--generation-config", metavar="auto|vllm|FOLDER",
-                 help="Source of the other sampling parameters: the checkpoint's generation_config.json, "
-                 "neutral values, or a folder with such a file.  [default: auto]"),
+                 help="Source of the other sampling parameters: the checkpoint's generation_config.json (auto), "
+                 "neutral values (vllm), or a folder with a generation_config.json.  [default: auto]"),
     click.option(
         "--device",
-        help="Device that runs the model: auto, npu, cuda or cpu, or one of several, such as cuda:1.  [default: auto]",
+        help="Device that runs the model: auto, npu, cuda, cpu, or a single device, such as cuda:1.  [default: auto]",
     ),
     click.option("--tensor-parallel", type=click.IntRange(1),
                  help="Number of devices that share the model's weights.  [default: 1]"),

@@ -33,13 +33,13 @@ HELP = """\
 @webui_option
 @model_options
 def command(*, webui_images: bool, **flags: Any) -> None:
-    """Chat with a model in the terminal. Each message is answered with the conversation so far as context.
+    """Chat with a model in the terminal. The model answers each message in the context of the conversation so far.
 
     /image PATH adds a picture to the next message, and /help lists the other commands. Ctrl-C stops an answer, and
     Ctrl-D ends the session.
 
-    If standard input is not a terminal, each line is a message. Exit status: 0, or 1 if a message could not be
-    answered.
+    If standard input is not a terminal, each line is a message. The exit status is then 1 if a message could not be
+    answered, and otherwise 0.
     """
     config, params = prepared("chat", **flags)
     check_media(config, {})
@@ -50,7 +50,9 @@ def command(*, webui_images: bool, **flags: Any) -> None:
         chat = _Chat(session, config, params, webui=webui_images)
         if sys.stdin.isatty():
             info, name = session.worker.engine.info, (config.model or EMBEDDED).name
-            click.echo(f"{name} on {info.device} in {info.dtype}. /help lists the commands, and Ctrl-D ends the chat.")
+            click.echo(
+                f"{name} runs on {info.device} in {info.dtype}. /help lists the commands, and Ctrl-D ends the chat."
+            )
         for line in _lines():
             if line == "/exit":
                 break
@@ -121,7 +123,7 @@ class _Chat:
     def _add(self, kind: str, argument: str) -> None:
         path = Path(argument).expanduser()
         if not argument or not path.is_file():
-            self._fail(f"/{kind}: {argument or 'the path'} is not a file; give its path, as in /{kind} PATH")
+            self._fail(f"/{kind}: {argument!r} is not a file; give the path of a file, as in /{kind} PATH")
             return
         check_media(self._config, {kind: [path]}, sign="/")
         self._media.append({kind: str(path.absolute())})

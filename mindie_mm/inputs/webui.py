@@ -115,7 +115,8 @@ def _warn(prompt: Iterable[Item | Message]) -> None:
     if (found := long_data_url(prompt)) and not _warned:
         _warned.add(found)
         _log.warning(
-            "%s. Give the media as an item, or set webui=True (--webui-images) for texts of text-generation-webui; "
+            "%s. Give the media as an item, or set webui=True (--webui-images) for texts in the format of "
+            "text-generation-webui; "
             "this warning is not repeated",
             found,
         )

@@ -77,7 +77,7 @@ def _tensor(data: Any, what: str) -> Tensor:
 def _read_safetensors(data: bytes, what: str) -> Tensor:
     head_bytes = int.from_bytes(data[:8], "little")
     if not 0 < head_bytes <= len(data) - 8:
-        raise MediaError(f"{what} is neither complete safetensors nor the output of torch.save")
+        raise MediaError(f"{what} is neither a complete safetensors file nor the output of torch.save")
     if head_bytes > _MAX_HEAD_BYTES:
         raise LimitExceeded(f"{what} has a safetensors header of {head_bytes} bytes; the limit is {_MAX_HEAD_BYTES}")
     try:
@@ -122,7 +122,10 @@ def _check_archive(data: bytes, what: str) -> None:
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise LimitExceeded(f"{what} is a compressed archive; send the output of torch.save unchanged")
     if sum(record.file_size for record in records) > len(data):
-        raise LimitExceeded(f"{what} is an archive whose records have more bytes than the archive")
+        raise LimitExceeded(
+            f"{what} is an archive whose records have more bytes than the archive; send the output of torch.save "
+            "unchanged"
+        )
     for record in records:
         if record.filename.endswith(".pkl") and record.file_size > _MAX_PICKLE_BYTES:
             raise LimitExceeded(

@@ -169,7 +169,7 @@ class DeepseekVL2Processor(Processor):
         patch = settings["patch_size"]
         if patch != config["vision_config"]["patch_size"]:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}; it must equal that of "
+                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}; it must equal patch_size in "
                 f"vision_config ({config['vision_config']['patch_size']})"
             )
         self.side: int = -(-(self.size // patch) // 2)

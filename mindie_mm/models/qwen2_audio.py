@@ -164,7 +164,7 @@ class Qwen2AudioModel(PretrainedModel):
         if (found := {name: view[name].shape for name in expected}) != expected:
             raise CorruptReference(f"the segments have the shapes {found}, but this model needs {expected}")
         if not (view["attention_mask"] == 1).all():
-            raise CorruptReference("attention_mask contains other values than 1; prompts must not be padded")
+            raise CorruptReference("attention_mask contains values other than 1; prompts must not be padded")
         known = self.spec.embedding_size or self.spec.vocab_size
         if not (text.min() >= 0 and text.max() < known):
             raise TokenOutOfRange(f"a token id in [{text.min()}, {text.max()}] is not in [0, {known})")

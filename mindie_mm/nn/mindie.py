@@ -158,8 +158,8 @@ class PromptLayout:
         words = ids[start:stop].tolist()
         if len(words) < self.num_slots or (ids[stop:] < (-1 if self.replaces_ids else 0)).any():
             raise CorruptReference(
-                f"the ids contain other handle words than the {self.num_slots} words from token {start}; a prompt of "
-                "this model in MindIE's format has no others"
+                f"in MindIE's format, a prompt of this model has exactly {self.num_slots} handle words in a row; the "
+                f"handle words that begin at token {start} are too few, or the ids contain other handle words"
             )
         specs: dict[str, SegmentSpec] = {}
         for field, name, shape in zip(self.fields, words[::2], words[1::2], strict=True):
@@ -174,7 +174,7 @@ class PromptLayout:
             behind = int(ids[start - 1]) in tokens if start else self.replaces_ids
             if behind and not ids[start:first].any():
                 return start
-        where = "at the start of the prompt" if self.replaces_ids else "behind the first placeholder"
+        where = "at the start of the prompt" if self.replaces_ids else "after the first placeholder"
         raise CorruptReference(f"the handle words at token {first} are not {where}")
 
 

@@ -207,7 +207,7 @@ def _enclosed_slots(ids: NDArray[np.int64], first: int, num_words: int, shape: M
     while end < len(ids) and ids[end] != shape.token:
         end += 1
     if start < 0 or ids[start] != shape.token:
-        raise CorruptReference(f"the handle words of the {shape.kind} at token {first} are not behind its placeholder")
+        raise CorruptReference(f"the handle words of the {shape.kind} at token {first} do not follow a placeholder")
     if end + 1 != stop:
         raise FeatureCountMismatch(
             f"the {shape.kind} at token {start} has {end + 1 - start} tokens, but {shape.num_features} features; the "

@@ -169,9 +169,9 @@ def _check_readable(plan: Plan, kind: Kind) -> None:
     """Raise InputError if MindIE's format cannot represent an item."""
     if not plan.mindie_specs:
         raise InputError(
-            f"MindIE's workers cannot read this {kind}, because it is given as embeddings, or because they compute "
-            "another number of features than the model for its proportions; give a picture, a sound or a video, and "
-            "pad pictures to a square"
+            f"MindIE's workers cannot read this {kind}, because embeddings were given, or because the workers would "
+            "compute a wrong number of features for its width and height; give a picture, a sound or a video, and pad "
+            "pictures to a square"
         )
 
 

@@ -68,7 +68,9 @@ class ChatFormat:
             frozenset(index for index, token in added.items() if token.special),
         )
         _log.debug(
-            "tool calls are read by %s, reasoning by %s", chat_format.parser.__name__, reasoning and reasoning.end
+            "parser of tool calls: %s; end of the reasoning: %s",
+            chat_format.parser.__name__,
+            reasoning and reasoning.end,
         )
         return chat_format
 
@@ -124,7 +126,7 @@ class ChatFormat:
     def _ignore(self, use: ToolUse) -> None:
         if use.mode == "required":
             raise InputError(
-                f"{use.choice_field} requires a call, and this service ignores tools: start it with "
+                f"{use.choice_field} requires a call, but this service ignores tools; start the service with "
                 "--tools-without-template describe",
                 param=use.choice_field,
             )

@@ -194,7 +194,7 @@ def without_known_grid(tokenizer: Tokenizer, path_file: Path, kind: Kind, media:
     try:
         tokenizer.tokenize([item], path_file)
     except InputError as error:
-        (name,) = re.findall(r"this model needs (\w+), .* beside the embeddings", str(error))
+        (name,) = re.findall(r"this model needs (\w+), .* in addition to the embeddings", str(error))
         item[name] = media.grid
     return item
 

@@ -164,7 +164,7 @@ def test_the_items_that_were_used_last_are_kept(http: Any, red_square: str) -> N
     assert NO_DATA in post(http, image(None, "old"), status=400)
     assert NO_DATA in post(http, image(None, "noise 0"), status=400)
     post(http, image(None, "noise 3"))
-    # An item that is larger than the whole store is used but not kept, and the earlier item of its name is removed.
+    # An item that is larger than the whole store is used but not kept, and the earlier item with its uuid is removed.
     post(http, image(noise(MEDIA_UUID_BYTES + 4 * KiB), "used"))
     assert NO_DATA in post(http, image(None, "used"), status=400)
     post(http, image(None, "noise 3"))

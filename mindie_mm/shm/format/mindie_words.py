@@ -60,7 +60,10 @@ def encode_shm_name_to_int64(name: str) -> int:
     if len(name) > MAX_NAME_LENGTH:
         raise LimitExceeded(f"segment name {name!r} has {len(name)} characters; the limit is {MAX_NAME_LENGTH}")
     if len(characters) > _MAX_CHARACTERS:
-        raise LimitExceeded(f"segment name {name!r} has {len(characters)} characters; the limit is {_MAX_CHARACTERS}")
+        raise LimitExceeded(
+            f"segment name {name!r} has {len(characters)} characters; the limit is {_MAX_CHARACTERS}, not counting the "
+            f"prefix {PREFIX}"
+        )
     if not characters:
         raise InputError(f"segment name {name!r} has no character after its prefix {PREFIX}")
     for character in characters:
@@ -95,7 +98,7 @@ def decode_shm_name_from_int64(value: SupportsIndex) -> str:
         _corrupt(
             word,
             "name",
-            f"its checksum is {unsigned & 7}, but that of its characters {characters} is {sum(indices) & 7}",
+            f"its checksum is {unsigned & 7}, but the checksum of its characters {characters} is {sum(indices) & 7}",
         )
     if _pack_name(characters) != unsigned:
         _corrupt(word, "name", f"bits after its characters {characters} are not 0")
@@ -144,7 +147,7 @@ def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
         _corrupt(word, "shape", f"its number of axes {num_dims} is not in [1, {NUM_SHAPE_DIMS}]")
     checksum = (unsigned >> 3).bit_count() % 3
     if checksum != unsigned & 7:
-        _corrupt(word, "shape", f"its checksum is {unsigned & 7}, but that of its bits is {checksum}")
+        _corrupt(word, "shape", f"its checksum is {unsigned & 7}, but the checksum of its bits is {checksum}")
     sizes, place = [], 60
     for bits in PLAN[num_dims]:
         place -= bits
