@@ -135,7 +135,7 @@ class Session:
     """A worker that streams answers to standard output. Use it as a context manager."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Load the model, and show the progress on standard error. Raises the same errors as `Worker.start`."""
+        """Load the model, and show the progress on standard error. Raise the errors of `Worker.start`."""
         with importing():
             from mindie_mm.processes.loop_thread import LoopThread
             from mindie_mm.worker.worker import Worker

@@ -98,9 +98,10 @@ def list_(*, blocks: bool, only_segments: bool, spool: Path | None, as_json: boo
 def free(targets: tuple[str, ...], *, as_json: bool) -> None:
     """Free blocks, and remove segments, even if a request still needs them.
 
-    A TARGET is a block as `shm list -b` shows it, such as mindie_mm-1f2a:17, the path file of a request, or the name of
-    a segment as `shm list` shows it, such as psm_8c9d4828. A request that still needs a freed block or segment fails
-    with an error that says so. Other requests continue. Blocks that are already free are not counted.
+    A TARGET is a block, the path file of a request, or a segment. `shm list -b` shows the names of blocks, such as
+    mindie_mm-1f2a:17, and `shm list` the names of segments, such as psm_8c9d4828. A request that still needs a freed
+    block or segment fails with an error that says so. Other requests continue. Blocks that are already free are not
+    counted.
     """
     arenas = {arena.number: arena for arena in survey()}
     freed, failed = 0, False

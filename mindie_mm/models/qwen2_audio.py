@@ -149,7 +149,7 @@ class Qwen2AudioModel(PretrainedModel):
         ]
 
     def _checked(self, view: SegmentsView) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the spectrograms, and copies of the ids with one placeholder per clip and of the mask of frames."""
+        """Return the spectrograms, a copy of the ids with one placeholder per clip, and a copy of the frame mask."""
         if missing := [field.name for field in _MINDIE.fields if field.name not in view]:
             raise CorruptReference(f"the handle words of {', '.join(missing)} are 0")
         # Copies, because the writer of the segments could still change what was checked.

@@ -130,7 +130,7 @@ async def beam_search(
 ) -> list[BeamSearchSequence]:
     """Return the `width` best outputs for a prompt, best first.
 
-    Raises the same errors as `AsyncEngine.generate`, and the errors below.
+    This function raises the same errors as `AsyncEngine.generate`, and the errors below.
 
     Args:
         worker: Worker that computes the log-probabilities.

@@ -44,7 +44,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, worker: Worker, config: ServiceConfig) -> ChatFormat:
-        """Find the formats by the settings or, without settings, by the chat template.
+        """Return the formats that the settings name. If a setting is missing, detect its format in the chat template.
 
         Raises:
             InputError: A setting names an unknown format, or the checkpoint's `response_template` cannot be read.

@@ -59,7 +59,7 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
 def defaults_of(model: str | Path | None, family_name: str | None, source: str) -> SamplingParams:
     """Return the default sampling settings for a checkpoint directory.
 
-    This raises the errors of `default_sampling` and `family_of`.
+    This function raises the same errors as `default_sampling` and `family_of`.
     """
     from mindie_mm.models import family_of, reading  # imports torch, which the service process does not need
 

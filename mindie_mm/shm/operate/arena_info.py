@@ -119,7 +119,7 @@ def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaIn
 
     Args:
         pids: Process ids of the owners, in the PID namespace of this process.
-        described: As in `survey`.
+        described: Has the same meaning as in `survey`.
 
     Raises:
         SharedMemoryError: /dev/shm cannot be read, or /proc is not mounted.
