@@ -31,7 +31,7 @@ _CMAKE = ("CMAKE_BUILD_TYPE=Release", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAM
 
 
 def install() -> None:
-    """Install what is missing."""
+    """Install the packages and programs that are missing."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     if not PYTHON.exists():
         venv.create(FOLDER / "venv", with_pip=True)

@@ -571,7 +571,7 @@ class FamilyContract:
             assert token in likely, name
 
     def test_embeddings_in_place_of_media_give_the_same_logits(self, model, tokenizer, tokenized, path_file):
-        """Encode all media through the engine, and hand their features in again. Give the grid only if it is needed."""
+        """The engine encodes the media. The features then replace them in the prompt, with a grid only if necessary."""
         engine = self.engine(model, max_tower_tokens=1)  # one item in each message
         for name, items in self.prompts.items():
             media = [*encoded_by(engine, tokenized[name])]
