@@ -151,7 +151,7 @@ class Qwen2AudioModel(PretrainedModel):
     def _checked(self, view: SegmentsView) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
         """Return the spectrograms, a copy of the ids with one placeholder per clip, and a copy of the frame mask."""
         if missing := [field.name for field in _MINDIE.fields if field.name not in view]:
-            raise CorruptReference(f"the handle words of {', '.join(missing)} are 0")
+            raise CorruptReference(f"the handle words of {', '.join(missing)} are 0; this model needs these arrays")
         # Copies, because the writer of the segments could still change what was checked.
         features, text, mask = view[SPECTROGRAM], view["input_ids"].copy(), view[_MASK].copy()
         clips, length = len(features), text.shape[-1]

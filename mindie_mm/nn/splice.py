@@ -57,8 +57,7 @@ class MediaShape:
         kind, token, num_features, *grid = view[ITEM].tolist()
         if not 0 <= kind < len(KINDS) or token < 0 or num_features < 1:
             raise CorruptReference(
-                f"the array {ITEM!r} of the block states kind {kind}, token {token} and {num_features} features; "
-                "these values are not valid"
+                f"the array {ITEM!r} of the block is invalid: kind {kind}, token {token}, {num_features} features"
             )
         return cls(KINDS[kind], token, num_features, tuple(grid))
 
@@ -201,7 +200,7 @@ def _attach(ids: NDArray[np.int64], words: NDArray[np.int64], layouts: Iterable[
 
 
 def _enclosed_slots(ids: NDArray[np.int64], first: int, num_words: int, shape: MediaShape) -> NDArray[np.int64]:
-    """Return the slots of an item whose layout is enclosed. `first` is the index of its first word."""
+    """Return `MediaItem.slots` of an item with the layout `enclosed`. `first` is the index of its first handle word."""
     start, stop = first - 1, first - 1 + shape.num_features
     end = first + num_words
     while end < len(ids) and ids[end] != shape.token:

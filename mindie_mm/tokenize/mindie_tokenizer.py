@@ -65,8 +65,9 @@ class MindIETokenizer:
         Args:
             rank: Has no effect.
             conversation: Messages with a role and a content. The content is a text or a list of items.
-            kwargs: `shm_name_save_path` as in `tokenize`; `add_generation_prompt`, by default True; and
-                `chat_template_kwargs`, further variables of the chat template.
+            kwargs: `shm_name_save_path` has the same meaning as in `tokenize`. `add_generation_prompt` says whether the
+                prompt ends with the header of the assistant's turn, by default True. `chat_template_kwargs` contains
+                further variables of the chat template.
 
         Returns:
             int64 [T] on the CPU, as `tokenize` returns it.

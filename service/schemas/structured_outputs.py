@@ -142,7 +142,7 @@ class StructuredOutputsBody(Closed):
 class StructureFields(Settings):
     """Request fields for structured outputs.
 
-    The fields include those that clients of vLLM, SGLang, llama.cpp and text-generation-inference send.
+    They include the fields that clients of vLLM, SGLang, llama.cpp and text-generation-inference send.
     """
 
     response_format: ResponseFormat | None = None

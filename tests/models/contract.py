@@ -318,7 +318,7 @@ class FamilyContract:
         assert sorted(named) == sorted(f"{section}.widht" for section in found)
 
     def assert_same(self, path: Path, reference: Reference, path_file: Path) -> None:
-        """Assert that our ids, arrays and logits for the checkpoint `path` equal those of `reference`."""
+        """Assert that our ids, arrays and logits for the checkpoint `path` are the same as with `reference`."""
         model = load_model(path, device="cpu", dtype="float32")
         with Tokenizer.from_pretrained(path) as tokenizer:
             tokenized = {name: self.tokenize(tokenizer, name, items, path_file) for name, items in self.prompts.items()}

@@ -181,7 +181,7 @@ def test_log_probabilities_of_the_whole_vocabulary(client: openai.OpenAI, http: 
 
 
 def test_log_probabilities_of_named_tokens(client: openai.OpenAI) -> None:
-    """The sampled token is first. The requested tokens follow in order. Their values equal those of `top_logprobs`."""
+    """The sampled token is first. The requested tokens follow in order. Their values are as in `top_logprobs`."""
     (every,) = chat(client, logprobs=True, top_logprobs=-1, return_tokens_as_token_ids=True, max_tokens=3).choices
     expected = [{one.token: one.logprob for one in position.top_logprobs} for position in every.logprobs.content]
     for ids in ([5, 700, 3], [64]):

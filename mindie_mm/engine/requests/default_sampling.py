@@ -97,7 +97,7 @@ def _file_in(source: str) -> dict[str, Any]:
 
 
 def effective(params: SamplingParams) -> dict[str, float]:
-    """Return the settings that differ from their neutral values, among those that a generation_config.json can set."""
+    """Return the settings that a generation_config.json can set and that differ from their neutral values."""
     return {name: value for name in _FIELDS.values() if (value := getattr(params, name)) != _NEUTRAL[name]}
 
 

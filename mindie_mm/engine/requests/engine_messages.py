@@ -1,4 +1,4 @@
-"""Messages between the engine's client and the engine process, encoded as msgpack. Each direction has one union."""
+"""Messages between the engine's client and the engine process, encoded as msgpack."""
 
 from __future__ import annotations
 

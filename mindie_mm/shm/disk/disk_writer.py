@@ -40,7 +40,7 @@ class WriteBatchMemory:
         return memory
 
     def give_back(self, memory: mmap.mmap) -> None:
-        """Return memory to the pool. The caller must not use the memory any more."""
+        """Return memory to the pool. The caller must not use the memory after this call."""
         if len(memory) == WRITE_BATCH_BYTES:
             self._spare.append(memory)
 

@@ -149,7 +149,7 @@ def opened(path: Path, flags: int) -> Iterator[int | None]:
     """Open an arena of this user, as a context manager.
 
     Yields:
-        The descriptor, or None if the file does not exist any more or is not an arena of this user.
+        The descriptor, or None if the file no longer exists or is not an arena of this user.
 
     """
     try:
