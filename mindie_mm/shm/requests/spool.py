@@ -162,7 +162,7 @@ def require_locks(folder: Path) -> None:
 def _no_locks(folder: Path, error: OSError) -> SharedMemoryError:
     return SharedMemoryError(
         f"spool {folder}: the file system does not support locks (flock: {error.strerror}), which show whether "
-        "a request is alive. Mount it with locks (Lustre: -o flock), or choose another folder with --spool"
+        "a request is alive. Mount the file system with locks (Lustre: -o flock), or choose another folder with --spool"
     )
 
 
