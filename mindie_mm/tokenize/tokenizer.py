@@ -297,5 +297,5 @@ def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:
             return absolute(path).parent.parent / PATH_FILE_NAME
     raise InputError(
         f"shm_name_save_path is None, and none of the {len(media)} media items is a file whose folder could "
-        f"hold {PATH_FILE_NAME}; set shm_name_save_path"
+        f"contain {PATH_FILE_NAME}; set shm_name_save_path"
     )

@@ -590,7 +590,7 @@ class FamilyContract:
     def test_files_of_embeddings_give_the_same_logits_or_are_refused(
         self, model, processor, tokenizer, tokenized, path_file
     ):
-        """Files are refused if the rows, with a grid of `GRID_KEYS` if the family uses it, do not give the geometry."""
+        """A file is refused unless its rows determine the geometry, together with a grid of `GRID_KEYS` if needed."""
         for name, items in self.prompts.items():
             (kind, *others) = [kind for item in items for kind in item if kind in KINDS] or [None]
             if kind is None or others:

@@ -46,7 +46,7 @@ class WriteBatchMemory:
 
 
 class WriteBatch:
-    """Blocks that are contiguous both in memory and in the file, in whole pages."""
+    """Blocks that are contiguous both in memory and in the file. Each block has whole pages."""
 
     __slots__ = ("blocks", "memory", "num_filling", "offset", "used_bytes")
 
