@@ -175,4 +175,4 @@ def _integer(value: SupportsIndex, what: str) -> int:
 
 
 def _corrupt(word: int, kind: str, why: str) -> NoReturn:
-    raise CorruptReference(f"{word} (0x{-word:016x} negated) is not a MindIE {kind} word: {why}")
+    raise CorruptReference(f"{word} (-0x{-word:016x}) is not a MindIE {kind} word: {why}")
