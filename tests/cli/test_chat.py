@@ -123,9 +123,10 @@ def test_a_terminal_has_a_prompt_history_and_commands(red: Path) -> None:
         screen.type(f"/image {red}\n")
         screen.wait_for("\n> ")
         screen.type("What color is it?\n")
-        screen.wait_for("\nred\r\n> ")
+        screen.wait_for("red\r\n> ")
         screen.type("\x1b[A\n")  # the key for the earlier line
-        screen.wait_for("What color is it?\r\nred\r\n> ")
+        screen.wait_for("What color is it?\r\n")
+        screen.wait_for("red\r\n> ")
         screen.type("/help\n")
         screen.wait_for("Ctrl-D does\r\n> ")
         screen.interrupt(process)

@@ -775,7 +775,7 @@ class FamilyContract:
         assert taken(fps=1.0, min_frames=4, **rate) == 4
         assert taken(fps=9.0, max_frames=2, **rate) == 2
         assert taken(fps=1.0, min_frames=1, **rate) == 2, "not all of them"
-        with pytest.raises(InputError, match="sample_fps is 10, but an encoded" if encoded else "as sample_fps"):
+        with pytest.raises(InputError, match="sample_fps is 10, but an encoded" if encoded else "set sample_fps"):
             planned(**({"sample_fps": 10.0} if encoded else {"fps": 1.0}))
         bounds = {"min_pixels": 4096, "max_pixels": 8192}
         if processor.traits.bounds_pixels:
