@@ -80,7 +80,7 @@ def own_room():
 
     Memory that the allocator of this process has freed but kept would be reused, and the measurement would miss it.
     """
-    with ProcessPoolExecutor(1, get_context("spawn")) as processes:
+    with ProcessPoolExecutor(1, get_context("forkserver")) as processes:
         yield lambda *args, **kwargs: processes.submit(room, *args, **kwargs).result(timeout=300)
 
 
