@@ -56,6 +56,8 @@ _FIRST_KEPT = 512
 """Lowest number of the temporary descriptors that keep a copy's files open across the fork."""
 _ON_SIMULATED_NPU = "ASCEND_HOME_PATH" in os.environ
 """True on the simulated NPU. There, tests/ascend/processes.py already uses the one fork server of the process."""
+START_METHOD = "spawn" if _ON_SIMULATED_NPU else "forkserver"
+"""Start method of multiprocessing for a new process that shares no state with pytest."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 if not _ON_SIMULATED_NPU:
     _CONTEXT.set_forkserver_preload(list(_PRELOADED))
