@@ -103,7 +103,7 @@ PAGES = {"settings.md": settings_page, "errors.md": errors_page}
 
 
 def main() -> int:
-    """Write the pages, or check them; return the exit status."""
+    """Write or check the pages, and return the exit status."""
     outdated = 0
     for name, make in PAGES.items():
         path, wanted = DOCS / name, make()
