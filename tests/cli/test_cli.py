@@ -15,7 +15,7 @@ from PIL import Image
 from mindie_mm.cli import main
 from mindie_mm.lockdown import support
 from tests import warm
-from tests.cli.shell import BIN, TIMEOUT_S, run, run_warm
+from tests.cli.shell import BIN, TIMEOUT_S, run_warm
 
 SUBJECTS = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files", "decoders", "spool")
 """Subjects that `doctor` reports on every machine."""
@@ -25,7 +25,7 @@ def test_models_lists_every_file_of_the_package():
     import mindie_mm.models
 
     files = {path.stem for path in Path(mindie_mm.models.__file__).parent.glob("[!_]*.py")}
-    listed = json.loads(run("models", "--json"))
+    listed = json.loads(run_warm("models", "--json"))
     assert {family["name"] for family in listed if family["package"] == "mindie_mm"} == files
     output = run_warm("models")
     rows = [line.split("\t") for line in output.splitlines()]
@@ -131,7 +131,7 @@ def test_serve_help_names_every_setting():
 
     from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 
-    output = run("serve", "--help")
+    output = run_warm("serve", "--help")
     for cls in (ServiceConfig, MediaCaps, WorkerConfig, EngineConfig):
         for field in dataclasses.fields(cls):
             if field.name not in ("model", "engine", "media"):

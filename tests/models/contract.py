@@ -477,8 +477,11 @@ class FamilyContract:
 
     @pytest.mark.parametrize(
         "settings",
-        [{}, {"max_num_batched_tokens": 24, "max_tower_tokens": 8}],
-        ids=["one step each", "small chunks"],
+        [
+            # the shorter suite tests whole prompts by their logits
+            pytest.param({}, marks=pytest.mark.slow, id="one step each"),
+            pytest.param({"max_num_batched_tokens": 24, "max_tower_tokens": 8}, id="small chunks"),
+        ],
     )
     def test_generated_tokens_equal_the_references(self, settings, reference, model, tokenized):
         names = [*self.prompts, *reversed(self.prompts)]
