@@ -320,6 +320,9 @@ class ServiceConfig:
     enable_mm_embeds: bool = False
     """Accept `image_embeds`, `video_embeds` and `audio_embeds` in place of images, videos and sounds. Enable this only
     for clients that you trust, because embeddings bypass the tower and can contain what no image or sound can."""
+    enable_prompt_embeds: bool = False
+    """Accept `prompt_embeds`, which are embeddings of text tokens, in place of text. Enable this only for clients that
+    you trust, because embeddings can contain control tokens and what no text can."""
     webui_images: bool = False
     """Read pictures in the texts of chats and of items, in the format of text-generation-webui: `<img
     src="data:image/jpeg;base64,...">`. Prompts that are a single text may always have such pictures."""

@@ -209,14 +209,18 @@ class CompletionBody(GenerationBody):
     not_served: ClassVar[NotServed] = {
         **NOT_SERVED,
         **MINDIES,
-        **dict.fromkeys(("prompt_embeds", "suffix", "tools"), OFF),
+        **dict.fromkeys(("suffix", "tools"), OFF),
     }
 
     prompt: Annotated[
-        str | Array[str] | TokenIds | Array[TokenIds],
+        str | Array[str] | TokenIds | Array[TokenIds] | None,
         must_be("a string, a list of strings, a list of token ids or a list of lists of token ids"),
-    ]
+    ] = None
     """One prompt or a list of prompts, each as text or as a list of token ids."""
+    prompt_embeds: Annotated[
+        str | Array[str] | None, must_be("base64 of safetensors or of torch.save's output, or a list of them")
+    ] = None
+    """Embeddings of the tokens of one prompt, or a list of them. Their choices precede those of `prompt`."""
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
     """If the value is 0, only the prompt is returned. This requires `echo`."""
     echo: bool | None = None
@@ -226,12 +230,23 @@ class CompletionBody(GenerationBody):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each as text or as token ids."""
+        if not self.prompt and self.embeddings():
+            return []
+        if self.prompt is None:
+            raise InputError("prompt is missing; send a text, token ids, or prompt_embeds", param="prompt")
         if isinstance(self.prompt, str):
             return [self.prompt]
         ids = [item for item in self.prompt if isinstance(item, int)]
         return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
 
+    def embeddings(self) -> list[str]:
+        """Return the prompts that are given as embeddings."""
+        return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds or []
+
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
+        given = {"echo": self.echo, "prompt_logprobs": self.prompt_logprobs is not None}
+        if self.embeddings() and (name := next((name for name, value in given.items() if value), None)):
+            raise InputError(f"{name} is not compatible with prompt_embeds; leave one out", param=name)
         max_tokens = self.same("max_tokens", "max_new_tokens")
         if max_tokens == 0 and not self.echo:
             raise InputError(

@@ -133,7 +133,6 @@ def test_unsupported_fields_that_would_change_the_answer_are_refused(http: Any, 
         (CHAT, {"typical_p": 0.1}, "not supported, except 1"),
         ("/v1/completions", {"do_sample": False}, "not supported, except true; use temperature 0"),
         ("/v1/completions", {"dry_multiplier": 0.8}, "not supported"),
-        ("/v1/completions", {"prompt_embeds": "AAAA"}, "not supported"),
         ("/v1/completions", {"suffix": "x"}, "not supported"),
         (
             "/v1/completions",
