@@ -123,7 +123,9 @@ class _Chat:
         if not argument or not path.is_file():
             self._fail(f"/{kind}: {argument or 'the path'} is not a file; give its path, as in /{kind} PATH")
             return
-        check_media(self._config, {kind: [path]}, sign="/")
+        sent = [part for message in self._messages if message["role"] == "user" for part in message["content"]]
+        earlier = [part for part in [*sent, *self._media] if "text" not in part]
+        check_media(self._config, {kind: [path]}, sign="/", earlier=earlier)
         self._media.append({kind: str(path.absolute())})
 
     def _send(self, text: str) -> None:

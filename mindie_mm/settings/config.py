@@ -323,6 +323,10 @@ class ServiceConfig:
     enable_prompt_embeds: bool = False
     """Accept `prompt_embeds`, which are embeddings of text tokens, in place of text. Enable this only for clients that
     you trust, because embeddings can contain control tokens and what no text can."""
+    enable_force_include_usage: bool = False
+    """Send the usage so far in every chunk of every stream, and the usage at its end, without `stream_options`."""
+    return_tokens_as_token_ids: bool = False
+    """Write tokens in log-probabilities as `token_id:64`, unless the request sets `return_tokens_as_token_ids`."""
     webui_images: bool = False
     """Read pictures in the texts of chats and of items, in the format of text-generation-webui: `<img
     src="data:image/jpeg;base64,...">`. Prompts that are a single text may always have such pictures."""

@@ -42,6 +42,7 @@ _OF_TEXT = ("echo", "return_token_ids", "truncate_prompt_tokens")
 @router.post("/v1/completions", responses=streamed(Completion, whole=Completion, last=DONE))
 async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
     """Complete texts or token ids. Stream the completion on request."""
+    body = body.with_defaults(incoming.service.config)
     call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
     return incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF
+from mindie_mm.settings.config import ServiceConfig
 from service.schemas.body import (
     INT32_MAX,
     WHOLE,
@@ -37,6 +38,8 @@ from service.schemas.tool_types import ToolFields
 
 MAX_CHOICES = 64
 
+_MAX_NAMED = 8
+"""Maximum number of wrong keys that an error names."""
 _ID = re.compile(r"0|[1-9][0-9]{0,39}")
 """Pattern of a token id in decimal digits. `SamplingParams.check` checks its range."""
 
@@ -92,6 +95,15 @@ class GenerationBody(Body, StructureFields, ExtraFields):
         if given and not info.data.get("stream"):
             raise PydanticCustomError("no_stream", "requires stream to be true")
         return given
+
+    def with_defaults(self, config: ServiceConfig) -> Self:
+        """Return the body with the service's settings for fields that the request may leave out."""
+        changes: dict[str, Any] = {}
+        if config.enable_force_include_usage and self.stream:
+            changes["stream_options"] = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        if config.return_tokens_as_token_ids and self.return_tokens_as_token_ids is None:
+            changes["return_tokens_as_token_ids"] = True
+        return self.model_copy(update=changes) if changes else self
 
     @property
     def include_usage(self) -> bool:
@@ -266,7 +278,12 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def _by_id(biases: dict[str, float]) -> dict[int, float]:
-    if (bad := next((token for token in biases if not _ID.fullmatch(token)), None)) is not None:
-        message = f"logit_bias has the key {bad[:40]!r}; keys must be token ids in decimal digits, each below {2**31}"
+    if bad := [token for token in biases if not _ID.fullmatch(token)]:
+        named = ", ".join(repr(token[:40]) for token in bad[:_MAX_NAMED])
+        more = f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""
+        message = (
+            f"logit_bias has the key{'s' * (len(bad) > 1)} {named}{more}; keys must be token ids in decimal digits, "
+            f"each below {2**31}"
+        )
         raise InputError(message, param="logit_bias")
     return {int(token): bias for token, bias in biases.items()}

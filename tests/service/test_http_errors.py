@@ -245,6 +245,7 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
     ("path", "change", "param", "message"),
     [
         (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has the key 'x'; keys must be token ids"),
+        (CHAT, {"logit_bias": {"1": 1, "x": 1, "-2": 1}}, "logit_bias", "logit_bias has the keys 'x', '-2'; keys must"),
         (CHAT, {"logit_bias": {"1": 101}}, "logit_bias", "logit_bias is 101"),
         (CHAT, {"stop": ["a", ""]}, "stop", "stop string 1 of 2 is empty"),
         (CHAT, {"stop_token_ids": [10**8]}, "stop_token_ids", "stop_token_ids has token id 100000000"),

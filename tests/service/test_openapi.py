@@ -30,6 +30,7 @@ ROUTES = {
     "/v2/health/live",
     "/ping",
     "/version",
+    "/load",
     "/metrics",
     "/shm",
 }
