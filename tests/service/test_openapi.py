@@ -257,8 +257,8 @@ EXAMPLES: dict[str, Any] = {
     **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), 'root ::= "a"'),
 }
 """Valid values of fields for which random values are almost never valid."""
-ELSEWHERE_VALID = {"inputs", "chat_template"}
-"""Fields of /tokenize for `inputs`."""
+ELSEWHERE_VALID = {"inputs", "chat_template", "prompt_embeds"}
+"""Fields of /tokenize for `inputs`, and a field of /v1/completions that is refused by default."""
 
 
 def one_by_one(described: dict[str, Any]) -> dict[str, Any]:
