@@ -124,8 +124,8 @@ class MediaPolicy:
                 raise LimitExceeded(f"the request has {count} media items of kind {kind}; the limit is {limit}")
         if not config.enable_mm_embeds and any(item.is_embeddings and item.kind != PROMPT for item in items):
             raise InputError(
-                f"{', '.join(EMBEDDINGS_KEYS[kind] for kind in KINDS)} are not accepted by this service; start it with "
-                "--enable-mm-embeds, or send the image, video or sound itself"
+                f"{', '.join(EMBEDDINGS_KEYS[kind] for kind in KINDS)} are not accepted by this service; start the "
+                "service with --enable-mm-embeds, or send the image, video or sound itself"
             )
         if not config.enable_prompt_embeds and any(item.kind == PROMPT for item in items):
             raise InputError(
