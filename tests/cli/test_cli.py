@@ -117,6 +117,9 @@ def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, t
     output = run_warm("ask", "What?", "--model", folder, "--image", sound, status=2)
     assert output.startswith(f"Error: --image {sound}: ")
     assert output.endswith("the source is empty\n")
+    images = [part for _ in range(3) for part in ("--image", sound)]
+    output = run_warm("ask", "What?", "--model", folder, *images, "--limit-mm-per-prompt", "image=2", status=2)
+    assert output == "Error: the prompt has 3 media items of kind image; the limit is 2 (limit_mm_per_prompt)\n"
 
 
 def test_ask_logs_only_warnings_by_default(random_checkpoint):

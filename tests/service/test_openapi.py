@@ -30,6 +30,7 @@ ROUTES = {
     "/v2/health/live",
     "/ping",
     "/version",
+    "/load",
     "/metrics",
     "/shm",
 }
@@ -252,8 +253,8 @@ EXAMPLES: dict[str, Any] = {
     **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), 'root ::= "a"'),
 }
 """Valid values of fields for which random values are almost never valid."""
-ELSEWHERE_VALID = {"inputs", "chat_template"}
-"""Fields of /tokenize that are valid only in requests with `inputs`."""
+ELSEWHERE_VALID = {"inputs", "chat_template", "prompt_embeds"}
+"""Fields of /tokenize that are valid only in requests with `inputs`, and a field that is refused by default."""
 
 
 def one_by_one(described: dict[str, Any]) -> dict[str, Any]:
