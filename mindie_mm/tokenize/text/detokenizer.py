@@ -128,6 +128,8 @@ class Detokenizer:
 
     def push(self, token_ids: list[int]) -> str:
         """Decode more tokens, and return new text that cannot change, or an empty string after a stop string."""
+        if not self._stop:
+            return "".join([self._stream.push(token_id) for token_id in token_ids])
         for token_id in token_ids:
             self._num_tokens += 1
             if piece := self._stream.push(token_id):
@@ -136,7 +138,10 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the remaining text."""
-        self._append(self._stream.flush())
+        rest = self._stream.flush()
+        if not self._stop:
+            return rest
+        self._append(rest)
         return self._emit(len(self._text))
 
     def _append(self, piece: str) -> None:
