@@ -120,7 +120,7 @@ class Features(msgspec.Struct, frozen=True, array_like=True):
     """`MediaShape.grid` of the item."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Progress of one request in one step."""
 
     request_id: str
@@ -175,7 +175,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Free memory of the device in bytes, after the KV cache was allocated."""
 
 
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
+class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Gauges of the engine after a step."""
 
     num_running: int = 0
