@@ -437,7 +437,8 @@ def is_hidden_end(tokenizer: Tokenizer, token: int, params: SamplingParams) -> b
     """
     if params.include_stop_str_in_output:
         return False
-    return token in params.stop_token_ids or (not params.skip_special_tokens and is_skipped(tokenizer, token))
+    is_silent = params.skip_special_tokens and is_skipped(tokenizer, token)
+    return token in params.stop_token_ids or not is_silent
 
 
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:
