@@ -37,7 +37,7 @@ from service.request.quota import SpoolProbe
 from service.request.state import Service
 from service.request.token_text import TokenTexts
 from service.request.tokenizer_info import tokenizer_info
-from service.routes import chat, completions, generate, health, infer, models, tokens
+from service.routes import admin, chat, completions, generate, health, infer, models, tokens
 from service.routes.generate import GenerateEvent
 from service.routes.infer import InferEvent
 from service.schemas.description import describe
@@ -61,7 +61,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     admission = Admission(config.max_concurrent_requests, config.request_timeout_s, config.max_held_logprobs)
     metrics = Metrics(model_names[0])
     chat_format = ChatFormat.of(worker, config)
-    metrics.watch(lambda: worker.engine.stats)
+    metrics.watch(lambda: [engine.stats for engine in worker.engine.engines])
     metrics.watch_processes(worker)
     metrics.watch_arenas(lambda: arenas_of(worker.tokenizer_stage.pids))
 
@@ -113,7 +113,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         )
     app.add_middleware(Middleware, config=config, admission=admission, metrics=metrics, tracer=tracer)
     errors.install(app)
-    for module in (chat, completions, infer, generate, models, tokens, health):
+    for module in (chat, completions, infer, generate, models, tokens, health, admin):
         app.include_router(module.router, responses=errors.RESPONSES)
     if config.web_page:
         app.include_router(page.router)
