@@ -209,8 +209,9 @@ class WorkerConfig:
     """Number of engines, each with its own device, or with `tensor_parallel` devices. auto: as many as the visible
     devices allow, and one on the CPU. On the CPU, the engines divide the processors among themselves."""
     replica_surplus_tokens: CountOrNone = 1024
-    """Number of queued tokens by which an engine may exceed the least loaded engine and still get a request whose media
-    or prefix it has computed before. 0: the load alone decides, unless it is equal."""
+    """Maximum number of queued tokens by which an engine may exceed the least loaded engine and still get a request
+    whose media or prefix it has computed before. The number of these tokens is a limit, too. 0: the load alone decides,
+    unless it is equal."""
     truncate: bool = False
     """If a prompt is too long, remove its oldest text and media items instead of refusing the request."""
     chat_template_content_format: ContentFormat = "auto"

@@ -272,7 +272,9 @@ class EngineReplicas:
         contents = contents_of(ids, cache_salt)
         members = [member for member in self._members if member.engine.accepts]
         candidates = [member.candidate(contents) for member in members]
-        chosen = members[self.order(candidates, self._surplus_tokens, contents.first_key)[0]]
+        # A longer queue must not cost the request more than it saves.
+        surplus = min(self._surplus_tokens, max(candidate.held_tokens for candidate in candidates))
+        chosen = members[self.order(candidates, surplus, contents.first_key)[0]]
         load = _Load(chosen, max(0, len(ids) - chosen.num_held(contents)), answer_tokens)
         chosen.add(contents)
         self._owners[request_id] = chosen
