@@ -38,7 +38,8 @@ def pair(
         given | {"replicas": 2, "admin_key": KEY, "api_key": "a-users-key"}, folder / "log"
     ) as running:
         yield running
-        assert running.wait_until_free()["blocks"] == 0
+        keys = {"Authorization": "Bearer a-users-key"}
+        wait_until(lambda: httpx2.get(f"{running.url}/shm", headers=keys).json()["blocks"] == 0)
         assert running.stop() == 0, (folder / "log").read_text()[-2000:]
     assert not list((folder / "spool").iterdir()), "request directories are left"
 
