@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -197,10 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             await routed("content", 2, default, requests),
             await routed("round robin", 2, default, requests),
         ]
-        for surplus in () if short else SURPLUS_TOKENS:
-            if surplus != default:
-                found.append(await routed("content", 2, surplus, requests))
-        return found
+        others = [] if short else [surplus for surplus in SURPLUS_TOKENS if surplus != default]
+        return [*found, *[await routed("content", 2, surplus, requests) for surplus in others]]
 
     rates = asyncio.run(all_routed())
     turns, each = (1, 12) if short else (5, 32)

@@ -90,7 +90,8 @@ class EngineConfig:
     """Maximum time of one step in seconds. If a step takes longer, the engine process is killed and restarted."""
     num_threads: CountOrNone = 0
     """Number of CPU threads of the engine, or of each rank if there are several ranks. 0: the value of OMP_NUM_THREADS,
-    or one thread for each CPU that the affinity mask and the control group allow; several ranks share these threads."""
+    or one thread for each CPU that the affinity mask and the control group allow. Several ranks and engines share these
+    threads."""
     tensor_parallel: Count = 1
     """Number of devices, or of processes on the CPU, among which the weights of the text model are divided."""
     tower_parallel: TowerParallel = "replicate"
