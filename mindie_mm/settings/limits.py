@@ -92,7 +92,7 @@ def _wanted(hint: Any) -> str:
         return _NAMES[hint]
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return f"one of {', '.join(map(str, parts))}"
+        return f"one of {', '.join(map(str, parts))}" if len(parts) > 1 else str(parts[0])
     if origin is tuple:
         count = f"{len(parts)} " if parts[-1] is not Ellipsis else ""
         return f"a list of {count}elements, each {_wanted(parts[0])}"
