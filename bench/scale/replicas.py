@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -136,9 +137,11 @@ async def routed(routing: str, engines: int, surplus_tokens: int, requests: int,
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     draws = random.Random(7)
     numbers: list[int] = []
+    pictures: dict[int, bytes] = {}
     for _ in range(requests):
-        numbers.append(draws.choice(numbers) if numbers and draws.random() < REPEATED else len(numbers))
-    pictures = {number: jpeg(number, SIZE) for number in set(numbers)}
+        repeated = pictures and draws.random() < REPEATED
+        numbers.append(draws.randrange(len(pictures)) if repeated else len(pictures))
+        pictures.setdefault(numbers[-1], jpeg(numbers[-1], SIZE))
     loop = asyncio.get_running_loop()
     async with await Worker.start(config) as worker:
         if routing == "round robin":
@@ -148,7 +151,7 @@ async def routed(routing: str, engines: int, surplus_tokens: int, requests: int,
 
         async def client() -> None:
             for index, number in waiting:
-                items = [{"image": pictures[number]}, {"text": QUESTION}]
+                items: list[dict[str, Any]] = [{"image": pictures[number]}, {"text": QUESTION}]
                 await Answer.of(worker.answer(TokenizeRequest(items=items), params, str(index)))
 
         begun = loop.time()

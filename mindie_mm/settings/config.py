@@ -204,7 +204,7 @@ class WorkerConfig:
     devices allow, and one on the CPU. On the CPU, the engines divide the processors among themselves."""
     replica_surplus_tokens: CountOrNone = 1024
     """Maximum number of queued tokens by which an engine may exceed the least loaded engine and still get a request
-    whose media or prefix it has computed before. If the request saves fewer tokens, that number is the maximum."""
+    whose media or prefix it has computed before. Four times the tokens that the request saves is a maximum, too."""
     truncate: bool = False
     """If a prompt is too long, remove its oldest text and media items instead of refusing the request."""
     chat_template_content_format: ContentFormat = "auto"

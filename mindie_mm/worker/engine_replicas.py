@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 LEAST_SHARE = 0.25
 """Minimum share of a prompt that an engine must hold to be preferred. Prompts of one chat template share their first
 tokens, which must not send all of them to one engine."""
+SAVED_WEIGHT = 4
+"""Number of queued tokens for which a request waits to save one token. It is above 1, because content that is computed
+again takes time from other requests, and room in a second cache."""
 ANSWER_TOKENS = 64
 """Number of queued tokens that stand for a running answer, unless the request allows fewer. The true length of an
 answer is unknown."""
@@ -272,8 +275,7 @@ class EngineReplicas:
         contents = contents_of(ids, cache_salt)
         members = [member for member in self._members if member.engine.accepts]
         candidates = [member.candidate(contents) for member in members]
-        # A longer queue must not cost the request more than it saves.
-        surplus = min(self._surplus_tokens, max(candidate.held_tokens for candidate in candidates))
+        surplus = min(self._surplus_tokens, SAVED_WEIGHT * max(candidate.held_tokens for candidate in candidates))
         chosen = members[self.order(candidates, surplus, contents.first_key)[0]]
         load = _Load(chosen, max(0, len(ids) - chosen.num_held(contents)), answer_tokens)
         chosen.add(contents)
