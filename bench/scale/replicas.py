@@ -34,6 +34,7 @@ from mindie_mm.worker.engine_replicas import EngineReplicas
 from mindie_mm.worker.worker import Answer, Worker
 from tools.serving import running_service
 
+ENGINE: dict[str, object] = {"dtype": "float32", "num_threads": 1, "kv_cache_bytes": 2**26, "measure_s": 0}
 SIZE = Size(640, 480)
 TOKENS = 16
 CLIENTS = (1, 4, 8)
@@ -71,8 +72,8 @@ def points(engines: int, turns: int, requests: int) -> Iterator[Point]:
         return float(figures["requests_per_s"])
 
     with tempfile.TemporaryDirectory(prefix="mindie_mm-bench-") as folder:
-        settings = {"spool": Path(folder) / "spool", "dtype": "float32", "num_threads": 1, "decoders": 1}
-        with running_service(settings | {"replicas": engines}, Path(folder) / "log") as service:
+        settings = ENGINE | {"spool": Path(folder) / "spool", "decoders": 1, "replicas": engines}
+        with running_service(settings, Path(folder) / "log") as service:
             server = Server(service.url, service.model)
             asyncio.run(turn(server, 2))
             for clients in CLIENTS:
@@ -132,7 +133,7 @@ class Routed:
 
 async def routed(routing: str, engines: int, surplus_tokens: int, requests: int, clients: int = 4) -> Routed:
     """Answer requests of which most repeat an earlier picture."""
-    engine = EngineConfig(device="cpu", dtype="float32", num_threads=1)
+    engine = EngineConfig(device="cpu", **ENGINE)  # type: ignore[arg-type]
     config = WorkerConfig(decoders=1, replicas=engines, replica_surplus_tokens=surplus_tokens, engine=engine)
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     draws = random.Random(7)
