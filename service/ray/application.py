@@ -8,10 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve import Application
 
-from mindie_mm.settings.sources import Configuration
 from service.ray.content_router import SURPLUS_TOKENS
 from service.ray.ingress import Ingress
-from service.ray.plan import plan_of, settings_of
+from service.ray.plan import configuration_of, plan_of
 from service.ray.worker_replica import WorkerReplica
 
 _KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
@@ -39,6 +38,8 @@ class Arguments(BaseModel):
     """Maximum number of worker replicas. Default: no autoscaling."""
     target_queued_tokens: float = Field(default=16384, gt=0)
     """Number of queued tokens per worker replica above which replicas are added."""
+    autoscaling_config: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of Serve's `autoscaling_config`, such as `upscale_delay_s`."""
     surplus_tokens: int = Field(default=SURPLUS_TOKENS, ge=0)
     """Number of queued tokens by which the replica that holds a request's content may exceed the least loaded one."""
     num_ingresses: int = Field(default=1, ge=1)
@@ -51,13 +52,16 @@ class Arguments(BaseModel):
 
 
 def build(arguments: Arguments) -> Application:
-    """Return the application for a Serve config file, whose `import_path` names this function."""
-    return application(settings_of(arguments.settings), arguments)
+    """Return the application for a Serve config file, whose `import_path` names this function.
+
+    Serve listens on the address in `http_options`, so the setting `host` does not matter.
+    """
+    return application(plan_of({"host": "0.0.0.0", **arguments.settings}), arguments)  # noqa: S104
 
 
-def application(given: Configuration, arguments: Arguments) -> Application:
-    """Return the application with the settings `given`. `arguments.settings` is not used."""
-    plan, service = plan_of(given), given.service
+def application(plan: bytes, arguments: Arguments) -> Application:
+    """Return the application with the settings in `plan`. `arguments.settings` is not used."""
+    service = configuration_of(plan).service
     resources = dict(arguments.worker_resources)
     actor: dict[str, Any] = {
         "num_cpus": resources.pop("CPU", 1),
@@ -76,6 +80,7 @@ def application(given: Configuration, arguments: Arguments) -> Application:
                 "min_replicas": arguments.num_replicas,
                 "max_replicas": arguments.max_replicas,
                 "policy": policy,
+                **arguments.autoscaling_config,
             }
         }
     worker = serve.deployment(WorkerReplica).options(

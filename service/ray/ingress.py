@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import pickle
 from collections.abc import AsyncGenerator
@@ -31,10 +30,11 @@ from mindie_mm.errors import (
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from service.app import add_front, checkpoint_name
 from service.http import errors
-from service.http.access import key_digest
+from service.http.access import key_digest, require_key
 from service.ray.content import Route, route_of
 from service.ray.plan import configuration_of
 from service.request.admission import Admission
+from service.request.sse import DONE, last_words
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class Ingress:
     def __init__(self, plan: bytes, worker: Any) -> None:
         given = configuration_of(plan)
         self._config = config = given.service
+        require_key(config)
         logs.configure(logs.LogSettings(config.log_format, config.log_level), "ingress")
         self._worker = worker.options(method_name="answer", stream=True)
         model_name = next(iter(config.served_model_name), checkpoint_name(given.worker.model or EMBEDDED))
@@ -106,8 +107,8 @@ class Ingress:
             scope.setdefault("state", {})["error"] = type(error).__name__
             if isinstance(error, RequestAborted) or not sending.streams_events:
                 return  # the server closes the connection of an unfinished response
-            event = b"data: " + json.dumps(errors.error_object(error)).encode() + b"\n\n"
-            await sending.send({"type": "http.response.body", "body": event, "more_body": False})
+            last = DONE if scope["path"].startswith("/v1/") else None
+            await sending.send({"type": "http.response.body", "body": last_words(error, last), "more_body": False})
         finally:
             route.end()
 

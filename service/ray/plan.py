@@ -37,17 +37,22 @@ def versions() -> _Versions:
     return _Versions(version("mindie_mm"), f"{layout.VERSION}.{_CALLS}")
 
 
-def plan_of(given: Configuration) -> bytes:
-    """Return a plan with the settings that are not at their default."""
+def plan_of(settings: Mapping[str, Any]) -> bytes:
+    """Return a plan with `settings`, by name."""
+    ours = versions()
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    return msgspec.json.encode(_Plan(ours.version, ours.wire, plain))
+
+
+def given_settings(given: Configuration) -> dict[str, Any]:
+    """Return the settings that are not at their default, by name."""
     owners = (given.worker, given.worker.engine, given.worker.media, given.service)
-    settings = {
-        name: _plain(getattr(owner, name))
+    return {
+        name: getattr(owner, name)
         for owner in owners
         for name in owner.__dataclass_fields__
         if name in given.origins and name not in PARTS
     }
-    ours = versions()
-    return msgspec.json.encode(_Plan(ours.version, ours.wire, settings))
 
 
 def configuration_of(plan: bytes) -> Configuration:
@@ -67,12 +72,3 @@ def configuration_of(plan: bytes) -> Configuration:
         )
     settings = msgspec.json.decode(plan, type=_Plan).settings
     return configuration(checked_settings("the application", settings))
-
-
-def settings_of(given: Mapping[str, Any]) -> Configuration:
-    """Return the configuration from the settings `given` by name, and from the environment."""
-    return configuration(checked_settings("settings", given))
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value

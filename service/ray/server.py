@@ -52,6 +52,7 @@ def serve_on_ray(given: Configuration, address: str, replicas: int) -> None:
         raise InputError(f"Ray Serve cannot be imported ({error}): pip install 'mindie_mm[{EXTRA}]'") from error
     from service.app import checkpoint_name
     from service.ray.application import Arguments, application
+    from service.ray.plan import given_settings, plan_of
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
@@ -62,7 +63,7 @@ def serve_on_ray(given: Configuration, address: str, replicas: int) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         try:
             serve.start(http_options={"host": config.host, "port": port})
-            serve.run(application(given, arguments), name=NAME, route_prefix="/")
+            serve.run(application(plan_of(given_settings(given)), arguments), name=NAME, route_prefix="/")
             model = next(iter(config.served_model_name), checkpoint_name(given.worker.model or EMBEDDED))
             host = f"[{config.host}]" if ":" in config.host else config.host
             noun = "replica" if replicas == 1 else "replicas"

@@ -1,0 +1,116 @@
+"""Tests of replicas and nodes that end, on a cluster of three nodes. The tests share the cluster, in this order."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.service.ray.conftest import Cluster, dead_arenas, workers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore"),  # warnings that Ray's own code causes
+]
+WAIT_S = 300.0
+
+
+def ask(port: int, text: str, **more: Any) -> tuple[int, str]:
+    """Return the status and the body of the answer to a chat."""
+    body = {"messages": [{"role": "user", "content": text}], "ignore_eos": True, "temperature": 0, **more}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def wait(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def engine_seconds(worker: psutil.Process) -> float:
+    total = 0.0
+    for child in worker.children():
+        times = child.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+def busiest() -> psutil.Process:
+    """Return the worker whose processes have used most processor time in the last second."""
+    found = workers()
+    before = [engine_seconds(worker) for worker in found]
+    time.sleep(1)
+    used = [engine_seconds(worker) - earlier for worker, earlier in zip(found, before, strict=True)]
+    return found[used.index(max(used))]
+
+
+def tokens(answer: tuple[int, str]) -> int:
+    status, body = answer
+    assert status == 200, body
+    count: int = json.loads(body)["usage"]["completion_tokens"]
+    return count
+
+
+def test_a_killed_replica_loses_only_streams_that_have_begun(cluster: Cluster) -> None:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        whole = pool.submit(ask, cluster.port, "hi", max_tokens=400)
+        stream = pool.submit(ask, cluster.port, "hi", max_tokens=2000, stream=True)
+        worker = busiest()
+        children = worker.children(recursive=True)
+        worker.kill()
+        assert tokens(whole.result()) == 400
+        status, body = stream.result()
+    assert status == 200
+    *_, error, last = body.split("\n\n")[:-1]
+    assert last == "data: [DONE]"
+    assert json.loads(error.removeprefix("data: "))["error"]["type"] == "ServiceUnavailableError"
+    _, alive = psutil.wait_procs(children, WAIT_S)
+    assert not alive
+    assert not dead_arenas()
+    wait(lambda: cluster.num_workers() == 2, "the replica is not replaced")
+
+
+def test_the_requests_of_a_removed_node_are_answered_by_another(cluster: Cluster) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, cluster.port, f"hi {number}", max_tokens=100) for number in range(8)]
+        busiest()
+        before = {child.pid: child for worker in workers() for child in worker.children(recursive=True)}
+        cluster.remove(cluster.others[0])
+        assert [tokens(one.result()) for one in asked] == [100] * 8
+    wait(lambda: cluster.num_workers() == 2, "the replicas are not replaced")
+    kept = {child.pid for worker in workers() for child in worker.children(recursive=True)}
+    _, alive = psutil.wait_procs([child for pid, child in before.items() if pid not in kept], WAIT_S)
+    assert not alive
+    wait(lambda: not dead_arenas(), "an arena is left")
+
+
+def test_streams_are_finished_while_replicas_are_added_and_removed(cluster: Cluster) -> None:
+    cluster.others.append(cluster._nodes.add_node(num_cpus=0, resources={"host": 2}, object_store_memory=100 * 2**20))
+    long = "word " * 1000
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        loads = [pool.submit(ask, cluster.port, f"{number} {long}", max_tokens=300, stream=True) for number in range(8)]
+        wait(lambda: cluster.num_workers() == 3 or all(one.done() for one in loads), "no replica is added")
+        assert cluster.num_workers() == 3
+        streams = [pool.submit(ask, cluster.port, f"hi {number}", max_tokens=1000, stream=True) for number in range(6)]
+        wait(lambda: cluster.num_workers() == 2, "no replica is removed")
+        for one in [*loads, *streams]:
+            status, body = one.result()
+            assert (status, body[-len("data: [DONE]\n\n") :]) == (200, "data: [DONE]\n\n")
+            assert '"finish_reason":"length"' in body
+            assert '"error"' not in body
+    wait(lambda: len(workers()) == 2, "the removed replica does not end")
+    assert not dead_arenas()
