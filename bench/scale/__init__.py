@@ -1,0 +1,1 @@
+"""Benchmarks and a model of services with several engines, and of clusters."""
