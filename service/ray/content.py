@@ -45,21 +45,28 @@ class Route:
     The ingress creates it, and the router, which runs in the same process, completes it. It is not sent to the worker.
     """
 
-    def __init__(self, contents: tuple[Content, ...] = (), first_key: bytes = b"") -> None:
+    def __init__(self, contents: tuple[Content, ...] = (), first_key: bytes = b"", only: str | None = None) -> None:
         self.contents = contents
         """Media, and beginnings of the prompt. Their numbers of tokens are estimates."""
         self.first_key = first_key
         """Key of the first media item. Without media, key of the prompt up to the first question."""
         self.num_tokens = sum(content.num_tokens for content in contents)
+        self.only = only
+        """Name of the replica that must receive the request, or None for any replica."""
+        self.names: list[str] = []
+        """Names of all replicas when the router last chose one."""
         self.tried: list[str] = []
         """Names of the replicas that have received the request."""
-        self.num_others = 0
-        """Number of replicas that had not received the request when the router last chose one, without that one."""
         self._counted: tuple[Loads, str] | None = None
         self._ended = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Route, ()
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are replicas that have not received the request."""
+        return any(name not in self.tried for name in self.names)
 
     def begin(self, name: str, loads: Loads) -> None:
         """Record that replica `name` has received the request, and count the request's tokens in `loads`."""

@@ -48,7 +48,8 @@ class ContentRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
         tried = route.tried if route is not None else []
         ranked.sort(key=lambda index: (names[index] in tried, not reports[index].get("up", True)))
         if route is not None:
-            route.num_others = sum(name not in tried for name in names) - 1
+            route.names = names
+            ranked = [index for index in ranked if route.only in (None, names[index])]
         return [[candidate_replicas[index]] for index in ranked]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, RayServeException
@@ -32,6 +33,7 @@ from service.app import add_front, checkpoint_name
 from service.http import errors
 from service.http.access import key_digest, require_key
 from service.ray.content import Route, route_of
+from service.ray.metrics import merged
 from service.ray.plan import configuration_of
 from service.request.admission import Admission
 from service.request.sse import DONE, last_words
@@ -97,8 +99,13 @@ class Ingress:
             route_of(body, owner) if len(body) < _IN_THREAD_BYTES else await asyncio.to_thread(route_of, body, owner)
         )
         sending = _Sending(send, self._config.send_timeout_s)
+        passed = {name: scope[name] for name in _SCOPE if name in scope}
         try:
-            await self._answer({name: scope[name] for name in _SCOPE if name in scope}, body, route, sending)
+            if scope["path"] == "/metrics" and scope["method"] == "GET":
+                page = await self._metrics(passed)
+                await Response(page, media_type=CONTENT_TYPE_LATEST)(scope, receive, sending.send)
+            else:
+                await self._answer(passed, body, route, sending)
         except MindieMMError as error:
             if not sending.begun:
                 await errors.error_response(error)(scope, receive, send)
@@ -135,7 +142,7 @@ class Ingress:
                     try:
                         async with aclosing(self._messages(scope, body, route)) as messages:
                             async for message in messages:
-                                if left and route.num_others > 0 and _refuses(message):
+                                if left and route.has_others and _refuses(message):
                                     break
                                 limit.reschedule(None)  # the worker limits the time of an answer
                                 await sending.send(message)
@@ -155,6 +162,25 @@ class Ingress:
             text = f"no worker replica began to answer within {wait_s:g} s"
             raise (NoProcess(text) if probe else RequestTimeout(text)) from error
         raise NoProcess("the worker replicas that received this request died") from died
+
+    async def _metrics(self, scope: Scope) -> str:
+        """Return the metrics of all worker replicas that answer. Raise the errors of `_answer` if none does."""
+        first = Route()
+        pages: dict[str, str] = {}
+
+        async def ask(route: Route) -> None:
+            parts: list[bytes] = []
+
+            async def collect(message: Message) -> None:
+                parts.append(message.get("body", b""))
+
+            await self._answer(scope, b"", route, _Sending(collect, _PROBE_S))
+            pages[route.tried[-1]] = b"".join(parts).decode()
+
+        await ask(first)
+        others = [ask(Route(only=name)) for name in first.names if name not in pages]
+        await asyncio.gather(*others, return_exceptions=True)
+        return merged(pages)
 
     async def _messages(self, scope: Scope, body: bytes, route: Route) -> AsyncGenerator[Message, None]:
         """Yield the ASGI messages with which a worker answers."""

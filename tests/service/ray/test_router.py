@@ -79,10 +79,12 @@ async def test_a_replica_without_an_engine_and_one_that_failed_come_last():
     replicas = Replicas(a={"up": False}, b={}, c={})
     route = about(b"picture")
     assert (await replicas.order(route))[-1] == "a"
-    assert route.num_others == 2
+    assert route.has_others
     replicas.routed(route, "b")
     assert await replicas.order(route) == ["c", "a", "b"]
-    assert route.num_others == 1
+    replicas.routed(route, "c")
+    replicas.routed(route, "a")
+    assert not route.has_others
 
 
 async def test_a_replaced_replica_is_forgotten():
@@ -91,3 +93,8 @@ async def test_a_replaced_replica_is_forgotten():
     del replicas.running["a"]
     replicas.routed(about(b"picture"), "b")
     assert replicas.router._held.keys() == {"b"}
+
+
+async def test_a_request_for_one_replica_goes_nowhere_else():
+    assert await Replicas(a={}, b={}, c={}).order(Route(only="b")) == ["b"]
+    assert await Replicas(a={}).order(Route(only="b")) == []
