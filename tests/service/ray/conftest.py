@@ -14,6 +14,7 @@ import pytest
 from mindie_mm.shm import survey
 
 MiB = 2**20
+_OBJECT_STORE_BYTES = 100 * MiB
 SETTINGS = {
     "device": "cpu",
     "arena_bytes": 64 * MiB,
@@ -31,9 +32,11 @@ class Cluster:
         from ray.cluster_utils import Cluster as Nodes  # imported late, because Ray takes seconds to import
 
         self.port = port
-        small = {"object_store_memory": 100 * MiB}
-        self._nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 1, **small})
-        self.others = [self._nodes.add_node(num_cpus=0, resources={"host": 2}, **small) for _ in range(2)]
+        self._nodes = Nodes(
+            initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": _OBJECT_STORE_BYTES}
+        )
+        self.others: list[Any] = []
+        self.fill()
         self._nodes.connect(namespace="mindie_mm")
 
     def close(self) -> None:
@@ -52,6 +55,12 @@ class Cluster:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": self.port})
         given = {"settings": SETTINGS, "worker_resources": {"CPU": 0, "host": 1}, **more}
         serve.run(build(Arguments.model_validate(given)), name="tiny")
+
+    def fill(self) -> None:
+        """Start nodes in place of those that were removed."""
+        while len(self.others) < 2:
+            node = self._nodes.add_node(num_cpus=0, resources={"host": 2}, object_store_memory=_OBJECT_STORE_BYTES)
+            self.others.append(node)
 
     def remove(self, node: Any) -> None:
         """End a node as if its machine had failed."""

@@ -1,0 +1,30 @@
+"""Runs the tests of the HTTP interface against a service on Ray Serve with two workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent
+MODULES = (
+    "test_chat_completions",
+    "test_completions",
+    "test_generate",
+    "test_http_errors",
+    "test_infer",
+    "test_tokens",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_interface_is_the_same_on_ray() -> None:
+    pytest.importorskip("ray.serve", exc_type=ImportError)
+    command = [sys.executable, "-m", "pytest", "--front", "ray", "-n", "0", "--timeout", "1500"]
+    done = subprocess.run(
+        [*command, *(str(FOLDER / f"test_{name}.py") for name in MODULES)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-10_000:]
