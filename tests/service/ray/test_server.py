@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -59,6 +64,17 @@ def test_the_error_without_ray_names_the_extra(monkeypatch):
     monkeypatch.setattr(ray_cluster, "find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"pip install 'mindie_mm\[serve-ray\]'"):
         serve_on_ray(configuration({}), "127.0.0.1:6379", 1)
+
+
+@pytest.mark.slow
+def test_an_address_without_a_cluster_ends_the_command_with_the_reason():
+    pytest.importorskip("ray.serve", exc_type=ImportError)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--ray", address]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"cannot join a Ray cluster at {address}: Failed to connect" in done.stderr.splitlines()[-1]
 
 
 def test_a_ray_client_address_is_refused():
