@@ -29,9 +29,9 @@ def merged(pages: Mapping[str, str]) -> str:
 
 
 def _labeled(sample: str, name: str) -> str:
-    """Return a sample with a label `replica` in front of its other labels."""
-    bare, space, value = sample.partition(" ")
-    metric, brace, _ = bare.partition("{")
-    if not brace:
-        return f'{metric}{{replica="{name}"}}{space}{value}'
-    return f'{metric}{{replica="{name}",{sample[len(metric) + 1 :]}'
+    """Return a sample with a label `replica` after its other labels."""
+    labels, brace, value = sample.rpartition("} ")
+    if brace:
+        return f'{labels},replica="{name}"}} {value}'
+    metric, _, value = sample.partition(" ")
+    return f'{metric}{{replica="{name}"}} {value}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import http.client
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -64,6 +65,31 @@ def tokens(answer: tuple[int, str]) -> int:
     assert status == 200, body
     count: int = json.loads(body)["usage"]["completion_tokens"]
     return count
+
+
+def running_requests(port: int) -> float:
+    """Return the number of requests that run in the engines of all workers."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/metrics")
+    page = connection.getresponse().read().decode()
+    connection.close()
+    found = re.findall(r"^mindie_mm:num_requests_running\{.*\} (.*)$", page, re.MULTILINE)
+    assert len(found) == 2, page
+    return sum(map(float, found))
+
+
+def test_a_disconnect_ends_a_stream(cluster: Cluster) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=900)
+    headers = {"Content-Type": "application/json", "X-Request-Id": "mine"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    assert [value for name, value in response.getheaders() if name.lower() == "x-request-id"] == ["mine"]
+    assert response.read(6) == b"data: "
+    wait(lambda: running_requests(cluster.port) == 1, "the request does not run")
+    response.close()
+    connection.close()
+    wait(lambda: running_requests(cluster.port) == 0, "the request still runs")
 
 
 def test_a_killed_replica_loses_only_streams_that_have_begun(cluster: Cluster) -> None:
