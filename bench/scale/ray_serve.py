@@ -14,14 +14,14 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
 import aiohttp
 import uvicorn
-from starlette.types import Receive, Scope, Send
 
 from bench import report
+from bench.scale.ray_chunks import chunks
 
 MiB = 2**20
 REQUESTS, LARGE_REQUESTS = 200, 5
@@ -30,28 +30,9 @@ CHUNKS, STREAMS, RATE, SECONDS = 300, 32, 50, 6
 FRONTS = ("direct", "ray", "ray_haproxy")
 
 
-async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Read the body, and send the chunks that the query asks for. A chunk is the time at which it was sent."""
-    if scope["type"] == "lifespan":
-        while (await receive())["type"] == "lifespan.startup":
-            await send({"type": "lifespan.startup.complete"})
-        await send({"type": "lifespan.shutdown.complete"})
-        return
-    while (await receive()).get("more_body", False):
-        pass
-    query = parse_qs(scope["query_string"].decode())
-    number, interval_s = int(query.get("chunks", ["0"])[0]), float(query.get("interval_s", ["0"])[0])
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-    started = time.monotonic()
-    for index in range(number):
-        await asyncio.sleep(max(0.0, started + index * interval_s - time.monotonic()))
-        await send({"type": "http.response.body", "body": f"data: {time.monotonic()}\n\n".encode(), "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
 def direct(port: int) -> None:
     """Serve the application without Ray, in this process."""
-    uvicorn.run(app, port=port, http="httptools", loop="uvloop", log_level="warning", access_log=False)
+    uvicorn.run(chunks, port=port, http="httptools", loop="uvloop", log_level="warning", access_log=False)
 
 
 def on_ray(port: int, stopping: Any, ready: Any, environment: dict[str, str]) -> None:
@@ -60,25 +41,10 @@ def on_ray(port: int, stopping: Any, ready: Any, environment: dict[str, str]) ->
     import ray  # imported late, because Ray and Serve read the environment when they are imported
     from ray import serve
 
+    from bench.scale.ray_source import Source
     from service.ray.content_router import ContentRouter
     from service.ray.ingress import Ingress
     from service.ray.plan import plan_of
-    from service.ray.worker_replica import WorkerReplica
-
-    class Source(WorkerReplica):
-        def __init__(self) -> None:
-            self._app = app  # type: ignore[assignment]
-            self._tasks: set[asyncio.Task[None]] = set()
-            self._queued_tokens = 0
-
-        async def __del__(self) -> None:
-            pass
-
-        async def check_health(self) -> None:
-            pass
-
-        async def record_routing_stats(self) -> dict[str, Any]:
-            return {"queued_tokens": self._queued_tokens}
 
     ray.init(num_cpus=4, object_store_memory=500 * MiB, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
@@ -137,7 +103,11 @@ def of_front(front: str) -> dict[str, float]:
         port = server.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     stopping, ready = context.Event(), context.Event()
-    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_ENABLE_HA_PROXY": str(int(front == "ray_haproxy"))}
+    environment = {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": str(int(front == "ray_haproxy")),
+    }
     target: Callable[..., None] = direct if front == "direct" else on_ray
     process = context.Process(
         target=target, args=(port,) if front == "direct" else (port, stopping, ready, environment)

@@ -67,13 +67,13 @@ def tokens(answer: tuple[int, str]) -> int:
     return count
 
 
-def running_requests(port: int) -> float:
-    """Return the number of requests that run in the engines of all workers."""
+def metric(port: int, sample: str) -> float:
+    """Return the sum of a metric over all workers. `sample` is a regular expression for its name and labels."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/metrics")
     page = connection.getresponse().read().decode()
     connection.close()
-    found = re.findall(r"^mindie_mm:num_requests_running\{.*\} (.*)$", page, re.MULTILINE)
+    found = re.findall(rf"^mindie_mm:{sample}.*\}} (.*)$", page, re.MULTILINE)
     assert len(found) == 2, page
     return sum(map(float, found))
 
@@ -86,10 +86,11 @@ def test_a_disconnect_ends_a_stream(cluster: Cluster) -> None:
     response = connection.getresponse()
     assert [value for name, value in response.getheaders() if name.lower() == "x-request-id"] == ["mine"]
     assert response.read(6) == b"data: "
-    wait(lambda: running_requests(cluster.port) == 1, "the request does not run")
+    aborted = 'request_success_total{.*finished_reason="abort"'
+    before = metric(cluster.port, aborted)
     response.close()
     connection.close()
-    wait(lambda: running_requests(cluster.port) == 0, "the request still runs")
+    wait(lambda: metric(cluster.port, aborted) == before + 1, "the request still runs")
 
 
 def test_a_killed_replica_loses_only_streams_that_have_begun(cluster: Cluster) -> None:
