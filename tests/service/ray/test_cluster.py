@@ -150,3 +150,19 @@ def test_streams_are_finished_while_replicas_are_added_and_removed(cluster: Clus
         assert '"error"' not in body
     wait(lambda: len(workers()) == 2, "the removed replica does not end")
     assert not dead_arenas()
+
+
+def test_a_worker_leaves_neither_process_nor_arena_however_it_ends(cluster: Cluster) -> None:
+    import ray  # imported late, because it takes seconds
+
+    found = workers()
+    children = [child for worker in found for child in worker.children(recursive=True)]
+    actors = [one for one in ray.util.list_named_actors(all_namespaces=True) if "#WorkerReplica#" in one["name"]]
+    ray.kill(ray.get_actor(**actors[0]))
+    wait(lambda: not all(worker.is_running() for worker in found), "ray.kill has no effect")
+    for worker in found:
+        if worker.is_running():
+            worker.terminate()
+    _, alive = psutil.wait_procs([*found, *children], WAIT_S)
+    assert not alive
+    wait(lambda: not dead_arenas(), "an arena is left")
