@@ -3,7 +3,7 @@
     python tests/mindie_stand_in.py            reads commands from standard input, one JSON object per line
 
 `write` does what MindIE's tokenizer does: it puts arrays into segments and their words into ids. `read` does what a
-worker does. `release` frees the segments that a path file names. As in MindIE, the process that has created segments
+worker does. `release` frees the segments that a path file lists. As in MindIE, the process that has created segments
 stays alive.
 """
 
@@ -52,7 +52,7 @@ def shape_of(word):
 
 
 def untracked(segment):
-    """Take a segment from Python's resource tracker, which would remove it at the end of this process."""
+    """Unregister a segment from Python's resource tracker, which would remove the segment when this process ends."""
     resource_tracker.unregister(segment._name, "shared_memory")
     return segment
 
@@ -81,7 +81,7 @@ def release(path_file):
         segment.unlink()
 
 
-# What follows knows the layouts. `arrays` are the arrays of a prompt, in the order of their words; None is absent.
+# The code below knows the layouts. `arrays` are the arrays of a prompt, in the order of their words, or None.
 
 
 def read_after_start(ids, tokens, dtype):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def removed_arenas(pids: Collection[int], wait_s: float = 15.0) -> set[str]:
-    """Wait up to `wait_s` seconds until none of the processes maps a removed arena. Return the mapped ones."""
+    """Wait up to `wait_s` seconds until none of the processes maps a removed arena. Return the remaining arenas."""
     deadline = time.monotonic() + wait_s
     while (found := _mapped(pids)) and time.monotonic() < deadline:
         time.sleep(0.05)  # no event reports that another process has unmapped an arena

@@ -37,7 +37,7 @@ def with_table(page: str) -> str:
 
 
 def main() -> int:
-    """Write the table, or check it; return the exit status."""
+    """Write or check the table, and return the exit status."""
     current = PAGE.read_text(encoding="utf-8")
     wanted = with_table(current)
     if "--check" in sys.argv[1:]:

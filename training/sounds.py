@@ -110,7 +110,7 @@ SOUNDS = {"tone": tone, "beeps": beeps, "digit": digit}
 
 
 def _periodic(wave: str, turns: Wave) -> Wave:
-    """Return one sample per phase. Phases are in whole turns."""
+    """Return one sample per phase. A phase of 1 is a whole turn."""
     sine = np.sin(2 * np.pi * turns)
     if wave == "triangle":
         return np.asarray(np.arcsin(sine) * (2 / np.pi))

@@ -123,7 +123,7 @@ class Encoded:
 
 
 def encode(tokenizer: Tokenizer, sample: Sample, *, answered: bool = True, second_per_grid: float = 1.0) -> Encoded:
-    """Encode the sample's prompt as the chat template does, up to the first answer unless `answered`."""
+    """Encode the sample's prompt as the chat template does. If `answered` is off, stop before the first answer."""
     media = media_of(sample)
     shown = ""
     for medium in media:

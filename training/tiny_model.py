@@ -66,7 +66,7 @@ def _attend_padded(self: Any, hidden_states: torch.Tensor, cu_seqlens: torch.Ten
 
 
 def _embed_by_product(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Replace the patch embedding's `forward` by one matrix product, because its convolution never overlaps."""
+    """Replace the patch embedding's `forward` by one matrix product. The windows of its convolution never overlap."""
     return linear(hidden_states, self.proj.weight.view(self.embed_dim, -1))
 
 

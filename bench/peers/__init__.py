@@ -1,16 +1,17 @@
-"""Speed and memory beside OpenVINO GenAI and llama.cpp's server on the CPU.
+"""Comparison of speed and memory with OpenVINO GenAI and llama.cpp's server on the CPU.
 
     make bench-peers                                   # installs both into build/bench-peers; about 20 minutes
     python -m bench.peers                              # `small` and `mid` of `tools.random_checkpoint`
     python -m bench.peers --checkpoints DIRECTORY --engines mindie_mm,llama_q8_0 --rounds 3
 
-All engines load the same weights, get the same pictures in the same order, use the same number of threads and are
-resident at the same time. They take turns, in the reverse order every second round, so that other load on the machine
-affects all of them. OpenVINO GenAI has no HTTP server in its Python packages, so it runs in a process that reads jobs
+All engines load the same weights, get the same pictures in the same order, use the same number of threads and stay in
+memory until the end. They run in turn, and every second round reverses their order, so that other load on the machine
+affects all engines. OpenVINO GenAI has no HTTP server in its Python packages, so it runs in a process that reads jobs
 from a pipe.
 
-The time to the first token is that of a request for one token. Tokens per second are those of the 127 tokens after it.
-Reading and resizing the JPEG counts in all figures. Each figure is the median of the rounds.
+The time to the first token is the duration of a request for one token. Tokens per second are measured over the 127
+tokens after the first token. All figures include the time for reading and resizing the JPEG. Each figure is the median
+of the rounds.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--engines", type=lambda text: text.split(","), default=list(ENGINES), help="default: " + ",".join(ENGINES)
     )
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=8, help="requests of each figure")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each engine")
+    parser.add_argument("--requests", type=int, default=8, help="number of requests per figure")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="number of threads per engine"
+    )
     parser.add_argument("--results", default="peers", help="name of the result files in bench/results")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []

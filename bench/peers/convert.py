@@ -17,11 +17,11 @@ TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0] + "/convert_hf_to_gguf.py", run_name="__main__")
 """
-"""llama.cpp's converter, which refuses vocabularies that it does not know."""
+"""Script that runs llama.cpp's converter without its check of the vocabulary, which refuses unknown vocabularies."""
 
 
 def openvino(checkpoint: Path, precision: str) -> Path:
-    """Return the folder of the model for OpenVINO, converted if it is missing. `precision` is f32 or int8."""
+    """Return the folder of the model for OpenVINO. Convert the model if necessary. `precision` is f32 or int8."""
     out = FOLDER / "openvino" / f"{checkpoint.name}-{precision}"
     if not (out / "openvino_language_model.xml").exists():
         weights = {"f32": "fp32"}.get(precision, precision)
@@ -43,7 +43,7 @@ def gguf(checkpoint: Path, precision: str) -> tuple[Path, Path]:
 
 
 def _for_transformers_4(checkpoint: Path) -> Path:
-    """Copy the checkpoint, and give its configuration the form of transformers 4, which both converters need."""
+    """Return a copy of the checkpoint whose configuration has the format of transformers 4, as both converters need."""
     copy = FOLDER / "transformers4" / checkpoint.name
     if copy.exists():
         return copy

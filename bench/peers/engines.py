@@ -44,7 +44,7 @@ class HttpEngine:
         self._pid = pid
 
     async def drive(self, load: Load, numbers: Iterator[int]) -> Outcome:
-        """Send the requests over a new connection each, because llama-server drops reused ones now and then."""
+        """Send each request over a new connection, because llama-server sometimes drops reused connections."""
         pictures = await asyncio.to_thread(load.pictures, numbers)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
             outcome = await drive(http, self._server, load, pictures)
@@ -78,7 +78,7 @@ class OpenVinoEngine:
     async def reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            with suppress(json.JSONDecodeError):  # OpenVINO prints, too
+            with suppress(json.JSONDecodeError):  # OpenVINO also prints lines that are not replies
                 reply: dict[str, Any] = json.loads(line)
                 return reply
         raise RuntimeError("OpenVINO's process ended; see its output above")
@@ -104,13 +104,13 @@ async def ours(weights: str, checkpoint: Path, threads: int) -> AsyncIterator[En
 
 @asynccontextmanager
 async def llama(precision: str, checkpoint: Path, threads: int) -> AsyncIterator[Engine]:
-    """Run llama-server. Its cache of prompts is off, because every picture is new."""
+    """Run llama-server. Its prompt cache is disabled, because every picture is new."""
     model, projector = await asyncio.to_thread(gguf, checkpoint, precision)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = ["-m", model, "--mmproj", projector, "-t", threads, "-tb", threads, "-np", 4, "-c", 16384, "--cache-ram", 0]
-    # Its repacked weights use AMX, which kills this version with SIGILL in some virtual machines.
+    # With repacked weights, this version uses AMX instructions, which cause SIGILL in some virtual machines.
     flags += ["--no-repack", "--jinja", "--port", port, *(["-ctk", "f32", "-ctv", "f32"] if precision == "f32" else [])]
     process = await asyncio.create_subprocess_exec(
         SERVER, *map(str, flags), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
@@ -165,4 +165,4 @@ ENGINES: dict[str, Callable[[Path, int], AbstractAsyncContextManager[Engine]]] =
     "llama_f32": partial(llama, "f32"),
     "llama_q8_0": partial(llama, "q8_0"),
 }
-"""Engines by name. Each takes the checkpoint and the number of threads."""
+"""Functions that start an engine, by the name of the engine. They get the checkpoint and the number of threads."""

@@ -1,7 +1,8 @@
-"""Installation of OpenVINO GenAI and llama.cpp's server into build/bench-peers, and conversion of checkpoints.
+"""Installation of OpenVINO GenAI and llama.cpp's server into build/bench-peers.
 
-Both peers need transformers 4 for the conversion, so they get a virtual environment of their own. llama.cpp's sources
-come from the source distribution of llama-cpp-python and are compiled for this processor.
+Converting a checkpoint for either engine needs transformers 4, so the packages are installed into a separate virtual
+environment. llama.cpp's sources come from the source distribution of llama-cpp-python and are compiled for this
+processor.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CMAKE = ("CMAKE_BUILD_TYPE=Release", "LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAM
 
 
 def install() -> None:
-    """Install what is missing."""
+    """Install the packages and programs that are missing."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     if not PYTHON.exists():
         venv.create(FOLDER / "venv", with_pip=True)

@@ -1,8 +1,9 @@
 """Run OpenVINO GenAI: python runner.py MODEL THREADS f32|int8.
 
-This script runs in the peers' environment. It reads a job per line as JSON: `pictures` (paths), `question`, `tokens`
-and `clients`. It writes the seconds of each request and of all requests together. One client uses VLMPipeline, and
-several use ContinuousBatchingPipeline.
+This script runs in the virtual environment that `bench.peers.install` creates. Each line of its input is a job, a JSON
+object with `pictures` (paths), `question`, `tokens` and `clients`. For each job, the script writes the duration of each
+request and of all requests together, in seconds. For one client, the script uses VLMPipeline, and for several clients
+ContinuousBatchingPipeline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenizes rows of prompts offline. The result is shards of token ids and arrays, for a worker or for training.
+"""Tokenizes rows of prompts offline. The results are shards of token ids and arrays, for a worker or for training.
 
 `run` executes a run: it divides the input into chunks, and worker processes (or Ray actors) write the shards of each
 chunk. `input` reads files of rows, and `output` writes shards and reads them. A later call may continue a run if the

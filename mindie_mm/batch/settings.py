@@ -194,13 +194,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         """Return the states of the input's files on this machine.
 
         Raises:
-            InputError: The checkpoint, the input or the versions on this machine differ from those of the run.
+            InputError: The checkpoint, the input or a version on this machine differs from the start of the run.
 
         """
         sources = self.settings.sources(folder)
         if differing := _differences(self, Run.of(self.settings, folder, sources)):
             raise InputError(
-                f"{socket.gethostname()} has files that differ from those of the run: {'; '.join(differing)}"
+                f"{socket.gethostname()} has files that differ from the files of the run: {'; '.join(differing)}"
             )
         return [source.state for source in sources]
 

@@ -118,7 +118,7 @@ class Tally:
                 if digest.hex() != shard.records_digest:
                     raise InputError(
                         f"{source.name} has changed since an earlier call: rows {shard.first_row} to "
-                        f"{shard.stop_row - 1} differ from those in {self._folder}. Restore the file, or "
+                        f"{shard.stop_row - 1} differ from the rows in {self._folder}. Restore the file, or "
                         "choose another folder for --output"
                     )
 

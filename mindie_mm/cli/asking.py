@@ -30,17 +30,17 @@ _OPTIONS = (
     click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]"),
     click.option(
         "--family",
-        help="Model family to use instead of the one that config.json names.  [default: the one in config.json]",
+        help="Model family.  [default: the family in config.json]",
     ),
     click.option("--max-tokens", type=int, default=256, show_default=True, help="Maximum number of tokens."),
     click.option("--temperature", type=float, default=0.0, show_default=True,
                  help="Sampling temperature. 0 always gives the same answer."),
     click.option("--generation-config", metavar="auto|vllm|FOLDER",
-                 help="Source of the other sampling parameters: the checkpoint's generation_config.json, "
-                 "neutral values, or a folder with such a file.  [default: auto]"),
+                 help="Source of the other sampling parameters: the checkpoint's generation_config.json (auto), "
+                 "neutral values (vllm), or a folder with a generation_config.json.  [default: auto]"),
     click.option(
         "--device",
-        help="Device that runs the model: auto, npu, cuda or cpu, or one of several, such as cuda:1.  [default: auto]",
+        help="Device that runs the model: auto, npu, cuda, cpu, or a single device, such as cuda:1.  [default: auto]",
     ),
     click.option("--tensor-parallel", type=click.IntRange(1),
                  help="Number of devices that share the model's weights.  [default: 1]"),
@@ -92,15 +92,15 @@ def prepared(
 
 
 def check_media(config: WorkerConfig, given: Mapping[str, Sequence[Path]], sign: str = "--") -> None:
-    """Read the headers of media files. Load no weights.
+    """Check media files by their headers, without loading weights.
 
     Args:
         config: Settings of the worker.
         given: Paths of the files of each kind of media.
-        sign: Beginning of the option or command that names a file. The kind follows.
+        sign: Text before the kind in the option or command, such as `--` in `--image`.
 
     Raises:
-        InputError: The checkpoint does not support a kind, or a file is not of its kind, damaged or too large.
+        InputError: The checkpoint does not support a kind, or a file is of another kind, damaged or too large.
 
     """
     with importing():
@@ -116,7 +116,7 @@ def check_media(config: WorkerConfig, given: Mapping[str, Sequence[Path]], sign:
             raise InputError(
                 f"{sign}{kind}: {checkpoint.path} does not accept {kind} inputs; it accepts {', '.join(kinds)}"
             )
-    # A pipe can be read only once.
+    # A pipe can be read only once, so it cannot be checked in advance.
     files = [(kind, path) for kind, paths in given.items() for path in paths if path.is_file()]
     if not files:
         return
@@ -132,10 +132,10 @@ def check_media(config: WorkerConfig, given: Mapping[str, Sequence[Path]], sign:
 
 
 class Session:
-    """A worker that streams answers to standard output. It is a context manager."""
+    """A worker that streams answers to standard output. Use it as a context manager."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Load the model, and show the progress on standard error. This raises the errors of `Worker.start`."""
+        """Load the model, and show the progress on standard error. Raise the errors of `Worker.start`."""
         with importing():
             from mindie_mm.processes.loop_thread import LoopThread
             from mindie_mm.worker.worker import Worker
@@ -149,9 +149,9 @@ class Session:
             raise
 
     def answer(self, request: TokenizeRequest, params: SamplingParams, answer: Answer, *, silent: bool = False) -> None:
-        """Add the answer to a request to `answer`, and write its text as it arrives, unless `silent`.
+        """Answer a request. Add the pieces to `answer` as they arrive, and write their text unless `silent`.
 
-        If this call is interrupted, `answer` has the part that has arrived.
+        If this call is interrupted, `answer` contains the pieces that arrived before.
         """
         self._loop.run(self._answer(request, params, answer, silent=silent))
 
@@ -174,6 +174,6 @@ class Session:
 
 
 def write(text: str) -> None:
-    """Write a part of an answer. A terminal does not get control characters."""
+    """Write a part of an answer to standard output. If this is a terminal, leave control characters out."""
     sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()

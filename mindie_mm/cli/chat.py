@@ -33,13 +33,13 @@ HELP = """\
 @webui_option
 @model_options
 def command(*, webui_images: bool, **flags: Any) -> None:
-    """Chat with a model in the terminal. Each message is answered with the conversation so far as context.
+    """Chat with a model in the terminal. The model answers each message in the context of the conversation so far.
 
     /image PATH adds a picture to the next message, and /help lists the other commands. Ctrl-C stops an answer, and
     Ctrl-D ends the session.
 
-    If standard input is not a terminal, each line is a message. Exit status: 0, or 1 if a message could not be
-    answered.
+    If standard input is not a terminal, each line is a message. The exit status is then 1 if a message could not be
+    answered, and otherwise 0.
     """
     config, params = prepared("chat", **flags)
     check_media(config, {})
@@ -50,7 +50,9 @@ def command(*, webui_images: bool, **flags: Any) -> None:
         chat = _Chat(session, config, params, webui=webui_images)
         if sys.stdin.isatty():
             info, name = session.worker.engine.info, (config.model or EMBEDDED).name
-            click.echo(f"{name} on {info.device} in {info.dtype}. /help lists the commands, and Ctrl-D ends the chat.")
+            click.echo(
+                f"{name} runs on {info.device} in {info.dtype}. /help lists the commands, and Ctrl-D ends the chat."
+            )
         for line in _lines():
             if line == "/exit":
                 break
@@ -64,7 +66,7 @@ def _lines() -> Iterator[str]:
         yield from filter(None, map(str.strip, sys.stdin))
         return
     with suppress(ImportError):
-        import readline  # noqa: F401 - lets `input` edit lines, and recall earlier ones
+        import readline  # noqa: F401 - lets users of `input` edit a line and recall earlier lines
     while True:
         try:
             line = input(PROMPT).strip()
@@ -89,7 +91,7 @@ class _Chat:
         self._messages: list[dict[str, Any]] = []
         self._media: list[dict[str, str]] = []
         self.failed = False
-        """Whether a line could not be handled."""
+        """Whether a command or a message has failed."""
 
     def take(self, line: str) -> None:
         """Handle a line: run a command, or send a message. Print an error if that fails."""
@@ -121,7 +123,7 @@ class _Chat:
     def _add(self, kind: str, argument: str) -> None:
         path = Path(argument).expanduser()
         if not argument or not path.is_file():
-            self._fail(f"/{kind}: {argument or 'the path'} is not a file; give its path, as in /{kind} PATH")
+            self._fail(f"/{kind}: {argument!r} is not a file; give the path of a file, as in /{kind} PATH")
             return
         check_media(self._config, {kind: [path]}, sign="/")
         self._media.append({kind: str(path.absolute())})
@@ -148,4 +150,4 @@ class _Chat:
             if answer.texts:
                 click.echo()
                 self._messages += [message, {"role": "assistant", "content": answer.text}]
-                self._media = []  # otherwise they are sent with the next message
+                self._media = []  # otherwise the media would be sent again with the next message

@@ -1,4 +1,4 @@
-"""Printing of tables: aligned on a terminal, and with tabs for other programs."""
+"""Printing of tables, with aligned columns on a terminal, and with tabs between the cells otherwise."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _BREAKS = re.compile(r"\s*[\t\r\n]\s*")
 def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
     """Return the lines of a table.
 
-    If standard output is a terminal, columns are aligned. Otherwise, a tab separates two cells, for `cut` and `awk`.
+    If standard output is a terminal, columns are aligned. Otherwise, tabs separate the cells, for `cut` and `awk`.
 
     Args:
-        rows: Cells of each row, in which line breaks and tabs become spaces.
-        right: Numbers of the columns that are aligned to the right.
+        rows: Cells of each row. Line breaks and tabs within a cell become spaces.
+        right: Indices of the columns that are aligned to the right.
 
     """
     cells = [[_BREAKS.sub(" ", cell) for cell in row] for row in rows]
@@ -33,7 +33,7 @@ def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> li
 
 
 def print_table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> None:
-    """Print a table, drawn by rich if standard output is a terminal, and otherwise as `table_lines` returns it."""
+    """Print a table. rich draws the table on a terminal. Otherwise, print the result of `table_lines`."""
     if not sys.stdout.isatty():
         print(*table_lines([headers, *rows] if headers else rows), sep="\n")
         return

@@ -18,11 +18,11 @@ from mindie_mm.processes.interrupts import importing
 @click.command("generate", short_help="Run the model on tokenized rows.")
 @click.option("--tokenized", "folder", type=PATH, required=True, help="Folder that `mindie-mm tokenize` wrote.")
 @click.option("--output", type=PATH, required=True, help="File for the answers, one JSON line per row.")
-@click.option("--model", type=PATH, help="Checkpoint directory.  [default: the one that tokenized the rows]")
+@click.option("--model", type=PATH, help="Checkpoint directory.  [default: the checkpoint that tokenized the rows]")
 @click.option(
     "--other-model",
     is_flag=True,
-    help="Accept a checkpoint whose tokenizer files differ from those that tokenized the rows.",
+    help="Accept a checkpoint even if its tokenizer files differ from the files that were used to tokenize the rows.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True,
               help="Maximum number of tokens of an answer.")  # fmt: skip
@@ -30,12 +30,12 @@ from mindie_mm.processes.interrupts import importing
               help="Sampling temperature. 0 always gives the same answers.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), help="Run only the first N rows.", metavar="N")
 @click.option("--generation-config", metavar="auto|vllm|FOLDER",
-              help="Source of the other sampling parameters: the checkpoint's generation_config.json, "
-              "neutral values, or a folder with such a file. OUTPUT.origin.json records the values "
+              help="Source of the other sampling parameters: the checkpoint's generation_config.json (auto), "
+              "neutral values (vllm), or a folder with a generation_config.json. OUTPUT.origin.json records the values "
               "that were used.  [default: auto]")  # fmt: skip
 @click.option(
     "--device",
-    help="Device that runs the model: auto, npu, cuda or cpu, or one of several, such as cuda:1.  [default: auto]",
+    help="Device that runs the model: auto, npu, cuda, cpu, or a single device, such as cuda:1.  [default: auto]",
 )
 @click.option("--dtype", help="Type of weights and activations: auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--weights", type=click.Choice(["auto", "int8"]),

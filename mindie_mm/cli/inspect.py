@@ -15,9 +15,10 @@ from mindie_mm.processes.interrupts import importing
 @click.command("inspect", short_help="Show a tokenized data set, or a row of it.")
 @click.argument("folder", type=PATH)
 @click.argument("row", type=int, required=False)
-@click.option("--model", type=PATH, help="Checkpoint directory.  [default: the one that tokenized the rows]")
+@click.option("--model", type=PATH, help="Checkpoint directory.  [default: the checkpoint that tokenized the rows]")
 @click.option("--other-model", is_flag=True,
-              help="Accept a checkpoint whose tokenizer files differ from those that tokenized the rows.")  # fmt: skip
+              help="Accept a checkpoint even if its tokenizer files differ from the files that were used to tokenize "
+              "the rows.")  # fmt: skip
 @click.option("--png", type=PATH, help="Write the row's pictures to this PNG file, on one page.")
 def command(folder: Path, row: int | None, model: Path | None, *, other_model: bool, png: Path | None) -> None:
     """Show the run that `mindie-mm tokenize` wrote to FOLDER, or one ROW of the run.

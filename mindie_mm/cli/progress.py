@@ -1,4 +1,4 @@
-"""Progress of commands on standard error: live on a terminal, else a line every 10 s."""
+"""Progress of commands on standard error: a live line on a terminal, and otherwise a new line every 10 s."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from mindie_mm.processes.progress import LOG_INTERVAL_S, LoadingText, repeating
 
 _FRAME_S = 0.25
-"""Time in seconds between two updates of a terminal. Work that ends earlier shows nothing."""
+"""Time in seconds between two updates of a terminal. Work that ends before the first update shows nothing."""
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def progress_shown(text: Callable[[], str], interval_s: float = LOG_INTERVAL_S) 
 
 
 class _Live:
-    """A line with a spinner that rich draws. It begins at the first update, because rich is slow to import."""
+    """A line with a spinner, drawn by rich. rich is slow to import, so it is imported at the first update."""
 
     def __init__(self, drawing: ExitStack, text: Callable[[], str]) -> None:
         self._drawing = drawing
@@ -50,7 +50,7 @@ class _Live:
 
 @contextmanager
 def loading_shown() -> Iterator[LoadingText]:
-    """Show how much of the model is loaded. Yield the function that takes the share."""
+    """Show how much of the model is loaded. Yield a function that sets the loaded share, from 0 to 1."""
     loading = LoadingText()
     with progress_shown(loading.__str__):
         yield loading

@@ -29,7 +29,7 @@ def command(path: Path | None, ray_address: str | None, replicas: int, **flags: 
     """Serve the checkpoint in folder PATH over HTTP. Without PATH, serve the embedded checkpoint.
 
     When the service is ready, it prints one line with its URL, model, device, data type and free memory. Ctrl-C stops
-    it.
+    the service.
 
     You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. When the service
     starts, it logs the settings that are not at their default, and where they come from.

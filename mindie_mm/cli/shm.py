@@ -56,8 +56,8 @@ def command() -> None:
 
 
 @command.command("list", short_help="List the arenas and other segments in /dev/shm.")
-@click.option("-b", "--blocks", is_flag=True, help="List the blocks of each arena too.")
-@click.option("--segments", "only_segments", is_flag=True, help="List only the segments that nobody recorded.")
+@click.option("-b", "--blocks", is_flag=True, help="Also list the blocks of each arena.")
+@click.option("--segments", "only_segments", is_flag=True, help="List only the segments that no path file records.")
 @click.option(
     "--spool",
     type=PATH,
@@ -67,11 +67,11 @@ def command() -> None:
     "--json", "as_json", is_flag=True, help="Print the arenas with all their blocks, or the segments, as JSON."
 )
 def list_(*, blocks: bool, only_segments: bool, spool: Path | None, as_json: bool) -> None:
-    """List the arenas of this user, the segments that nobody recorded, and how full /dev/shm is.
+    """List the arenas of this user, the segments that no path file records, and how full /dev/shm is.
 
-    A segment is any other file in /dev/shm, such as the psm_* files of MindIE. It is recorded if a request in the spool
-    has it in its path file. "mapped" shows the processes that map it, as far as this user may see them, in this
-    container. `mindie-mm shm free NAME` removes a segment. No command removes segments that are not named.
+    A segment is any other file in /dev/shm, such as the psm_* files of MindIE. "mapped" shows the processes in this
+    container that map a segment, as far as this user may see them. Only path files in the spool are read. `mindie-mm
+    shm free NAME` removes a segment. No command removes a segment unless its name is given.
     """
     if spool is not None:
         _mode(spool, "not a spool")
@@ -98,9 +98,10 @@ def list_(*, blocks: bool, only_segments: bool, spool: Path | None, as_json: boo
 def free(targets: tuple[str, ...], *, as_json: bool) -> None:
     """Free blocks, and remove segments, even if a request still needs them.
 
-    A TARGET is a block as `shm list -b` shows it, such as mindie_mm-1f2a:17, the path file of a request, or the name of
-    a segment as `shm list` shows it, such as psm_8c9d4828. A request that still needs a freed block or segment fails
-    with an error that says so. Other requests continue. Blocks that are already free are not counted.
+    A TARGET is a block, the path file of a request, or a segment. `shm list -b` shows the names of blocks, such as
+    mindie_mm-1f2a:17, and `shm list` the names of segments, such as psm_8c9d4828. A request that still needs a freed
+    block or segment fails with an error that says so. Other requests continue. Blocks that are already free are not
+    counted.
     """
     arenas = {arena.number: arena for arena in survey()}
     freed, failed = 0, False
@@ -145,7 +146,7 @@ def _segment(target: str) -> str | None:
     "path_files",
     multiple=True,
     type=PATH,
-    help="Free all blocks of this path file, whether they are needed or not, and do nothing else. Repeatable.",
+    help="Free all blocks of this path file, whether they are still in use or not, and do nothing else. Repeatable.",
 )
 @click.option(
     "--spool",

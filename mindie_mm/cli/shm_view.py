@@ -54,7 +54,7 @@ def block_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
 
 
 def segment_rows(segments: Sequence[SegmentInfo]) -> list[str]:
-    """Return a heading and one line per file in /dev/shm that nobody recorded."""
+    """Return a heading and one line per segment."""
     rows = [("unrecorded segment", "owner", "age", "size", "mapped")]
     rows += [
         (printable(one.name), f"uid {one.uid}", age(one.age_s), size(one.num_bytes), mapped(one)) for one in segments
@@ -63,7 +63,7 @@ def segment_rows(segments: Sequence[SegmentInfo]) -> list[str]:
 
 
 def mapped(segment: SegmentInfo) -> str:
-    """Return the processes that map a segment, `no` or `unknown`."""
+    """Return the processes that map a segment, as text. If there are none, return `no`, or `unknown` if unknown."""
     if segment.mapped is None:
         return "unknown"
     return f"pid {', '.join(map(str, segment.pids))}" if segment.pids else "no"

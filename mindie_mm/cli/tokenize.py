@@ -20,9 +20,7 @@ from mindie_mm.settings.config import MediaCaps, MiB
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--output", type=PATH, required=True, help="Folder for the run. It is created if it does not exist.")
 @click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]")
-@click.option("--family", default="",
-              help="Model family to use instead of the one that config.json names.  [default: the one in "
-              "config.json]")  # fmt: skip
+@click.option("--family", default="", help="Model family.  [default: the family in config.json]")
 @click.option("--workers", type=click.IntRange(1),
               help="Number of worker processes, or of Ray actors.  [default: one per CPU]")  # fmt: skip
 @click.option("--shard-bytes", type=click.IntRange(1), default=256 * MiB, show_default=True,

@@ -59,8 +59,8 @@ class Job:
         if not self.is_second_try:
             return None
         if status is not None and -status in _FAULTS_OF_THE_ITEM:
-            return MediaError(f"the item crashed two decoders; the second one died with {signal.Signals(-status).name}")
-        return ProcessDied(f"two decoders died while decoding the item; the second one died with status {status}")
+            return MediaError(f"the item crashed two decoders; the second died with {signal.Signals(-status).name}")
+        return ProcessDied(f"two decoders died while decoding the item; the second died with status {status}")
 
 
 @dataclass(slots=True, eq=False)

@@ -90,7 +90,7 @@ def _grid(
     form = f'{{"{own}": ..., "{key}": ...}}'
     if in_file:
         form = f'{{"{own}": {form}}}'
-    raise InputError(f"this model needs {key}, {meaning}, beside the embeddings of the {kind}; send {form}")
+    raise InputError(f"this model needs {key}, {meaning}, in addition to the embeddings of the {kind}; send {form}")
 
 
 def page_of(media: Media, data: Data) -> Data:

@@ -32,8 +32,8 @@ def available_bytes(mount: Path = cgroup.MOUNT, own: Path = cgroup.OWN) -> int:
     The host's free memory and the limits of the control groups are taken into account.
 
     Args:
-        mount: As in `cgroup.folders`.
-        own: As in `cgroup.folders`.
+        mount: Has the same meaning as in `cgroup.folders`.
+        own: Has the same meaning as in `cgroup.folders`.
 
     Raises:
         DeviceError: /proc is not mounted.

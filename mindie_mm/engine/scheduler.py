@@ -172,7 +172,7 @@ class Scheduler(BaseScheduler):
                 self._blocks.keep(blocks[index], keys[index])
 
     def _schedule(self, sequence: Sequence, budget: _Budget) -> Scheduled | None:
-        """Schedule a running sequence. If blocks run out, preempt others, and finally itself."""
+        """Schedule a running sequence. If blocks run out, preempt other sequences first, and this sequence last."""
         stop = self._stop(sequence, sequence.num_computed, budget)
         if stop == sequence.num_computed:
             return None

@@ -98,9 +98,9 @@ class Towers:
         return features, failed
 
     def encode_some(self, items: abc.Sequence[MediaItem]) -> list[Tensor] | MindieMMError:
-        """Return the features of the first of the items, as many as one call of the tower takes, or an error.
+        """Encode as many items, counted from the first, as fit into one call of the tower.
 
-        The encoder cache is neither read nor filled.
+        Return their features, or an error. The encoder cache is neither read nor filled.
         """
         first = items[: TowerBudget(self._limits).num_fitting(items)]
         encoded = self._encoded_once(first)

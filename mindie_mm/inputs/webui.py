@@ -1,4 +1,4 @@
-"""Images in texts, as text-generation-webui writes them, and long data: URLs in texts, which are usually a mistake."""
+"""Parsing of images in texts, in the format of text-generation-webui, and detection of long data: URLs in texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindie_mm.inputs.items import Item, Media, Message, Text
 
 _log = logging.getLogger(__name__)
 
-# The quantifiers are possessive, so that a long text fails to match without backtracking.
+# The quantifiers are possessive, so that the patterns do not backtrack in long texts.
 _IMAGE = re.compile(
     r'<img src="(data:image/(?:jpeg|png|webp|gif);base64,\s*+[A-Za-z0-9+/=][A-Za-z0-9+/=\s]*+)">', re.ASCII
 )
@@ -24,9 +24,9 @@ _DATA_URL = re.compile(
     re.ASCII,
 )
 MAX_DATA_URL = 1000
-"""Maximum number of characters of a data: URL that is plain text. Source code often has shorter ones."""
+"""Maximum number of characters of a data: URL that is taken for ordinary text, such as a URL in source code."""
 _MAX_STARTS = 10_000
-"""Maximum number of places where a data: URL may begin that are looked at, because each takes about a microsecond."""
+"""Maximum number of places with the text `data:` that are examined. Each takes about a microsecond."""
 _warned: set[str] = set()
 
 
@@ -38,12 +38,12 @@ class WebuiImages:
     """
 
     def __init__(self, max_images: int | None = None) -> None:
-        """Create a parser of the texts of one prompt. Later calls raise LimitExceeded beyond `max_images`."""
+        """Create a parser of the texts of one prompt. It raises LimitExceeded at more than `max_images` images."""
         self._max_images = max_images
         self._num_images = 0
 
     def of_text(self, text: str) -> list[Item]:
-        """Return the images and the text between them, in order. Raise InputError if it has a lone surrogate."""
+        """Return the images and the text between them, in order. Raise InputError for an unpaired surrogate."""
         items: list[Item] = []
         stop = 0
         for match in _IMAGE.finditer(text):
@@ -71,7 +71,7 @@ class WebuiImages:
 
 
 def long_data_url(prompt: Iterable[Item | Message]) -> str | None:
-    """Describe the first data: URL in a text that has more than `MAX_DATA_URL` characters. Return None without one."""
+    """Describe the first data: URL of more than `MAX_DATA_URL` characters in the texts. Without one, return None."""
     starts = ((text, at) for text in _texts(prompt) if len(text) > MAX_DATA_URL for at in _starts(text))
     for text, at in islice(starts, _MAX_STARTS):
         match = _DATA_URL.match(text, at)
@@ -105,7 +105,7 @@ def webui_items(items: Sequence[Item], *, webui: bool) -> Sequence[Item]:
 
 
 def webui_messages(messages: Sequence[Message], *, webui: bool) -> Sequence[Message]:
-    """Return `messages`, as `webui_items` returns items."""
+    """Process the texts of messages as `webui_items` processes the texts of items."""
     messages = WebuiImages().of_messages(messages) if webui else messages
     _warn(messages)
     return messages
@@ -115,7 +115,8 @@ def _warn(prompt: Iterable[Item | Message]) -> None:
     if (found := long_data_url(prompt)) and not _warned:
         _warned.add(found)
         _log.warning(
-            "%s. Give the media as an item, or set webui=True (--webui-images) for texts of text-generation-webui; "
+            "%s. Give the media as an item, or set webui=True (--webui-images) for texts in the format of "
+            "text-generation-webui; "
             "this warning is not repeated",
             found,
         )

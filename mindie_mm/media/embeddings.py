@@ -1,4 +1,4 @@
-"""Files with the features of a media item, which a client has computed with the model's tower.
+"""Reading of files with the features of a media item. A client has computed the features with the model's tower.
 
 A file is safetensors or the output of `torch.save`, and contains one tensor.
 """
@@ -29,15 +29,17 @@ _MAX_HEAD_BYTES = 2**16
 """Maximum size of the JSON header of a safetensors file. One tensor needs about 100 bytes."""
 _INTEGERS = (torch.int32, torch.int64)
 _MAX_GRID = 2**12
-"""Maximum number of integers in a grid. Most have three, and videos of some families have one more for each frame."""
+"""Maximum number of integers in a grid. Most grids have three, but in some families a video has one more per frame."""
 
 
 def read_embeddings(data: Data, grid_key: str = "") -> Embeddings:
-    """Return the features of one item in a file. If `data` is a tuple, its second file has the grid, named `grid_key`.
+    """Return the features of one item from a file. If `data` is a tuple, its second file contains the grid.
+
+    Error messages call the grid `grid_key`.
 
     Raises:
         InputError: The tensors have the wrong shape, dtype or values.
-        LimitExceeded: A tensor has more elements than its file.
+        LimitExceeded: A tensor needs more bytes than its file has, or a file exceeds another limit.
         MediaError: A file cannot be read.
 
     """
@@ -61,7 +63,7 @@ def _tensor(data: Any, what: str) -> Tensor:
     """Return the tensor in a file. Error messages call the file `what`."""
     assert isinstance(data, bytes), "only files are encoded embeddings"
     tensor = _read_torch(data, what) if data.startswith(_ZIP) else _read_safetensors(data, what)
-    # A tensor with strides of 0 may have any number of elements.
+    # With strides of 0, a tensor in a small file may have any number of elements.
     if (
         tensor.is_nested
         or tensor.layout != torch.strided
@@ -75,7 +77,7 @@ def _tensor(data: Any, what: str) -> Tensor:
 def _read_safetensors(data: bytes, what: str) -> Tensor:
     head_bytes = int.from_bytes(data[:8], "little")
     if not 0 < head_bytes <= len(data) - 8:
-        raise MediaError(f"{what} is neither complete safetensors nor the output of torch.save")
+        raise MediaError(f"{what} is neither a complete safetensors file nor the output of torch.save")
     if head_bytes > _MAX_HEAD_BYTES:
         raise LimitExceeded(f"{what} has a safetensors header of {head_bytes} bytes; the limit is {_MAX_HEAD_BYTES}")
     try:
@@ -96,7 +98,7 @@ def _read_torch(data: bytes, what: str) -> Tensor:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (MemoryError, LimitExceeded):
         raise
-    except Exception as error:  # a hostile file may raise an error of any type
+    except Exception as error:  # a hostile file may cause an error of any type
         if "DefaultCPUAllocator" in str(error):
             raise MemoryError from error
         raise MediaError(
@@ -109,9 +111,9 @@ def _read_torch(data: bytes, what: str) -> Tensor:
 
 
 def _check_archive(data: bytes, what: str) -> None:
-    """Raise LimitExceeded if an archive expands, or has so many records or opcodes that reading takes long.
+    """Raise LimitExceeded if an archive is compressed, or has so many records or opcodes that reading takes long.
 
-    `torch.save` does not compress.
+    `torch.save` does not compress its archives.
     """
     if (count := data.count(_RECORD)) > _MAX_RECORDS:  # `ZipFile` reads all entries
         raise LimitExceeded(f"{what} is an archive of {count} records; the limit is {_MAX_RECORDS}")
@@ -120,7 +122,10 @@ def _check_archive(data: bytes, what: str) -> None:
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise LimitExceeded(f"{what} is a compressed archive; send the output of torch.save unchanged")
     if sum(record.file_size for record in records) > len(data):
-        raise LimitExceeded(f"{what} is an archive whose records have more bytes than the archive")
+        raise LimitExceeded(
+            f"{what} is an archive whose records have more bytes than the archive; send the output of torch.save "
+            "unchanged"
+        )
     for record in records:
         if record.filename.endswith(".pkl") and record.file_size > _MAX_PICKLE_BYTES:
             raise LimitExceeded(

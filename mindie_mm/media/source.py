@@ -39,8 +39,8 @@ def read_source(media: Media) -> Data:
 
     For a path, a URL or bare base64, the result is bytes. For a PIL image, an array or a tensor, it is pixels or
     samples. For a video that is a list of frames, it is a tuple with one result per frame. For embeddings with a grid,
-    it is a tuple of both files. URLs may be `data:`,
-    `file:`, `http:` or `https:`. `http:` and `https:` URLs are fetched only from public addresses.
+    it is a tuple of the contents of both files. URLs may be `data:`, `file:`, `http:` or `https:`. `http:` and `https:`
+    URLs are fetched only from public addresses.
 
     Raises:
         InputError: An array has the wrong type or shape.

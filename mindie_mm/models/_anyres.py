@@ -66,8 +66,8 @@ class AnyresProcessor(Processor):
         if (tokens := tokens_of_tower(config, where)) != self.rows**2:
             raise UnsupportedCheckpoint(
                 f"{where}: vision_feature_select_strategy is {config.vision_feature_select_strategy!r}, which gives "
-                f"{tokens} tokens per tile; the number must equal that of the {self.rows}x{self.rows} patches of a "
-                "tile"
+                f"{tokens} tokens per tile; the number must equal the number of patches of a tile, "
+                f"{self.rows}x{self.rows}"
             )
         check_stated(checkpoint.json("processor_config.json"), config, where)
         settings = checkpoint.preprocessor("image", {self.image_type: self.defaults})

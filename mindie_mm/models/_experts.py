@@ -53,7 +53,7 @@ class Gate(nn.Module):
         self.factor: float = config.get("routed_scaling_factor", 1.0)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights (float32) and indices (int64) of the experts chosen for [T, width], both [T, count]."""
+        """Choose experts for [T, width]. Return their weights (float32) and indices (int64), [T, count] each."""
         logits = linear(hidden.float(), self.weight.float())
         scores = logits.softmax(-1) if self.softmax else logits.sigmoid()
         chosen = self._ranked(scores).topk(self.count, dim=-1).indices

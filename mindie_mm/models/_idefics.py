@@ -173,7 +173,7 @@ def tile_side(settings: Mapping[str, Any], where: str) -> int:
     """Return the side of a tile in pixels. Raise UnsupportedCheckpoint if max_image_size has no longest_edge."""
     size = settings["max_image_size"]
     if not isinstance(size, Mapping) or not isinstance(side := size.get("longest_edge"), int):
-        raise UnsupportedCheckpoint(f"{where}: max_image_size is {size!r}; it must have only longest_edge")
+        raise UnsupportedCheckpoint(f"{where}: max_image_size is {size!r}; it must have an integer longest_edge")
     return side
 
 

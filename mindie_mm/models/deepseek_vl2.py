@@ -169,7 +169,7 @@ class DeepseekVL2Processor(Processor):
         patch = settings["patch_size"]
         if patch != config["vision_config"]["patch_size"]:
             raise UnsupportedCheckpoint(
-                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}; it must equal that of "
+                f"{checkpoint.path}/processor_config.json: patch_size is {patch!r}; it must equal patch_size in "
                 f"vision_config ({config['vision_config']['patch_size']})"
             )
         self.side: int = -(-(self.size // patch) // 2)
@@ -393,13 +393,12 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
         raise UnsupportedCheckpoint(
             f"{where}: language_config.kv_lora_rank is None; with use_mla, it must be an integer"
         )
-    for name, actual, needed in (
-        ("projector_config.input_dim", projector["input_dim"], vision["width"]),
-        ("projector_config.n_embed", projector["n_embed"], language["hidden_size"]),
+    for name, actual, needed, part in (
+        ("projector_config.input_dim", projector["input_dim"], vision["width"], "tower"),
+        ("projector_config.n_embed", projector["n_embed"], language["hidden_size"], "decoder"),
     ):
         if actual != needed:
             raise UnsupportedCheckpoint(
-                f"{where}: {name} is {actual!r}; it must be {needed!r}, the width of the part that the projector "
-                "connects"
+                f"{where}: {name} is {actual!r}; it must be {needed!r}, the width of the {part}"
             )
     return config

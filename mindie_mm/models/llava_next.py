@@ -81,7 +81,7 @@ class LlavaNextProcessor(AnyresProcessor):
         """Return the number of features that MindIE computes for an image.
 
         MindIE exchanges the rows and columns of the canvas, so the number is wrong for most canvases that are not
-        square. It also rounds products down that are integers except for a rounding error.
+        square. It also rounds down products that should be integers, but are slightly too small.
         """
         columns, rows = (length // self.side * self.rows for length in best_canvas(height, width, self.canvases))
         if width / height > columns / rows:

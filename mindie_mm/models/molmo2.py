@@ -242,7 +242,7 @@ def _geometry(settings: Mapping[str, Any], config: Any, where: str) -> Geometry:
     fits = size.width == side and patch == vision.patch_size and side % patch == 0
     if not fits or (side // patch) ** 2 != vision.num_position_embeddings:
         raise UnsupportedCheckpoint(
-            f"{where}: size is {settings['size']} with patches of {patch} pixels; the tower takes "
+            f"{where}: size is {settings['size']} and patch_size is {patch}, but the tower takes "
             f"{vision.num_position_embeddings} patches of {vision.patch_size} pixels"
         )
     high, wide = settings["pooling_size"]

@@ -149,9 +149,9 @@ class Qwen2AudioModel(PretrainedModel):
         ]
 
     def _checked(self, view: SegmentsView) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the spectrograms, and copies of the ids with one placeholder per clip and of the mask of frames."""
+        """Return the spectrograms, a copy of the ids with one placeholder per clip, and a copy of the frame mask."""
         if missing := [field.name for field in _MINDIE.fields if field.name not in view]:
-            raise CorruptReference(f"the handle words of {', '.join(missing)} are 0")
+            raise CorruptReference(f"the handle words of {', '.join(missing)} are 0; this model needs these arrays")
         # Copies, because the writer of the segments could still change what was checked.
         features, text, mask = view[SPECTROGRAM], view["input_ids"].copy(), view[_MASK].copy()
         clips, length = len(features), text.shape[-1]
@@ -164,7 +164,7 @@ class Qwen2AudioModel(PretrainedModel):
         if (found := {name: view[name].shape for name in expected}) != expected:
             raise CorruptReference(f"the segments have the shapes {found}, but this model needs {expected}")
         if not (view["attention_mask"] == 1).all():
-            raise CorruptReference("attention_mask contains other values than 1; prompts must not be padded")
+            raise CorruptReference("attention_mask contains values other than 1; prompts must not be padded")
         known = self.spec.embedding_size or self.spec.vocab_size
         if not (text.min() >= 0 and text.max() < known):
             raise TokenOutOfRange(f"a token id in [{text.min()}, {text.max()}] is not in [0, {known})")

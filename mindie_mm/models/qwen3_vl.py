@@ -275,11 +275,15 @@ class Qwen3VLModel(QwenModel):
         if not any(name in view for name in names):
             return
         if not all(name in view for name in names):
-            raise CorruptReference(f"the handle words of {names[0]} or of {names[1]} are 0")
+            raise CorruptReference(
+                f"the prompt has only one of the arrays {names[0]} and {names[1]}; it must have both"
+            )
         pixels, grids = (view[name] for name in names)
         rows = grids.tolist() if grids.ndim == 2 and grids.shape[1] == 3 else []
         if not rows or any(min(row) < 1 or row[1] % self._merge or row[2] % self._merge for row in rows):
-            raise CorruptReference(f"{names[1]}, of shape {grids.shape}, does not have rows t, h, w in patches")
+            raise CorruptReference(
+                f"{names[1]} has the shape {grids.shape} or invalid values; its rows must be t, h, w in patches"
+            )
         counts = [math.prod(row) for row in rows]
         if pixels.shape != (expected := (sum(counts), self._pixels[kind].patch_bytes)):
             raise CorruptReference(f"{names[0]} has the shape {pixels.shape}, but {names[1]} needs {expected}")

@@ -81,7 +81,7 @@ def paged_attention(
         value: [kv_heads, T, value_head_dim].
         paged: The tokens that each row attends to, and the KV cache.
         scaling: Factor by which the attention scores are multiplied.
-        sliding_window: As in `attend`.
+        sliding_window: Has the same meaning as in `attend`.
 
     Returns:
         [T, heads, value_head_dim].

@@ -103,10 +103,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class OfPrompt:
-    """An array in a segment, int64 [1, ids], about the ids of the prompt with one placeholder per item."""
+    """An array in a segment, int64 [1, T], that describes the prompt as if each item had only one placeholder."""
 
     name: Literal["input_ids", "attention_mask"]
-    """The ids, or a one for each of them."""
+    """input_ids for an array of the ids, or attention_mask for an array of ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class PromptLayout:
     """Whether padding ids replace all ids of the prompt, and the words are at its start. If not, the words follow the
     first placeholder of the prompt."""
     unframed: frozenset[Kind] = frozenset()
-    """Kinds of media without the ids of `Placeholder.before` and `Placeholder.after` around an item."""
+    """Kinds of media whose items are not surrounded by the ids `Placeholder.before` and `Placeholder.after`."""
 
     @property
     def kinds(self) -> set[Kind]:
@@ -141,11 +141,13 @@ class PromptLayout:
             tokens: Placeholders of the model.
 
         Returns:
-            The arrays, and the index of the first word or zero. None if the first word in the ids is not the name word
-            of a segment.
+            The arrays, and the index of the first handle word or zero. None if the ids contain no handle words, or if
+            their first handle word is not the name word of a segment.
 
         Raises:
-            CorruptReference, SegmentMissing, LimitExceeded: As in `attach_words`.
+            CorruptReference: A handle word is damaged, missing or in the wrong place.
+            SegmentMissing: A segment does not exist.
+            LimitExceeded: A segment is larger than a limit allows.
 
         """
         negative = np.flatnonzero(ids < 0)
@@ -156,8 +158,8 @@ class PromptLayout:
         words = ids[start:stop].tolist()
         if len(words) < self.num_slots or (ids[stop:] < (-1 if self.replaces_ids else 0)).any():
             raise CorruptReference(
-                f"the ids contain other handle words than the {self.num_slots} words from token {start}; a prompt of "
-                "this model in MindIE's format has no others"
+                f"in MindIE's format, a prompt of this model has exactly {self.num_slots} handle words in a row; the "
+                f"handle words that begin at token {start} are too few, or the ids contain other handle words"
             )
         specs: dict[str, SegmentSpec] = {}
         for field, name, shape in zip(self.fields, words[::2], words[1::2], strict=True):
@@ -167,12 +169,12 @@ class PromptLayout:
         return SegmentsView(specs, {}), start
 
     def _start(self, ids: NDArray[np.int64], first: int, tokens: Collection[int]) -> int:
-        """Return the index of the first word or zero. `first` is the index of the first word."""
+        """Return the index of the first handle word or zero. `first` is the index of the first handle word."""
         for start in range(first, max(first - self.num_slots, -1), -2):
             behind = int(ids[start - 1]) in tokens if start else self.replaces_ids
             if behind and not ids[start:first].any():
                 return start
-        where = "at the start of the prompt" if self.replaces_ids else "behind the first placeholder"
+        where = "at the start of the prompt" if self.replaces_ids else "after the first placeholder"
         raise CorruptReference(f"the handle words at token {first} are not {where}")
 
 

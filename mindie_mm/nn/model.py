@@ -162,7 +162,7 @@ class MediaModel(ABC):
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         """Return the media items that the handle words in `ids` refer to. `ids` is int64 [T].
 
-        This method raises the errors of `read_media`.
+        This method raises the same errors as `read_media`.
         """
         if (layout := self.traits.mindie_prompt_layout) is not None:
             attached = layout.attach(ids, self.media_tokens)

@@ -101,7 +101,7 @@ class Prefill:
     blocks: Tensor | None
     """Blocks of the sequence, int64 [blocks]. None without a context."""
     span_ids: Tensor | None
-    """As in `Chunk`, int64 [context + rows]. None if no row is in a span."""
+    """Has the same meaning as in `Chunk`, int64 [context + rows]. None if no row is in a span."""
 
 
 class Decode:

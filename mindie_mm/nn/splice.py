@@ -57,8 +57,7 @@ class MediaShape:
         kind, token, num_features, *grid = view[ITEM].tolist()
         if not 0 <= kind < len(KINDS) or token < 0 or num_features < 1:
             raise CorruptReference(
-                f"the array {ITEM!r} of the block states kind {kind}, token {token} and {num_features} features; "
-                "these values are not valid"
+                f"the array {ITEM!r} of the block is invalid: kind {kind}, token {token}, {num_features} features"
             )
         return cls(KINDS[kind], token, num_features, tuple(grid))
 
@@ -201,13 +200,13 @@ def _attach(ids: NDArray[np.int64], words: NDArray[np.int64], layouts: Iterable[
 
 
 def _enclosed_slots(ids: NDArray[np.int64], first: int, num_words: int, shape: MediaShape) -> NDArray[np.int64]:
-    """Return the slots of an item whose layout is enclosed. `first` is the index of its first word."""
+    """Return `MediaItem.slots` of an item with the layout `enclosed`. `first` is the index of its first handle word."""
     start, stop = first - 1, first - 1 + shape.num_features
     end = first + num_words
     while end < len(ids) and ids[end] != shape.token:
         end += 1
     if start < 0 or ids[start] != shape.token:
-        raise CorruptReference(f"the handle words of the {shape.kind} at token {first} are not behind its placeholder")
+        raise CorruptReference(f"the handle words of the {shape.kind} at token {first} do not follow a placeholder")
     if end + 1 != stop:
         raise FeatureCountMismatch(
             f"the {shape.kind} at token {start} has {end + 1 - start} tokens, but {shape.num_features} features; the "

@@ -67,7 +67,7 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     """Notice from a worker that is not ready yet."""
 
     share: float
-    """Share of the work before the worker is ready that is done, from 0 to 1."""
+    """Finished share of the work that the worker has to do before it is ready, from 0 to 1."""
 
 
 _sockets: WeakSet[socket.socket] = WeakSet()
@@ -261,7 +261,7 @@ class Child:
         Args:
             kind: Type of the message.
             what: Name of the worker in error messages.
-            loading: Function to call with the share in each Loading that the worker sends before.
+            loading: Function to call with the share in each Loading that the worker sends before this message.
 
         """
         try:

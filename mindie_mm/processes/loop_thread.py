@@ -127,9 +127,9 @@ class LoopThread:
     def close(self, last: Callable[[], Awaitable[None]] | None = None) -> None:
         """Cancel running work, run `last`, and stop the thread, even if this call is interrupted.
 
-        In a forked process, this method does nothing. The garbage collector may call it on any thread. If one of this
-        package's threads calls this method, it does not wait until the loop's thread stops, because the thread might
-        wait for itself.
+        In a forked process, this method does nothing. The garbage collector may call it on any thread. On one of this
+        package's threads, the method does not wait until the loop's thread stops, because the thread might wait for
+        itself.
         """
         if self._forked:
             return

@@ -1,4 +1,4 @@
-"""Progress of long work: calls at intervals while a block runs, and a text about loading a model."""
+"""Progress of long work: repeated calls while a block runs, and a text that says how much of a model is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def repeating(show: Callable[[], object], interval_s: float = LOG_INTERVAL_S) ->
 
 
 class LoadingText:
-    """A text about a model that is being loaded. An instance is also the function that takes the loaded share."""
+    """A text that says how much of a model is loaded. Call the instance to set the loaded share of the weights."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()

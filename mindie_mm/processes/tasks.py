@@ -40,8 +40,8 @@ async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 async def gather_in_order(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of the coroutines `works`, in order.
 
-    If several coroutines fail, raise the exception of the first of them in `works`, even if another one fails earlier.
-    Coroutines after this one are canceled.
+    If several coroutines fail, raise the exception of the coroutine that comes first in `works`, even if another
+    coroutine fails earlier. The coroutines after it in `works` are canceled.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

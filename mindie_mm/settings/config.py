@@ -45,16 +45,16 @@ class EngineConfig:
     """Device that runs the model: auto, npu, cuda or cpu, or one of several devices, such as npu:3 or cuda:1. auto
     chooses an accelerator if there is one."""
     dtype: str = "auto"
-    """Data type of weights and activations: auto, float32, bfloat16 or float16. auto means float32 on the CPU, and the
-    checkpoint's own data type on other devices."""
+    """Data type of weights and activations: auto, float32, bfloat16 or float16. auto: float32 on the CPU, else the
+    checkpoint's data type."""
     weights: Literal["auto", "int8"] = "auto"
-    """Precision of the text model's linear layers: auto or int8. auto keeps the data type. int8 quantizes the layers
-    when they are loaded, which needs a quarter of their memory and makes decoding faster, but changes the answers
-    slightly. int8 is supported on x86-64 CPUs with data type float32."""
+    """Precision of the text model's linear layers: auto, which keeps the data type, or int8. int8 needs a quarter of
+    the memory, makes decoding faster unless the layers are small, and changes answers slightly. It requires an x86-64
+    CPU and data type float32."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
-    """Maximum number of tokens in the prompt and the answer together. For an encoder-decoder model, the limit applies
-    to prompt and answer separately. The engine does not start if the KV cache has no space for this number of tokens.
-    Default: the checkpoint's maximum, reduced if the KV cache is smaller."""
+    """Maximum number of tokens in prompt and answer together; for an encoder-decoder model, in each of them. The engine
+    does not start if the KV cache is too small for this number. Default: the checkpoint's maximum, reduced if the KV
+    cache is smaller."""
     max_num_seqs: Count = 64
     """Maximum number of requests in one step. A higher value increases the throughput, and uses more of the KV
     cache."""
@@ -64,34 +64,31 @@ class EngineConfig:
     max_tower_tokens: Count = 16384
     """Maximum number of media features that one step computes. An item with more features gets its own step."""
     max_tower_bytes: Count = 256 * MiB
-    """Maximum total size in bytes of the media that one step reads and of the features that the step computes. A larger
-    item gets its own step."""
+    """Maximum total size of the media that one step reads and of their features. A larger item gets its own step."""
     memory_share: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Fraction of the memory that is free after the weights are loaded. The KV cache, the encoder cache and the largest
-    step together use at most this fraction. Default: 0.5 on the CPU, else 0.9."""
+    """Fraction of the free memory that the KV cache, the encoder cache and the largest step may use together. The free
+    memory is measured after the weights are loaded. Default: 0.5 on the CPU, else 0.9."""
     kv_cache_bytes: Count | None = None
-    """Size of the KV cache in bytes. The cache is never larger than needed for max_num_seqs requests of maximum
-    length. Default: the rest of memory_share."""
+    """Size of the KV cache. The cache is never larger than max_num_seqs requests of maximum length need. Default: the
+    rest of memory_share."""
     measure_s: Annotated[float, Meta(ge=0)] | None = None
-    """Approximate time in seconds for measuring, at startup, how much memory the largest step needs. For sizes that
-    would take longer, the memory is extrapolated. 0 skips the measurement and reserves no memory for the step. Default:
-    0.5 on the CPU, else 10."""
+    """Approximate time for measuring, at startup, how much memory the largest step needs. For sizes that would take
+    longer, the memory is extrapolated. 0 reserves no memory for the step. Default: 0.5 on the CPU, else 10."""
     kv_block_size: Count | None = None
     """Number of tokens in one block of the KV cache. Default: 128 on an NPU, else 16."""
     encoder_cache_bytes: CountOrNone = 256 * MiB
-    """Size in bytes of the cache of media features. The tower does not run again for an item in this cache."""
+    """Size of the cache of media features. The tower does not run again for an item in this cache."""
     prefix_caching: bool = True
     """Reuse the KV cache for prompts that begin with the same tokens and media."""
     enforce_eager: bool = False
-    """Launch each operator of a decode step separately. Off: capture the step as a graph and launch the graph, if a
-    single device runs the model and supports graphs."""
+    """Do not capture decode steps as graphs. Off: use graphs if a single device runs the model and supports graphs."""
     step_timeout_s: Seconds = 300.0
-    """Maximum time of one step in seconds. If a step takes longer, the engine process is killed and restarted."""
+    """Maximum time of one step. If a step takes longer, the engine process is killed and restarted."""
     num_threads: CountOrNone = 0
-    """Number of CPU threads of the engine, or of each rank if there are several ranks. 0: the value of OMP_NUM_THREADS,
-    or one thread for each CPU that the affinity mask and the control group allow; several ranks share these threads."""
+    """Number of CPU threads of the engine, or of each rank. 0: OMP_NUM_THREADS, or one thread for each CPU that the
+    affinity mask and the control group allow; ranks share these threads."""
     tensor_parallel: Count = 1
-    """Number of devices, or of processes on the CPU, among which the weights of the text model are divided."""
+    """Number of devices, or of processes on the CPU, among which the text model is divided."""
     tower_parallel: TowerParallel = "replicate"
     """How ranks encode media. replicate: every rank encodes every item. items: each rank encodes a share of the items,
     which is faster for many concurrent pictures."""
@@ -100,8 +97,7 @@ class EngineConfig:
     vision_bits: int | None = None
     """Precision of the vision tower in bits: 16 or 32. Default: the model's dtype."""
     projector_device: str | None = None
-    """Device that runs the projector between vision tower and text model, such as cpu or cuda:1. Default: the same as
-    the model."""
+    """Device that runs the projector between vision tower and text model. Default: the same as the model."""
     projector_bits: int | None = None
     """Precision of the projector in bits: 16 or 32. Default: the model's dtype."""
 
@@ -133,37 +129,36 @@ class MediaCaps:
     """
 
     max_image_pixels: Annotated[int, Meta(ge=1, le=MAX_IMAGE_PIXELS)] = MAX_IMAGE_PIXELS
-    """Maximum number of pixels of one image, before resizing. The default is also the highest value, because Pillow
-    does not open larger images."""
+    """Maximum number of pixels of one image, before resizing. The default is also the highest value."""
     max_request_pixels: Count = 2**30
     """Maximum number of pixels of all images in one request, before resizing. Frames that are sent as images count,
     too."""
     max_pdf_pages: CountOrNone = 32
     """Maximum number of pages of all PDFs in one request. Each page becomes an image. 0 refuses PDFs."""
     max_pdf_page_pixels: Annotated[int, Meta(ge=1, le=MAX_IMAGE_PIXELS)] = 2**22
-    """Maximum number of pixels of a rendered page. A page that would have more pixels at 144 dpi is rendered at a lower
+    """Maximum number of pixels of a rendered page. A page that is larger at 144 dpi is rendered at a lower
     resolution."""
     max_pdf_page_s: Seconds = 10.0
-    """Maximum CPU time in seconds for rendering one page of a PDF, rounded up to whole seconds."""
+    """Maximum CPU time for rendering one page of a PDF, rounded up to whole seconds."""
     max_video_pixels: Count = 2**25
     """Maximum number of pixels of one video frame."""
     max_video_frames: Count = 2**18
-    """Maximum number of frames in a video file. Frames that are not sampled count, too."""
+    """Maximum number of frames in a video file, including frames that are not sampled."""
     max_video_seconds: Seconds = 4 * 3600.0
-    """Maximum length of a video in seconds."""
+    """Maximum length of a video."""
     max_request_video_pixels: Count = 2**38
-    """Maximum number of pixels of all decoded video frames in one request. Frames between sampled frames count, too,
-    because they have to be decoded."""
+    """Maximum number of pixels of all decoded video frames in one request, including decoded frames that are not
+    sampled."""
     max_audio_seconds: Seconds = 4 * 3600.0
-    """Maximum length of an audio clip in seconds, according to its container."""
+    """Maximum length of an audio clip, according to its container."""
     max_audio_samples: Count = 2**26
-    """Maximum number of samples per channel to decode from an audio clip, regardless of the length in its container."""
+    """Maximum number of samples per channel to decode from an audio clip."""
     max_decode_bytes: CountOrNone = 4 * GiB
-    """Memory in bytes that a decoder process may allocate, in addition to its memory at startup. If a request needs
-    more, only this request fails. 0 removes the limit."""
+    """Memory that a decoder process may allocate, in addition to its memory at startup. If a request needs more, only
+    this request fails. 0 removes the limit."""
     max_decode_s: Seconds = 600.0
-    """Maximum CPU time in seconds for decoding one media item, rounded up to whole seconds. If a request needs more,
-    only this request fails."""
+    """Maximum CPU time for decoding one media item, rounded up to whole seconds. If an item needs more, only its
+    request fails."""
     rgba_background_color: Colour = (255, 255, 255)
     """Background color of transparent images: red, green and blue, each from 0 to 255."""
 
@@ -183,27 +178,26 @@ class WorkerConfig:
     family: str | None = None
     """Model family of the checkpoint. Default: the family that config.json specifies."""
     generation_config: str = "auto"
-    """Source of the sampling parameters that a request does not set. auto: the checkpoint's generation_config.json.
-    vllm: neutral values, such as temperature 1. A folder: the generation_config.json in this folder, including the
+    """Source of sampling parameters that a request does not set. auto: the checkpoint's generation_config.json. vllm:
+    neutral values, such as temperature 1. A folder: the generation_config.json in this folder, including its
     end-of-sequence tokens."""
     decoders: CountOrNone = 0
     """Number of decoder processes, which decode media in parallel. 0: one for each CPU that the affinity mask and the
-    control group allow, but at most 8. In a Python script that uses LLM, 0 starts no process, and a thread of the
-    script decodes media."""
+    control group allow, but at most 8. For LLM in a Python script, 0 means that a thread of the script decodes
+    media."""
     arena_bytes: Annotated[int, Meta(ge=2**16)] = 256 * MiB
-    """Size in bytes of the arena, the shared memory for preprocessed media. A picture of 640x480 pixels takes about
-    1 MiB until the engine has read it."""
+    """Size of the arena, the shared memory for preprocessed media. A picture of 640x480 pixels takes about 1 MiB until
+    the engine has read it."""
     arena_request_bytes: Count | None = None
-    """Maximum number of bytes of the arena that one request may use. Default: half of the arena."""
+    """Maximum space in the arena for the media of one request. Default: half of the arena."""
     arena_wait_s: Seconds = 60.0
-    """Maximum time in seconds that a request waits for space in the arena. After that, the request gets status 503."""
+    """Maximum time that a request waits for space in the arena. After that, the request gets status 503."""
     preprocessed_cache_bytes: CountOrNone = 256 * MiB
-    """Size in bytes of the tokenizer process's cache of preprocessed media. Media that are sent again, for example in
-    every turn of a chat, are copied from the cache. 0 turns off the cache."""
+    """Size of the cache of preprocessed media, for media that are sent again, as in every turn of a chat. 0 turns off
+    the cache."""
     limit_mm_per_prompt: PromptLimits = field(default_factory=dict)
-    """Maximum number of images, videos and audio clips in one prompt, such as `image=4,video=1` or, as JSON,
-    `{"image": 4, "video": 1, "audio": 0}`. A prompt with more items is refused before any item is decoded. The pages of
-    a PDF count as images. Default: no limit other than the model's."""
+    """Maximum number of images, videos and audio clips in one prompt, such as `image=4,video=1` or, as JSON, `{"image":
+    4, "video": 1, "audio": 0}`. The pages of a PDF count as images. Default: no limit other than the model's."""
     truncate: bool = False
     """If a prompt is too long, remove its oldest text and media items instead of refusing the request."""
     chat_template_content_format: ContentFormat = "auto"
@@ -233,51 +227,48 @@ class ServiceConfig:
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """Port to listen on. 0 chooses a free port, which the service prints when it starts."""
     uds: Path | None = None
-    """Unix socket on which the service listens as well. Only processes of the same user can connect. A socket that a
-    killed service left is replaced. Default: the service listens only on the port."""
+    """Unix socket on which the service listens as well. Only processes of the same user can connect. Default: the
+    service listens only on the port."""
     accept_handles: bool = False
-    """Accept token ids with handles from clients on the socket of --uds. Such a client can refer to all shared memory
-    of the user. Clients on the port can never send handles."""
+    """Accept token ids with handles on the socket of --uds. Such a client can refer to all shared memory of the
+    user."""
     api_key: tuple[str, ...] = field(default=(), metadata={"secret": True})
-    """API key that requests must send as `Authorization: Bearer KEY`. Repeat the option for several keys. /health and
-    /metrics never need a key. Default: requests need no key."""
+    """API key that requests must send as `Authorization: Bearer KEY`. Repeatable. Default: requests need no key."""
     allow_open: bool = True
-    """Start with a warning if the service listens on an address other than loopback without an API key. Off, as in the
+    """Without an API key, start with a warning if the service listens on an address other than loopback. Off, as in the
     images: do not start in this case."""
     cors_origin: tuple[str, ...] = ()
     """Origin whose web pages may call the service, such as https://example.org, http://localhost:* for any port, or *
-    for all origins. Repeat the option for several origins."""
+    for all origins. Repeatable."""
     web_page: bool = True
-    """Serve a web page at / for questions and for watching the service."""
+    """Show a web page at / for questions and for watching the service."""
     served_model_name: tuple[str, ...] = ()
-    """Name of the model in requests and answers. Repeat the option for several names; answers contain the first name.
-    Default: the name of the checkpoint's directory, or `owner/name` in the Hugging Face cache."""
+    """Name of the model in requests and answers. Repeatable; answers contain the first name. Default: the name of the
+    checkpoint's directory, or `owner/name` in the Hugging Face cache."""
     any_model_name: bool = False
-    """Answer requests for any model name. Off: requests for another model get status 404. Requests without a name, or
-    with a name that clients use as a placeholder (default, dummy, model, tgi), are always answered."""
+    """Answer requests for any model name. Off: requests for another model get status 404."""
     spool: Path | None = None
     """Folder for the media and the path file of each request. Default: mindie_mm-<uid> in the temporary directory."""
     reclaim_interval_s: Seconds = 60.0
-    """Time in seconds between two searches for shared memory that dead processes left behind."""
+    """Time between two searches for shared memory that dead processes left behind."""
     max_concurrent_requests: Count = 256
     """Maximum number of requests in progress. Further requests get status 429."""
     request_timeout_s: Seconds = 600.0
-    """Maximum time in seconds of one request, from fetching its media to the end of its answer."""
+    """Maximum time of one request, from fetching its media to the end of its answer."""
     send_timeout_s: Annotated[float, Meta(ge=0.001, le=86400)] = 60.0
-    """Maximum time in seconds for which a client may stop reading its answer before the connection is closed."""
+    """Maximum time for which a client may stop reading its answer before the connection is closed."""
     grace_s: Annotated[float, Meta(ge=0)] = 5.0
-    """Maximum time in seconds for running requests to finish after a stop signal. A second signal ends this period."""
+    """Maximum time for running requests to finish after a stop signal. A second signal ends this period."""
     log_format: Literal["text", "json"] = "text"
     """Format of the log: text, or json for one JSON object per line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level that is logged: debug, info, warning or error. Debug records of other libraries are never logged."""
+    """Lowest level that is logged: debug, info, warning or error."""
     strict: bool = False
-    """Refuse requests with unknown fields, and chats with unknown keys in messages or content parts. Off: ignore
-    unknown fields and keys, with one warning per name."""
+    """Refuse requests with unknown fields, and chats with unknown keys in messages or content parts. Off: ignore them,
+    with one warning per name."""
     json_additional_properties: Literal["allow", "close"] = "close"
-    """Rule for JSON schemas without additionalProperties. close: objects have only the properties in the schema, which
-    keeps small models from adding properties without end. allow: objects may have other properties, as in JSON Schema.
-    Schemas with `strict` are always closed."""
+    """Rule for JSON schemas without additionalProperties. close: objects have only the properties in the schema. allow:
+    objects may have other properties, as in JSON Schema. Schemas with `strict` are always closed."""
     tool_call_parser: str | None = None
     """Format of tool calls, such as hermes or mistral. Default: the format that the chat template shows, or else
     hermes."""
@@ -285,44 +276,40 @@ class ServiceConfig:
     """Format of reasoning, such as qwen3 or mistral, or none to leave reasoning in the content. Default: the format
     that the chat template shows, if there is one."""
     tools_without_template: Literal["describe", "ignore", "refuse"] = "describe"
-    """Treatment of tools if the chat template has no place for tools. describe: describe the tools in a system message,
+    """Treatment of tools if the chat template does not support them. describe: describe the tools in a system message,
     and parse calls as hermes. ignore: leave the tools out, with a warning. refuse: answer with status 400."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order in which requests are scheduled. fcfs: first come, first served; a `priority` other than 0 is refused.
-    priority: requests with a lower `priority` come first. Any client may then delay the others."""
+    """Order in which requests are scheduled. fcfs: first come, first served. priority: requests with a lower `priority`
+    come first, so any client may delay the others."""
     log_prompts: bool = False
     """Log the text of prompts. Media are never logged."""
     otlp_endpoint: str | None = None
     """URL that receives OpenTelemetry spans of requests, such as http://localhost:4318/v1/traces. Requires the extra
     `otel`."""
     max_request_bytes: Count = 64 * MiB
-    """Maximum size of a request body in bytes."""
+    """Maximum size of a request body."""
     max_request_values: Count = 2**18
-    """Maximum number of JSON values in a request body. The number is estimated by counting brackets, braces and commas,
-    including those inside strings."""
+    """Maximum number of JSON values in a request body, estimated by counting brackets, braces and commas."""
     max_held_bytes: Count = 1 * GiB
-    """Maximum total size of the bodies of all requests in progress, in bytes. Further requests get status 429."""
+    """Maximum total size of the bodies of all requests in progress. Further requests get status 429."""
     max_held_logprobs: Count = 2**21
-    """Maximum number of log-probabilities in the answers of all requests in progress. Only log-probabilities of prompts
-    and of the whole vocabulary count. Each log-probability takes about 500 bytes of memory. Further requests get status
-    429, unless no other request in progress has such log-probabilities."""
+    """Maximum number of log-probabilities of prompts and of the whole vocabulary in the answers of all requests in
+    progress. Each takes about 500 bytes of memory. Further requests get status 429."""
     max_item_bytes: Count = 64 * MiB
-    """Maximum size in bytes of one encoded media item, such as a JPEG file. For base64, the size of the decoded file
-    counts."""
+    """Maximum size of one encoded media item, such as a JPEG file. For base64, the size of the decoded file counts."""
     max_media_bytes: Count = 256 * MiB
-    """Maximum total size of the encoded media items of one request, in bytes."""
+    """Maximum total size of the encoded media items of one request."""
     max_spool_bytes: Count = 2 * GiB
-    """Maximum total size of all media files in the spool, in bytes. Further requests are refused. The value must be at
-    least max_media_bytes."""
+    """Maximum total size of all media files in the spool. Further requests are refused. The value must be at least
+    max_media_bytes."""
     media_uuid_bytes: CountOrNone = 64 * MiB
-    """Size in bytes of the store for media that chats send with a `uuid`. A later request with the same API key,
-    `cache_salt` and `uuid` may leave out the data. 0 turns off the store."""
+    """Size of the store for media that chats send with a `uuid`. 0 turns off the store."""
     enable_mm_embeds: bool = False
-    """Accept `image_embeds`, `video_embeds` and `audio_embeds` in place of images, videos and sounds. Enable this only
-    for clients that you trust, because embeddings bypass the tower and can contain what no image or sound can."""
+    """Accept `image_embeds`, `video_embeds` and `audio_embeds` in place of media. Enable this only for clients that you
+    trust, because embeddings bypass the tower."""
     webui_images: bool = False
     """Read pictures in the texts of chats and of items, in the format of text-generation-webui: `<img
-    src="data:image/jpeg;base64,...">`. Prompts that are a single text may always have such pictures."""
+    src="data:image/jpeg;base64,...">`."""
     max_media_items: CountOrNone = 32
     """Maximum number of media items in one request."""
     max_images: CountOrNone = 32
@@ -332,21 +319,20 @@ class ServiceConfig:
     max_audios: CountOrNone = 8
     """Maximum number of audio clips in one request."""
     fetch_timeout_s: Seconds = 30.0
-    """Maximum time in seconds to fetch one media item over HTTP, including redirects."""
+    """Maximum time to fetch one media item over HTTP, including redirects."""
     fetch_connect_timeout_s: Seconds = 5.0
-    """Maximum time in seconds to connect to a media server."""
+    """Maximum time to connect to a media server."""
     fetch_read_timeout_s: Seconds = 10.0
-    """Maximum time in seconds between two pieces of data from a media server."""
+    """Maximum time between two pieces of data from a media server."""
     max_fetch_redirects: CountOrNone = 3
-    """Maximum number of redirects when fetching an item. Each redirect is checked like the first URL."""
+    """Maximum number of redirects when fetching an item."""
     max_concurrent_fetches: Count = 16
     """Maximum number of items that are fetched over HTTP at the same time. One request may use a quarter of this
     number. Further items wait."""
     allowed_media_dir: Path | None = None
     """Folder from which requests may read media files. Default: requests may not read files."""
     allowed_media_domains: tuple[str, ...] = ()
-    """Host from which media may be fetched, including its subdomains. Repeat the option for several hosts. Default: any
-    public host."""
+    """Host from which media may be fetched, including its subdomains. Repeatable. Default: any public host."""
     allow_private_media: bool = False
     """Also fetch media from private addresses, such as 10.0.0.1 or localhost."""
 

@@ -74,7 +74,7 @@ def unknown_variables(settings: Collection[str]) -> list[str]:
 
 
 def foreign(names: Iterable[str]) -> dict[str, str]:
-    """Return the values of those variables in `names` that are set, by name. `doctor` checks these variables."""
+    """Return the values of the variables in `names` that are set, by name. `doctor` checks these variables."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 

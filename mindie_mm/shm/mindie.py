@@ -168,7 +168,7 @@ def get_data_from_shm(
         SharedMemoryError: The segment cannot be opened.
 
     """
-    import numpy as np  # deferred, like torch, because the tools for operators need neither library
+    import numpy as np  # imported late, like torch, because the tools for operators need neither library
     import torch
 
     spec = SegmentSpec.from_words(name_word, shape_word, _dtype_name(dtype))
@@ -193,7 +193,9 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def release_shared_memory(path: str | os.PathLike[str]) -> int:
-    """Free every block and segment in a path file and return the number that this call freed. Idempotent.
+    """Free every block and segment that a path file lists, and return how many this call freed.
+
+    This function is idempotent.
 
     Raises:
         MindieMMError: In the same cases as `release`.
@@ -262,7 +264,7 @@ class SegmentsView(Mapping[str, "np.ndarray[Any, Any]"]):
         return sum(array.nbytes for array in self._arrays.values())
 
     def part(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> SegmentsView:
-        """Return the view of one of several items in the same segments. `arrays` are parts of this view's arrays."""
+        """Return a view of one item, if the segments contain several items. `arrays` are the item's arrays."""
         part = object.__new__(SegmentsView)
         part.ref, part.digest = SegmentsRef(self.ref.names), None
         part._segments, part._arrays = self._segments, {**arrays}

@@ -66,11 +66,13 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
         if self.choice is not None and not self.choice:
             raise InputError("choice is an empty list; give at least one string")
         if self.after == "":
-            raise InputError("after is empty; give the text that ends the reasoning, or None")
+            raise InputError("the field after is empty; give the text that ends the reasoning, or None")
         if self.after is None and (self.opening is not None or self.reasoning_tokens is not None):
-            raise InputError("opening and reasoning_tokens require after, the text that ends the reasoning")
+            raise InputError("opening and reasoning_tokens require the field after, the text that ends the reasoning")
         if self.opening == "" or (self.reasoning_tokens or 0) < 0:
-            raise InputError("opening must be None or hold text, and reasoning_tokens must be None or at least 0")
+            raise InputError(
+                "opening must be None or a non-empty string, and reasoning_tokens must be None or at least 0"
+            )
         texts = (*(self.choice or ()), self.json, self.regex, self.grammar, self.structural_tag)
         texts = (*texts, self.after, self.opening)
         try:

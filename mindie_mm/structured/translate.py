@@ -95,7 +95,9 @@ def _limited_up_to(marker: str, added: Mapping[str, int], num_tokens: int) -> li
 
     """
     if marker not in added:
-        raise InputError(f"the reasoning cannot be limited, because this vocabulary has no token for its end, {marker}")
+        raise InputError(
+            f"the reasoning cannot be limited, because the vocabulary has no token {marker}, which ends it"
+        )
     if not num_tokens:
         return [f"reasoning: {lark.token(added[marker])}"]
     return [

@@ -60,7 +60,7 @@ class LocalTokenizer(_InCaller):
 
     @classmethod
     async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
-        """Read the checkpoint and create the arena. Raise UnsupportedCheckpoint or SharedMemoryError.
+        """Read the checkpoint and create the arena. Raise UnsupportedCheckpoint or SharedMemoryError if this fails.
 
         `max_decode_bytes` and `max_decode_s` do not apply, because they would limit the caller's own process.
         """

@@ -1,4 +1,4 @@
-"""The interface of media stages. They write the media of a request to shared memory, and handle words into prompts."""
+"""The interface of media stages. They write media to shared memory, and write handle words into prompts."""
 
 from __future__ import annotations
 

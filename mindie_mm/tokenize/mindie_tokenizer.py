@@ -1,4 +1,4 @@
-"""A tokenizer with the interface of MindIE-LLM's, for MindIE's workers."""
+"""A tokenizer with the interface of MindIE-LLM's tokenizer, for MindIE's workers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mindie_mm.tokenize.tokenizer import Tokenizer
 
 
 class MindIETokenizer:
-    """A tokenizer that replaces MindIE's. Use it as a context manager.
+    """A replacement for MindIE's tokenizer. Use it as a context manager.
 
-    `tokenize` has the interface of MindIE's routers, and `make_context` that of its input builders. Media are stored in
-    MindIE's wire format. As in MindIE, keyword arguments that these methods do not know have no effect.
+    `tokenize` has the interface of MindIE's routers, and `make_context` has the interface of MindIE's input builders.
+    Media are stored in MindIE's wire format. As in MindIE, unknown keyword arguments have no effect.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -63,10 +63,11 @@ class MindIETokenizer:
         """Return the ids of a conversation.
 
         Args:
-            rank: No effect.
+            rank: Has no effect.
             conversation: Messages with a role and a content. The content is a text or a list of items.
-            kwargs: `shm_name_save_path` as in `tokenize`; `add_generation_prompt`, by default True; and
-                `chat_template_kwargs`, further variables of the chat template.
+            kwargs: `shm_name_save_path` has the same meaning as in `tokenize`. `add_generation_prompt` says whether the
+                prompt ends with the header of the assistant's turn, by default True. `chat_template_kwargs` contains
+                further variables of the chat template.
 
         Returns:
             int64 [T] on the CPU, as `tokenize` returns it.

@@ -25,7 +25,7 @@ from mindie_mm.tokenize.wires import ItemToStore, ItemWire, Wire
 def mindie_wire(processor: Processor, family: type[Family], where: str) -> Wire:
     """Return the wire for a family.
 
-    Raise UnsupportedCheckpoint if MindIE has no layout for one of its kinds of media.
+    Raise UnsupportedCheckpoint if MindIE has no layout for one of the family's kinds of media.
     """
     layouts, whole = processor.traits.mindie_layouts, processor.traits.mindie_prompt_layout
     known = layouts.keys() if whole is None else whole.kinds
@@ -149,7 +149,7 @@ class MindIEPromptWire(Wire):
         return replace(prompt, ids=prompt.ids[keep], spans=tuple(spans))
 
     def _start(self, prompt: Prompt, first: PlannedItem) -> int:
-        """Return the index of the first word. Raise LimitExceeded if there is not enough space for all words."""
+        """Return the index of the first handle word. Raise LimitExceeded if the handle words do not fit."""
         if self._layout.replaces_ids:
             if len(prompt) < self._layout.num_slots:
                 raise LimitExceeded(
@@ -166,12 +166,12 @@ class MindIEPromptWire(Wire):
 
 
 def _check_readable(plan: Plan, kind: Kind) -> None:
-    """Raise InputError if MindIE's format has no form for an item."""
+    """Raise InputError if MindIE's format cannot represent an item."""
     if not plan.mindie_specs:
         raise InputError(
-            f"MindIE's workers cannot read this {kind}, because it is given as embeddings, or because they compute "
-            "another number of features than the model for its proportions; give a picture, a sound or a video, and "
-            "pad pictures to a square"
+            f"MindIE's workers cannot read this {kind}, because embeddings were given, or because the workers would "
+            "compute a wrong number of features for its width and height; give a picture, a sound or a video, and pad "
+            "pictures to a square"
         )
 
 
@@ -195,7 +195,7 @@ def _stored(array: NDArray[Any], path_file: Path, undo: ExitStack) -> tuple[int,
 
 
 def _of_prompt(field: OfPrompt, prompt: Prompt) -> NDArray[np.int64]:
-    """Return an array about the ids of a prompt with one placeholder per item."""
+    """Return the array of a field. The array treats the prompt as if each item had only one placeholder."""
     keep = np.ones(len(prompt), bool)
     for span in prompt.spans:
         keep[span.start + 1 : span.stop] = False

@@ -156,7 +156,7 @@ class Prompts:
         *,
         chat: bool = True,
     ) -> Draft:
-        """Return a draft of `items` as one user turn. Without `chat` or a chat template, join the items.
+        """Return a draft of `items` as one user turn. Join the items if `chat` is off or there is no chat template.
 
         Raise InputError if template variables are given but no template is used.
         """

@@ -181,9 +181,9 @@ class Tokenizer:
 
         Args:
             messages: Messages as in OpenAI's chat API.
-            shm_name_save_path: As in `tokenize`.
+            shm_name_save_path: Has the same meaning as in `tokenize`.
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
-            webui: As in `tokenize`.
+            webui: Has the same meaning as in `tokenize`.
             template_kwargs: More variables for the template. `tools` may contain Python functions. For each function,
                 transformers derives a description from the docstring.
 
@@ -213,7 +213,7 @@ class Tokenizer:
         Args:
             ids: Ids with one placeholder for each item of `media`.
             media: Media items, in order.
-            shm_name_save_path: As in `tokenize`.
+            shm_name_save_path: Has the same meaning as in `tokenize`.
 
         Returns:
             int64 [T] on the CPU, as `tokenize` returns it.
@@ -297,5 +297,5 @@ def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:
             return absolute(path).parent.parent / PATH_FILE_NAME
     raise InputError(
         f"shm_name_save_path is None, and none of the {len(media)} media items is a file whose folder could "
-        f"hold {PATH_FILE_NAME}; set shm_name_save_path"
+        f"contain {PATH_FILE_NAME}; set shm_name_save_path"
     )

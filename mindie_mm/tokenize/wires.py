@@ -84,7 +84,7 @@ class ItemWire(Wire):
             path_file: File that records the references to free.
             undo: Stack for the callback.
 
-        This method raises the errors of `fill`.
+        This method raises the same errors as `fill`.
 
         """
 

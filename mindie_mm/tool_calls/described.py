@@ -48,7 +48,7 @@ def with_described_tools(messages: Sequence[Any], tools: Sequence[Any], *, takes
         role = message.get("role") if isinstance(message, Mapping) else None
         if role in ("tool", "function"):
             response = _joined("<tool_response>\n", message.get("content"), "\n</tool_response>")
-            if answers_calls:  # templates demand that the roles alternate
+            if answers_calls:  # chat templates require that the roles alternate
                 rewritten[-1] = {**rewritten[-1], "content": _joined(rewritten[-1]["content"], "\n", response)}
             else:
                 rewritten.append({"role": "user", "content": response})
@@ -89,7 +89,7 @@ def _has_calls(message: Any) -> bool:
 def with_written_calls(message: Any, parser: type[ToolCallParser]) -> Any:
     """Return a message of the assistant with its calls as text at the end of the content, in the format of `parser`.
 
-    A message without calls is not changed, and neither is any message if the format cannot write calls.
+    If the message has no calls, or the format cannot write calls, the message is returned unchanged.
     """
     if not _has_calls(message):
         return message

@@ -130,7 +130,7 @@ class ReasoningParser(Scanner):
         return False
 
     def _drop(self) -> None:
-        """Stop keeping the text that was read. A verbatim parser sends it."""
+        """Drop the text that was read. A verbatim parser sends this text first."""
         if self._verbatim:
             self._send(Reasoning, self._at)
         self._kept = self._at

@@ -76,7 +76,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "qwen3_json": "hermes",
     "qwen3_xml": "qwen3_coder",
 }
-"""Names of vLLM and SGLang for these formats, where they differ from the names in `FORMATS`."""
+"""Names that vLLM or SGLang uses for these formats, if they differ from the names in `FORMATS`."""
 
 
 def format_names() -> list[str]:

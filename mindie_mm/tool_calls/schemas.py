@@ -44,8 +44,8 @@ def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[st
         names: Pattern of the names that the format can represent.
 
     Raises:
-        InputError: The schema is invalid, is a union, or uses a keyword that the format cannot enforce. The format
-            cannot represent the name of an argument.
+        InputError: The schema is invalid, is a union, uses a keyword that the format cannot enforce, or has an argument
+            whose name the format cannot represent.
 
     """
     where = f"the parameters of the tool {reprlib.repr(tool.name)}"

@@ -16,7 +16,7 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
 
-_GO_ON = "Choose another file for --output, or restore the earlier settings, files and versions to continue this one"
+_GO_ON = "Choose another file for --output, or restore the earlier settings, files and versions to continue this file"
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):

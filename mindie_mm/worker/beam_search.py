@@ -1,4 +1,4 @@
-"""Beam search: finds the outputs with the highest log-probability instead of drawing tokens.
+"""Beam search, which finds the outputs with the highest log-probability instead of drawing tokens.
 
 The algorithm follows vLLM 0.33 (`vllm/entrypoints/generate/beam_search/online.py`). In each step, the `2 * beam_width`
 most likely next tokens of each beam are candidates. Each candidate that is an end-of-sequence token ends a beam. Among
@@ -6,8 +6,10 @@ the other candidates, the `beam_width` with the highest total log-probability ar
 end, outputs are ranked by their total log-probability divided by `num_tokens ** length_penalty`, without the prompt.
 
 In `generate(num_beams=...)` of transformers, a beam ends only if its end-of-sequence token is one of the `beam_width`
-best candidates, and the search may end before `max_tokens`. With `ignore_eos`, the outputs are the same. In each step,
-the engine gets every beam as a request for one token. Most of its KV blocks are in the prefix cache.
+best candidates, and the search may end before `max_tokens`. With `ignore_eos`, both searches return the same outputs.
+
+In each step, the engine gets a request for one token per beam. Most KV blocks of these requests are in the prefix
+cache.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class BeamSearchParams:
     ignore_eos: bool = False
     """Whether to generate past the end-of-sequence token."""
     temperature: float = 0.0
-    """Has no effect, as in vLLM, because a beam search uses the log-probabilities before the temperature is applied."""
+    """Has no effect, as in vLLM, because a beam search uses log-probabilities to which no temperature was applied."""
     length_penalty: float = 1.0
     """Exponent of the number of tokens, in [-10, 10]. Outputs are ranked by their total log-probability divided by
     `num_tokens ** length_penalty`, so a positive exponent favors long outputs."""
@@ -54,7 +56,7 @@ class BeamSearchParams:
     """Whether to leave special tokens out of the output's text."""
 
     def sampling_params(self, vocab_size: int) -> SamplingParams:
-        """Return the settings that `SamplingParams` also has, and ask for the log-probabilities of all candidates.
+        """Convert the settings to `SamplingParams` that request the log-probabilities of all candidates.
 
         Raise InputError if a setting is invalid.
         """
@@ -85,7 +87,7 @@ class BeamSearchOutput:
     """The outputs of a beam search for one prompt."""
 
     sequences: list[BeamSearchSequence]
-    """The `beam_width` best outputs, the best one first."""
+    """The `beam_width` best outputs, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,9 @@ async def beam_search(
     request_id: str,
     silent: Collection[int] | None = None,
 ) -> list[BeamSearchSequence]:
-    """Return the `width` best outputs for a prompt, the best one first.
+    """Return the `width` best outputs for a prompt, best first.
 
-    This raises the errors of `AsyncEngine.generate`, and the errors below.
+    This function raises the same errors as `AsyncEngine.generate`, and the errors below.
 
     Args:
         worker: Worker that computes the log-probabilities.
@@ -140,7 +142,7 @@ async def beam_search(
         silent: See `Worker.generate`.
 
     Raises:
-        InputError: The model is an encoder-decoder, or `params` ask for a structured output.
+        InputError: The model is an encoder-decoder model, or `params` request a structured output.
         ContextLengthExceeded: The prompt and `max_tokens` do not fit in the context.
 
     """

@@ -70,7 +70,7 @@ class LLM:
     ) -> None:
         """Start a worker.
 
-        This raises the errors of `Worker.start`.
+        This method raises the same errors as `Worker.start`.
 
         Args:
             path: Checkpoint directory. If it is None, `config.model` or the embedded checkpoint is used.
@@ -231,7 +231,7 @@ class LLM:
 
         Args:
             messages: Messages of the conversation, in the format of /v1/chat/completions, or a list of conversations.
-                Conversations are batched, and one that fails does not affect the others.
+                Conversations are batched, and a conversation that fails does not affect the others.
             params: Sampling settings. By default, those of `get_default_sampling_params`.
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
             continue_final_message: Whether the last message is continued instead of answered. No header is added.
@@ -240,7 +240,7 @@ class LLM:
             on_error: Same as in `generate`.
 
         Returns:
-            An output for one conversation, or a list of outputs, in order, for a list of conversations.
+            An output if `messages` is one conversation, or a list of outputs, in order, for a list of conversations.
 
         """
         if not isinstance(messages, list | tuple):

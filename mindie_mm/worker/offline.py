@@ -67,7 +67,7 @@ async def generate(
 ) -> tuple[int, int]:
     """Append the answers that are missing in `output`.
 
-    This raises the errors of `Worker.start`, and the errors below.
+    This function raises the same errors as `Worker.start`, and the errors below.
 
     Args:
         dataset: Rows of a finished `tokenize` run.
@@ -76,7 +76,7 @@ async def generate(
         params: Sampling settings.
         limit: Number of rows to answer, counted from the first row, or None for all rows.
         other_model: Whether to accept a checkpoint that differs from the checkpoint of the `tokenize` run.
-        loading: As in `Worker.start`.
+        loading: Has the same meaning as in `Worker.start`.
         show: Function to call when the model is loaded, and for each row.
 
     Returns:

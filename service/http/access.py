@@ -42,7 +42,7 @@ class Access:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._may(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
-        message = "the request has no valid API key; send one in the header Authorization, as Bearer KEY"
+        message = "the request has no valid API key; send the header Authorization: Bearer KEY"
         answer = JSONResponse(error_body(message, 401), status_code=401, headers={"WWW-Authenticate": "Bearer"})
         await answer(scope, receive, send)
 

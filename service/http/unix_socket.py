@@ -1,4 +1,4 @@
-"""The Unix socket of --uds, on which only processes of the service's user can connect."""
+"""The Unix socket of --uds. Only processes of the service's user can connect to this socket."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _MODE = 0o600
 
 @contextmanager
 def bound_unix_socket(path: Path) -> Iterator[socket.socket]:
-    """Yield a Unix socket with the file `path`, which does not listen yet. Remove the file at exit.
+    """Yield a Unix socket that is bound to the file `path`, but does not listen yet. Remove the file at exit.
 
-    A file that a killed service left is replaced. As for a port, an abstract socket whose name is derived from the path
-    shows that another service is still loading its model.
+    A file that was left by a killed service is replaced. The path is reserved while the service loads its model and
+    does not listen yet: a second socket, an abstract one, has a name that is derived from the path.
 
     Raises:
-        OperationalError: Another process listens on the file, the file is not a socket, or it cannot be created.
+        OperationalError: Another service has reserved the path, another process listens on the file, the file is not a
+            socket, or the file cannot be created.
 
     """
     with ExitStack() as stack, os_errors_as(OperationalError, f"cannot listen on {path}"):
@@ -50,7 +51,7 @@ def _remove_stale(path: Path) -> None:
     if not stat.S_ISSOCK(status.st_mode):
         raise FileExistsError(errno.EEXIST, "the file exists and is not a socket; choose another path")
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a process that listens, but accepts nothing, has a full queue
+        probe.setblocking(False)  # connecting would block if the queue of the listening process is full
         try:
             probe.connect(os.fspath(path))
         except ConnectionRefusedError:

@@ -57,7 +57,8 @@ class Admission:
         if held and held + count > self._max_logprobs:
             raise QueueFull(
                 f"the answers of all requests in progress would have {held + count} log probabilities; the limit is "
-                f"{self._max_logprobs} (--max-held-logprobs). Send the request again later, or ask for fewer"
+                f"{self._max_logprobs} (--max-held-logprobs). Send the request again later, or request "
+                "fewer log probabilities"
             )
         request.num_logprobs = count
 

@@ -94,8 +94,8 @@ class Call:
             given: Token ids of each prompt.
             cut: Options with the number of tokens to keep.
             field: Field of the request that contains the ids.
-            of_text: Fields that the request sets and that need the whole prompt in the service, which does not know the
-                placeholders of a handle.
+            of_text: Fields of the request that need the ids of the whole prompt. With handles, the service does not
+                know the ids of all placeholders.
 
         Raises:
             InputError: An id is not in the vocabulary, a handle cannot be used, the ids have handles although a field
@@ -177,8 +177,8 @@ class Call:
     def _require_room(self, sources: Sequence[PromptSource]) -> None:
         """Raise LimitExceeded or QueueFull if the answer, or all answers together, may have too many log-probabilities.
 
-        A few for each generated token do not count toward the limit of all answers, because `max_tokens` is often far
-        above the length of the answer.
+        A few log-probabilities for each generated token do not count toward the limit of all answers, because
+        `max_tokens` is often far above the length of the answer.
         """
         params, info = self.params, self.service.worker.engine.info
         context, num_prompts, num_generated = info.max_model_len, 0, 0

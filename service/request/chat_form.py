@@ -181,7 +181,7 @@ def _anything(written: ChatFormat, opening: str | None) -> StructuredOutputs:
     excluded = [token for token in written.added_tokens if opening and token and token in opening]
     if opening and not excluded:
         raise InputError(
-            f"the reasoning cannot be limited, because this vocabulary has no token for its start, {opening.strip()}"
+            f"the reasoning cannot be limited, because the vocabulary has no token {opening.strip()}, which starts it"
         )
     ids = ",".join(str(index) for token, index in written.added_tokens.items() if token not in excluded)
     lines = ["start: other{0,} TEXT", f"other: TEXT <[{ids}]>", "TEXT: /(?s:.*)/"] if ids else ["start: /(?s:.*)/"]

@@ -44,7 +44,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, worker: Worker, config: ServiceConfig) -> ChatFormat:
-        """Find the formats by the settings or, without settings, by the chat template.
+        """Return the formats that the settings name. If a setting is missing, detect its format in the chat template.
 
         Raises:
             InputError: A setting names an unknown format, or the checkpoint's `response_template` cannot be read.
@@ -68,7 +68,9 @@ class ChatFormat:
             frozenset(index for index, token in added.items() if token.special),
         )
         _log.debug(
-            "tool calls are read by %s, reasoning by %s", chat_format.parser.__name__, reasoning and reasoning.end
+            "parser of tool calls: %s; end of the reasoning: %s",
+            chat_format.parser.__name__,
+            reasoning and reasoning.end,
         )
         return chat_format
 
@@ -124,7 +126,7 @@ class ChatFormat:
     def _ignore(self, use: ToolUse) -> None:
         if use.mode == "required":
             raise InputError(
-                f"{use.choice_field} requires a call, and this service ignores tools: start it with "
+                f"{use.choice_field} requires a call, but this service ignores tools; start the service with "
                 "--tools-without-template describe",
                 param=use.choice_field,
             )

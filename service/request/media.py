@@ -124,7 +124,7 @@ class MediaPolicy:
                 raise LimitExceeded(f"the request has {count} media items of kind {kind}; the limit is {limit}")
         if not config.enable_mm_embeds and any(item.is_embeddings for item in items):
             raise InputError(
-                f"{', '.join(EMBEDDINGS_KEYS.values())} are not accepted by this service; start it with "
+                f"{', '.join(EMBEDDINGS_KEYS.values())} are not accepted by this service; start the service with "
                 "--enable-mm-embeds, or send the image, video or sound itself"
             )
         num_frames = sum(item.num_listed_frames for item in items)

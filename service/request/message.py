@@ -28,9 +28,9 @@ class MessageForm:
     shows_reasoning: bool = True
     """Whether the message includes the reasoning."""
     separates_reasoning: bool = True
-    """Whether the reasoning has fields of its own. If not, the content begins with it, as the model writes it."""
+    """Whether the reasoning has fields of its own. If not, the content begins with the reasoning."""
     streams_reasoning: bool = True
-    """Whether a stream sends the reasoning in pieces. If not, it sends all of the reasoning when it ends."""
+    """Whether a stream sends the reasoning in pieces. If not, it sends one piece when the reasoning ends."""
     parser: type[ToolCallParser] | None = None
     """Parser of the tool calls. If it is None, tool calls remain in the content."""
     tools: Sequence[Tool] = ()

@@ -24,7 +24,7 @@ class ReleasedLogprobs:
 
     logprobs: Sequence[TokenLogprob]
     cut: int | None = None
-    """Number of bytes of the last token that are in the text, if a stop string begins within that token. None: all."""
+    """Number of bytes of the last token that are in the text, if a stop string begins in it. None: all bytes."""
 
 
 class LogprobsBuffer:

@@ -234,7 +234,7 @@ class _Stream:
     def chunks(
         self, index: int, delta: Delta, logprobs: ChatLogprobs | None, tokened: Tokened
     ) -> list[ChatChunkChoice]:
-        """Return the chunks for the next delta of choice `index`. Only the first has log-probabilities and tokens."""
+        """Return the chunks for the next delta of choice `index`. Only the first has logprobs and tokens."""
         self.count.push(delta.token_ids)
         deltas: list[ChatDelta]
         has_tokens = bool(logprobs or tokened.get("token_ids"))

@@ -169,5 +169,5 @@ class _Completion(Form):
 
 
 def _topped(one: TokenLogprob, num_top: int) -> TokenLogprob:
-    """Return `one` with at most `num_top` of the most likely tokens. It may have more because of `prompt_logprobs`."""
+    """Return `one` with only the `num_top` most likely tokens. `one` has more if `prompt_logprobs` is larger."""
     return one if not 0 <= num_top < len(one.top) else msgspec.structs.replace(one, top=one.top[:num_top])

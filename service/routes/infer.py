@@ -76,7 +76,7 @@ class InferParameters(Settings):
     repetition_penalty: RepetitionPenalty | None = None
     stop: Stop | None = None
     cache_salt: CacheSalt | None = None
-    """As in `GenerationBody`."""
+    """Has the same meaning as in `GenerationBody`."""
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600), WHOLE] | None = None
     """Maximum time for the answer, in seconds."""

@@ -44,7 +44,7 @@ class TokenizeBody(ToolFields, Body):
     """Add the tokenizer's special tokens, such as BOS. The default is true for `prompt` and false for `messages`, whose
     template usually writes these tokens. Not supported with `inputs`."""
     continue_final_message: bool | None = None
-    """As in a chat completion."""
+    """Has the same meaning as in a chat completion."""
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: Any = None
     """`mm_processor_kwargs` and `media_io_kwargs` have the same meaning as in a chat completion. Both require

@@ -39,7 +39,7 @@ INT32_MAX = 2**31 - 1
 WHOLE = BeforeValidator(whole)
 """Validator that accepts 16.0 as 16. Clients in languages without integers send integers as floats."""
 
-# These ranges repeat those in SamplingParams.check, for the OpenAPI description and for errors that name the field.
+# These ranges are the same as in SamplingParams.check. The OpenAPI description and errors for single fields need them.
 # tests/service/test_openapi.py checks that they agree.
 MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX), WHOLE]
 TopP = Annotated[float, Field(gt=0, le=1)]

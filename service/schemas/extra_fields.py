@@ -50,7 +50,7 @@ class ExtraFields(Settings):
     use_beam_search: bool | None = None
     """Return the `n` most likely answers that a beam search with `n` beams finds, instead of drawing tokens."""
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    """Exponent of the number of tokens by which a beam search divides log-probabilities. Default: 1."""
+    """Exponent of the number of tokens. A beam search divides log-probabilities by this power. Default: 1."""
 
     @property
     def beam_length_penalty(self) -> float | None:

@@ -133,7 +133,7 @@ class FunctionName(TypedDict):
 
 
 class NamedTool(TypedDict, total=False):
-    """The tool that the model has to call. Some other forms are accepted, too."""
+    """The tool that the model has to call. Some other forms are also accepted."""
 
     type: Literal["function", "tool"]
     function: Required[FunctionName]

@@ -138,7 +138,7 @@ class ChatEnd(TypedDict):
     """tool_calls if the model has called a tool, unless the output limit ended the choice. function_call if the request
     has `functions`."""
     stop_reason: str | int | None
-    """As in `End`."""
+    """Has the same meaning as in `End`."""
 
 
 class ChatChoice(ChatEnd, Tokened):

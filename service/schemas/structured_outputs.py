@@ -61,7 +61,7 @@ class ResponseFormat(Closed):
     description: str | None = None
     """Ignored."""
     strict: bool | None = None
-    """As in `json_schema`, for a schema in another subfield."""
+    """Has the same meaning as in `json_schema`, for a schema in another subfield."""
     value: dict[str, Any] | str | None = None
     """The JSON schema or the regular expression as clients of text-generation-inference send it."""
     pattern: str | None = None
@@ -142,7 +142,7 @@ class StructuredOutputsBody(Closed):
 class StructureFields(Settings):
     """Request fields for structured outputs.
 
-    The fields include those that clients of vLLM, SGLang, llama.cpp and text-generation-inference send.
+    They include the fields that clients of vLLM, SGLang, llama.cpp and text-generation-inference send.
     """
 
     response_format: ResponseFormat | None = None

@@ -32,7 +32,7 @@ class ToolUse:
     parallel: bool = True
     """Whether the answer may have several calls. If `name` is set, the default is a single call."""
     is_deprecated: bool = False
-    """Whether the request has OpenAI's deprecated `functions`, to which the answer is a `function_call`."""
+    """Whether the request has OpenAI's deprecated `functions`. A call in the answer is then a `function_call`."""
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None, tool_choice: Any, parallel: bool | None) -> ToolUse:
@@ -59,7 +59,7 @@ class ToolUse:
 
     @classmethod
     def of_functions(cls, functions: Sequence[Any], function_call: Any) -> ToolUse:
-        """Read OpenAI's deprecated fields, with which an answer has at most one call.
+        """Read OpenAI's deprecated fields. The answer then has at most one call.
 
         Raises:
             InputError: A function or the choice is wrong.

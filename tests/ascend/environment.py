@@ -32,7 +32,7 @@ def environment(**settings: str | int) -> dict[str, str]:
       default is 20.
     - `missing`: comma-separated operators that this CANN lacks: names of torch_npu's operators, names with a width of
       the first tensor, such as npu_rms_norm@48, or names of torch's operators, such as aten::matmul.
-    - `idle`: comma-separated operators of torch that do not write their results, so the results contain old memory.
+    - `idle`: comma-separated operators of torch that do not write their results, which are then uninitialized memory.
     """
     folder = build()
     variables = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND_SIM_")}

@@ -390,7 +390,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_rows_removed_after_counting_end_the_run(tmp_path: Path) -> None:
-    """The worker counts the rows of the file itself, as an actor on another machine would."""
+    """The worker counts the file's rows again, as an actor on another machine would."""
     rows = written(tmp_path / "rows.jsonl", [{"text": "a", "id": row} for row in range(10)])
     given = settings(rows)
     counted = [*chunks(given.sources(tmp_path), 7, None)]

@@ -134,7 +134,7 @@ def test_a_node_with_another_input_is_refused(tmp_path):
     failed = _done_by_an_actor(run, tmp_path / "other", chunk)["failed"]
     error = msgspec.json.decode(failed, type=Failure).exception()
     assert isinstance(error, InputError)
-    assert "has files that differ from those of the run: input_digests[0] was " in str(error)
+    assert "has files that differ from the files of the run: input_digests[0] was " in str(error)
     assert complete_shards(tmp_path / "other", chunk, run.digest) is None
 
 

@@ -27,7 +27,7 @@ def red(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chatted(tmp_path: Path, *lines: str) -> tuple[int, list[str], list[str]]:
-    """Send lines to `chat` through a pipe. Return its status, and the lines of its output and of its errors."""
+    """Send lines to `chat` through a pipe. Return its exit status, its lines of output and its error messages."""
     (tmp_path / "in").write_text("\n".join(lines))
     with (
         (tmp_path / "in").open() as given,
@@ -65,7 +65,7 @@ def test_lines_from_a_pipe_are_a_conversation(tmp_path: Path, red: Path) -> None
     assert len(errors) == 5
     assert errors[0].endswith(". /clear begins a new conversation")
     assert errors[1] == "Error: there is no command /nothing; /help lists the commands"
-    assert errors[2] == "Error: /image: the path is not a file; give its path, as in /image PATH"
+    assert errors[2] == "Error: /image: '' is not a file; give the path of a file, as in /image PATH"
 
 
 @contextmanager
@@ -90,7 +90,7 @@ class Screen:
         self.text = ""
 
     def wait_for(self, text: str) -> None:
-        """Read until `text` is written after the text of the last call."""
+        """Read until `text` appears after the text that the last call waited for."""
         while (found := self.text.find(text, self._start)) < 0:
             readable, _, _ = select.select([self._descriptor], [], [], TIMEOUT_S / 10)
             assert readable, self.text[self._start :]
@@ -98,7 +98,7 @@ class Screen:
         self._start = found + len(text)
 
     def wait_for_more(self) -> None:
-        """Read until anything is written after the text of the last call."""
+        """Read until anything appears after the text that the last call waited for."""
         while len(self.text) == self._start:
             self.text += os.read(self._descriptor, 2**16).decode(errors="replace")
 
@@ -118,14 +118,15 @@ class Screen:
 
 def test_a_terminal_has_a_prompt_history_and_commands(red: Path) -> None:
     with terminal() as (process, screen):
-        screen.wait_for("tiny on cpu in float32. /help lists the commands")
+        screen.wait_for("tiny runs on cpu in float32. /help lists the commands")
         screen.wait_for("> ")
         screen.type(f"/image {red}\n")
         screen.wait_for("\n> ")
         screen.type("What color is it?\n")
-        screen.wait_for("\nred\r\n> ")
+        screen.wait_for("red\r\n> ")
         screen.type("\x1b[A\n")  # the key for the earlier line
-        screen.wait_for("What color is it?\r\nred\r\n> ")
+        screen.wait_for("What color is it?\r\n")
+        screen.wait_for("red\r\n> ")
         screen.type("/help\n")
         screen.wait_for("Ctrl-D does\r\n> ")
         screen.interrupt(process)

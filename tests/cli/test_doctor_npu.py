@@ -246,7 +246,7 @@ def test_variables_of_a_removed_cann_are_reported(tree, monkeypatch):
 
 
 def paired(tree, **changes):
-    """Return the findings about pairs of versions that are not ok, by subject. `changes` replaces some versions."""
+    """Return the findings about incompatible versions, by subject. `changes` replaces some versions."""
     software = {"torch": "2.13.0+cpu", "accelerator": None, "torch_npu": "2.13.0", "architecture": "x86_64"} | changes
     machine = Machine.here(tree.root)
     cann = CANN(tree.home, software.pop("cann", "9.2.0"), software.pop("drivers", "[V100R001C23]"), in_force=True)
@@ -336,7 +336,7 @@ def test_an_npu_in_use_by_other_processes_is_a_warning(tree):
 def test_memory_used_by_no_visible_process_is_reported(tree):
     tree.npu_smi(smi_table(used=(60000, 60000)))
     assert "5.4 of 64.0 GiB free" in only(tree).found
-    assert only(tree).advice.startswith("a process in another container or a dead process holds the memory")
+    assert only(tree).advice.startswith("a process in another container or a dead process uses the memory")
 
 
 def test_memory_that_npu_smi_does_not_report_is_left_out(tree):

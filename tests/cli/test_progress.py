@@ -15,7 +15,7 @@ from mindie_mm.processes.progress import LOG_INTERVAL_S
 
 
 class Stream(io.StringIO):
-    """A text stream, which may be a terminal, that counts what is written."""
+    """A text stream that counts calls of `write` with a semaphore, and that can pretend to be a terminal."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         super().__init__()

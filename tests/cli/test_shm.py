@@ -134,7 +134,7 @@ def segment(tmp_path):
     segment.unlink()
 
 
-def test_list_shows_segments_that_nobody_recorded_and_only_free_removes_them(arena, segment, tmp_path):
+def test_list_shows_segments_that_no_path_file_records_and_only_free_removes_them(arena, segment, tmp_path):
     other = Path("/dev/shm", f"test-{os.getpid()}.bin")
     other.write_bytes(b"x" * 10)
     spool = tmp_path / "spool"

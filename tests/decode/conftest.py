@@ -106,7 +106,7 @@ def item_of(media: Media, parcel: Parcel) -> Item:
 
 @contextmanager
 def stopped(*pids: int) -> Iterator[None]:
-    """Stop processes with SIGSTOP, as if they hung. At the end, let those that still exist continue."""
+    """Stop processes with SIGSTOP, as if they hung. At the end, let the processes that still exist continue."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:

@@ -69,9 +69,9 @@ async def test_an_item_is_written_again_when_its_decoder_is_killed_while_writing
 @pytest.mark.parametrize(
     ("number", "error", "message"),
     [
-        (signal.SIGKILL, ProcessDied, "two decoders died while decoding the item; the second one died with status -9"),
-        (signal.SIGSEGV, MediaError, "the item crashed two decoders; the second one died with SIGSEGV"),
-        (signal.SIGABRT, MediaError, "the item crashed two decoders; the second one died with SIGABRT"),
+        (signal.SIGKILL, ProcessDied, "two decoders died while decoding the item; the second died with status -9"),
+        (signal.SIGSEGV, MediaError, "the item crashed two decoders; the second died with SIGSEGV"),
+        (signal.SIGABRT, MediaError, "the item crashed two decoders; the second died with SIGABRT"),
     ],
 )
 async def test_an_item_that_kills_two_decoders_fails_alone(

@@ -269,7 +269,7 @@ def why_not() -> str | None:
 
 
 def machine_of_pip() -> dict[str, str]:
-    """Return this machine's settings of pip's index, wheel folders and certificates, as environment variables."""
+    """Return this machine's settings for pip as environment variables: the index, wheel folders and certificates."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings = (line.partition("=") for line in listed.stdout.splitlines())
     named = {f"PIP_{key.rpartition('.')[2].upper().replace('-', '_')}": value.strip("'") for key, _, value in settings}

@@ -175,7 +175,7 @@ def test_a_context_that_exceeds_the_cache_is_refused_if_configured_and_otherwise
 
     advice = "Raise kv_cache_bytes, or lower max_model_len" if asked else "Raise memory_share, lower .* max_model_len"
     message = rf"a context of 145 tokens needs {160 * size} bytes of KV cache; the cache has {144 * size} bytes"
-    with pytest.raises(DeviceError, match=rf"^{message}, which hold 144 tokens. {advice}"):
+    with pytest.raises(DeviceError, match=rf"^{message}, enough for 144 tokens. {advice}"):
         engine(159, max_model_len=145)
     assert not caplog.records
     assert engine(159, max_model_len=144).ready.max_model_len == 144

@@ -180,9 +180,9 @@ async def test_canceled_checks_do_not_run(check: SchemaCheck) -> None:
 
 
 async def test_canceled_checks_do_not_enlarge_the_cache_of_results(check: SchemaCheck) -> None:
-    """The check remembers as many schemas as the engine keeps compiled.
+    """The check must not remember more schemas than the engine keeps compiled.
 
-    Further schemas would pass without a pause, although the engine would compile them each time.
+    Otherwise, a schema that the engine has to compile again could pass the check without a pause.
     """
     for i in range(KEPT + 4):
         asked = asyncio.create_task(check.check(fits(json.dumps({"const": i}))))

@@ -194,7 +194,7 @@ def without_known_grid(tokenizer: Tokenizer, path_file: Path, kind: Kind, media:
     try:
         tokenizer.tokenize([item], path_file)
     except InputError as error:
-        (name,) = re.findall(r"this model needs (\w+), .* beside the embeddings", str(error))
+        (name,) = re.findall(r"this model needs (\w+), .* in addition to the embeddings", str(error))
         item[name] = media.grid
     return item
 
@@ -318,7 +318,7 @@ class FamilyContract:
         assert sorted(named) == sorted(f"{section}.widht" for section in found)
 
     def assert_same(self, path: Path, reference: Reference, path_file: Path) -> None:
-        """Assert that our ids, arrays and logits for the checkpoint `path` equal those of `reference`."""
+        """Assert that our ids, arrays and logits for the checkpoint `path` are the same as with `reference`."""
         model = load_model(path, device="cpu", dtype="float32")
         with Tokenizer.from_pretrained(path) as tokenizer:
             tokenized = {name: self.tokenize(tokenizer, name, items, path_file) for name, items in self.prompts.items()}
@@ -571,7 +571,7 @@ class FamilyContract:
             assert token in likely, name
 
     def test_embeddings_in_place_of_media_give_the_same_logits(self, model, tokenizer, tokenized, path_file):
-        """Encode all media through the engine, and hand their features in again. Give the grid only if it is needed."""
+        """The engine encodes the media. The features then replace them in the prompt, with a grid only if necessary."""
         engine = self.engine(model, max_tower_tokens=1)  # one item in each message
         for name, items in self.prompts.items():
             media = [*encoded_by(engine, tokenized[name])]
@@ -590,7 +590,7 @@ class FamilyContract:
     def test_files_of_embeddings_give_the_same_logits_or_are_refused(
         self, model, processor, tokenizer, tokenized, path_file
     ):
-        """Files are refused if the rows, with a grid of `GRID_KEYS` if the family uses it, do not give the geometry."""
+        """A file is refused unless its rows determine the geometry, together with a grid of `GRID_KEYS` if needed."""
         for name, items in self.prompts.items():
             (kind, *others) = [kind for item in items for kind in item if kind in KINDS] or [None]
             if kind is None or others:
@@ -775,7 +775,7 @@ class FamilyContract:
         assert taken(fps=1.0, min_frames=4, **rate) == 4
         assert taken(fps=9.0, max_frames=2, **rate) == 2
         assert taken(fps=1.0, min_frames=1, **rate) == 2, "not all of them"
-        with pytest.raises(InputError, match="sample_fps is 10, but an encoded" if encoded else "as sample_fps"):
+        with pytest.raises(InputError, match="sample_fps is 10, but an encoded" if encoded else "set sample_fps"):
             planned(**({"sample_fps": 10.0} if encoded else {"fps": 1.0}))
         bounds = {"min_pixels": 4096, "max_pixels": 8192}
         if processor.traits.bounds_pixels:

@@ -34,13 +34,13 @@ Arrays = Sequence[np.ndarray | None]
 
 @dataclass(frozen=True)
 class Native:
-    """A prompt on our own wire."""
+    """A prompt in our own wire format."""
 
     prompt: Items
     ids: np.ndarray
-    """The ids that MindIE's prompt has, with one placeholder per feature, int64 [T]."""
+    """The ids of MindIE's prompt, with one placeholder per feature, int64 [T]."""
     words: torch.Tensor
-    """The same ids with the handle words of our own wire."""
+    """The same ids with the handle words of our own wire format."""
     arrays: Arrays
     logits: torch.Tensor
 
@@ -88,11 +88,11 @@ class MindIEContract:
     """Largest error of an array."""
 
     def mindie_arrays(self, prompt: Items, items: Sequence[MediaItem], model: Any, ids: np.ndarray) -> Arrays:
-        """Return the arrays that MindIE stores for a prompt, in the order of their words, and None for absent ones.
+        """Return the arrays that MindIE stores for a prompt, in the order of their words. An absent array is None.
 
         Args:
             prompt: The prompt.
-            items: Its media on our own wire.
+            items: Its media in our own wire format.
             model: The model.
             ids: Ids of the prompt with one placeholder per feature.
 
@@ -100,7 +100,7 @@ class MindIEContract:
         raise NotImplementedError
 
     def mindie_keeps(self, ids: np.ndarray) -> np.ndarray:
-        """Return which ids of our own wire's prompt MindIE's prompt has, bool [T]."""
+        """Return which ids of the prompt in our own wire format also occur in MindIE's prompt, bool [T]."""
         return np.ones(len(ids), bool)
 
     @pytest.fixture(scope="class")

@@ -73,7 +73,7 @@ class Reference:
 
 
 class PretrainedReference(Reference):
-    """Model and processor of transformers that are read from a checkpoint."""
+    """A reference that reads transformers' model and processor from a checkpoint."""
 
     model_class: ClassVar[type[Any]]
     processor_class: ClassVar[type[Any]]

@@ -70,7 +70,7 @@ class TestQwen3VL(MindIEContract, FamilyContract):
     assert_arrays = Qwen2VLContract.assert_arrays
 
     def mindie_keeps(self, ids):
-        """Return which ids are not around a whole video, bool [T]."""
+        """Return True for all ids except the ids that enclose a whole video, bool [T]."""
         start, end, *pads = (SPECIAL_TOKENS.index(f"<|{name}|>") for name in VISION_TOKENS)
         pads = np.isin(np.pad(ids, 1, constant_values=-1), pads)
         return ~((ids == start) & ~pads[2:] | (ids == end) & ~pads[:-2])

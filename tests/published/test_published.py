@@ -76,7 +76,7 @@ def contract_of(path: Path) -> FamilyContract:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_published_checkpoint_equals_transformers(name, tmp_path):
-    """Ids, arrays and logits equal those of transformers."""
+    """Ids, arrays and logits are the same as with transformers."""
     write_small(name, tmp_path)
     contract, path_file = contract_of(tmp_path), tmp_path / "shm_name.txt"
     reference = PublishedReference(tmp_path)

@@ -23,7 +23,7 @@ ANSWERS: dict[str, Callable[[Any], object]] = {
     "/tokenize": lambda answer: answer["tokens"] and answer["token_strs"],
     "/detokenize": lambda answer: answer["prompt"],
 }
-"""Functions that extract from a response the part that must not be empty, by path."""
+"""Functions that return the part of a response that must not be empty, by path."""
 CALLS = re.findall(r"^    curl localhost:8000(\S+) .*? -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
 PYTHON = dict(
     re.findall(r"^## ([^\n]*)\n\n```python\n(.*?)^```$", (DOCS / "python.md").read_text(), re.MULTILINE | re.DOTALL)

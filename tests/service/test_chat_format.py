@@ -42,7 +42,7 @@ def test_calls_are_text_if_the_template_has_a_place_for_tools_only() -> None:
     assert called == {"role": "assistant", "content": '<|tool_call|>[{"name": "weigh", "arguments": {}}]'}
 
 
-def test_a_template_without_a_place_gets_text_or_nothing_or_what_it_refuses() -> None:
+def test_a_template_without_tools_gets_text_or_nothing_or_unchanged_tools() -> None:
     use, required = ToolUse.of(TOOLS, None, None), ToolUse.of(TOOLS, "required", None)
     (system, *rest), variables = written("{{ messages }}").request(CALLED, use, None, None)
     assert ("weigh" in system["content"], rest[0], variables) == (True, HELLO[0], {})

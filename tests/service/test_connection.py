@@ -405,7 +405,7 @@ async def test_a_missing_head_after_a_request_ends_the_connection(hasty: tuple[s
 
 
 async def test_a_half_closed_connection_ends_its_request(address: tuple[str, int]) -> None:
-    """The server treats a half-closed connection as closed, because it cannot distinguish the two."""
+    """The server treats a half-closed connection as closed, because both look the same to the server."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(WAIT_S):
         writer.write(WHOLE.replace(b"/", b"/left", 1) + b"hi")

@@ -17,7 +17,7 @@ IDLE = 80
 
 
 def is_refused(connection: socket.socket) -> bool:
-    """Return whether the service answered 503. If it has no descriptor left, it resets the connection instead."""
+    """Return whether the service has answered 503. Return False if it has reset the connection or not answered yet."""
     with contextlib.suppress(BlockingIOError, ConnectionResetError):
         return connection.recv(12, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b"HTTP/1.1 503"
     return False

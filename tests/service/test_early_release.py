@@ -33,7 +33,7 @@ SETTINGS: dict[str, object] = {
 }
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 60, 220), "black": (0, 0, 0)}
 ATTEMPTS = 50
-"""Number of attempts to stop the engine before the third choice starts, which a slow machine may miss."""
+"""Number of attempts to stop the engine before the third choice starts. On a slow machine, an attempt may be late."""
 LONG = 220
 """Length of an answer in tokens. Of two answers of this length that run together, the second is preempted."""
 
@@ -190,7 +190,7 @@ def test_media_needed_again_wait_for_memory_that_queued_requests_hold(
 def two_streams(service: RunningService) -> Iterator[tuple[Stream, Stream]]:
     """Yield streams of the answers about the red and the green pictures.
 
-    The engine has consumed the media of both. It will preempt the second answer.
+    The engine has consumed the media of both requests, and will preempt the second answer.
     """
     with streaming(service, "red") as first, streaming(service, "green") as second:
         first.until(0)

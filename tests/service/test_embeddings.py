@@ -105,7 +105,7 @@ def red(embedded: dict[str, Any]) -> tuple[Tensor, bytes]:
 
 
 def ask(service: RunningService, *parts: Any, status: int = 200, kwargs: Any = None) -> Any:
-    """Return the answer's tokens and usage, and the log-probabilities apart, or the message of an error."""
+    """Return two parts of the answer: tokens with usage, and log-probabilities. For an error, return its message."""
     content = [*parts, {"type": "text", "text": "What is in the image?"}]
     body = {
         "messages": [{"role": "user", "content": content}],
@@ -131,7 +131,8 @@ def ask(service: RunningService, *parts: Any, status: int = 200, kwargs: Any = N
 def require_same(found: Any, expected: Any) -> None:
     """Assert that two answers of `ask` are equal.
 
-    The service's tower may use another number of threads than the test's, which changes the order of sums.
+    Log-probabilities may differ slightly, because the towers of the service and of the test may use different numbers
+    of threads, and then add numbers in a different order.
     """
     assert found[0] == expected[0]
     assert found[1] == pytest.approx(expected[1], abs=1e-4)
@@ -279,19 +280,19 @@ def _overlapping() -> bytes:
 
 BILLION = struct.pack("<i", 10**9)
 ROWS = b"K\x04K\x80\x86"
-"""Opcodes of the shape [4, 128]."""
+"""Pickle opcodes of the shape [4, 128]."""
 GOOD = to_torch(rows())
 HOSTILE: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "empty"),
-    "text": (b"not a tensor" * 20, "neither complete safetensors"),
-    "a picture": (RED, "neither complete safetensors"),
+    "text": (b"not a tensor" * 20, "neither a complete safetensors file"),
+    "a picture": (RED, "neither a complete safetensors file"),
     "truncated archive": (GOOD[:-100], "cannot be read with torch.load"),
     "truncated in the middle": (GOOD[: len(GOOD) // 2], "cannot be read with torch.load"),
     "head of an archive": (GOOD[:4], "cannot be read with torch.load"),
     "truncated safetensors": (to_safetensors(rows())[:-1], "cannot be read as safetensors"),
     "safetensors without data": (_safetensors([4, WIDTH], 4 * WIDTH * 4), "cannot be read as safetensors"),
-    "7 bytes": (b"\1\0\0\0\0\0\0", "neither complete safetensors"),
-    "header longer than the file": (struct.pack("<Q", 2**62) + b"{}", "neither complete safetensors"),
+    "7 bytes": (b"\1\0\0\0\0\0\0", "neither a complete safetensors file"),
+    "header longer than the file": (struct.pack("<Q", 2**62) + b"{}", "neither a complete safetensors file"),
     "huge header": (struct.pack("<Q", 2**20) + b"[" * 2**20, "a safetensors header of 1048576 bytes"),
     "deep header": (struct.pack("<Q", 2**15) + b'{"x":' + b"[" * (2**15 - 5), "cannot be read as safetensors"),
     "two tensors": (save_safetensors({"a": rows(), "b": rows()}), "with 2 tensors"),
@@ -310,10 +311,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "infinity": (to_torch(rows() + float("inf")), "infinite values or NaN"),
     "infinities that cancel": (to_torch(torch.tensor([[float("inf"), float("-inf")] * 64] * 4)), "infinite values"),
     "code": (to_torch(_Code()), "cannot be read with torch.load"),
-    "a bare pickle of code": (pickle.dumps(_Code()), "neither complete safetensors"),
+    "a bare pickle of code": (pickle.dumps(_Code()), "neither a complete safetensors file"),
     "an old file of torch.save": (
         to_torch(rows(), _use_new_zipfile_serialization=False),
-        "neither complete safetensors",
+        "neither a complete safetensors file",
     ),
     "a list": (to_torch([rows()]), "an object of type list"),
     "a dict": (to_torch({"image_embeds": rows()}), "an object of type dict"),

@@ -181,7 +181,7 @@ def test_log_probabilities_of_the_whole_vocabulary(client: openai.OpenAI, http: 
 
 
 def test_log_probabilities_of_named_tokens(client: openai.OpenAI) -> None:
-    """The sampled token is first. The requested tokens follow in order. Their values equal those of `top_logprobs`."""
+    """The sampled token is first. The requested tokens follow in order. Their values are as in `top_logprobs`."""
     (every,) = chat(client, logprobs=True, top_logprobs=-1, return_tokens_as_token_ids=True, max_tokens=3).choices
     expected = [{one.token: one.logprob for one in position.top_logprobs} for position in every.logprobs.content]
     for ids in ([5, 700, 3], [64]):
@@ -268,7 +268,7 @@ def test_echo_repeats_only_a_message_of_the_same_role(client: openai.OpenAI) -> 
 
 
 def test_prompts_are_cut_exactly(client: openai.OpenAI, http: Any, tokenizer: Tokenizer, red_square: str) -> None:
-    """Texts, chats and token ids can be cut on both sides. A cut through a picture is refused."""
+    """A prompt can be truncated at either end, whether it is a text, a chat or token ids. Pictures cannot be cut."""
     words = "one two three four five six seven"
     ids = tokenizer.encode(words).ids
     body = {"max_tokens": 1, "temperature": 0, "return_token_ids": True, "truncate_prompt_tokens": 4}

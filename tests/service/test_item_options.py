@@ -68,7 +68,7 @@ def test_a_video_may_be_a_list_of_frames(http: Any, red_square: str, media_dir: 
         ({"video": ["RED", "STAR"]}, "all frames of a video must have the same size"),
         (
             {"video": ["RED"] * 4, "fps": 1},
-            "fps is 1, but the frames have no rate; give the rate at which they were sampled as sample_fps",
+            "fps is 1, but the frames have no rate; set sample_fps to the rate at which they were sampled",
         ),
         ({"video": ["RED"] * 4, "sample_fps": 2e-6}, "the video lasts"),
         ({"video": []}, "video is an empty list"),

@@ -162,7 +162,10 @@ def children(service: RunningService, module: str) -> list[psutil.Process]:
 
 
 def test_texts_of_chats_and_items_may_have_pictures(lenient: RunningService, red_square: str) -> None:
-    """This test comes after the tests with a schema, because the copied process that checks schemas keeps mappings."""
+    """This test runs after the tests of schemas.
+
+    They fork the process that checks schemas, and a fork would keep the memory of this test's picture mapped.
+    """
     tag = f'Look: <img src="{red_square}"> What?'
     picture = {"type": "image_url", "image_url": {"url": red_square}}
     parts = [{"type": "text", "text": "Look: "}, picture, {"type": "text", "text": " What?"}]

@@ -76,7 +76,7 @@ def test_each_token_is_counted_once_as_it_is_generated(service: RunningService, 
     assert counted == of_choices > 2
 
 
-def test_a_prompt_too_long_counts_as_refused_with_its_neighbour(service: RunningService, http: Any) -> None:
+def test_a_prompt_that_is_too_long_and_its_neighbor_count_as_refused(service: RunningService, http: Any) -> None:
     wait_until(lambda: metric(service, "num_requests_running") == 0)
     limit = service.get("/v1/models")["data"][0]["max_model_len"]
     ends = ("refused", "error", "abort")

@@ -118,7 +118,7 @@ def test_a_video_its_frames_and_a_sound_are_kept(http: Any, media_dir: Path, red
         assert post(http, left_out | {"uuid": uuid}) == plain
 
 
-def test_the_options_of_a_kept_item_are_those_of_the_request(http: Any, media_dir: Path) -> None:
+def test_a_kept_item_gets_the_options_of_the_request(http: Any, media_dir: Path) -> None:
     video = {"type": "video_url", "video_url": {"url": str(media_dir / "right.mp4")}}
     post(http, video | {"uuid": "clip"})
     for options in ({"num_frames": 2}, {"num_frames": 4}):
@@ -164,7 +164,7 @@ def test_the_items_that_were_used_last_are_kept(http: Any, red_square: str) -> N
     assert NO_DATA in post(http, image(None, "old"), status=400)
     assert NO_DATA in post(http, image(None, "noise 0"), status=400)
     post(http, image(None, "noise 3"))
-    # An item that is larger than the whole store is used but not kept, and the earlier item of its name is removed.
+    # An item that is larger than the whole store is used but not kept, and the earlier item with its uuid is removed.
     post(http, image(noise(MEDIA_UUID_BYTES + 4 * KiB), "used"))
     assert NO_DATA in post(http, image(None, "used"), status=400)
     post(http, image(None, "noise 3"))

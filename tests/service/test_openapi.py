@@ -234,7 +234,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 """Further fields that a request must have, by the name of the field that requires them."""
 INSTEAD = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "prompt": "messages"}
-"""Name of the field that another field replaces, by the name of the other field."""
+"""Name of the field that a field replaces, by the name of the replacement."""
 EXAMPLES: dict[str, Any] = {
     "model": "tiny",
     "seed": 7,
@@ -257,7 +257,7 @@ EXAMPLES: dict[str, Any] = {
 }
 """Valid values of fields for which random values are almost never valid."""
 ELSEWHERE_VALID = {"inputs", "chat_template"}
-"""Fields of /tokenize for `inputs`."""
+"""Fields of /tokenize that are valid only in requests with `inputs`."""
 
 
 def one_by_one(described: dict[str, Any]) -> dict[str, Any]:

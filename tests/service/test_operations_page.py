@@ -24,6 +24,7 @@ from tools.serving import RunningService
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in ("serve", "operate", "monitoring", "security", "npu"))
+ALERTS = (DOCS.parent / "docker/alerts.yaml").read_text()
 OTHERS = {
     *(
         "--cpus",
@@ -132,8 +133,7 @@ def test_every_documented_metric_exists(http: Any) -> None:
 
 
 def test_the_alerts_use_existing_metrics(http: Any) -> None:
-    (rules,) = [each for each in map(yaml.safe_load, fenced("yaml")) if "groups" in each]
-    (group,) = rules["groups"]
+    (group,) = yaml.safe_load(ALERTS)["groups"]
     exist = metric_names(http)
     for rule in group["rules"]:
         named = re.findall(r"mindie_mm:(\w+)", rule["expr"])
@@ -145,7 +145,7 @@ def test_the_alerts_use_existing_metrics(http: Any) -> None:
 
 def test_the_error_alert_ignores_probes_scrapes_and_the_web_page(service: RunningService) -> None:
     """Probes, scrapes and the web page succeed so often that they would hide failures of other requests."""
-    (expr,) = re.findall(r"alert: MindieMmErrors\n +expr: (.*)", PAGE)
+    (expr,) = re.findall(r"alert: MindieMmErrors\n +expr: (.*)", ALERTS)
     left_out, again = re.findall(r'handler!~"([^"]*)"', expr)
     assert left_out == again
     page = {path.replace(path.rpartition("/")[2], "{name}") for path in page_paths if path != "/"} | {"/"}

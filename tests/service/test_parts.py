@@ -111,7 +111,7 @@ def spans(http: Any, *parts: Any, **changes: Any) -> list[int]:
         ({"media_io_kwargs": {}, "mm_processor_kwargs": None}, {}, {}),
     ],
 )
-def test_options_for_all_media_are_those_of_each(
+def test_options_for_all_media_equal_options_of_each_item(
     http: Any, red_square: str, media_dir: Path, kwargs: Any, image: Any, video: Any
 ) -> None:
     media = [{"image": red_square}, {"video": str(media_dir / "right.mp4")}]

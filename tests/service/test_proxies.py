@@ -77,7 +77,9 @@ def is_well(http: httpx2.Client) -> bool:
         return False
 
 
-def test_answers_through_a_proxy_are_those_of_the_service(proxied: httpx2.Client, http: Any, red_square: str) -> None:
+def test_answers_through_a_proxy_equal_the_answers_of_the_service(
+    proxied: httpx2.Client, http: Any, red_square: str
+) -> None:
     content = [{"type": "image_url", "image_url": red_square}, {"type": "text", "text": "What is in the image?"}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
     answers = [client.post("/v1/chat/completions", json=body).json()["choices"] for client in (proxied, http)]

@@ -1,4 +1,4 @@
-"""Requests of programs that people chat with, as Open WebUI 0.12 and Continue 1.5 send them, with shorter texts."""
+"""Tests of requests that were recorded from Open WebUI 0.12 and Continue 1.5. Their texts have been shortened."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ RECORDED = Path(__file__).with_name("recorded_chats")
 
 
 def requests() -> list[Any]:
-    """Return the bodies of all requests. `true` stands for the client's tools."""
+    """Return the bodies of all requests. Each file has the client's tools only once, and they are filled in here."""
     made = []
     for file in sorted(RECORDED.glob("*.json")):
         recorded = json.loads(file.read_text(encoding="utf-8"))

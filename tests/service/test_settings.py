@@ -136,7 +136,7 @@ def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     )
 
 
-def test_a_misspelt_variable_is_logged_without_its_value(tmp_path: Path) -> None:
+def test_a_misspelled_variable_is_logged_without_its_value(tmp_path: Path) -> None:
     """The service continues after the warning. The test gives a second, invalid setting to end the start."""
     command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--spool", tmp_path, "--allowed-media-dir", "/no"]
     ended = warm.run([*command, "--port", 0], timeout=300, env=os.environ | {"MINDIE_MM_MAX_IMAGE": "a-value"})

@@ -55,7 +55,7 @@ async def address(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, i
 
 @contextlib.asynccontextmanager
 async def connect(address: tuple[str, int]) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Connect to the server. Raise TimeoutError if the connection is used for more than 120 s."""
+    """Yield a connection to the server. Raise TimeoutError if the `with` block takes more than 120 s."""
     reader, writer = await asyncio.open_connection(*address)
     try:
         async with asyncio.timeout(120):

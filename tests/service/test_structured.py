@@ -158,7 +158,7 @@ def test_which_objects_are_closed(given: Any, expected: Any) -> None:
     assert closed(given) == expected
 
 
-def test_who_decides_on_other_properties() -> None:
+def test_the_schema_then_strict_then_the_setting_decide_on_other_properties() -> None:
     """`additionalProperties` in the schema takes precedence over `strict`, and `strict` over the service's setting."""
 
     def made(schema: dict[str, Any], strict: bool | None, *, close: bool) -> Any:

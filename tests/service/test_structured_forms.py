@@ -264,7 +264,7 @@ def test_abuse_is_refused_soon(http: Any, service: RunningService, name: str) ->
 
 @pytest.mark.usefixtures("regex_is_served")
 @pytest.mark.parametrize("name", SERVED)
-def test_what_is_served_costs_little(http: Any, service: RunningService, name: str) -> None:
+def test_supported_descriptions_cost_little(http: Any, service: RunningService, name: str) -> None:
     before = processor_s(service.process.pid)
     http.post(CHAT, json=asked(CHAT, SERVED[name])).raise_for_status()
     assert processor_s(service.process.pid) - before < 2

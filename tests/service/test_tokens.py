@@ -78,7 +78,7 @@ def test_options_that_do_not_change_the_prompt_are_accepted(http: Any) -> None:
 
 
 def test_token_strings_are_vocabulary_entries(http: Any) -> None:
-    """A token may begin with a blank, or may be only a part of a character."""
+    """A token may begin with a space, or may be only a part of a character."""
     vocabulary = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     found = tokenize(http, prompt="red square 日本 🎉", return_token_strs=True)
     assert found["token_strs"] == [vocabulary.id_to_token(token) for token in found["tokens"]]

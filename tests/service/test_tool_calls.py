@@ -243,7 +243,7 @@ def test_tools_that_cannot_be_served_are_refused_within_a_second(
     ],
     ids=str,
 )
-def test_a_choice_of_no_known_form_is_refused(http: httpx2.Client, choice: Any, message: str) -> None:
+def test_a_choice_of_an_unknown_form_is_refused(http: httpx2.Client, choice: Any, message: str) -> None:
     for path in (CHAT, "/tokenize"):
         error = http.post(path, json={"messages": HELLO, "tools": TOOLS, "tool_choice": choice}).json()["error"]
         assert (error["param"], message in error["message"]) == ("tool_choice", True), error

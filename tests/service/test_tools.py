@@ -117,7 +117,7 @@ UNTHINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_markers_that_are_special_tokens_frame_calls_and_never_show(handy: RunningService, stream: bool) -> None:
+def test_markers_that_are_special_tokens_frame_calls_and_are_never_shown(handy: RunningService, stream: bool) -> None:
     plain: dict[str, Any] = {"tools": TOOLS, "stream": stream, "extra_body": UNTHINKING}
     answer = ask(handy, tool_choice=NAMED, logprobs=True, **plain)
     assert (answer.calls, answer.content, answer.finish_reason) == ([("weigh", "{}")], "", "tool_calls")
@@ -130,7 +130,7 @@ def test_markers_that_are_special_tokens_frame_calls_and_never_show(handy: Runni
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_special_tokens_that_are_no_markers_show_on_request(handy: RunningService, stream: bool) -> None:
+def test_special_tokens_that_are_not_markers_are_shown_on_request(handy: RunningService, stream: bool) -> None:
     for spaces in (False, True):
         shown = UNTHINKING | {"skip_special_tokens": False, "spaces_between_special_tokens": spaces}
         plain: dict[str, Any] = {"tools": TOOLS, "stream": stream, "extra_body": shown}

@@ -15,7 +15,7 @@ def only_these(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_a_misspelt_variable_is_reported_without_its_value(monkeypatch):
+def test_a_misspelled_variable_is_reported_without_its_value(monkeypatch):
     monkeypatch.setenv("MINDIE_MM_MAX_IMAGE", "4")
     monkeypatch.setenv("MINDIE_MM_API_KEYS", "a-secret")
     monkeypatch.setenv("MINDIE_MM_XYZZYPLUGHPLOVER", "1")

@@ -185,7 +185,7 @@ def test_a_digest_has_16_to_64_bytes(arena: Arena, size: int) -> None:
         ({"": ArraySpec((1,), "bool")}, "0 bytes; it must have 1 to 255"),
         ({"n" * 256: ArraySpec((1,), "bool")}, "256 bytes; it must have 1 to 255"),
         ({"x": ArraySpec((1 << 20,), "uint8")}, "block has [0-9]+ bytes; the limit is 1048576"),
-        ({"x": ArraySpec((1 << 41,), "uint8")}, "limit is 47"),
+        ({"x": ArraySpec((1 << 41,), "uint8")}, "limits are 47"),
     ],
 )
 def test_a_block_beyond_a_limit_is_refused(arena: Arena, specs: dict[str, ArraySpec], message: str) -> None:

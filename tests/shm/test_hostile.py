@@ -117,7 +117,7 @@ def test_a_nearly_full_dev_shm_reports_the_free_bytes_and_how_to_add_more() -> N
     some, left_then, none, left = run(FULL_SHM, FILL + NO_ROOM)
     assert f"has {12 << 20} of {32 << 20} bytes free, but the arena needs " in some
     for message in (some, none):
-        for advice in ("mindie-mm shm gc", "ask for less", "mount -o remount,size=", "--shm-size", "emptyDir"):
+        for advice in ("mindie-mm shm gc", "request less memory", "mount -o remount,size=", "--shm-size", "emptyDir"):
             assert advice in message
     assert f"has 0 of {32 << 20} bytes free" in none
     assert left_then == left == "['another-program']", "a failed creation must not leave a file"

@@ -394,12 +394,12 @@ def test_a_missing_segment_is_refused(path_file):
 @pytest.mark.parametrize(
     ("shape", "dtype", "error", "message"),
     [
-        ((11,), "float32", SegmentMissing, "has 40 bytes, but its words and dtype require 44"),
-        ((10,), "float64", SegmentMissing, "has 40 bytes, but its words and dtype require 80"),
+        ((11,), "float32", SegmentMissing, "has 40 bytes, but its handle words and dtype require 44"),
+        ((10,), "float64", SegmentMissing, "has 40 bytes, but its handle words and dtype require 80"),
         ((1 << 20,), "uint8", SegmentMissing, "has 40 bytes"),
-        ((9,), "float32", CorruptReference, "has 40 bytes, but its words and dtype require 36"),
-        ((10,), "float16", CorruptReference, "has 40 bytes, but its words and dtype require 20"),
-        ((13,), np.uint8, CorruptReference, "has 40 bytes, but its words and dtype require 13"),
+        ((9,), "float32", CorruptReference, "has 40 bytes, but its handle words and dtype require 36"),
+        ((10,), "float16", CorruptReference, "has 40 bytes, but its handle words and dtype require 20"),
+        ((13,), np.uint8, CorruptReference, "has 40 bytes, but its handle words and dtype require 13"),
         ((1 << 56,), "float32", LimitExceeded, "the limit is 1000000000"),
         ((4096, 4096, 4, 8192, 8192), "float32", LimitExceeded, "the limit is 1000000000"),
     ],
@@ -449,7 +449,7 @@ def test_a_segment_truncated_after_attaching_is_detected(path_file):
     with view:
         assert view["x"][-1] == 0
     os.truncate(SHM / segment.name, 4096)
-    with pytest.raises(SegmentMissing, match="has 4096 bytes, but its words and dtype require 12000"):
+    with pytest.raises(SegmentMissing, match="has 4096 bytes, but its handle words and dtype require 12000"):
         view.verify()
     with pytest.raises(SegmentMissing):
         view["x"]

@@ -72,7 +72,7 @@ class StoreContract:
     def test_a_block_that_does_not_fit_is_refused(self, store: Arena | DiskArena) -> None:
         with pytest.raises(LimitExceeded, match=str(CAPACITY)):
             store.allocate({"x": ArraySpec((CAPACITY + 1,), "uint8")}, path_file=None)
-        with pytest.raises(LimitExceeded, match="bits of a shape word; the limit is 47"):
+        with pytest.raises(LimitExceeded, match="bits of a shape word; the limits are 47"):
             store.allocate({"x": ArraySpec((1, 2**31, 2**23), "uint8")}, path_file=None)
 
     def test_a_block_cannot_be_published_after_its_context_has_ended(self, store: Arena | DiskArena) -> None:

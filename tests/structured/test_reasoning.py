@@ -38,11 +38,11 @@ def test_the_reasoning_ends_when_its_budget_is_used_up(takes: Takes) -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (CHOICE | {"after": "</think>", "reasoning_tokens": 3}, "no token for its end, </think>"),
-        (CHOICE | {"after": None, "reasoning_tokens": 3}, "require after"),
-        (CHOICE | {"after": None, "opening": START}, "require after"),
+        (CHOICE | {"after": "</think>", "reasoning_tokens": 3}, "no token </think>, which ends it"),
+        (CHOICE | {"after": None, "reasoning_tokens": 3}, "require the field after"),
+        (CHOICE | {"after": None, "opening": START}, "require the field after"),
         (CHOICE | {"reasoning_tokens": -1}, "at least 0"),
-        (CHOICE | {"opening": ""}, "hold text"),
+        (CHOICE | {"opening": ""}, "None or a non-empty string"),
     ],
 )
 def test_a_limit_on_reasoning_that_cannot_be_enforced_is_refused(

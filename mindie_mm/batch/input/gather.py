@@ -29,7 +29,7 @@ _BLANK = BOM_UTF8 + b" \t\n\r\v\f"
 _MOST_NAMED = 8
 _ROWS = (".jsonl", ".ndjson", ".parquet", ".pq", ".tar")
 _NAMED = re.compile(r"\.[a-z0-9]{1,8}")
-"""File name extensions that messages may show. Other file names might contain terminal control sequences."""
+"""File name extensions that messages may show. Other extensions might contain terminal control sequences."""
 
 
 def gathered_path(folder: Path, index: int) -> Path:

@@ -183,8 +183,8 @@ def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) 
         raise CorruptReference(f"{path} cannot be read: {error}") from error
     if not schema.equals(SCHEMA) or table.num_rows != num_rows:
         raise CorruptReference(
-            f"{path} was changed after the run: its columns or its number of rows differ from those of the shard, "
-            f"which has {num_rows} rows"
+            f"{path} was changed after the run: it does not have the columns of a shard, or does not have "
+            f"{num_rows} rows"
         )
     return table
 

@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights, which read a quarter of the memory of float32.
+"""Linear layers with int8 weights. They read a quarter of the memory that layers with float32 weights read.
 
 Weights are quantized per output channel when a model is loaded, and activations per row when the layer runs. A row's
 result does not depend on the other rows, so an answer does not depend on its neighbors in the batch.

@@ -70,7 +70,7 @@ def fitting_context(
     fitting = min(wanted, num_tokens)
     needed = useful_bytes(model, config) // config.max_num_seqs
     says = (
-        f"a context of {wanted} tokens needs {needed} bytes of KV cache; the cache has {num_bytes} bytes, which hold "
+        f"a context of {wanted} tokens needs {needed} bytes of KV cache; the cache has {num_bytes} bytes, enough for "
         f"{num_tokens} tokens"
     )
     advice = MORE_ROOM if config.kv_cache_bytes is None else "Raise kv_cache_bytes, or lower max_model_len"

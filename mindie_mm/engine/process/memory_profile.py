@@ -181,7 +181,7 @@ class WorstCase:
 
     @staticmethod
     def _decode(model: Model, cache: PagedCache, num_rows: int, num_blocks: int) -> Callable[[], object]:
-        """Return a decode step like those that are captured, for `num_rows` sequences of `num_blocks` KV blocks."""
+        """Return a decode step like the captured steps, for `num_rows` sequences of `num_blocks` KV blocks."""
         device = model.spec.device
         position = upload(model.positions(1, ()).of(0, 1), device)
         ids = torch.zeros(num_rows, dtype=torch.int64, device=device)

@@ -59,7 +59,7 @@ def default_sampling(checkpoint: Checkpoint, source: str = "auto") -> SamplingPa
 def defaults_of(model: str | Path | None, family_name: str | None, source: str) -> SamplingParams:
     """Return the default sampling settings for a checkpoint directory.
 
-    This raises the errors of `default_sampling` and `family_of`.
+    This function raises the same errors as `default_sampling` and `family_of`.
     """
     from mindie_mm.models import family_of, reading  # imports torch, which the service process does not need
 
@@ -97,7 +97,7 @@ def _file_in(source: str) -> dict[str, Any]:
 
 
 def effective(params: SamplingParams) -> dict[str, float]:
-    """Return the settings that differ from their neutral values, among those that a generation_config.json can set."""
+    """Return the settings that a generation_config.json can set and that differ from their neutral values."""
     return {name: value for name in _FIELDS.values() if (value := getattr(params, name)) != _NEUTRAL[name]}
 
 

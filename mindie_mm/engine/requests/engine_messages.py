@@ -1,4 +1,4 @@
-"""Messages between the engine's client and the engine process, encoded as msgpack. Each direction has one union."""
+"""Messages between the engine's client and the engine process, encoded as msgpack."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     eos_token_ids: tuple[int, ...]
     """End-of-sequence ids, which end an output."""
     max_output_len: int | None = None
-    """Maximum number of output tokens, if they do not count towards `max_model_len`."""
+    """Maximum number of output tokens, if they do not count toward `max_model_len`."""
     default_sampling: SamplingParams = SamplingParams()
     """Default sampling settings of requests."""
     free_bytes: int = 0

@@ -72,7 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     """Whether to leave special tokens out of the output's text."""
     spaces_between_special_tokens: bool = True
-    """Whether the tokenizer may write blanks between special tokens that follow each other. Few tokenizers do so."""
+    """Whether the tokenizer may write spaces between consecutive special tokens. Few tokenizers do so."""
     bad_words: tuple[str, ...] = ()
     """Words that are not generated: at most 128 words of at most 256 characters each. If a word has several tokens,
     its last token is never drawn directly after its other tokens. `Worker` adds the tokens to `bad_token_ids`."""
@@ -281,7 +281,7 @@ def _require_ids(params: SamplingParams, vocab_size: float) -> None:
 
 
 _MAX_BAD_TOKENS = 4 * MAX_BAD_WORD_CHARACTERS + 1
-"""Maximum number of tokens of a bad word. A character has at most 4 bytes, and the word may follow a blank."""
+"""Maximum number of tokens of a bad word. A character has at most 4 bytes, and the word may follow a space."""
 _NEVER_EMPTY = frozenset({"allowed_token_ids", "logprob_token_ids", "bad_token_ids"})
 
 

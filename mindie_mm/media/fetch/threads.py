@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MAX_THREADS = 64
-"""Maximum number of running calls. Calls whose callers do not wait any more count, too."""
+"""Maximum number of running calls. Calls whose callers no longer wait also count."""
 MAX_OF_A_REQUEST = 4
 """Maximum number of running calls for one request. Further calls wait."""
 

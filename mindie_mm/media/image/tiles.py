@@ -15,8 +15,8 @@ CanvasSize = tuple[int, int]
 def best_canvas(height: int, width: int, canvases: Sequence[CanvasSize]) -> CanvasSize:
     """Return the canvas on which an image keeps the most pixels.
 
-    If several canvases keep equally many pixels, return the smallest of them, or the first of equally small ones. A
-    very thin image keeps no pixels on a small canvas, because its scaled height or width is rounded down to 0.
+    If several canvases keep equally many pixels, return the smallest of them, or the first of several equally small
+    canvases. A very thin image keeps no pixels on a small canvas, because its scaled height or width is rounded to 0.
     """
     best, most, least_wasted = canvases[0], 0, math.inf
     for canvas in canvases:

@@ -1,4 +1,4 @@
-"""Inspection of video packets without decoding. The names of H.264 syntax elements are those in ITU-T H.264."""
+"""Inspection of video packets without decoding. H.264 syntax elements have the names that ITU-T H.264 uses."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def check_asked(video: Video, options: MediaOptions) -> None:
     """Raise InputError if `fps` is given for a video without a frame rate, or if `num_frames` is too high."""
     if options.fps is not None and video.fps is None:
         what = (
-            "the frames have no rate; give the rate at which they were sampled as sample_fps"
+            "the frames have no rate; set sample_fps to the rate at which they were sampled"
             if isinstance(video, SampledVideo)
             else "the video has no frame rate; give num_frames instead"
         )

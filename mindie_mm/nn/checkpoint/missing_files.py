@@ -37,7 +37,7 @@ def missing_files(root: Path) -> list[str]:
 
 
 def also_missing(root: Path, *named: str) -> str:
-    """Return the end of an error message, which lists the missing files except those that the message has named."""
+    """Return the end of an error message, which lists the missing files that the message has not mentioned yet."""
     others = [name for name in missing_files(root) if name not in named]
     return f". The folder also lacks {listed(others)}" if others else ""
 

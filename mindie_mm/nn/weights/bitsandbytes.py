@@ -102,7 +102,7 @@ class _Weight4bit(PackedWeight):
 
 
 def avoid_cpu_kernel(module: nn.Module) -> None:
-    """Disable bitsandbytes' AVX512-BF16 kernel in those 4-bit layers of `module` whose shape it does not support."""
+    """Disable bitsandbytes' AVX512-BF16 kernel in 4-bit layers of `module` whose shape the kernel does not support."""
     layer: Any
     for layer in module.modules():
         if (state := getattr(getattr(layer, "weight", None), "quant_state", None)) is not None:

@@ -1,7 +1,7 @@
 """Dequantization of 8-bit weights during loading, by multiplication with their scales.
 
 A device without 8-bit matrix products, or without the library for them, runs such a checkpoint in the model's dtype.
-The weights then take as much memory as those of an unquantized checkpoint.
+The weights then take as much memory as in an unquantized checkpoint.
 """
 
 from __future__ import annotations

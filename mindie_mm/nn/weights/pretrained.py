@@ -187,7 +187,7 @@ def load_pretrained(
         unused: Patterns (fnmatch) for names of weights that the checkpoint may have in addition to the model's own.
         tp_plan: Tensor-parallel plan of the text model if transformers has none.
         renamed: Weights of a translated checkpoint. None if the checkpoint was not translated.
-        default_theta: As in `settle`.
+        default_theta: Has the same meaning as in `settle`.
 
     Returns:
         The module, and the sizes of its text model. With tensor parallelism, these are the sizes of this rank's share.

@@ -47,7 +47,7 @@ def refuse_shares(checkpoint: Checkpoint, what: str = "belongs to a family witho
 def shared(
     cls: type[Any], checkpoint: Checkpoint, text: Any, device: Device, tp_plan: Mapping[str, str] | None
 ) -> tuple[type[Any], dict[str, Any]]:
-    """Return a class and arguments for its `from_pretrained` with which this rank loads only its share.
+    """Return a class and arguments for its method `from_pretrained`. This method then loads only this rank's share.
 
     Args:
         cls: The PreTrainedModel to load.

@@ -192,7 +192,7 @@ class DiskArena:
         Raises:
             ArenaFull: This write or an earlier one failed, for example because the disk is full.
             LimitExceeded: The digest is too short or too long.
-            SharedMemoryError: The file is closed, or the block is not being filled any more.
+            SharedMemoryError: The file is closed, or the block is no longer being filled.
 
         """
         if digest is not None:

@@ -40,13 +40,13 @@ class WriteBatchMemory:
         return memory
 
     def give_back(self, memory: mmap.mmap) -> None:
-        """Return memory to the pool. The caller must not use the memory any more."""
+        """Return memory to the pool. The caller must not use the memory after this call."""
         if len(memory) == WRITE_BATCH_BYTES:
             self._spare.append(memory)
 
 
 class WriteBatch:
-    """Blocks that are contiguous both in memory and in the file, in whole pages."""
+    """Blocks that are contiguous both in memory and in the file. Each block has whole pages."""
 
     __slots__ = ("blocks", "memory", "num_filling", "offset", "used_bytes")
 

@@ -72,9 +72,11 @@ class BlockHeader(NamedTuple):
         """
         try:
             magic, crc, size = _PREFIX.unpack(buffer[start : start + _PREFIX.size])
-            if magic != MAGIC or not _SMALLEST <= size <= min(MAX_HEADER_BYTES, stop - start):
+            largest = min(MAX_HEADER_BYTES, stop - start)
+            if magic != MAGIC or not _SMALLEST <= size <= largest:
                 raise DamagedHeaderError(
-                    f"the header begins with magic {magic!r} and size {size}; one of them is wrong"
+                    f"the header has magic {magic!r} and size {size}; the magic must be {MAGIC!r}, and the size from "
+                    f"{_SMALLEST} to {largest}"
                 )
             body = buffer[start + _PREFIX.size : start + size]
             if zlib.crc32(body, size) != crc:

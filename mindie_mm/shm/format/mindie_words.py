@@ -32,14 +32,14 @@ PLAN: dict[int, tuple[int, ...]] = {
 NUM_SHAPE_DIMS = len(PLAN)
 
 _MAX_CHARACTERS = 11
-"""Maximum number of characters in a name without its prefix. No more fit between the length and the checksum."""
+"""Maximum number of characters in a name without its prefix. The word has no space for more characters."""
 _SEGMENT_NAME = re.compile(r"psm_[0-9a-f]{8}")
 
 
 def is_segment_name(name: str) -> bool:
-    """Return whether `name` has the form of a segment name in Python: psm_ and 8 lower-case hex digits.
+    """Return whether `name` has the form that Python gives to segment names: psm_ and 8 lower-case hex digits.
 
-    Callers never open or remove a file with another name as a segment.
+    Callers use this check so that they never open or remove other files in /dev/shm.
     """
     return _SEGMENT_NAME.fullmatch(name) is not None
 
@@ -60,7 +60,10 @@ def encode_shm_name_to_int64(name: str) -> int:
     if len(name) > MAX_NAME_LENGTH:
         raise LimitExceeded(f"segment name {name!r} has {len(name)} characters; the limit is {MAX_NAME_LENGTH}")
     if len(characters) > _MAX_CHARACTERS:
-        raise LimitExceeded(f"segment name {name!r} has {len(characters)} characters; the limit is {_MAX_CHARACTERS}")
+        raise LimitExceeded(
+            f"segment name {name!r} has {len(characters)} characters; the limit is {_MAX_CHARACTERS}, not counting the "
+            f"prefix {PREFIX}"
+        )
     if not characters:
         raise InputError(f"segment name {name!r} has no character after its prefix {PREFIX}")
     for character in characters:
@@ -80,7 +83,7 @@ def decode_shm_name_from_int64(value: SupportsIndex) -> str:
     """Return the name that a name word encodes, with the prefix psm_.
 
     Raises:
-        CorruptReference: `encode_shm_name_to_int64` never returns this value.
+        CorruptReference: The value is not a valid name word.
 
     """
     word, unsigned = _unsigned(value, "name")
@@ -95,7 +98,7 @@ def decode_shm_name_from_int64(value: SupportsIndex) -> str:
         _corrupt(
             word,
             "name",
-            f"its checksum is {unsigned & 7}, but that of its characters {characters} is {sum(indices) & 7}",
+            f"its checksum is {unsigned & 7}, but the checksum of its characters {characters} is {sum(indices) & 7}",
         )
     if _pack_name(characters) != unsigned:
         _corrupt(word, "name", f"bits after its characters {characters} are not 0")
@@ -135,7 +138,7 @@ def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
     """Return the sizes that a shape word encodes.
 
     Raises:
-        CorruptReference: `encode_shape_to_int64` never returns this value.
+        CorruptReference: The value is not a valid shape word.
 
     """
     word, unsigned = _unsigned(value, "shape")
@@ -144,7 +147,7 @@ def decode_shape_from_int64(value: SupportsIndex) -> list[int]:
         _corrupt(word, "shape", f"its number of axes {num_dims} is not in [1, {NUM_SHAPE_DIMS}]")
     checksum = (unsigned >> 3).bit_count() % 3
     if checksum != unsigned & 7:
-        _corrupt(word, "shape", f"its checksum is {unsigned & 7}, but that of its bits is {checksum}")
+        _corrupt(word, "shape", f"its checksum is {unsigned & 7}, but the checksum of its bits is {checksum}")
     sizes, place = [], 60
     for bits in PLAN[num_dims]:
         place -= bits
@@ -172,4 +175,4 @@ def _integer(value: SupportsIndex, what: str) -> int:
 
 
 def _corrupt(word: int, kind: str, why: str) -> NoReturn:
-    raise CorruptReference(f"{word} (0x{-word:016x} negated) is not a MindIE {kind} word: {why}")
+    raise CorruptReference(f"{word} (-0x{-word:016x}) is not a MindIE {kind} word: {why}")

@@ -109,8 +109,8 @@ def pack_dims(shape: tuple[int, ...]) -> int:
     if (shape[0] - 1).bit_length() > room:
         needed = used + (shape[0] - 1).bit_length()
         raise LimitExceeded(
-            f"shape {shape} needs {needed} bits of a shape word; the limit is {DIMS_BITS}, "
-            f"{FIRST_AXIS_BITS} of them for the first axis"
+            f"shape {shape} needs {needed} bits of a shape word; the limits are {DIMS_BITS} bits in total and "
+            f"{FIRST_AXIS_BITS} bits for the first axis"
         )
     return dims | (shape[0] - 1) << used
 

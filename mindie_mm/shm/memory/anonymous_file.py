@@ -14,7 +14,7 @@ from mindie_mm.shm.format.layout import SHM_DIRECTORY, needing_proc
 from mindie_mm.shm.memory.space import ShmSpace
 
 _HOW_TO_GET_ROOM = (
-    "reclaim the memory of dead processes (`mindie-mm shm gc`), ask for less, or enlarge /dev/shm: `mount -o "
+    "reclaim the memory of dead processes (`mindie-mm shm gc`), request less memory, or enlarge /dev/shm: `mount -o "
     "remount,size=<bytes> /dev/shm`, --shm-size in Docker, or an emptyDir with medium Memory in Kubernetes"
 )
 

@@ -113,7 +113,7 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
         Raises:
             LimitExceeded: The digest is too short or too long.
             StaleReference: The block was freed while it was being filled, for example because its request has ended.
-            SharedMemoryError: The store is closed or lost, or the block is not being filled any more.
+            SharedMemoryError: The store is closed or lost, or the block is no longer being filled.
             ArenaFull: The disk of a `DiskArena` is full.
 
         """

@@ -48,7 +48,7 @@ class Populator:
             self._thread = thread
 
     def stop(self) -> None:
-        """Tell the thread to stop after the current step. The thread does not call `report` any more."""
+        """Tell the thread to stop after the current step. After that, the thread no longer calls `report`."""
         self._stopped = True
         self._report = _ignore
 

@@ -91,7 +91,9 @@ def opened_segment(name: str, size: int) -> Iterator[int]:
             raise SegmentMissing(f"{path} is not a segment: it is not a regular file of user {os.geteuid()}")
         require_size(name, status.st_size, size)
         if status.st_size > size:
-            raise CorruptReference(f"segment {path} has {status.st_size} bytes, but its words and dtype require {size}")
+            raise CorruptReference(
+                f"segment {path} has {status.st_size} bytes, but its handle words and dtype require {size}"
+            )
         yield descriptor
     finally:
         os.close(descriptor)
@@ -101,7 +103,7 @@ def require_size(name: str, actual: int, size: int) -> None:
     """Raise SegmentMissing if the segment has fewer bytes (`actual`) than its shape and dtype require (`size`)."""
     if actual < size:
         raise SegmentMissing(
-            f"segment {SHM_DIRECTORY / name} has {actual} bytes, but its words and dtype require {size}"
+            f"segment {SHM_DIRECTORY / name} has {actual} bytes, but its handle words and dtype require {size}"
         )
 
 

@@ -119,7 +119,7 @@ def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaIn
 
     Args:
         pids: Process ids of the owners, in the PID namespace of this process.
-        described: As in `survey`.
+        described: Has the same meaning as in `survey`.
 
     Raises:
         SharedMemoryError: /dev/shm cannot be read, or /proc is not mounted.
@@ -149,7 +149,7 @@ def opened(path: Path, flags: int) -> Iterator[int | None]:
     """Open an arena of this user, as a context manager.
 
     Yields:
-        The descriptor, or None if the file does not exist any more or is not an arena of this user.
+        The descriptor, or None if the file no longer exists or is not an arena of this user.
 
     """
     try:

@@ -25,7 +25,7 @@ _File = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """File in /dev/shm that nobody recorded."""
+    """File in /dev/shm that is not an arena and is not listed in a path file."""
 
     name: str
     uid: int
@@ -40,10 +40,10 @@ class SegmentInfo:
 
 
 def unrecorded(spools: Iterable[Path] = ()) -> list[SegmentInfo]:
-    """Return the regular files of all users in /dev/shm that nobody recorded, sorted by name.
+    """Return the regular files in /dev/shm, of all users, that no arena or path file accounts for, sorted by name.
 
-    Arenas are left out, and so are segments that are recorded in the path files of `spools`. Segments in other path
-    files are returned, because these files cannot be found.
+    Only the path files in `spools` are read. Segments that are listed in other path files are returned, because those
+    path files cannot be found.
 
     Raises:
         SharedMemoryError: /dev/shm cannot be read.
@@ -107,7 +107,7 @@ def _arenas() -> set[Path]:
 
 
 def _recorded(root: Path) -> Iterator[str]:
-    """Yield the segments in the path files of a spool. Ignore what cannot be read."""
+    """Yield the segments in the path files of a spool. Skip files that cannot be read."""
     with suppress(MindieMMError):
         for directory in request_directories(root):
             with suppress(MindieMMError):

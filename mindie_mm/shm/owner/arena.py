@@ -271,7 +271,7 @@ class Arena:
         self.close()
 
     def renew_lock(self) -> None:
-        """Replace the lock and the waiting line. The threads that used the old ones do not exist in a forked child."""
+        """Replace the lock and the queue of waiting threads. These threads do not exist in a forked child."""
         self._mutex = Lock()
         self._line = WaitingLine(self._mutex)
 

@@ -106,7 +106,7 @@ class Inventory:
         """Write the block's header, then set its state to published.
 
         Raises:
-            SharedMemoryError: The block is not being filled any more.
+            SharedMemoryError: The block is no longer being filled.
             StaleReference: The block was freed while it was being filled.
 
         """

@@ -282,7 +282,7 @@ class ArenaCache:
         with self._lock:
             if number in self._arenas or (not reserved and (SHM_DIRECTORY / file_name(number)).exists()):
                 raise SharedMemoryError(
-                    f"arena number {number} is in use. Unmount the arena that uses it, or mount this one with "
+                    f"arena number {number} is in use. Unmount the arena that uses it, or mount this file with "
                     "another number"
                 )
             self._arenas[number] = mapped

@@ -110,7 +110,7 @@ def request_directory(root: Path, request_id: str | None = None) -> Iterator[Req
 
 
 def request_directories(root: Path) -> list[Path]:
-    """Return the request directories in a spool, including hidden ones.
+    """Return the request directories in a spool, including hidden directories.
 
     Raises:
         SharedMemoryError: The spool is not a directory of this user, or is writable by other users.
@@ -162,12 +162,12 @@ def require_locks(folder: Path) -> None:
 def _no_locks(folder: Path, error: OSError) -> SharedMemoryError:
     return SharedMemoryError(
         f"spool {folder}: the file system does not support locks (flock: {error.strerror}), which show whether "
-        "a request is alive. Mount it with locks (Lustre: -o flock), or choose another folder with --spool"
+        "a request is alive. Mount the file system with locks (Lustre: -o flock), or choose another folder with --spool"
     )
 
 
 def _is_marked(directory: Path) -> bool:
-    """Return whether `request_directory` created the directory. Return False if it does not exist any more."""
+    """Return whether `request_directory` created the directory. Return False if it no longer exists."""
     with suppress(FileNotFoundError):
         return bool(directory.lstat().st_mode & stat.S_ISVTX)
     return False
@@ -181,7 +181,7 @@ def collect_request(path: Path, *, dry_run: bool = False) -> bool:
         dry_run: Whether to report the result without changing anything.
 
     Returns:
-        Whether the directory was removed. False if the request is alive or the directory does not exist any more.
+        Whether the directory was removed. False if the request is alive or the directory no longer exists.
 
     Raises:
         MindieMMError: `release` could not free all blocks. The directory has been removed nevertheless.

@@ -141,7 +141,7 @@ class AsyncTokenizer(TokenizerStage):
             self._child = await Child.start(_MODULE, self._setup)
             ready = await self._child.ready(Ready, "the tokenizer process")
         except BaseException as error:
-            await self._reap(f"the last one did not start: {error}")
+            await self._reap(f"the last process did not start: {error}")
             if isinstance(error, InputError):
                 self._settled.set()
             raise

@@ -10,10 +10,10 @@ from mindie_mm.errors import InputError
 
 
 def bad_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
-    """Yield the token sequences that encode each word at the beginning of a text and after a blank.
+    """Yield the token sequences that encode each word at the beginning of a text and after a space.
 
     vLLM drops the second sequence if it is longer or shorter than the first. The model could then generate the word
-    after a blank.
+    after a space.
 
     Raises:
         InputError: A word has no tokens.

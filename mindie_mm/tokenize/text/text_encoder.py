@@ -292,7 +292,7 @@ class TextEncoder:
             at += len(piece)
 
     def _encode_plain(self, text: str) -> list[tuple[int, _Encoding]]:
-        """Encode `text` without control tokens. Return pieces like those of `_pieces`.
+        """Encode `text` without control tokens. Return pieces as `_pieces` does.
 
         The vocabulary of a Unigram model includes its control tokens, so the model finds them even if they are not
         recognized as added tokens. Its normalizer may also turn other characters into a control token. The text is

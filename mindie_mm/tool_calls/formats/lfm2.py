@@ -51,7 +51,7 @@ class Lfm2Parser(PythonicParser, JsonCallParser):
             yield from self._drop_repetitions()
 
     def ends_string(self, quote: str) -> Step[bool]:
-        """If a quote follows that ends the string, read it. Return whether it followed."""
+        """If `quote` follows and ends the string, read it. Return whether it ended the string."""
         start = self._at - self._kept
         if not (yield from super().ends_string(quote)):
             return False

@@ -155,7 +155,7 @@ def fused_infer_attention_score_v2(
     return_softmax_lse: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Call the first version of the operator, which has other argument names."""
+    """Compute the result with the first version of the operator, whose arguments have different names."""
     return fused_infer_attention_score(
         query,
         key,

@@ -14,7 +14,7 @@ from mindie_mm.device.npu.doctor.machine import Machine, Software
 def findings(root: Path) -> Iterator[Finding]:
     """Yield the results of all checks. Yield nothing on a machine without an NPU, CANN or torch_npu.
 
-    System files are read below `root`, which is / except in tests. Programs are always those of this machine.
+    System files are read below `root`, which is / except in tests. Programs are always run from this machine.
     """
     machine, software = Machine.here(root), Software.installed()
     installed, ids = cann.find(machine), machine.device_ids()

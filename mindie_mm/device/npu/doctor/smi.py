@@ -141,7 +141,7 @@ def _use(npus: Mapping[int, NPU]) -> Finding:
     advice = (
         "stop these processes"
         if any(one.processes for one in busy)
-        else "a process in another container or a dead process holds the memory"
+        else "a process in another container or a dead process uses the memory"
     )
     advice += f", or use other NPUs: {len(idle)} are idle, ASCEND_RT_VISIBLE_DEVICES={','.join(idle)}" if idle else ""
     return Finding("npu use", "warning", found, f"{advice}; otherwise the KV cache gets only the remaining memory")
