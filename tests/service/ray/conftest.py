@@ -62,8 +62,10 @@ class Cluster:
             node = self._nodes.add_node(num_cpus=0, resources={"host": 2}, object_store_memory=_OBJECT_STORE_BYTES)
             self.others.append(node)
 
-    def remove(self, node: Any) -> None:
-        """End a node as if its machine had failed."""
+    def remove_node_of(self, worker: psutil.Process) -> None:
+        """End the node that runs `worker` as if its machine had failed."""
+        raylets = {node.all_processes["raylet"][0].process.pid: node for node in self.others}
+        node = next(raylets[parent.pid] for parent in worker.parents() if parent.pid in raylets)
         self.others.remove(node)
         self._nodes.remove_node(node, allow_graceful=False)
 
