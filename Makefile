@@ -11,7 +11,7 @@ HAS_CPU_INDEX = ! nvidia-smi >/dev/null 2>&1 \
 # Tests start hundreds of processes: where the environment forbids to keep bytecode, each would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-clients gcc lint docs format serve bench bench-peers clean python3-venv browser proxies
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies
 
 install: .venv/installed
 
@@ -113,10 +113,15 @@ test-cuda: install
 	if [ "$$missing" ]; then echo "nothing is tested: $$missing"; \
 	else $(BIN)/python -m pytest --device cuda -m '' tests/device tests/models tests/engine tests/service tests/faults; fi
 
-lint: install docs
+# Each of the three uses one core: make -j2 lint.
+lint: docs style types
+
+style: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-logo --no-cache
+
+types: install
 	$(BIN)/mypy
 
 # The documentation site, in build/docs/html. A broken link or a docstring that does not parse is an error.

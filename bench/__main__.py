@@ -5,7 +5,18 @@ from __future__ import annotations
 import importlib
 import sys
 
-NAMES = ("preprocess", "decoders", "full_arena", "shm", "engine", "models", "batch", "serve")
+NAMES = (
+    "preprocess",
+    "decoders",
+    "full_arena",
+    "shm",
+    "engine",
+    "models",
+    "batch",
+    "serve",
+    "scale.stages",
+    "scale.model",
+)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpcore2
 import pytest
 from hypothesis import settings
 
@@ -27,6 +29,9 @@ pytest.register_assert_rewrite("tests.models.contract", "tests.models.mindie_con
 
 settings.register_profile("here", deadline=None)  # tests may be slow on a busy machine; pytest has its own limit
 settings.load_profile("here")
+
+# Each HTTP client would read the root certificates again, which takes 50 ms of processor time.
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -29,7 +29,7 @@ from itertools import pairwise
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any, NoReturn
 
 import pytest
@@ -49,12 +49,15 @@ _PRELOADED = (
     "service.server",
     "transformers.modeling_layers",
     "transformers.models.auto.tokenization_auto",
+    "tests.pristine",
 )
-"""Modules that the fork server imports. None of them belongs to a model family."""
+"""Modules that the fork server imports."""
 _FIRST_KEPT = 512
 """Lowest number of the temporary descriptors that keep a copy's files open across the fork."""
 _ON_SIMULATED_NPU = "ASCEND_HOME_PATH" in os.environ
 """True on the simulated NPU. There, tests/ascend/processes.py already uses the one fork server of the process."""
+START_METHOD = "spawn" if _ON_SIMULATED_NPU else "forkserver"
+"""Start method of multiprocessing for a new process that shares no state with pytest."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 if not _ON_SIMULATED_NPU:
     _CONTEXT.set_forkserver_preload(list(_PRELOADED))
@@ -196,6 +199,18 @@ def _open_streams() -> None:
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
 
 
+def own_modules() -> dict[str, ModuleType]:
+    """Return the package's modules that are in use."""
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "mindie_mm"}
+
+
+def replace_own_modules(modules: Mapping[str, ModuleType]) -> None:
+    """Use `modules` as the package's modules."""
+    for name in own_modules():
+        del sys.modules[name]
+    sys.modules.update(modules)
+
+
 class _Copy(subprocess.Popen[bytes]):
     """A worker that is forked from this process, but has only the open descriptors of a newly started worker."""
 
@@ -246,8 +261,9 @@ class _Copy(subprocess.Popen[bytes]):
         # Keep the handlers alive, because a handler that is garbage-collected would close its file.
         self._handlers = [logger.handlers[:] for logger in loggers]
         logging.root.handlers.clear()
-        for name in [name for name in sys.modules if name.partition(".")[0] == "mindie_mm"]:
-            del sys.modules[name]  # the worker imports them again, without this process's state
+        prepared = sys.modules.get("tests.pristine")
+        # Without modules that are prepared, the worker imports its own.
+        replace_own_modules(prepared.UNUSED.pop() if prepared and prepared.UNUSED else {})
         if self._environment is not None:
             os.environ.clear()
             os.environ.update(self._environment)
@@ -266,6 +282,7 @@ def copied_workers() -> Iterator[None]:
     """Start the workers of a module's tests and fixtures as copies of the pytest process."""
     with pytest.MonkeyPatch.context() as patch:
         if torch.get_num_threads() == 1:  # a copy lacks the threads of a used thread pool, and would hang
+            importlib.import_module("tests.pristine")
             patch.setattr(ipc, "subprocess", SUBPROCESS)
         yield
 

@@ -16,9 +16,11 @@ from tools.serving import RunningService
 def wait_until(condition: Callable[[], object]) -> None:
     """Wait for a condition that no event announces, such as a change in another process."""
     deadline = time.monotonic() + 300
+    pause = 0.001
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.001)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.02)  # a condition may take more processor time than the change that it waits for
 
 
 def metric(service: RunningService, name: str, **labels: str) -> float:

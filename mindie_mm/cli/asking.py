@@ -44,6 +44,9 @@ _OPTIONS = (
     ),
     click.option("--tensor-parallel", type=click.IntRange(1),
                  help="Number of devices that share the model's weights.  [default: 1]"),
+    click.option("--limit-mm-per-prompt", metavar="LIMITS",
+                 help="Maximum number of media items in one prompt, such as image=4,video=1 or, as JSON, "
+                 '{"image": 4, "video": 1}.  [default: no limit other than the model\'s]'),
 )  # fmt: skip
 webui_option = click.option(
     "--webui-images", is_flag=True,
@@ -91,20 +94,24 @@ def prepared(
     return settings.worker, params
 
 
-def check_media(config: WorkerConfig, given: Mapping[str, Sequence[Path]], sign: str = "--") -> None:
+def check_media(
+    config: WorkerConfig, given: Mapping[str, Sequence[Path]], sign: str = "--", *, earlier: Sequence[Any] = ()
+) -> None:
     """Check media files by their headers, without loading weights.
 
     Args:
         config: Settings of the worker.
         given: Paths of the files of each kind of media.
         sign: Text before the kind in the option or command, such as `--` in `--image`.
+        earlier: Other items of the same prompt, which have been checked.
 
     Raises:
         InputError: The checkpoint does not support a kind, or a file is of another kind, damaged or too large.
+        LimitExceeded: The prompt has more media than the checkpoint supports, or than the limits allow.
 
     """
     with importing():
-        from mindie_mm.inputs import media_of, parse_inputs
+        from mindie_mm.inputs import media_of, parse_inputs, require_within
         from mindie_mm.models import family_of
         from mindie_mm.nn.checkpoint.directory import Checkpoint
         from mindie_mm.tokenize import Tokenizer
@@ -116,19 +123,26 @@ def check_media(config: WorkerConfig, given: Mapping[str, Sequence[Path]], sign:
             raise InputError(
                 f"{sign}{kind}: {checkpoint.path} does not accept {kind} inputs; it accepts {', '.join(kinds)}"
             )
+    items = [*earlier, *({kind: str(path)} for kind, paths in given.items() for path in paths)]
+    if not items:
+        return
+    require_within(media_of(parse_inputs(items)), config.limit_mm_per_prompt)
     # A pipe can be read only once, so it cannot be checked in advance.
     files = [(kind, path) for kind, paths in given.items() for path in paths if path.is_file()]
     if not files:
         return
 
-    async def plan(item: dict[str, str]) -> None:
+    async def plan(items: Sequence[Any]) -> None:
         async with tokenizer.prompts.stage.request() as media:
-            await media.plan([media_of(parse_inputs([item]))])
+            await media.plan([media_of(parse_inputs(items))])
 
     with Tokenizer.from_pretrained(config.model, family=config.family, caps=config.media) as tokenizer:
         for kind, path in files:
             with naming(f"{sign}{kind} {path}"):
-                tokenizer.run(plan({kind: str(path)}))
+                tokenizer.run(plan([{kind: str(path)}]))
+        together = [item for item in items if Path(next(iter(item.values()))).is_file()]
+        if len(together) > 1:  # the model may limit their number, or mix no kinds
+            tokenizer.run(plan(together))
 
 
 class Session:

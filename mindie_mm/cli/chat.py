@@ -125,7 +125,9 @@ class _Chat:
         if not argument or not path.is_file():
             self._fail(f"/{kind}: {argument!r} is not a file; give the path of a file, as in /{kind} PATH")
             return
-        check_media(self._config, {kind: [path]}, sign="/")
+        sent = [part for message in self._messages if message["role"] == "user" for part in message["content"]]
+        earlier = [part for part in [*sent, *self._media] if "text" not in part]
+        check_media(self._config, {kind: [path]}, sign="/", earlier=earlier)
         self._media.append({kind: str(path.absolute())})
 
     def _send(self, text: str) -> None:

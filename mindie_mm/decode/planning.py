@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mindie_mm.errors import InputError, LimitExceeded
-from mindie_mm.inputs import EMBEDDINGS_KEYS, GRID, GRID_KEYS, Embeddings, Kind, Media
+from mindie_mm.inputs import EMBEDDINGS_KEYS, GRID, GRID_KEYS, PROMPT, Embeddings, Kind, Media
 from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.media.guard.caps import under
@@ -30,7 +30,7 @@ def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Ki
     """
     if media.is_embeddings:
         embeddings = read_embeddings(data, GRID_KEYS.get(media.kind, GRID))
-        if (rows := len(embeddings.array)) > (most := processor.max_tokens(media.kind)):
+        if media.kind != PROMPT and (rows := len(embeddings.array)) > (most := processor.max_tokens(media.kind)):
             raise LimitExceeded(f"the embeddings have {rows} rows; the limit of this model is {most}")
         return under_caps(plan_embeddings(processor, media.kind, embeddings, in_file=True), caps)
     plan = under_caps(processor.plan(media, data, counts), caps)
@@ -52,10 +52,10 @@ def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings, *, in_
     """
     array = np.ascontiguousarray(source.array)
     num_features, width = array.shape
-    if width != processor.feature_width:
-        raise InputError(f"the embeddings have width {width}; the model needs {processor.feature_width}")
-    grid = _grid(processor, kind, num_features, source.grid, in_file=in_file)
-    if processor.spelling(kind, num_features, grid) is None:
+    if width != (expected := processor.hidden_size if kind == PROMPT else processor.feature_width):
+        raise InputError(f"the embeddings have width {width}; the model needs {expected}")
+    grid = () if kind == PROMPT else _grid(processor, kind, num_features, source.grid, in_file=in_file)
+    if kind != PROMPT and processor.spelling(kind, num_features, grid) is None:
         meaning = processor.traits.grids.get(kind)
         advice = f". The grid is {meaning}" if meaning else "; leave the grid out" if source.grid else ""
         raise InputError(
@@ -67,7 +67,8 @@ def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings, *, in_
         arrays[EMBEDDINGS][...] = array
 
     spec = ArraySpec(array.shape, str(array.dtype))
-    return Plan(num_features, {EMBEDDINGS: spec}, f"embeddings {spec} {grid}", write, grid)
+    noun = f"{kind} embeddings" if kind == PROMPT else "embeddings"
+    return Plan(num_features, {EMBEDDINGS: spec}, f"{noun} {spec} {grid}", write, grid)
 
 
 def _grid(

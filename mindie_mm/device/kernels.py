@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -15,24 +16,23 @@ from torch import Tensor
 from mindie_mm.device.transfer import upload
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
-    """The rows of a flat batch and their KV blocks, in the form that fused attention needs."""
+    """The rows of a flat batch and their KV blocks, in the form that fused attention needs.
+
+    Tensors are created when they are first read, because not every device needs them.
+    """
 
     stops: list[int]
     """Index after the last row of each sequence, ascending."""
     lengths: list[int]
     """Number of tokens of each sequence in the cache, including the rows of this batch."""
-    blocks: Tensor
-    """KV blocks of each sequence, int32 [sequences, max_blocks], on the device. The padding may be any block."""
     first_slots: list[int | None]
     """Index of each sequence's first token in the flattened cache. None if its KV blocks are not consecutive."""
     singles: list[int]
     """Indices of the sequences with exactly one row."""
-    single_rows: Tensor
-    """Rows of the sequences in `singles`, int64 [singles], on the device."""
-    single_sequences: Tensor
-    """Copy of `singles` on the device, int64 [singles]."""
+    _held: Sequence[Sequence[int]]
+    _device: torch.device
 
     @classmethod
     def build(
@@ -53,19 +53,31 @@ class Rows:
             device: Device of the resulting tensors.
 
         """
-        stops = [*accumulate(counts)]
-        singles = [number for number, count in enumerate(counts) if count == 1]
-        rows = torch.tensor([stops[number] - 1 for number in singles], dtype=torch.int64)
-        numbers = torch.tensor(singles, dtype=torch.int64)
         return cls(
-            stops,
+            [*accumulate(counts)],
             [*lengths],
-            upload(block_table(blocks, 0).astype(np.int32), device),
             [held[0] * block_size if _are_consecutive(held) else None for held in blocks],
-            singles,
-            upload(rows, device),
-            upload(numbers, device),
+            [number for number, count in enumerate(counts) if count == 1],
+            blocks,
+            device,
         )
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """KV blocks of each sequence, int32 [sequences, max_blocks], on the device. The padding may be any block."""
+        return upload(block_table(self._held, 0).astype(np.int32), self._device)
+
+    @cached_property
+    def single_rows(self) -> Tensor:
+        """Rows of the sequences in `singles`, int64 [singles], on the device."""
+        return upload(
+            torch.tensor([self.stops[number] - 1 for number in self.singles], dtype=torch.int64), self._device
+        )
+
+    @cached_property
+    def single_sequences(self) -> Tensor:
+        """Copy of `singles` on the device, int64 [singles]."""
+        return upload(torch.tensor(self.singles, dtype=torch.int64), self._device)
 
 
 def _are_consecutive(blocks: Sequence[int]) -> bool:

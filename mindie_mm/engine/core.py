@@ -21,7 +21,7 @@ from mindie_mm.engine.sampler import token_logprobs
 from mindie_mm.engine.scheduler import Scheduled, Scheduler
 from mindie_mm.errors import ContextLengthExceeded
 from mindie_mm.nn.model import Model
-from mindie_mm.nn.splice import plain_ids
+from mindie_mm.nn.splice import plain_ids, without_prompt_embeds
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import EngineConfig, GiB
 
@@ -85,14 +85,15 @@ class Engine(BaseEngine):
             )
             raise ContextLengthExceeded.of(left_tokens + len(ids), detail)
         items = self._read(ids)
+        media = without_prompt_embeds(items)
         sequence = Sequence(
             request_id=message.request_id,
             params=params,
             token_ids=plain_ids(ids, items).tolist(),
             num_prompt=len(ids),
             items=items,
-            prompt_positions=self._model.positions(len(ids), items),
-            span_ids=self._model.bidirectional_spans(len(ids), items),
+            prompt_positions=self._model.positions(len(ids), media),
+            span_ids=self._model.bidirectional_spans(len(ids), media),
             max_tokens=params.most_tokens(left_tokens),
             generator=generator_of(params),
             asked_s=message.asked_s,

@@ -1,12 +1,12 @@
 """The `List[Dict]` format of inputs. Inputs are checked once, when a caller passes them.
 
 Each dict has exactly one of the keys `text`, `image`, `video`, `audio`, `document` (a PDF), `image_embeds`,
-`video_embeds` and `audio_embeds` (the output of a tower), and may have options of the item. A media value is a path,
-bytes, a PIL image, an array, or a `data:`, `http(s):` or `file:` URL. A PDF must be a path, bytes or a URL. Embeddings
-are `Embeddings`, an array or tensor, a list of these for several items, or a path, bytes or URL of a file. A video may
-also be a list of frames, each of which is a media value. Content parts of OpenAI and Hugging Face chat messages are
-accepted, too, such as `{"type": "image_url", "image_url": {"url": ...}}` and
-`{"type": "image", "image": ...}`.
+`video_embeds` and `audio_embeds` (the output of a tower), and `prompt_embeds` (embeddings of text tokens), and may have
+options of the item. A media value is a path, bytes, a PIL image, an array, or a `data:`, `http(s):` or `file:` URL. A
+PDF must be a path, bytes or a URL. Embeddings are `Embeddings`, an array or tensor, a list of these for several items,
+or a path, bytes or URL of a file. A video may also be a list of frames, each of which is a media value. Content parts
+of OpenAI and Hugging Face chat messages are accepted, too, such as `{"type": "image_url", "image_url": {"url": ...}}`
+and `{"type": "image", "image": ...}`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from mindie_mm.inputs.chat_messages import parse_messages
 from mindie_mm.inputs.checks import shown, whole
 from mindie_mm.inputs.embeddings import Embeddings
 from mindie_mm.inputs.items import (
+    ALL_KINDS,
     CUSTOM_ROLE,
     EMBEDDINGS_KEYS,
     GRID_KEYS,
     KINDS,
+    PROMPT,
     ROLES,
     Detail,
     Item,
@@ -43,6 +45,7 @@ from mindie_mm.inputs.tools import require_functions, require_tools
 from mindie_mm.inputs.webui import WebuiImages, long_data_url, webui_items, webui_messages
 
 __all__ = [
+    "ALL_KINDS",
     "CUSTOM_ROLE",
     "EMBEDDINGS_KEYS",
     "GRID",
@@ -50,6 +53,7 @@ __all__ = [
     "KINDS",
     "MAX_LISTED_FRAMES",
     "OFF",
+    "PROMPT",
     "PROMPT_FIELDS",
     "ROLES",
     "Detail",

@@ -11,8 +11,13 @@ from typing import Any, Literal, get_args
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.settings.limits import PromptLimits
 
-Kind = Literal["image", "video", "audio"]
+Kind = Literal["image", "video", "audio", "prompt"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+"""Kinds of media."""
+PROMPT: Kind = "prompt"
+"""Kind of an item that consists of embeddings of text tokens (`prompt_embeds`). Unlike media, it needs no tower."""
+ALL_KINDS: tuple[Kind, ...] = (*KINDS, PROMPT)
+"""All kinds, in the order of their numbers in a block."""
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 """Roles of chat messages in OpenAI's API."""
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -20,7 +25,7 @@ CUSTOM_ROLE = r"[A-Za-z][A-Za-z0-9_.-]{0,63}"
 """Pattern of any other role. It depends on the chat template whether such a role is accepted."""
 DOCUMENT = "document"
 """Key of a PDF in a `List[Dict]`."""
-EMBEDDINGS_KEYS: Mapping[Kind, str] = {"image": "image_embeds", "video": "video_embeds", "audio": "audio_embeds"}
+EMBEDDINGS_KEYS: Mapping[Kind, str] = {kind: f"{kind}_embeds" for kind in ALL_KINDS}
 """Key of the embeddings in an item, by the kind of the item."""
 GRID_KEYS: Mapping[Kind, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
 """Key of the number of patches along time, height and width, for families whose positions need it."""
@@ -64,7 +69,7 @@ class MediaOptions:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image, a video or an audio clip."""
+    """An image, a video, an audio clip, or embeddings of text tokens."""
 
     kind: Kind
     source: Any

@@ -11,7 +11,18 @@ from mindie_mm.errors import InputError, LimitExceeded, naming
 from mindie_mm.inputs.checks import require_dict, require_list, require_unicode, type_of
 from mindie_mm.inputs.embeddings import Embeddings, grid_given
 from mindie_mm.inputs.files import parse_file
-from mindie_mm.inputs.items import DOCUMENT, EMBEDDINGS_KEYS, GRID_KEYS, KINDS, Item, Kind, Media, Text, media_of
+from mindie_mm.inputs.items import (
+    DOCUMENT,
+    EMBEDDINGS_KEYS,
+    GRID_KEYS,
+    KINDS,
+    PROMPT,
+    Item,
+    Kind,
+    Media,
+    Text,
+    media_of,
+)
 from mindie_mm.inputs.options import parse_options
 from mindie_mm.inputs.unknown_keys import pass_over
 
@@ -108,6 +119,8 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool, by_uuid: b
     declared = part.get("type")
     if declared is not None and not isinstance(declared, str):
         raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
+    if declared == EMBEDDINGS_KEYS[PROMPT] and "data" in part:  # vLLM's form
+        part = {**{name: value for name, value in part.items() if name != "data"}, declared: part["data"]}
     given_uuid = part.get("uuid") if by_uuid else None
     key = _key(part, declared, where, may_lack_data=bool(given_uuid))
     part = {key: value for key, value in part.items() if key not in _HINTS and value is not None}
@@ -203,7 +216,7 @@ def _parse_source(value: Any, key: str, kind: Kind, where: str, *, may_lack_data
 
 
 def _grid_keys(kind: Kind) -> tuple[str, ...]:
-    return (GRID, *filter(None, [GRID_KEYS.get(kind)]))
+    return () if kind == PROMPT else (GRID, *filter(None, [GRID_KEYS.get(kind)]))
 
 
 def _parse_embeddings(

@@ -64,6 +64,7 @@ class Molmo2Processor(Processor):
     traits = Traits(
         max_items={"video": 1},
         mixes_kinds=False,
+        takes_prompt_embeds=False,
         grids={
             "image": "the numbers of rows and columns of crops",
             "video": "the time of each frame in tenths of a second",

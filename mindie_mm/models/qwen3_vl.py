@@ -87,9 +87,14 @@ class Qwen3VLProcessor(QwenProcessor):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
+        self._hidden_size = self.feature_width
         self.feature_width *= 1 + len(read_config(self.config_name, checkpoint).vision_config.deepstack_visual_indexes)
         spelled = {"vision_start": "<|vision_start|>", "video": "<|video_pad|>", "vision_end": "<|vision_end|>"}
         self._frame = "".join(checkpoint.special_token(f"{name}_token") or text for name, text in spelled.items())
+
+    @property
+    def hidden_size(self) -> int:
+        return self._hidden_size
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
         """Read the video preprocessor's configuration.

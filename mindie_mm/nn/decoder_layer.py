@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 
 from mindie_mm.nn import attention
+from mindie_mm.nn.angles import Angles
 from mindie_mm.nn.attention import paged_attention
+from mindie_mm.nn.layers import FewOperatorNorm
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 
 _PROBE = "mindie_mm_probe"
@@ -36,26 +37,6 @@ class _Call:
     layer: int
     scaling: float
     sliding_window: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Angles:
-    """Angles of rotary embeddings in the form that needs the fewest operators."""
-
-    cos: Tensor
-    """[T, 1, head_dim]."""
-    sin: Tensor
-    """[T, 1, head_dim]. The first half is negated."""
-
-    @classmethod
-    def of(cls, cos: Tensor, sin: Tensor) -> Angles:
-        """Return the angles for transformers' cosines and sines, [1, T, head_dim] each."""
-        first, second = sin[0].unsqueeze(1).chunk(2, -1)
-        return cls(cos[0].unsqueeze(1), torch.cat([-first, second], -1))
-
-    def rotate(self, values: Tensor) -> Tensor:
-        """Rotate [T, heads, head_dim]. Each element of the first half of a head pairs with an element of the second."""
-        return torch.addcmul(values * self.cos, values.roll(values.shape[-1] // 2, -1), self.sin)
 
 
 class _Unlike(Exception):
@@ -81,15 +62,15 @@ class DecoderLayer(nn.Module):
         self.num_rotated = self.num_heads + self.num_kv_heads
         self.call = call
         self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read this
-        self.norm, self.eps = layer.input_layernorm.weight, _eps(layer.input_layernorm)
+        self.norm = _norm(layer.input_layernorm)
         self.qkv = _joined(own.q_proj, own.k_proj, own.v_proj)
         self.output = own.o_proj
-        self.head_norm: Tensor | None = None
-        """Weights of the norms of queries and keys, [rotated heads, head_dim]."""
+        self.head_norm: FewOperatorNorm | None = None
+        """Norm of the queries and keys of each head."""
         if hasattr(own, "q_norm"):
             norms = own.q_norm.weight.expand(self.num_heads, -1), own.k_norm.weight.expand(self.num_kv_heads, -1)
-            self.head_norm, self.head_eps = torch.cat(norms), _eps(own.q_norm)
-        self.mlp_norm, self.mlp_eps = layer.post_attention_layernorm.weight, _eps(layer.post_attention_layernorm)
+            self.head_norm = FewOperatorNorm(torch.cat(norms), _eps(own.q_norm))
+        self.mlp_norm = _norm(layer.post_attention_layernorm)
         self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
         self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
         self.down = mlp.down_proj
@@ -110,13 +91,14 @@ class DecoderLayer(nn.Module):
 
         """
         hidden = hidden_states[0]
-        heads = self.qkv(_normalized(hidden, self.norm, self.eps)).view(len(hidden), -1, self.head_dim)
-        rotated, value = heads.split((self.num_rotated, self.num_kv_heads), 1)
+        heads = self.qkv(self.norm(hidden)).view(len(hidden), -1, self.head_dim)
+        # Tensor.split is written in Python and takes twice as long.
+        rotated, value = heads.split_with_sizes((self.num_rotated, self.num_kv_heads), 1)
         if self.head_norm is not None:
-            rotated = rms_norm(rotated, (self.head_dim,), None, self.head_eps) * self.head_norm
+            rotated = self.head_norm(rotated)
         if not isinstance(position_embeddings, Angles):
             position_embeddings = Angles.of(*position_embeddings)
-        query, key = position_embeddings.rotate(rotated).split((self.num_heads, self.num_kv_heads), 1)
+        query, key = position_embeddings.rotate(rotated).split_with_sizes((self.num_heads, self.num_kv_heads), 1)
         attended = paged_attention(
             self.call.layer,
             query.transpose(0, 1),
@@ -126,9 +108,9 @@ class DecoderLayer(nn.Module):
             self.call.scaling,
             self.call.sliding_window,
         )
-        hidden = hidden + self.output(attended.flatten(1))
-        gate, up = self.gate_up(_normalized(hidden, self.mlp_norm, self.mlp_eps)).chunk(2, -1)
-        out: Tensor = hidden + self.down(self.activation(gate) * up)
+        hidden = self.output(attended.flatten(1)).add_(hidden)
+        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, -1)
+        out: Tensor = self.down(self.activation(gate) * up).add_(hidden)
         return out.unsqueeze(0)
 
 
@@ -239,5 +221,5 @@ def _eps(norm: Any) -> float:
     return eps
 
 
-def _normalized(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return rms_norm(hidden, weight.shape, weight, eps)
+def _norm(norm: Any) -> FewOperatorNorm:
+    return FewOperatorNorm(norm.weight.detach(), _eps(norm))

@@ -114,6 +114,11 @@ class Processor(ABC):
     mindie_pad: int = -1
     """Id that MindIE writes over further placeholders in its wire format: `pad_token_id` of the text config, or -1."""
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the embedding of a text token."""
+        return self.feature_width
+
     @abstractmethod
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Read the settings of the checkpoint.

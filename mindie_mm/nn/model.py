@@ -16,8 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
+from mindie_mm.inputs import PROMPT
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
-from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice, plain_ids, read_media, splice
+from mindie_mm.nn.splice import (
+    ItemView,
+    MediaItem,
+    MediaShape,
+    Splice,
+    plain_ids,
+    read_media,
+    splice,
+    without_prompt_embeds,
+)
 from mindie_mm.nn.staging import settle, to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.processes import faults
@@ -224,12 +234,14 @@ class MediaModel(ABC):
         return features
 
     def _given(self, item: MediaItem) -> Tensor:
-        width, expected = item.view[EMBEDDINGS].shape[1], self.spec.hidden_size + self.spec.extra_width
+        extra_width = 0 if item.shape.kind == PROMPT else self.spec.extra_width
+        width, expected = item.view[EMBEDDINGS].shape[1], self.spec.hidden_size + extra_width
         if width != expected:
             raise CorruptReference(
                 f"the embeddings of the {item.shape.kind} have width {width}; the model needs {expected}"
             )
-        return to_device(item.view, EMBEDDINGS, self.spec.device).to(self.spec.dtype, copy=True)
+        given = to_device(item.view, EMBEDDINGS, self.spec.device).to(self.spec.dtype, copy=True)
+        return nn.functional.pad(given, (0, self.spec.extra_width - extra_width))
 
 
 class Model(MediaModel):
@@ -323,8 +335,9 @@ def packed_logits(model: Model, sequences: Sequence[Tensor]) -> list[Tensor]:
         ids = sequence.cpu().numpy()
         media_items = model.read(ids)
         plain.append(torch.from_numpy(plain_ids(ids, media_items)))
-        positions.append(model.positions(len(ids), media_items).prompt)
-        chunks.append(Chunk(0, len(ids), (), model.bidirectional_spans(len(ids), media_items)))
+        media = without_prompt_embeds(media_items)
+        positions.append(model.positions(len(ids), media).prompt)
+        chunks.append(Chunk(0, len(ids), (), model.bidirectional_spans(len(ids), media)))
         items += [(offset, item) for item in media_items]
         offset += len(ids)
     features = model.encode([item for _, item in items]) if items else []

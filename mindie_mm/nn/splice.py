@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
-from mindie_mm.inputs import KINDS, Kind
+from mindie_mm.inputs import ALL_KINDS, PROMPT, Kind
 from mindie_mm.nn.mindie import Layout, attach_words
 from mindie_mm.shm import LooseView, Ref, View, attach, is_name_word
 from mindie_mm.shm.mindie import SegmentsRef, SegmentsView, is_segment_word
@@ -40,7 +40,7 @@ class MediaShape:
 
     def to_array(self) -> NDArray[np.int64]:
         """Return the block's `item` array, int64 [3 + len(grid)]."""
-        return np.array([KINDS.index(self.kind), self.token, self.num_features, *self.grid], np.int64)
+        return np.array([ALL_KINDS.index(self.kind), self.token, self.num_features, *self.grid], np.int64)
 
     @classmethod
     def of(cls, view: Mapping[str, NDArray[Any]]) -> MediaShape:
@@ -55,11 +55,11 @@ class MediaShape:
                 f"the block contains the arrays {', '.join(view)}, but no array {ITEM!r}, which describes them"
             )
         kind, token, num_features, *grid = view[ITEM].tolist()
-        if not 0 <= kind < len(KINDS) or token < 0 or num_features < 1:
+        if not 0 <= kind < len(ALL_KINDS) or token < 0 or num_features < 1:
             raise CorruptReference(
                 f"the array {ITEM!r} of the block is invalid: kind {kind}, token {token}, {num_features} features"
             )
-        return cls(KINDS[kind], token, num_features, tuple(grid))
+        return cls(ALL_KINDS[kind], token, num_features, tuple(grid))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,6 +215,11 @@ def _enclosed_slots(ids: NDArray[np.int64], first: int, num_words: int, shape: M
     if (ids[first + num_words : end] < -1).any():
         raise CorruptReference(f"the {shape.kind} at token {start} contains handle words of another item")
     return np.arange(start, stop)
+
+
+def without_prompt_embeds(items: Sequence[MediaItem]) -> list[MediaItem]:
+    """Return the items that are media. Positions and attention of embeddings of text tokens are those of text."""
+    return [item for item in items if item.shape.kind != PROMPT]
 
 
 def plain_ids(ids: NDArray[np.int64], items: Sequence[MediaItem]) -> NDArray[np.int64]:

@@ -34,6 +34,12 @@ class Traits:
     """
     max_items: Mapping[Kind, int] = field(default_factory=dict)
     """Processor: maximum number of items of a kind in one prompt. Kinds that are not listed have no limit."""
+    takes_prompt_embeds: bool = True
+    """Processor: whether prompts may contain embeddings of text tokens.
+
+    False if the model is an encoder-decoder, adds features to token embeddings (`splice_adds`), or inserts all items at
+    one index (`inserted_at`).
+    """
     mixes_kinds: bool = True
     """Processor: whether one prompt may contain items of several kinds."""
     mindie_layouts: Mapping[Kind, Layout] = field(default_factory=dict)

@@ -307,6 +307,13 @@ class ServiceConfig:
     enable_mm_embeds: bool = False
     """Accept `image_embeds`, `video_embeds` and `audio_embeds` in place of media. Enable this only for clients that you
     trust, because embeddings bypass the tower."""
+    enable_prompt_embeds: bool = False
+    """Accept `prompt_embeds`, which are embeddings of text tokens, in place of text. Enable this only for clients that
+    you trust, because embeddings can contain control tokens and what no text can."""
+    enable_force_include_usage: bool = False
+    """Send the usage so far in every chunk of every stream, and the usage at its end, without `stream_options`."""
+    return_tokens_as_token_ids: bool = False
+    """Write tokens in log-probabilities as `token_id:64`, unless the request sets `return_tokens_as_token_ids`."""
     webui_images: bool = False
     """Read pictures in the texts of chats and of items, in the format of text-generation-webui: `<img
     src="data:image/jpeg;base64,...">`."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindie_mm.errors import InputError, LimitExceeded, OperationalError
-from mindie_mm.inputs import Kind, Media, MediaOptions, require_within
-from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.inputs import PROMPT, Kind, Media, MediaOptions, require_within
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
 from mindie_mm.nn.splice import ITEM, MediaShape
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import ArraySpec
@@ -40,6 +40,12 @@ class PlannedItem:
         return f"media item {self.index} ({self.expansion.kind})"
 
 
+def text_placeholder(processor: Processor) -> Placeholder:
+    """Return the placeholder of embeddings of text tokens: that of the first kind of media, without its frame."""
+    first = next(iter(processor.placeholders.values()))
+    return replace(first, before=(), after=(), caption=("", ""))
+
+
 class Planner:
     """A planner of media items, which checks the model's limits."""
 
@@ -64,7 +70,9 @@ class Planner:
             LimitExceeded: There are more items than the model supports, or than the limits allow.
 
         """
-        counts: Counter[Kind] = Counter(item.kind for item in media)
+        counts: Counter[Kind] = Counter(item.kind for item in media if item.kind != PROMPT)
+        if len(media) > counts.total() and not self.processor.traits.takes_prompt_embeds:
+            raise InputError("prompt_embeds are not supported for this model; send text or token ids")
         taken, traits = self.processor.placeholders, self.processor.traits
         for kind in counts:
             if kind not in taken:
@@ -92,7 +100,7 @@ class Planner:
 
     def require_makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> None:
         """Raise OperationalError unless the model can have an item of `kind` with this grid and number of features."""
-        if self.processor.spelling(kind, num_features, grid) is None:
+        if kind != PROMPT and self.processor.spelling(kind, num_features, grid) is None:
             raise OperationalError(
                 f"a decoder planned {num_features} features and the grid {grid}, which is not possible for this model"
             )
@@ -100,6 +108,9 @@ class Planner:
     def item(self, index: int, kind: Kind, plan: Plan) -> PlannedItem:
         """Create the planned item for `plan`."""
         processor = self.processor
+        if kind == PROMPT:
+            placeholder = text_placeholder(processor)
+            return PlannedItem(Expansion(kind, placeholder, plan.num_features, Spelling()), plan, index)
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         assert spelling is not None, f"the {kind} was planned with {plan.num_features} features and {plan.grid}"
         return PlannedItem(Expansion(kind, processor.placeholders[kind], plan.num_features, spelling), plan, index)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mindie_mm.errors import ContextLengthExceeded, FramesMiscounted, InputError, TokenOutOfRange
-from mindie_mm.inputs import Item, Kind, Media, Message, Text, media_of, media_of_messages
+from mindie_mm.inputs import PROMPT, Item, Kind, Media, Message, Text, media_of, media_of_messages
 from mindie_mm.media.guard.caps import decoding_to_count
 from mindie_mm.models import reading
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -22,8 +22,9 @@ from mindie_mm.nn.family import Family, Placeholder, Processor
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import ContentFormat
 from mindie_mm.tokenize.media_stage import MediaStage
-from mindie_mm.tokenize.placeholders import Expansion, expand, insert
-from mindie_mm.tokenize.planning import PlannedItem
+from mindie_mm.tokenize.placeholders import Expansion, insert
+from mindie_mm.tokenize.placeholders import expand as expand_items
+from mindie_mm.tokenize.planning import PlannedItem, text_placeholder
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.text.spelling import Rendered
 from mindie_mm.tokenize.text.text_encoder import Encoded, TextEncoder
@@ -80,7 +81,7 @@ class Prompts:
         if self._inserted_at is not None:  # placeholders are inserted as ids, so the tokenizer may lack tokens for them
             media_ids = self._tokens & tokenizer.added_tokens_decoder.keys()
         self._text = TextEncoder(checkpoint, tokenizer, media_ids, self._processor, content_format)
-        spelled = placeholders if self._inserted_at is None else []
+        spelled = [*placeholders, text_placeholder(self._processor)] if self._inserted_at is None else []
         self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
         self._markers = frozenset(self._marker_of.values())
         self.chat_traits = self._text.chat_traits
@@ -101,6 +102,9 @@ class Prompts:
             self._text.check_items(items, options.max_prompt_tokens)
 
         def expand(planned: Sequence[PlannedItem]) -> Prompt:
+            if planned and len(planned) == len(items) and all(item.shape.kind == PROMPT for item in planned):
+                expansions = [item.expansion for item in planned]  # embeddings of a whole prompt, without BOS
+                return expand_items([item.placeholder.token for item in expansions], expansions, self._tokens)
             spelled = self._spell(planned)
             pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
             rendered = self._text.render_items(pieces)
@@ -233,7 +237,7 @@ class Prompts:
             return insert(ids, self._inserted_at, items, tokens, opening)
         reaches = zip(planned, encoded.items, strict=True)
         items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
-        return expand(ids, items, tokens, opening)
+        return expand_items(ids, items, tokens, opening)
 
     def _spell(self, planned: Sequence[PlannedItem]) -> Iterator[str]:
         """Yield the text that represents each item in the unencoded prompt."""
@@ -257,7 +261,9 @@ class Prompts:
         """Return the marker of each item in the prompt's text, and the text that replaces each marker."""
         items = [item.expansion for item in planned] if self._inserted_at is None else []
         markers = [self._marker_of[item.placeholder] for item in items]
-        texts = [item.spelling.text for item in items]
+        texts = [
+            self._text.spell((item.placeholder.token,)) if item.kind == PROMPT else item.spelling.text for item in items
+        ]
         return markers, [marker if text is None else text for marker, text in zip(markers, texts, strict=True)]
 
 

@@ -41,8 +41,8 @@ class BeamSearchParams:
 
     beam_width: int
     """Number of beams and of outputs, in [1, 10]."""
-    max_tokens: int | None = None
-    """Maximum number of tokens to generate, at least 1. None means as many as fit in the context."""
+    max_tokens: int
+    """Maximum number of tokens to generate, at least 1."""
     ignore_eos: bool = False
     """Whether to generate past the end-of-sequence token."""
     temperature: float = 0.0

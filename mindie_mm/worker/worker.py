@@ -426,10 +426,18 @@ def _embeddings(features: Features) -> Embeddings:
 def _shown_ids(
     ids: list[int], finish_reason: FinishReason | None, params: SamplingParams, tokenizer: Tokenizer
 ) -> list[int]:
-    """Return those of the last `ids` that are part of the text. By default, a special end token is not part of it."""
-    if params.skip_special_tokens or params.include_stop_str_in_output or finish_reason != "stop":
-        return ids
-    return ids[:-1] if is_skipped(tokenizer, ids[-1]) else ids
+    """Return those of the last `ids` that are part of the text. By default, a stop token is not part of it."""
+    return ids[:-1] if finish_reason == "stop" and is_hidden_end(tokenizer, ids[-1], params) else ids
+
+
+def is_hidden_end(tokenizer: Tokenizer, token: int, params: SamplingParams) -> bool:
+    """Return whether the token that ends an output must be removed from the text, as in vLLM.
+
+    If `skip_special_tokens` is set, special tokens produce no text anyway.
+    """
+    if params.include_stop_str_in_output:
+        return False
+    return token in params.stop_token_ids or (not params.skip_special_tokens and is_skipped(tokenizer, token))
 
 
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:

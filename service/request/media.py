@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, OperationalError, naming, os_errors_as
-from mindie_mm.inputs import EMBEDDINGS_KEYS, KINDS, MAX_LISTED_FRAMES, Media, Paths
+from mindie_mm.inputs import ALL_KINDS, EMBEDDINGS_KEYS, KINDS, MAX_LISTED_FRAMES, PROMPT, Media, Paths
 from mindie_mm.media.fetch.http import fetch
 from mindie_mm.media.fetch.threads import Threads
 from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
@@ -122,10 +122,15 @@ class MediaPolicy:
         for kind, limit in limits.items():
             if (count := sum(item.kind == kind for item in items)) > limit:
                 raise LimitExceeded(f"the request has {count} media items of kind {kind}; the limit is {limit}")
-        if not config.enable_mm_embeds and any(item.is_embeddings for item in items):
+        if not config.enable_mm_embeds and any(item.is_embeddings and item.kind != PROMPT for item in items):
             raise InputError(
-                f"{', '.join(EMBEDDINGS_KEYS.values())} are not accepted by this service; start the service with "
-                "--enable-mm-embeds, or send the image, video or sound itself"
+                f"{', '.join(EMBEDDINGS_KEYS[kind] for kind in KINDS)} are not accepted by this service; start the "
+                "service with --enable-mm-embeds, or send the image, video or sound itself"
+            )
+        if not config.enable_prompt_embeds and any(item.kind == PROMPT for item in items):
+            raise InputError(
+                f"{EMBEDDINGS_KEYS[PROMPT]} are not accepted by this service; start it with --enable-prompt-embeds, or "
+                "send text"
             )
         num_frames = sum(item.num_listed_frames for item in items)
         if num_frames > MAX_LISTED_FRAMES:
@@ -142,7 +147,7 @@ class MediaPolicy:
 
     def remove(self, directory: Path) -> None:
         """Delete a request's media files but not its path file. Call this method only when no file is being written."""
-        for kind in KINDS:
+        for kind in ALL_KINDS:
             shutil.rmtree(directory / kind, ignore_errors=True)
         self._quota.give_back(directory.name)
 

@@ -15,6 +15,8 @@ import numpy as np
 
 from mindie_mm.errors import InputError, SharedMemoryError, TokenOutOfRange, blaming
 from mindie_mm.inputs import (
+    EMBEDDINGS_KEYS,
+    PROMPT,
     Item,
     Media,
     Message,
@@ -110,7 +112,11 @@ def _field(request: TokenizeRequest) -> str | None:
     """Return the name of the field that contains the prompt, or None for a text, whose field depends on the route."""
     if request.messages is not None:
         return "messages"
-    return None if request.items is None else "inputs"
+    if request.items is None:
+        return None
+    first = request.items[0] if request.items else None
+    is_embeddings = not request.chat and isinstance(first, dict) and EMBEDDINGS_KEYS[PROMPT] in first
+    return EMBEDDINGS_KEYS[PROMPT] if is_embeddings else "inputs"
 
 
 def _checked(request: TokenizeRequest, config: ServiceConfig, kept: KeptMedia, owner: bytes) -> _Parsed:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.tokenize.text.detokenizer import TextStream, is_skipped
-from mindie_mm.worker.worker import Answer, Delta
+from mindie_mm.worker.worker import Answer, Delta, is_hidden_end
 from service.request.token_text import in_turns, token_bytes
 
 
@@ -71,11 +71,11 @@ class LogprobsBuffer:
         return ReleasedLogprobs([*last.logprobs, *hidden], last.cut)
 
     def _hides_last(self, part: Delta | Answer) -> bool:
-        """Return whether the text shows special tokens, but not the special token that ends the output."""
-        params, ends = self._params, part.finish_reason == "stop" and not isinstance(part.stop_reason, str)
-        if params.skip_special_tokens or params.include_stop_str_in_output or not (ends and part.logprobs):
+        """Return whether the token that ends the output was removed from the text."""
+        ends = part.finish_reason == "stop" and not isinstance(part.stop_reason, str)
+        if not (ends and part.logprobs):
             return False
-        return is_skipped(self._tokenizer, part.logprobs[-1].token_id)
+        return is_hidden_end(self._tokenizer, part.logprobs[-1].token_id, self._params)
 
     def _push(self, logprob: TokenLogprob) -> None:
         self._waiting.append(logprob)

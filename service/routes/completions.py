@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -42,6 +42,7 @@ _OF_TEXT = ("echo", "return_token_ids", "truncate_prompt_tokens")
 @router.post("/v1/completions", responses=streamed(Completion, whole=Completion, last=DONE))
 async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
     """Complete texts or token ids. Stream the completion on request."""
+    body = body.with_defaults(incoming.service.config)
     call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
     return incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
 
@@ -65,26 +66,37 @@ class _Completion(Form):
     body: CompletionBody
     created: int
 
-    def sources(self) -> AbstractAsyncContextManager[list[PromptSource]]:
-        """Return a context manager that yields the prompts, and frees the shared memory of their images at exit.
+    @asynccontextmanager
+    async def sources(self) -> AsyncIterator[list[PromptSource]]:
+        """Yield the prompts, and free the shared memory of their images and embeddings at exit.
 
         Raise InputError if a prompt is empty, and LimitExceeded if the request asks for too many choices.
         """
-        given = self.body.prompts()
-        if not given or not all(given):
+        given, embeddings = self.body.prompts(), self.body.embeddings()
+        if (not given and not embeddings) or not all(given):
             raise InputError("prompt is empty", param="prompt")
-        n = self.call.n
-        if len(given) * n > MAX_CHOICES:
+        if not all(embeddings):
+            raise InputError("prompt_embeds is empty", param="prompt_embeds")
+        n, num_prompts = self.call.n, len(embeddings) + len(given)
+        if num_prompts * n > MAX_CHOICES:
             message = (
-                f"the request has {len(given)} prompts with {n} choices each; the limit is {MAX_CHOICES} choices "
+                f"the request has {num_prompts} prompts with {n} choices each; the limit is {MAX_CHOICES} choices "
                 "in total"
             )
             raise LimitExceeded(message, param="prompt")
         options = replace(self.body.prompt_options, add_special_tokens=self.body.add_special_tokens is not False)
-        if texts := [TokenizeRequest(text=text, options=options) for text in given if isinstance(text, str)]:
-            return self.call.prompts(texts)
+        texts = [
+            *(TokenizeRequest(items=[{"prompt_embeds": one}], chat=False, options=options) for one in embeddings),
+            *(TokenizeRequest(text=text, options=options) for text in given if isinstance(text, str)),
+        ]
+        ids = [ids for ids in given if not isinstance(ids, str)]
         of_text = [name for name in _OF_TEXT if getattr(self.body, name)]
-        return self.call.prompts_of_ids([ids for ids in given if not isinstance(ids, str)], options, of_text=of_text)
+        async with AsyncExitStack() as stack:
+            sources = await stack.enter_async_context(self.call.prompts(texts)) if texts else []
+            if ids:
+                prompts = self.call.prompts_of_ids(ids, options, of_text=of_text)
+                sources = [*sources, *await stack.enter_async_context(prompts)]
+            yield sources
 
     async def answer(self) -> Completion:
         async with self.sources() as sources:

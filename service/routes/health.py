@@ -1,4 +1,4 @@
-"""GET /health, /health/live, /version, /metrics and /shm: health and metrics of the service."""
+"""GET /health, /health/live, /version, /load, /metrics and /shm: health and metrics of the service."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ class Health(TypedDict):
 
     status: Literal["ok"]
     shared_memory: PopulatedMemory
+
+
+class Load(TypedDict):
+    """The response of /load."""
+
+    server_load: int
 
 
 class Version(TypedDict):
@@ -127,6 +133,12 @@ async def own_version() -> Response:
     """Return the version of mindie_mm, at the route that clients of vLLM use."""
     answer: Version = {"version": version("mindie_mm")}
     return JSONResponse(answer)
+
+
+@router.get("/load", responses=answered(Load))  # vLLM's path
+async def load(service: ServiceDep) -> Response:
+    """Return the number of requests in progress."""
+    return JSONResponse(Load(server_load=len(service.admission)))
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -92,6 +92,10 @@ class Item(ItemOptions, total=False):
     """Base64 of safetensors or of the output of torch.save, with one tensor. Requires --enable-mm-embeds."""
     video_embeds: str | VideoEmbeds | None
     audio_embeds: str | AudioEmbeds | None
+    prompt_embeds: str | None
+    """Base64 of embeddings of text tokens, in place of a text. Requires --enable-prompt-embeds."""
+    data: str | None
+    """Base64 of the embeddings if `type` is `prompt_embeds`, as in vLLM."""
     url: str | list[str] | None
     """Address of the item. `url`, `path` and `base64` require `type`, which says what kind of item it is."""
     path: str | list[str] | None

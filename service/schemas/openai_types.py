@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF
+from mindie_mm.settings.config import ServiceConfig
 from service.schemas.body import (
     INT32_MAX,
     WHOLE,
@@ -37,6 +38,8 @@ from service.schemas.tool_types import ToolFields
 
 MAX_CHOICES = 64
 
+_MAX_NAMED = 8
+"""Maximum number of wrong keys that an error names."""
 _ID = re.compile(r"0|[1-9][0-9]{0,39}")
 """Pattern of a token id in decimal digits. `SamplingParams.check` checks its range."""
 
@@ -92,6 +95,15 @@ class GenerationBody(Body, StructureFields, ExtraFields):
         if given and not info.data.get("stream"):
             raise PydanticCustomError("no_stream", "requires stream to be true")
         return given
+
+    def with_defaults(self, config: ServiceConfig) -> Self:
+        """Return the body with the service's settings for fields that the request may leave out."""
+        changes: dict[str, Any] = {}
+        if config.enable_force_include_usage and self.stream:
+            changes["stream_options"] = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        if config.return_tokens_as_token_ids and self.return_tokens_as_token_ids is None:
+            changes["return_tokens_as_token_ids"] = True
+        return self.model_copy(update=changes) if changes else self
 
     @property
     def include_usage(self) -> bool:
@@ -209,14 +221,18 @@ class CompletionBody(GenerationBody):
     not_served: ClassVar[NotServed] = {
         **NOT_SERVED,
         **MINDIES,
-        **dict.fromkeys(("prompt_embeds", "suffix", "tools"), OFF),
+        **dict.fromkeys(("suffix", "tools"), OFF),
     }
 
     prompt: Annotated[
-        str | Array[str] | TokenIds | Array[TokenIds],
+        str | Array[str] | TokenIds | Array[TokenIds] | None,
         must_be("a string, a list of strings, a list of token ids or a list of lists of token ids"),
-    ]
+    ] = None
     """One prompt or a list of prompts, each as text or as a list of token ids."""
+    prompt_embeds: Annotated[
+        str | Array[str] | None, must_be("base64 of safetensors or of torch.save's output, or a list of them")
+    ] = None
+    """Embeddings of the tokens of one prompt, or a list of them. Their choices precede those of `prompt`."""
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
     """If the value is 0, only the prompt is returned. This requires `echo`."""
     echo: bool | None = None
@@ -226,12 +242,23 @@ class CompletionBody(GenerationBody):
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each as text or as token ids."""
+        if not self.prompt and self.embeddings():
+            return []
+        if self.prompt is None:
+            raise InputError("prompt is missing; send a text, token ids, or prompt_embeds", param="prompt")
         if isinstance(self.prompt, str):
             return [self.prompt]
         ids = [item for item in self.prompt if isinstance(item, int)]
         return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
 
+    def embeddings(self) -> list[str]:
+        """Return the prompts that are given as embeddings."""
+        return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds or []
+
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
+        given = {"echo": self.echo, "prompt_logprobs": self.prompt_logprobs is not None}
+        if self.embeddings() and (name := next((name for name, value in given.items() if value), None)):
+            raise InputError(f"{name} is not compatible with prompt_embeds; leave one out", param=name)
         max_tokens = self.same("max_tokens", "max_new_tokens")
         if max_tokens == 0 and not self.echo:
             raise InputError(
@@ -251,7 +278,12 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def _by_id(biases: dict[str, float]) -> dict[int, float]:
-    if (bad := next((token for token in biases if not _ID.fullmatch(token)), None)) is not None:
-        message = f"logit_bias has the key {bad[:40]!r}; keys must be token ids in decimal digits, each below {2**31}"
+    if bad := [token for token in biases if not _ID.fullmatch(token)]:
+        named = ", ".join(repr(token[:40]) for token in bad[:_MAX_NAMED])
+        more = f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""
+        message = (
+            f"logit_bias has the key{'s' * (len(bad) > 1)} {named}{more}; keys must be token ids in decimal digits, "
+            f"each below {2**31}"
+        )
         raise InputError(message, param="logit_bias")
     return {int(token): bias for token, bias in biases.items()}

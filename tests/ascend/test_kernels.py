@@ -331,14 +331,13 @@ def sizes() -> list[bool]:
     from mindie_mm.device import Rows, kernels_of, open_device
 
     device = open_device("npu").torch_device
-    none = torch.zeros(0, dtype=torch.int64, device=device)
     taken = []
     for width in (128, 64):
         query = torch.zeros(4, 1, width, dtype=torch.bfloat16, device=device)
         pages = torch.zeros(1, 128, 2, width, dtype=torch.bfloat16, device=device)
         attends = kernels_of(device).attends
         for count, length in ((4096, 2**18 + 1), (4097, 2**18), (1, 2**18 + 1)):
-            rows = Rows([*range(1, count + 1)], [length] * count, none, [None] * count, [], none, none)
+            rows = Rows.build([1] * count, [length] * count, [[0]] * count, 128, device)
             taken.append(attends(query, pages, pages, rows))
     return taken
 

@@ -115,7 +115,7 @@ def test_data_loader_workers_can_read_a_dataset(folder: Path) -> None:
     dataset = Dataset(folder)
     dataset[0]
     assert pickle.loads(pickle.dumps(dataset))[0].ids.tolist() == dataset[0].ids.tolist()
-    loader = DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=list, multiprocessing_context="spawn")
+    loader = DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=list, multiprocessing_context="forkserver")
     samples = [sample for batch in loader for sample in batch]
     for found, own in zip(samples, dataset, strict=True):
         assert found.id == own.id

@@ -34,7 +34,9 @@ def chatted(tmp_path: Path, *lines: str) -> tuple[int, list[str], list[str]]:
         (tmp_path / "out").open("w+") as out,
         (tmp_path / "errors").open("w+") as err,
     ):
-        process = warm.Popen([str(BIN), "chat"], stdin=given.fileno(), stdout=out, stderr=err)
+        process = warm.Popen(
+            [str(BIN), "chat", "--limit-mm-per-prompt", "image=1"], stdin=given.fileno(), stdout=out, stderr=err
+        )
         status = process.wait(TIMEOUT_S)
     errors = [line for line in (tmp_path / "errors").read_text().splitlines() if line.startswith("Error: ")]
     return status, (tmp_path / "out").read_text().splitlines(), errors
@@ -49,6 +51,7 @@ def test_lines_from_a_pipe_are_a_conversation(tmp_path: Path, red: Path) -> None
         f"/image '{red}'",
         "too long " * 3000,  # the picture goes with the next message that is answered
         "What color is it?",
+        f"/image {red}",
         "What shape is it?",
         "/clear",
         "/nothing",
@@ -62,10 +65,11 @@ def test_lines_from_a_pipe_are_a_conversation(tmp_path: Path, red: Path) -> None
     )
     assert status == 1
     assert printed == [GREETING, "red", "square", GREETING]
-    assert len(errors) == 5
+    assert len(errors) == 6
     assert errors[0].endswith(". /clear begins a new conversation")
-    assert errors[1] == "Error: there is no command /nothing; /help lists the commands"
-    assert errors[2] == "Error: /image: '' is not a file; give the path of a file, as in /image PATH"
+    assert errors[1].startswith("Error: the prompt has 2 media items of kind image; the limit is 1")
+    assert errors[2] == "Error: there is no command /nothing; /help lists the commands"
+    assert errors[3] == "Error: /image: '' is not a file; give the path of a file, as in /image PATH"
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from PIL import Image
 from mindie_mm.cli import main
 from mindie_mm.lockdown import support
 from tests import warm
-from tests.cli.shell import BIN, TIMEOUT_S, run, run_warm
+from tests.cli.shell import BIN, TIMEOUT_S, run_warm
 
 SUBJECTS = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files", "decoders", "spool")
 """Subjects that `doctor` reports on every machine."""
@@ -25,7 +25,7 @@ def test_models_lists_every_file_of_the_package():
     import mindie_mm.models
 
     files = {path.stem for path in Path(mindie_mm.models.__file__).parent.glob("[!_]*.py")}
-    listed = json.loads(run("models", "--json"))
+    listed = json.loads(run_warm("models", "--json"))
     assert {family["name"] for family in listed if family["package"] == "mindie_mm"} == files
     output = run_warm("models")
     rows = [line.split("\t") for line in output.splitlines()]
@@ -117,6 +117,9 @@ def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, t
     output = run_warm("ask", "What?", "--model", folder, "--image", sound, status=2)
     assert output.startswith(f"Error: --image {sound}: ")
     assert output.endswith("the source is empty\n")
+    images = [part for _ in range(3) for part in ("--image", sound)]
+    output = run_warm("ask", "What?", "--model", folder, *images, "--limit-mm-per-prompt", "image=2", status=2)
+    assert output == "Error: the prompt has 3 media items of kind image; the limit is 2 (limit_mm_per_prompt)\n"
 
 
 def test_ask_logs_only_warnings_by_default(random_checkpoint):
@@ -131,7 +134,7 @@ def test_serve_help_names_every_setting():
 
     from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 
-    output = run("serve", "--help")
+    output = run_warm("serve", "--help")
     for cls in (ServiceConfig, MediaCaps, WorkerConfig, EngineConfig):
         for field in dataclasses.fields(cls):
             if field.name not in ("model", "engine", "media"):

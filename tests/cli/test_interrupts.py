@@ -18,10 +18,10 @@ CASES = [
     (RUN, "mindie_mm.cli.settings"),
     (RUN, "numpy"),
     (("ask", "What?"), "click.globals"),
-    (("ask", "What?"), "mindie_mm.worker.worker"),
+    pytest.param(("ask", "What?"), "mindie_mm.worker.worker", marks=pytest.mark.slow),
     (("generate", "--tokenized", "run", "--output", "answers"), "pyarrow"),
     (("inspect", "run"), "numpy"),
-    (("models",), "mindie_mm.models"),
+    pytest.param(("models",), "mindie_mm.models", marks=pytest.mark.slow),
     (("doctor",), "torch.types"),
     (("shm", "list"), "mindie_mm.shm.format.words"),
     (("--help",), "mindie_mm.cli.settings"),
@@ -42,7 +42,9 @@ def interrupted(arguments: tuple[str, ...], module: str, number: int, folder: Pa
         return process.wait(TIMEOUT_S), "".join(printed)
 
 
-@pytest.mark.parametrize(("arguments", "module"), CASES, ids=[f"{case[0][0]} {case[1]}" for case in CASES])
+@pytest.mark.parametrize(
+    ("arguments", "module"), CASES, ids=lambda given: given if isinstance(given, str) else given[0]
+)
 def test_a_command_can_be_interrupted_while_it_imports(arguments: tuple[str, ...], module: str, tmp_path: Path) -> None:
     assert interrupted(arguments, module, signal.SIGINT, tmp_path) == (130, "Interrupted\n")
     assert not list(tmp_path.iterdir())

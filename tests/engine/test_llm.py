@@ -191,6 +191,12 @@ def test_an_output_has_the_requested_logprobs_and_stop_reason(llm):
     third = plain.token_ids[2]
     (stopped,) = llm.generate(["Hello"], msgspec.structs.replace(GREEDY, stop_token_ids=(third,)))
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", third)
+    more = {"stop_token_ids": (third,), "include_stop_str_in_output": True}
+    (included,) = llm.generate(["Hello"], msgspec.structs.replace(GREEDY, **more))
+    assert included.token_ids == stopped.token_ids
+    assert included.text.startswith(stopped.text)
+    assert plain.text.startswith(included.text)
+    assert len(stopped.text) < len(included.text), "the stop token is part of the text only on request"
 
 
 def test_tokens_are_excluded_allowed_and_scored_on_request(llm):

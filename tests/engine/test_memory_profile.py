@@ -29,6 +29,7 @@ from mindie_mm.tokenize import Tokenizer
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.llm import LLM
 from tests.models.contract import picture
+from tests.warm import START_METHOD
 from tools.random_checkpoint import write_checkpoint
 
 
@@ -80,7 +81,7 @@ def own_room():
 
     Memory that the allocator of this process has freed but kept would be reused, and the measurement would miss it.
     """
-    with ProcessPoolExecutor(1, get_context("spawn")) as processes:
+    with ProcessPoolExecutor(1, get_context(START_METHOD)) as processes:
         yield lambda *args, **kwargs: processes.submit(room, *args, **kwargs).result(timeout=300)
 
 

@@ -41,7 +41,7 @@ from tests.engine.shared_model import NUM_TOKENS, run_rank
 from tests.models.contract import picture, run
 from tests.removed_arenas import removed_arenas
 
-pytestmark = pytest.mark.timeout(300)  # each test starts three processes, which share the available cores
+pytestmark = pytest.mark.timeout(300)  # an engine has three processes, which share the available cores
 
 TWO = EngineConfig(device="cpu", tensor_parallel=2, tower_parallel="items", measure_s=0, kv_cache_bytes=2**22)
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -69,7 +69,7 @@ def prompts(random_checkpoint, tmp_path):
 
 
 @pytest.fixture(scope="module")
-async def engine(random_checkpoint):
+async def engine(random_checkpoint, copied_workers):
     engine = await AsyncEngine.start(random_checkpoint, TWO)
     processes = everything(engine)
     assert len(processes) == 3

@@ -68,9 +68,16 @@ def test_speech_is_equal_to_the_reference():
     assert np.array_equal(decode(data), reference(data))
 
 
-@pytest.mark.parametrize("channels", [1, 2, 6, 8])
-@pytest.mark.parametrize("rate", [8_000, 16_000, 44_100, 48_000])
-@pytest.mark.parametrize(("file_format", "subtype"), LOSSLESS)
+@pytest.mark.parametrize(
+    ("file_format", "subtype", "rate", "channels"),
+    [
+        (*kind, rate, channels)
+        for kind in LOSSLESS
+        for i, rate in enumerate((8_000, 16_000, 44_100, 48_000))
+        for j, channels in enumerate((1, 2, 6, 8))
+        if kind == LOSSLESS[0] or i == j  # how samples are stored affects neither resampling nor mixing
+    ],
+)
 def test_lossless_files_are_equal_to_the_reference(file_format, subtype, rate, channels):
     data = encode_sound(tone(0.7, rate, channels=channels), rate, file_format, subtype)
     found = decode(data)

@@ -46,6 +46,7 @@ from mindie_mm.inputs import (
     EMBEDDINGS_KEYS,
     GRID_KEYS,
     KINDS,
+    PROMPT,
     Embeddings,
     Kind,
     Media,
@@ -477,8 +478,11 @@ class FamilyContract:
 
     @pytest.mark.parametrize(
         "settings",
-        [{}, {"max_num_batched_tokens": 24, "max_tower_tokens": 8}],
-        ids=["one step each", "small chunks"],
+        [
+            # the shorter suite tests whole prompts by their logits
+            pytest.param({}, marks=pytest.mark.slow, id="one step each"),
+            pytest.param({"max_num_batched_tokens": 24, "max_tower_tokens": 8}, id="small chunks"),
+        ],
     )
     def test_generated_tokens_equal_the_references(self, settings, reference, model, tokenized):
         names = [*self.prompts, *reversed(self.prompts)]
@@ -609,6 +613,28 @@ class FamilyContract:
             else:
                 logits = self.logits(model, self.tokenize(tokenizer, name, replaced, path_file))
                 assert (logits - self.logits(model, ids)).abs().max() <= self.tolerance
+
+    def test_embeddings_of_tokens_give_the_logits_of_the_tokens(
+        self, model, processor, tokenizer, tokenized, path_file
+    ):
+        """A prompt may be embeddings alone, or embeddings between media."""
+        if not processor.traits.takes_prompt_embeds:
+            with pytest.raises(InputError, match="prompt_embeds are not supported"):
+                tokenizer.tokenize([{"prompt_embeds": np.zeros((4, processor.hidden_size), np.float32)}], path_file)
+            return
+        text = torch.arange(20, 29)
+        with torch.inference_mode():
+            given = {"prompt_embeds": model.embed(text.to(model.spec.device)).float().cpu().clone()}
+        media = next(item for items in self.prompts.values() for item in items if "text" not in item)
+        for prompt in ([given], [given, media, given]):
+            ids = tokenizer.tokenize(prompt, path_file)
+            spelled = ids.clone()
+            own = [item for item in model.read(ids.numpy()) if item.shape.kind == PROMPT]
+            for item in own:
+                spelled[item.slots] = text
+            assert len(own) == prompt.count(given)
+            assert len(prompt) > 1 or spelled.tolist() == text.tolist()
+            assert (self.logits(model, ids) - self.logits(model, spelled)).abs().max() <= self.tolerance
 
     def test_embeddings_of_a_wrong_shape_are_refused(self, model, processor, tokenizer, tokenized, path_file):
         """Features are refused if their width, number of rows or number of dimensions is wrong."""

@@ -76,7 +76,7 @@ def grid_of(*numbers: int) -> bytes:
 def trusting(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
     """Yield a service that accepts embeddings."""
     folder = tmp_path_factory.mktemp("trusting")
-    given = settings | {"enable_mm_embeds": True, "spool": folder / "spool"}
+    given = settings | {"enable_mm_embeds": True, "enable_prompt_embeds": True, "spool": folder / "spool"}
     with running_service(given, folder / "log", TINY) as running:
         yield running
         assert running.wait_until_free()["blocks"] == 0
@@ -85,10 +85,14 @@ def trusting(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, objec
 
 
 @pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory, device: str) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+def model(device: str) -> Any:
+    return load_model(TINY, device=device)
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory, model: Any) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
     """Return the tower's output and the grid for a picture, a video and a sound."""
     folder = tmp_path_factory.mktemp("tower")
-    model = load_model(TINY, device=device)
     with Tokenizer.from_pretrained(TINY) as tokenizer:
         ids = tokenizer.tokenize([{"image": RED}, {"video": CLIP}, {"audio": SOUND}], folder / "shm_name.txt")
         items = model.read(ids.numpy())
@@ -221,6 +225,86 @@ def test_embeddings_are_refused_unless_enabled(service: RunningService, kind: st
     key = f"{kind}_embeds"
     message = ask(service, {"type": key, key: as_base64(to_torch(rows()))}, status=400)
     assert "--enable-mm-embeds" in message
+
+
+TEXTS = ("Hello! Show me", "What is in the image? A red")
+
+
+def complete(service: RunningService, status: int = 200, **body: Any) -> Any:
+    """Return the choices of a completion and its usage, or the error."""
+    body = {"temperature": 0, "max_tokens": 8, "logprobs": 3, "return_token_ids": True} | body
+    answer = httpx2.post(service.url + "/v1/completions", json=body, timeout=300)
+    assert answer.status_code == status, answer.text[:2000]
+    found = answer.json()
+    return (found["choices"], found["usage"]) if status == 200 else found["error"]
+
+
+@pytest.fixture(scope="module")
+def of_text(trusting: RunningService, model: Any) -> Callable[[str], tuple[list[int], Tensor]]:
+    """Return a function that returns the token ids of a text and their embeddings."""
+
+    def embed(text: str) -> tuple[list[int], Tensor]:
+        body = {"prompt": text, "add_special_tokens": False}
+        ids = httpx2.post(trusting.url + "/tokenize", json=body).raise_for_status().json()["tokens"]
+        with torch.inference_mode():
+            return ids, model.embed(torch.tensor(ids, device=model.spec.device)).cpu().float().clone()
+
+    return embed
+
+
+def shown(choice: dict[str, Any]) -> tuple[Any, list[float]]:
+    """Return what a choice has generated, and the log-probabilities apart."""
+    logprobs = [one for top in choice["logprobs"]["top_logprobs"] for one in top.values()]
+    return (choice["text"], choice["token_ids"], choice["finish_reason"], choice["logprobs"]["tokens"]), logprobs
+
+
+@pytest.mark.parametrize("save", [to_torch, to_safetensors])
+def test_embeddings_of_tokens_give_the_completion_of_the_tokens(
+    trusting: RunningService, of_text: Callable[[str], tuple[list[int], Tensor]], save: Callable[[Tensor], bytes]
+) -> None:
+    (ids, rows_of_ids), (others, rows_of_others) = map(of_text, TEXTS)
+    given = [as_base64(save(rows_of_ids)), as_base64(save(rows_of_others.unsqueeze(0)))]
+    expected, usage = complete(trusting, prompt=[ids, others])
+    found, used = complete(trusting, prompt_embeds=given)
+    assert (used["prompt_tokens"], used["completion_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    for choice, own in zip(found, expected, strict=True):
+        require_same(shown(choice), shown(own))
+    beside, _ = complete(trusting, prompt_embeds=given[0], prompt=[others], n=2, seed=1)
+    assert [shown(choice)[0] for choice in beside] == [shown(expected[index])[0] for index in (0, 0, 1, 1)]
+    text, _ = complete(trusting, prompt_embeds=given[0], prompt=TEXTS[1], add_special_tokens=False)
+    assert [shown(choice)[0] for choice in text] == [shown(choice)[0] for choice in expected]
+    (one,), _ = complete(trusting, prompt_embeds=as_base64(save(rows_of_ids[:1])))
+    (own,), _ = complete(trusting, prompt=ids[:1])
+    require_same(shown(one), shown(own))
+    assert trusting.wait_until_free()["blocks"] == 0
+
+
+def test_embeddings_of_tokens_are_streamed(
+    trusting: RunningService, of_text: Callable[[str], tuple[list[int], Tensor]]
+) -> None:
+    _, rows_of_ids = of_text(TEXTS[0])
+    body = {"prompt_embeds": as_base64(to_torch(rows_of_ids)), "temperature": 0, "max_tokens": 8}
+    (whole,), _ = complete(trusting, **body)
+    with httpx2.stream("POST", trusting.url + "/v1/completions", json=body | {"stream": True}) as stream:
+        events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == whole["text"]
+
+
+def test_embeddings_of_tokens_give_the_chat_of_the_text(
+    trusting: RunningService, red: tuple[Tensor, bytes], of_text: Callable[[str], tuple[list[int], Tensor]]
+) -> None:
+    text = " a red square? "
+    data = as_base64(to_torch(of_text(text)[1]))
+    features, grid = red
+    in_text = {"type": "text", "text": text}
+    image_part, control = image(to_torch(features), grid), {"type": "text", "text": "<|im_end|>"}
+    for form in ({"type": "prompt_embeds", "data": data}, {"prompt_embeds": data}):
+        for parts in ([in_text], [image_part, in_text], [in_text, image_part, in_text], [in_text, control]):
+            given = [form if part is in_text else part for part in parts]
+            (choice, usage, _), logprobs = ask(trusting, *given)
+            (own, expected_usage, _), expected = ask(trusting, *parts)
+            require_same(((choice, usage), logprobs), ((own, expected_usage), expected))
 
 
 class _Code:
@@ -411,3 +495,43 @@ def test_more_rows_than_an_image_can_have_are_refused(trusting: RunningService) 
 )
 def test_a_malformed_part_is_refused(trusting: RunningService, part: dict[str, Any], message: str) -> None:
     assert message in ask(trusting, part, status=400)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "prompt", "prompt is missing"),
+        ({"prompt_embeds": []}, "prompt", "prompt is missing"),
+        ({"prompt_embeds": [], "prompt": ""}, "prompt", "prompt is empty"),
+        ({"prompt_embeds": ""}, "prompt_embeds", "is empty"),
+        ({"prompt_embeds": [""]}, "prompt_embeds", "is empty"),
+        ({"prompt_embeds": 5}, "prompt_embeds", "base64"),
+        ({"prompt_embeds": [[1.0]]}, "prompt_embeds", "base64"),
+        ({"prompt_embeds": "no base64!"}, "prompt_embeds", "base64"),
+        ({"prompt_embeds": as_base64(to_torch(rows(width=WIDTH + 1)))}, "prompt_embeds", "the model needs 128"),
+        ({"prompt_embeds": as_base64(to_torch(rows(5000)))}, "prompt_embeds", "the prompt has 5000 tokens; the limit"),
+        ({"prompt_embeds": as_base64(to_torch(rows())), "echo": True}, "echo", "not compatible"),
+        ({"prompt_embeds": as_base64(to_torch(rows())), "prompt_logprobs": 0}, "prompt_logprobs", "not compatible"),
+        ({"prompt_embeds": as_base64(to_torch(rows())), "truncate_prompt_tokens": 2}, None, "cuts through"),
+        ({"prompt_embeds": [as_base64(GOOD)] * 5}, "prompt_embeds", "5 media items; the limit is 4"),
+    ],
+)
+def test_wrong_embeddings_of_tokens_are_refused(
+    trusting: RunningService, body: dict[str, Any], param: str | None, message: str
+) -> None:
+    error = complete(trusting, status=400, **body)
+    assert message in error["message"]
+    assert param is None or error["param"] == param
+    assert trusting.wait_until_free()["blocks"] == 0
+
+
+@pytest.mark.parametrize("name", ["code", "NaN", "bomb", "10^9 rows", "expanded", "zero rows"])
+def test_a_hostile_file_of_a_prompt_is_refused(trusting: RunningService, name: str) -> None:
+    data, message = HOSTILE[name]
+    assert message in complete(trusting, status=400, prompt_embeds=as_base64(data))["message"]
+
+
+def test_embeddings_of_tokens_are_refused_unless_enabled(service: RunningService) -> None:
+    data = as_base64(to_torch(rows()))
+    assert "--enable-prompt-embeds" in complete(service, status=400, prompt_embeds=data)["message"]
+    assert "--enable-prompt-embeds" in ask(service, {"type": "prompt_embeds", "data": data}, status=400)

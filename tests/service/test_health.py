@@ -34,6 +34,7 @@ def test_the_health_probes_of_mindie_and_vllm_are_served(http: Any) -> None:
         assert http.get(path).json()["status"] == "ok"
     assert http.get("/v2/health/live").status_code == 200
     assert http.get("/version").json() == {"version": version("mindie_mm")}
+    assert http.get("/load").json().keys() == {"server_load"}
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/", "/static/api.js", "/metrics", "/v1/models"])

@@ -133,7 +133,6 @@ def test_unsupported_fields_that_would_change_the_answer_are_refused(http: Any, 
         (CHAT, {"typical_p": 0.1}, "not supported, except 1"),
         ("/v1/completions", {"do_sample": False}, "not supported, except true; use temperature 0"),
         ("/v1/completions", {"dry_multiplier": 0.8}, "not supported"),
-        ("/v1/completions", {"prompt_embeds": "AAAA"}, "not supported"),
         ("/v1/completions", {"suffix": "x"}, "not supported"),
         (
             "/v1/completions",
@@ -246,6 +245,7 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
     ("path", "change", "param", "message"),
     [
         (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias has the key 'x'; keys must be token ids"),
+        (CHAT, {"logit_bias": {"1": 1, "x": 1, "-2": 1}}, "logit_bias", "logit_bias has the keys 'x', '-2'; keys must"),
         (CHAT, {"logit_bias": {"1": 101}}, "logit_bias", "logit_bias is 101"),
         (CHAT, {"stop": ["a", ""]}, "stop", "stop string 1 of 2 is empty"),
         (CHAT, {"stop_token_ids": [10**8]}, "stop_token_ids", "stop_token_ids has token id 100000000"),

@@ -40,6 +40,8 @@ def lenient(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
         "json_additional_properties": "allow",
         "scheduling_policy": "priority",
         "webui_images": True,
+        "enable_force_include_usage": True,
+        "return_tokens_as_token_ids": True,
     }
     given = settings | {"spool": folder / "spool", **options}
     names = {"MINDIE_MM_SERVED_MODEL_NAME": "first, second/name", "MINDIE_MM_ANY_MODEL_NAME": "true"}
@@ -94,6 +96,27 @@ def test_json_objects_may_have_other_properties(lenient: RunningService, service
     assert answer(lenient).startswith('{"a": 1, "')
     assert answer(lenient, strict=False).startswith('{"a": 1, "')
     assert answer(lenient, strict=True) == answer(service) == answer(service, strict=False) == '{"a": 1}'
+
+
+@pytest.mark.parametrize("options", [None, {"include_usage": False}])
+def test_all_streams_report_the_usage(lenient: RunningService, options: dict[str, bool] | None) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    for path, prompt in ((CHAT, chat), ("/v1/completions", {"prompt": "Hi"})):
+        body = {**prompt, "max_tokens": 3, "ignore_eos": True, "stream": True, "stream_options": options}
+        answer = httpx2.post(lenient.url + path, json=body).raise_for_status().text
+        *chunks, last, done = [line[6:] for line in answer.splitlines() if line.startswith("data: ")]
+        assert done == "[DONE]"
+        assert all(json.loads(chunk)["usage"]["prompt_tokens"] for chunk in chunks)
+        assert (json.loads(last)["choices"], json.loads(last)["usage"]["completion_tokens"]) == ([], 3)
+
+
+def test_tokens_are_written_as_ids_unless_the_request_refuses(lenient: RunningService) -> None:
+    body = {"prompt": "Hi", "max_tokens": 2, "ignore_eos": True, "logprobs": 0}
+    for asked, expected in ((None, True), (True, True), (False, False)):
+        given = body | {"return_tokens_as_token_ids": asked}
+        answer = httpx2.post(lenient.url + "/v1/completions", json=given).raise_for_status().json()
+        tokens = answer["choices"][0]["logprobs"]["tokens"]
+        assert [token.startswith("token_id:") for token in tokens] == [expected] * 2
 
 
 def test_a_model_may_have_several_names_or_any(lenient: RunningService) -> None:

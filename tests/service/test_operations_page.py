@@ -151,7 +151,17 @@ def test_the_error_alert_ignores_probes_scrapes_and_the_web_page(service: Runnin
     page = {path.replace(path.rpartition("/")[2], "{name}") for path in page_paths if path != "/"} | {"/"}
     paths = service.get("/openapi.json")["paths"]
     assert {path for path in {*paths, *page} if re.fullmatch(left_out, path)} == {
-        *("/health", "/health/live", "/metrics", "/shm", "/v2/health/ready", "/v2/health/live", "/ping", "/version"),
+        *(
+            "/health",
+            "/health/live",
+            "/metrics",
+            "/shm",
+            "/v2/health/ready",
+            "/v2/health/live",
+            "/ping",
+            "/version",
+            "/load",
+        ),
         *page,
     }
 

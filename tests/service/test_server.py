@@ -120,7 +120,7 @@ def test_sigterm_ends_running_requests_and_frees_everything(
     assert list(spool.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_running_requests_are_finished_within_the_grace_time(
     settings: dict[str, object], tmp_path: Path, red_square: str, number: signal.Signals
 ) -> None:
@@ -241,7 +241,10 @@ def loading_service(
                 process.kill()
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+@pytest.mark.parametrize(
+    "numbers",
+    [pytest.param([signal.SIGTERM], marks=pytest.mark.slow), [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]],
+)
 def test_a_signal_while_loading_ends_the_service_and_its_processes(
     settings: dict[str, object], tmp_path: Path, numbers: list[signal.Signals]
 ) -> None:

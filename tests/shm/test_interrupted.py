@@ -103,8 +103,17 @@ class Kept:
         return self.arena.num_blocks, self.arena.used_bytes, inventory._table.num_free, inventory._heap.largest_bytes
 
 
-@pytest.mark.parametrize("in_pieces", [False, True])
-@pytest.mark.parametrize("how", ["free", "sweep", "leave"])
+@pytest.mark.parametrize(
+    ("how", "in_pieces"),
+    [
+        ("free", False),
+        ("sweep", False),
+        ("leave", False),
+        ("free", True),
+        pytest.param("sweep", True, marks=pytest.mark.slow),
+        pytest.param("leave", True, marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupt_at_any_line_leaks_nothing(path_file: Path, how: str, in_pieces: bool) -> None:
     """After an interrupt, the arena is unchanged or marked as lost.
 

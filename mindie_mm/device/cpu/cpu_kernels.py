@@ -32,11 +32,20 @@ class CPUKernels(Kernels):
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
         num_rows, num_kv_heads = query.shape[1], keys.shape[2]
         # Treat query heads that share a key-value head as several queries of one head, so that no keys are copied.
-        queries = query.transpose(0, 1).reshape(num_rows, 1, num_kv_heads, -1, query.shape[-1])
-        pages = keys.flatten(0, 1), values.flatten(0, 1)
+        queries = query.transpose(0, 1).reshape(num_rows, num_kv_heads, -1, query.shape[-1])
+        sequences = zip(queries.split(1) if num_rows > 1 else (queries,), rows.first_slots, rows.lengths, strict=True)
         attended = []
-        for row, first, length in zip(queries, rows.first_slots, rows.lengths, strict=True):
+        for row, first, length in sequences:
             assert first is not None
-            key, value = (page[first : first + length].transpose(0, 1).unsqueeze(0) for page in pages)
+            key, value = _tokens(keys, first, length), _tokens(values, first, length)
             attended.append(scaled_dot_product_attention(row, key, value, scale=scaling))
-        return torch.cat(attended).reshape(num_rows, -1, values.shape[-1])
+        out = attended[0] if num_rows == 1 else torch.cat(attended)
+        return out.reshape(num_rows, -1, values.shape[-1])
+
+
+def _tokens(pages: Tensor, first: int, length: int) -> Tensor:
+    """Return consecutive tokens of contiguous pages as a view, [1, kv_heads, length, head_dim]."""
+    _, _, heads, width = pages.shape
+    # This is one operator instead of four.
+    offset = pages.storage_offset() + first * heads * width
+    return pages.as_strided((1, heads, length, width), (0, width, heads * width, 1), offset)

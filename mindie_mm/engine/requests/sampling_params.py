@@ -63,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     """Stop strings. The output ends before the first stop string. `check` also accepts a list, or a single string."""
     include_stop_str_in_output: bool = False
-    """Whether the output's text includes the stop string, or the special token that ends the output. A special token is
+    """Whether the output's text includes the stop string or the stop token that ends the output. A special token is
     written only if `skip_special_tokens` is False."""
     stop_token_ids: tuple[int, ...] = ()
     """Stop token ids. The output ends with the first stop token."""

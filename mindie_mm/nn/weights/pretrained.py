@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn import attention
+from mindie_mm.nn.angles import AngleTable
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights
 from mindie_mm.nn.checkpoint.resolved import settle
-from mindie_mm.nn.decoder_layer import Angles, DecoderLayer, fuse
+from mindie_mm.nn.decoder_layer import DecoderLayer, fuse
+from mindie_mm.nn.layers import FewOperatorNorm
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.weights.bitsandbytes import avoid_cpu_kernel
@@ -92,6 +94,8 @@ class PretrainedModel(Model):
         self.lm_head = lm_head
         self.runs_layers = False
         """Whether `decode` runs the layers of `text_model` itself, without the masks and checks of its `forward`."""
+        self._angles: AngleTable
+        self._norm: FewOperatorNorm
 
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.text_model.get_input_embeddings()(input_ids)
@@ -125,6 +129,9 @@ class PretrainedModel(Model):
         with torch.inference_mode():
             expected = self.run_text_model(hidden, positions, paged)
             try:
+                self._angles = AngleTable(self.text_model.rotary_emb)
+                norm = self.text_model.norm
+                self._norm = FewOperatorNorm(norm.weight.detach(), norm.variance_epsilon)
                 actual = self._run_layers(hidden, positions, paged)
             except (AttributeError, TypeError, RuntimeError):  # the text model has an unexpected structure
                 return
@@ -132,12 +139,10 @@ class PretrainedModel(Model):
 
     def _run_layers(self, hidden: Tensor, positions: Tensor, paged: PagedBatch) -> Tensor:
         out = hidden.unsqueeze(0)
-        axes = positions if len(positions) == 1 else positions.unsqueeze(1)
-        angles = Angles.of(*self.text_model.rotary_emb(out, axes))
+        angles = self._angles.angles(out, positions)
         for layer in self.text_model.layers:
             out = layer(out, position_embeddings=angles, paged=paged)
-        decoded: Tensor = self.text_model.norm(out)[0]
-        return decoded
+        return self._norm(out)[0]
 
     def run_text_model(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, **further: Any) -> Tensor:
         """Run the text model as `decode` does, with further keyword arguments.

@@ -13,7 +13,7 @@ import jinja2
 import msgspec
 
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.inputs import KINDS, ROLES, Message, Text
+from mindie_mm.inputs import KINDS, PROMPT, ROLES, Message, Text
 from mindie_mm.inputs.unknown_keys import warn_once
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import ContentFormat
@@ -145,6 +145,15 @@ class ChatTemplate:
         continue_final_message: bool,
     ) -> Rendered:
         texts = [*strings(conversation), *strings(template_kwargs)]
+        kinds = [part["type"] for turn in conversation for part in _parts(turn) if part["type"] != "text"]
+        embeddings = [item for kind, item in zip(kinds, items, strict=False) if kind == PROMPT]
+        items = [item for kind, item in zip(kinds, items, strict=False) if kind != PROMPT]
+        text_mark = unused_character([*texts, self._source]) if embeddings else ""
+        texts.append(text_mark)
+        if embeddings:
+            if self._content_format == "string":
+                _check_order(conversation)
+            conversation = [_with_texts(turn, text_mark) for turn in conversation]
         mark = ""
         if self._content_format == "string":
             mark = unused_character([*texts, self._source]) if any(items) else ""
@@ -162,6 +171,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and can raise anything
             reason, *_ = str(error).split(_SHOWN_PROMPT)
             raise InputError(f"the chat template refuses these messages: {reason}") from error
+        text = _with_items(text, text_mark, embeddings) if embeddings else text
         return escapes.rendered(_with_items(text, mark, items) if mark else text)
 
     def _turn(self, message: Message) -> dict[str, Any]:
@@ -299,6 +309,28 @@ def _named(templates: Any) -> Mapping[str, str]:
     if not isinstance(templates, Mapping):
         return {}
     return {name: source for name, source in templates.items() if isinstance(name, str) and isinstance(source, str)}
+
+
+def _parts(turn: Mapping[str, Any]) -> list[Any]:
+    return turn["content"] if isinstance(turn["content"], list) else []
+
+
+def _with_texts(turn: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """Replace each item of embeddings of text tokens with a text, so that templates treat it like a text."""
+    given = {"type": "text", "text": mark}
+    parts = [given if part["type"] == PROMPT else part for part in _parts(turn)]
+    return {**turn, "content": parts or turn["content"]}
+
+
+def _check_order(conversation: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InputError if media follow prompt_embeds in a message. `_joined` would change their order."""
+    for turn in conversation:
+        kinds = [part["type"] for part in _parts(turn) if part["type"] != "text"]
+        if kinds != sorted(kinds, key=lambda kind: kind == PROMPT):
+            raise InputError(
+                "a message has media after prompt_embeds, but the model's chat template writes media first; put the "
+                "media before prompt_embeds"
+            )
 
 
 def _joined(content: Any, mark: str) -> Any:

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
-from mindie_mm.inputs import Item, Kind, Message, Text, media_of_messages
+from mindie_mm.inputs import PROMPT, Item, Kind, Message, Text, media_of_messages
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
 from mindie_mm.settings.config import ContentFormat
@@ -172,7 +172,7 @@ class TextEncoder:
             InputError: There is no chat template, or it refuses the messages.
 
         """
-        kinds = {item.kind for item in media_of_messages(messages)}
+        kinds = {item.kind for item in media_of_messages(messages)} - {PROMPT}
         if (template := self._template(kinds, with_tools=bool(template_kwargs.get("tools")))) is None:
             raise InputError("the checkpoint has no chat template; give a list of items or a string")
         return template.render(

@@ -95,12 +95,12 @@ def test_a_disconnect_ends_a_stream(cluster: Cluster) -> None:
 
 def test_a_killed_replica_loses_only_streams_that_have_begun(cluster: Cluster) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        whole = pool.submit(ask, cluster.port, "hi", max_tokens=400)
-        stream = pool.submit(ask, cluster.port, "hi", max_tokens=2000, stream=True)
+        whole = pool.submit(ask, cluster.port, "hi", max_tokens=1500)
+        stream = pool.submit(ask, cluster.port, "hi", max_tokens=3000, stream=True)
         worker = busiest()
         children = worker.children(recursive=True)
         worker.kill()
-        assert tokens(whole.result()) == 400
+        assert tokens(whole.result()) == 1500
         status, body = stream.result()
     assert status == 200
     *_, error, last = body.split("\n\n")[:-1]
@@ -114,12 +114,13 @@ def test_a_killed_replica_loses_only_streams_that_have_begun(cluster: Cluster) -
 
 def test_the_requests_of_a_removed_node_are_answered_by_another(cluster: Cluster) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(ask, cluster.port, f"hi {number}", max_tokens=100) for number in range(8)]
+        asked = [pool.submit(ask, cluster.port, f"hi {number}", max_tokens=1500) for number in range(8)]
         worker = busiest()
         before = {child.pid: child for worker in workers() for child in worker.children(recursive=True)}
         cluster.remove_node_of(worker)
-        assert [tokens(one.result()) for one in asked] == [100] * 8
-    assert not worker.is_running()
+        assert not any(one.done() for one in asked)
+        assert [tokens(one.result()) for one in asked] == [1500] * 8
+    worker.wait(WAIT_S)
     wait(lambda: len(workers()) == cluster.num_workers() == 2, "the replicas are not replaced")
     kept = {child.pid for worker in workers() for child in worker.children(recursive=True)}
     _, alive = psutil.wait_procs([child for pid, child in before.items() if pid not in kept], WAIT_S)
