@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent
-MODULES = (
-    "test_chat_completions",
-    "test_completions",
-    "test_generate",
-    "test_http_errors",
-    "test_infer",
-    "test_tokens",
-)
-
+MODULES = ("chat_completions", "completions", "generate", "http_errors", "infer", "tokens")
 OF_ONE_WORKER = "computed_once"
 """Tests that read the metrics of a single worker."""
 
@@ -26,20 +18,8 @@ OF_ONE_WORKER = "computed_once"
 @pytest.mark.timeout(3600)
 def test_the_interface_is_the_same_on_ray() -> None:
     pytest.importorskip("ray.serve", exc_type=ImportError)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--front",
-        "ray",
-        "-n",
-        "0",
-        "--timeout",
-        "1500",
-        "-k",
-        f"not {OF_ONE_WORKER}",
-    ]
-    done = subprocess.run(
-        [*command, *(str(FOLDER / f"test_{name}.py") for name in MODULES)], capture_output=True, text=True, check=False
-    )
+    options = ["--front", "ray", "-n", "0", "--timeout", "1500", "-k", f"not {OF_ONE_WORKER}"]
+    files = [str(FOLDER / f"test_{name}.py") for name in MODULES]
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-10_000:]
