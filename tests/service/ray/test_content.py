@@ -37,7 +37,9 @@ def test_a_picture_has_the_same_name_in_every_chat():
 def test_a_picture_has_the_same_name_in_items():
     items = [{"image": PICTURE["image_url"]["url"]}, {"text": "what"}]
     one, two = (route_of(json.dumps({"inputs": items[:end]}).encode()) for end in (1, 2))
-    assert one.first_key == two.first_key != b""
+    assert one.first_key == two.first_key == chat([PICTURE]).first_key
+    detailed = {"type": "image_url", "image_url": PICTURE["image_url"] | {"detail": "low"}}
+    assert chat([detailed]).first_key == one.first_key
 
 
 def test_the_next_turn_of_a_chat_holds_the_earlier_turns():
