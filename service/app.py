@@ -96,6 +96,20 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         redoc_url=None,
         redirect_slashes=False,  # behind a TLS proxy, a redirect would make clients repeat the body over http
     )
+    add_front(app, config, admission, metrics, tracer)
+    errors.install(app)
+    for module in (chat, completions, infer, generate, models, tokens, health, admin):
+        app.include_router(module.router, responses=errors.RESPONSES)
+    if config.web_page:
+        app.include_router(page.router)
+    describe(app, _EVENTS, keys=bool(config.api_key))
+    return app
+
+
+def add_front(
+    app: FastAPI, config: ServiceConfig, admission: Admission, metrics: Metrics, tracer: Tracer | None = None
+) -> None:
+    """Add the middleware that every request passes before it reaches a route: limits, access control and CORS."""
     # The middleware that is added last is the outermost. CORS must be outside Access, because a preflight has no key.
     if config.api_key:
         app.add_middleware(Access, keys=config.api_key)
@@ -112,13 +126,6 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(Middleware, config=config, admission=admission, metrics=metrics, tracer=tracer)
-    errors.install(app)
-    for module in (chat, completions, infer, generate, models, tokens, health, admin):
-        app.include_router(module.router, responses=errors.RESPONSES)
-    if config.web_page:
-        app.include_router(page.router)
-    describe(app, _EVENTS, keys=bool(config.api_key))
-    return app
 
 
 @asynccontextmanager

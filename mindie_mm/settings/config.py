@@ -201,7 +201,8 @@ class WorkerConfig:
     4, "video": 1, "audio": 0}`. The pages of a PDF count as images. Default: no limit other than the model's."""
     replicas: Replicas = 1
     """Number of engines, each with its own device, or with `tensor_parallel` devices. auto: as many as the visible
-    devices allow, and one on the CPU. On the CPU, the engines divide the processors among themselves."""
+    devices allow, and one on the CPU. On the CPU, the engines divide the processors among themselves.
+    With --ray, it is the number of workers, each with one engine."""
     replica_surplus_tokens: CountOrNone = 1024
     """Maximum number of queued tokens by which an engine may exceed the least loaded engine and still get a request
     whose media or prefix it has computed before. Four times the tokens that the request saves is a maximum, too."""

@@ -400,7 +400,7 @@ class AsyncEngine:
             leaving.cancel()
 
     async def _dispatch(self) -> None:
-        """Put progress into the queues of requests until the process has ended."""
+        """Put each request's progress into the request's queue until the process has ended."""
         while True:
             try:
                 stepped = self._decoder.decode(await self._child.channel.recv())

@@ -161,7 +161,7 @@ class Metrics:
         self.registry.register(_EngineGauges(stats, self.model_name))
 
     def watch_processes(self, worker: Worker) -> None:
-        """Add metrics of the worker's processes and their restarts, of the versions and of the configuration."""
+        """Add metrics of the worker's processes and their restarts, software versions, and KV cache settings."""
         self.registry.register(_Processes(worker, self.model_name))
 
     def text(self) -> bytes:
