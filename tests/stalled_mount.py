@@ -1,4 +1,4 @@
-"""The command mindie-mm with a simulated mount, where reads of files whose names begin with `stalled` block.
+"""The command mindie-mm with a simulated mount. If the name of a file begins with `stalled`, reading this file blocks.
 
 To read such a file, the command first connects to the local port in the environment variable STALL_PORT. The read then
 blocks in a system call until the test sends a byte or closes the connection.

@@ -1,7 +1,7 @@
 """A discrete-event model of one host: clients, service, tokenizer, decoders and engines, which share processors.
 
-A request passes the stations in the order of ARCHITECTURE.md. Only the durations of the stages are given. Queues,
-batches and rates follow from them.
+A request passes through the stages in the order that ARCHITECTURE.md describes. Only the durations of the stages are
+given. Queues, batches and rates follow from them.
 """
 
 from __future__ import annotations

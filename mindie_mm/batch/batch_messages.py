@@ -48,5 +48,5 @@ Report = Ready | Steps | Finished | Failure
 
 
 def death_error(how: str) -> str:
-    """Return the error of a row at which two workers died."""
+    """Return the error for a row that two workers were processing when they died."""
     return f"ProcessDied: the worker exited twice with {how} at this row"

@@ -110,7 +110,7 @@ class DeepseekProcessor(Processor):
         arrays["pixel_values"][...] = self.squared(rgb, self.side, self.resample, self._background)
 
     def squared(self, rgb: Pixels, side: int, resample: Resample, background: tuple[int, int, int]) -> Pixels:
-        """Resize an image so that its longer side becomes `side`, and center it on a padded square."""
+        """Resize an image so that its longer side becomes `side`, and pad it to a square with the image centered."""
         scale = side / max(rgb.shape[:2])
         height, width = (max(round(length * scale), self._min_size) for length in rgb.shape[:2])
         return pad(resize(rgb, height, width, resample), side, side, background)

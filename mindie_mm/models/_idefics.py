@@ -180,7 +180,8 @@ def tile_side(settings: Mapping[str, Any], where: str) -> int:
 def resized(height: int, width: int, longest_edge: int) -> tuple[int, int]:
     """Return the height and width of a resized image. Its longer side is `longest_edge`, and its shorter side is even.
 
-    If the longer side then exceeds `MOST_PIXELS`, the image is scaled down to that length.
+    If the longer side exceeds `MOST_PIXELS`, both sides are then scaled down so that the longer side is `MOST_PIXELS`.
+    The shorter side may then be odd.
     """
     height, width = _scaled(height, width, longest_edge, multiple=2)
     return _scaled(height, width, MOST_PIXELS) if max(height, width) > MOST_PIXELS else (height, width)

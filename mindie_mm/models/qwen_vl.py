@@ -199,9 +199,7 @@ class QwenVLModel(Model):
         if _PIXELS not in view:
             return super().describe_segments(view)
         if view[_PIXELS].shape != (expected := (1, 3, self._size, self._size)):
-            raise CorruptReference(
-                f"the segment has the shape {view[_PIXELS].shape}, but images of this model have {expected}"
-            )
+            raise CorruptReference(f"the segment has the shape {view[_PIXELS].shape}, but this model needs {expected}")
         return self._shape
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:

@@ -1,4 +1,7 @@
-"""Progress of long work: repeated calls while a block runs, and a text that says how much of a model is loaded."""
+"""Progress of long-running operations.
+
+`repeating` calls a function repeatedly while a `with` block runs. `LoadingText` says how much of a model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ from contextlib import contextmanager
 from threading import Event, Thread
 
 LOG_INTERVAL_S = 10.0
-"""Time in seconds between two lines about the progress of long work."""
+"""Time in seconds between two lines about the progress of a long-running operation."""
 
 
 @contextmanager
 def repeating(show: Callable[[], object], interval_s: float = LOG_INTERVAL_S) -> Iterator[None]:
-    """Call `show` every `interval_s` seconds on another thread while the block runs, but not at its start and end."""
+    """Call `show` every `interval_s` seconds on another thread while the `with` block runs.
+
+    `show` is not called at the start or at the end of the block.
+    """
     ended = Event()
 
     def run() -> None:

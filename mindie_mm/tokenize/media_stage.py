@@ -37,7 +37,7 @@ class RequestMedia(ABC):
         method once, because blocks for all items are allocated together. If anything fails, all blocks are freed.
 
         Raises:
-            ArenaFull: The arena had no free memory in time.
+            ArenaFull: Not enough memory became free in time.
             LimitExceeded: The items need more memory than a request may use.
             SharedMemoryError: Shared memory cannot be used.
             InputError: An item cannot be decoded, or `path_file` is missing. The message says which item.

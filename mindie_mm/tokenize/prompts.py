@@ -193,7 +193,7 @@ class Prompts:
 
         Raises:
             InputError: A prompt or an item is invalid.
-            ArenaFull: The arena had no free memory in time.
+            ArenaFull: Not enough memory became free in time.
             SharedMemoryError: Shared memory cannot be used.
 
         """

@@ -56,9 +56,9 @@ class Admission:
         held = sum(other.num_logprobs for other in self._live if other is not request)
         if held and held + count > self._max_logprobs:
             raise QueueFull(
-                f"the answers of all requests in progress would have {held + count} log probabilities; the limit is "
-                f"{self._max_logprobs} (--max-held-logprobs). Send the request again later, or request "
-                "fewer log probabilities"
+                f"with this request, the answers of all requests in progress would have {held + count} log "
+                f"probabilities; the limit is {self._max_logprobs} (--max-held-logprobs). Send the request again "
+                "later, or request fewer log probabilities"
             )
         request.num_logprobs = count
 

@@ -1,4 +1,4 @@
-"""Golden data: a checkpoint rebuilt from its seed, prompts, and results of the original implementation.
+"""Golden data: prompts, results of the original implementation, and a checkpoint that is rebuilt from its seed.
 
 A folder contains the checkpoint's files except its weights, which `weights.json` describes: the seed, and the shape and
 distribution of each weight. `cases.json` and `cases.npz` contain the prompts, their token ids, last hidden states and

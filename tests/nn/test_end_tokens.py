@@ -90,7 +90,10 @@ def test_an_end_token_of_another_type_is_refused(tmp_path: Path, value: Any) -> 
 def test_the_class_of_the_tokenizer_may_imply_an_end_token(
     tmp_path: Path, tokenizer_class: str, stated: dict[str, Any]
 ) -> None:
-    """Some tokenizer classes have a default end token, which the embedded tokenizer contains."""
+    """Some tokenizer classes, such as those of Qwen2 and GPT-2, have a default end token.
+
+    The embedded tokenizer contains this token.
+    """
     for name in ("tokenizer.json", "config.json"):
         shutil.copy(EMBEDDED / name, tmp_path)
     settings = stated if tokenizer_class == "None" else {"tokenizer_class": tokenizer_class, **stated}

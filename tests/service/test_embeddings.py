@@ -253,7 +253,7 @@ def of_text(trusting: RunningService, model: Any) -> Callable[[str], tuple[list[
 
 
 def shown(choice: dict[str, Any]) -> tuple[Any, list[float]]:
-    """Return what a choice has generated, and the log-probabilities apart."""
+    """Return what a choice has generated and, separately, its log-probabilities."""
     logprobs = [one for top in choice["logprobs"]["top_logprobs"] for one in top.values()]
     return (choice["text"], choice["token_ids"], choice["finish_reason"], choice["logprobs"]["tokens"]), logprobs
 

@@ -32,7 +32,7 @@ def mount() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def folder(tmp_path: Path, media_dir: Path) -> Path:
-    """Return a media folder. Reads of its files whose names begin with `stalled` block."""
+    """Return a media folder. If the name of a file begins with `stalled`, reading this file blocks."""
     folder = tmp_path / "media"
     folder.mkdir()
     stalled = [f"stalled-{request}-{number}.jpg" for request in range(NUM_REQUESTS) for number in range(NUM_FILES)]

@@ -42,7 +42,7 @@ class BlockPool:
         return blocks
 
     def can_grow(self, sequence: Sequence, num_tokens: int, shared: abc.Sequence[int] = ()) -> bool:
-        """Return whether the free blocks suffice for `num_tokens` tokens of `sequence`, which first shares `shared`."""
+        """Return whether enough blocks are free to let `sequence` share `shared` and grow to `num_tokens` tokens."""
         free = len(self._free) - sum(not self._holders[block] for block in shared)
         return self.num_needed(num_tokens) - len(sequence.kv_blocks) - len(shared) <= free
 

@@ -55,11 +55,13 @@ Span = tuple[int, int]
 def check_tables(data: bytes) -> None:
     """Check that an MP4 does not state more samples than it has bytes. Files of other formats pass.
 
-    This check is needed because FFmpeg builds an index of all samples when it opens the file. Tables are searched by
-    name, and not from box to box, because FFmpeg finds tables inside more kinds of boxes than the standard allows.
+    This check is needed because FFmpeg builds an index of all samples when it opens the file. The check searches for
+    the names of tables instead of following the boxes, because FFmpeg finds tables inside more kinds of boxes than the
+    standard allows.
 
     Raises:
-        LimitExceeded: The tables state too many samples or edits, overlap, or are too many or too large.
+        LimitExceeded: There are too many tables or top-level boxes, the tables are too large or overlap, or they state
+            too many samples or edits.
         MediaError: The index is compressed, as in QuickTime 3, so that its tables cannot be checked.
 
     """

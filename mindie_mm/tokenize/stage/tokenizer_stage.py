@@ -41,7 +41,7 @@ class TokenizerStage(ABC):
 
         Raises:
             InputError: A request is invalid.
-            ArenaFull: The arena had no free memory for the media in time.
+            ArenaFull: Not enough memory for the media became free in time.
             ProcessDied: The process died, or the tokenizer is closed.
             NoProcess: No process was ready in time.
 

@@ -5,9 +5,9 @@ private-use character that occurs nowhere else. Every control token that is left
 `Rendered.restore` contains the original characters.
 
 The escapes work with a template that writes each of the user's strings unchanged, or without surrounding whitespace.
-Other templates can still produce a control token from a user's text. They may split a string and join the pieces,
-change its letters, or write the beginning of a token and complete it with a number from the user or with a name that
-the template looks for, such as "object".
+Other templates can still produce a control token from a user's text. They may split a string and join the pieces, or
+change its letters. They may also write the beginning of a token and then a value that is not escaped. Such a value is a
+number, or a string that is also a name in the template, such as "object".
 """
 
 from __future__ import annotations

@@ -113,9 +113,10 @@ def _needs_the_host(index: Tensor | None) -> bool:
 
 
 def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[..., None] | None = None) -> Any:
-    """Return a device kernel for the operator `op`, which runs `function` or the operator itself on the host.
+    """Return a simulated device kernel for the operator `op`.
 
-    `check` gets the arguments by name, and raises an error if the device would refuse them.
+    The kernel runs `function` on the host, or the operator itself if `function` is None. `check` gets the arguments by
+    name, and raises an error if the device would refuse them.
     """
     schema = op._schema
     names = [argument.name for argument in schema.arguments]
