@@ -26,6 +26,7 @@
         |-- RequestAborted          the request was aborted before it finished
         |-- ServiceStopping         the service is stopping
         |-- ProcessDied             a process died or is closed; a request may be retried once
+        |   `-- EngineReloaded      an engine was replaced on purpose; a request may be retried
         `-- NoProcess               no process accepts requests, and none was restarted in time
 
 Messages state the value and the limit. The service maps each error to an HTTP status by the nearest class in a table
@@ -153,6 +154,10 @@ class ServiceStopping(OperationalError):
 
 class ProcessDied(OperationalError):
     """A tokenizer, decoder or engine process has died, or has been closed."""
+
+
+class EngineReloaded(ProcessDied):
+    """An engine process was replaced on purpose before the request was complete."""
 
 
 class NoProcess(OperationalError):

@@ -37,7 +37,7 @@ from service.request.quota import SpoolProbe
 from service.request.state import Service
 from service.request.token_text import TokenTexts
 from service.request.tokenizer_info import tokenizer_info
-from service.routes import chat, completions, generate, health, infer, models, tokens
+from service.routes import admin, chat, completions, generate, health, infer, models, tokens
 from service.routes.generate import GenerateEvent
 from service.routes.infer import InferEvent
 from service.schemas.description import describe
@@ -61,7 +61,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     admission = Admission(config.max_concurrent_requests, config.request_timeout_s, config.max_held_logprobs)
     metrics = Metrics(model_names[0])
     chat_format = ChatFormat.of(worker, config)
-    metrics.watch(lambda: worker.engine.stats)
+    metrics.watch(lambda: [engine.stats for engine in worker.engine.engines])
     metrics.watch_processes(worker)
     metrics.watch_arenas(lambda: arenas_of(worker.tokenizer_stage.pids))
 
@@ -96,6 +96,20 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         redoc_url=None,
         redirect_slashes=False,  # behind a TLS proxy, a redirect would make clients repeat the body over http
     )
+    add_front(app, config, admission, metrics, tracer)
+    errors.install(app)
+    for module in (chat, completions, infer, generate, models, tokens, health, admin):
+        app.include_router(module.router, responses=errors.RESPONSES)
+    if config.web_page:
+        app.include_router(page.router)
+    describe(app, _EVENTS, keys=bool(config.api_key))
+    return app
+
+
+def add_front(
+    app: FastAPI, config: ServiceConfig, admission: Admission, metrics: Metrics, tracer: Tracer | None = None
+) -> None:
+    """Add the middleware that every request passes before it reaches a route: limits, access control and CORS."""
     # The middleware that is added last is the outermost. CORS must be outside Access, because a preflight has no key.
     if config.api_key:
         app.add_middleware(Access, keys=config.api_key)
@@ -112,13 +126,6 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(Middleware, config=config, admission=admission, metrics=metrics, tracer=tracer)
-    errors.install(app)
-    for module in (chat, completions, infer, generate, models, tokens, health):
-        app.include_router(module.router, responses=errors.RESPONSES)
-    if config.web_page:
-        app.include_router(page.router)
-    describe(app, _EVENTS, keys=bool(config.api_key))
-    return app
 
 
 @asynccontextmanager

@@ -118,7 +118,7 @@ class Middleware:
 
     def _shown_path(self, path: str) -> str | None:
         """Return a path that no route has, with API keys masked, for the log. None if the path may contain text."""
-        for key in self._config.api_key:
+        for key in filter(None, (*self._config.api_key, self._config.admin_key)):
             path = path.replace(key, MASK)
         return path if _PATH.fullmatch(path.replace(MASK, "")) else None
 

@@ -22,6 +22,8 @@ from mindie_mm import logs
 from mindie_mm.errors import OperationalError, os_errors_as
 from mindie_mm.processes import faults
 from mindie_mm.processes.progress import LoadingText, repeating
+from mindie_mm.processes.restarts import logged
+from mindie_mm.processes.standard_streams import has_terminal
 from mindie_mm.settings.config import GiB, ServiceConfig, WorkerConfig
 from mindie_mm.settings.environment import fault_folder
 from mindie_mm.worker.worker import Worker
@@ -34,13 +36,16 @@ from service.telemetry.tracing import Tracer
 
 _log = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CLOSE_TIMEOUT_S = 2
 """Time in seconds for connections to close after their requests have ended. Slow clients may need this time."""
 
 
 def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP. Print one line when the service is ready.
+    """Serve until SIGTERM or SIGINT. Print one line when the service is ready.
+
+    SIGHUP, too, stops the service if the process has a controlling terminal, because the terminal may have been closed.
+    Without a terminal, SIGHUP replaces the engines one by one, as a POST to /admin/reload does.
 
     After the signal, new requests are refused, and running requests may finish within the grace time. A second signal
     ends the grace time. If the service cannot start, the error is raised.
@@ -79,7 +84,14 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
         if not task.cancelling():  # a second signal must not interrupt the cleanup
             task.cancel()
 
-    signals = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    signals = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    reloads = False
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        if has_terminal():
+            signals.append(signal.SIGHUP)
+        else:
+            reloads = True
+            loop.add_signal_handler(signal.SIGHUP, _log.info, "SIGHUP is ignored while the model is being loaded")
     for number in signals:
         loop.add_signal_handler(number, cancel)
     with _bound(config) as listeners:
@@ -98,6 +110,8 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
                     listener.listen(server.config.backlog)
             for number in signals:
                 loop.add_signal_handler(number, server.ask_to_stop)
+            if reloads:
+                loop.add_signal_handler(signal.SIGHUP, server.ask_to_reload)
             faults.point("starting")
             await server.serve(sockets=listeners)
         _log.info("stopped")
@@ -167,12 +181,25 @@ class _Server(uvicorn.Server):
         )
         self._app = app
         self._settings = config
+        self._reloading: set[asyncio.Task[None]] = set()
 
     def ask_to_stop(self) -> None:
         """Start the shutdown as uvicorn does on a signal, but exit with status 0. A second call ends the grace time."""
         if self.should_exit and self.started:
             self._service.admission.end_grace()
         self.should_exit = True
+
+    def ask_to_reload(self) -> None:
+        """Start replacing the engines one by one, unless the service is stopping."""
+        if not self.started or self.should_exit:
+            return
+        task = asyncio.create_task(self._reload())
+        self._reloading.add(task)
+        task.add_done_callback(self._reloading.discard)
+
+    async def _reload(self) -> None:
+        with logged("the engines were not all replaced"):
+            await self._service.worker.engine.reload(self._settings.grace_s)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

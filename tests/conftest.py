@@ -38,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", default="cpu", help="where models run in the tests that ask for a device: cpu, npu, cuda"
     )
+    parser.addoption(
+        "--front",
+        default="direct",
+        choices=["direct", "ray"],
+        help="how the shared service of tests/service is started",
+    )
 
 
 @pytest.fixture(scope="session")

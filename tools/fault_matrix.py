@@ -66,6 +66,7 @@ def flying(works: Sequence[Callable[[], str]]) -> Iterator[list[Future[str]]]:
 def run(rig: Rig, point: Point) -> Run:
     """Kill once at `point`, and check the consequences."""
     run_result = Run(str(point))
+    rig.require(point.num_engines)
     if point.cause == "start":
         rig.drop()
         _die_at_the_start(rig, point, run_result)
@@ -93,11 +94,28 @@ def run(rig: Rig, point: Point) -> Run:
         died = time.monotonic()
         everybody = point.role == "api" or point.cause == "stop"
         gone = [process for role, process in seen if everybody or role in _DYING.get(point.role, [point.role])]
+        if point.role == "replica":
+            gone = _dead_engines(gone, run_result)
         _look(rig, point, gone, died, run_result)
         run_result.outcomes = [future.result() for future in futures]
     _judge(point, run_result)
+    if point.role == "replica" and not {*before["replica"]} & {*rig.whole()["replica"]}:
+        run_result.troubles.append("both engines were replaced")
     _look_for_the_rest(rig, run_result)
     return run_result
+
+
+def _dead_engines(engines: list[psutil.Process], run_result: Run) -> list[psutil.Process]:
+    """Wait until one of `engines` has died, and return the dead engines."""
+    dead: list[psutil.Process] = []
+
+    def died() -> bool:
+        dead[:] = [engine for engine in engines if not _lives(engine)]
+        return bool(dead)
+
+    if wait_until(died, DEADLINE_S) is None:
+        run_result.troubles.append("no engine died")
+    return dead
 
 
 _DYING = {"tokenizer": ("tokenizer", "nursery", "decoder"), "nursery": ("nursery", "decoder")}
@@ -150,6 +168,8 @@ def _bring_about(point: Point, before: dict[str, list[psutil.Process]], rig: Rig
         victims = before[point.role]
     elif point.cause.startswith("lose "):
         victims = before[point.cause.removeprefix("lose ")]
+    if point.role == "replica":
+        victims = victims[:1]
     for victim in victims:
         with suppress(psutil.NoSuchProcess):  # it may have ended with its parent
             victim.kill()
@@ -206,7 +226,8 @@ def _judge(point: Point, run_result: Run) -> None:
     if point.role == "api" or point.cause == "stop":
         allowed |= {"failed", "lost"}
     for number, outcome in enumerate(run_result.outcomes):
-        if point.role == "engine" and number == 0 and outcome == "failed":  # a stream with output cannot be repeated
+        # A stream with output cannot be repeated.
+        if point.role in ("engine", "replica") and number == 0 and outcome == "failed":
             continue
         stopped = point.cause == "stop" and "ServiceUnavailableError" in outcome
         if outcome not in allowed and not stopped:
@@ -246,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("build/fault_matrix.jsonl"))
-    parser.add_argument("--role", choices=("api", "tokenizer", "nursery", "decoder", "engine"))
+    parser.add_argument("--role", choices=("api", "tokenizer", "nursery", "decoder", "engine", "replica"))
     parser.add_argument("--point")
     given = parser.parse_args(arguments)
     given.out.parent.mkdir(parents=True, exist_ok=True)

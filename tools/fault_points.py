@@ -10,7 +10,7 @@ class Point:
     """A point at which a process dies, and the event that makes the process reach it."""
 
     role: str
-    """The process that dies: api, tokenizer, nursery, decoder or engine."""
+    """The process that dies: api, tokenizer, nursery, decoder, engine, or replica, which is one of two engines."""
     name: str
     """A point of `processes.faults`. At `at rest`, `at work` and `everything`, the process is killed from outside."""
     cause: str = "ask"
@@ -21,12 +21,22 @@ class Point:
     - `leave`: requests, and a client that disconnects.
     - `stop`: SIGTERM to the service.
     - `start`: a start of the service.
-    - `lose engine`, `lose tokenizer`, `lose nursery`: SIGKILL to this other process.
+    - `lose engine`, `lose replica`, `lose tokenizer`, `lose nursery`: SIGKILL to this other process.
     - `kill`: SIGKILL to the process itself.
 
     A sandboxed decoder cannot see trigger files, so decoders are killed from outside. `at work` means that each decoder
     has items that it has not begun.
     """
+
+    @property
+    def trigger(self) -> str:
+        """Name of the point's trigger file."""
+        return f"{'engine' if self.role == 'replica' else self.role}.{self.name}"
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines of the service."""
+        return 2 if self.role == "replica" else 1
 
     def __str__(self) -> str:
         return f"{self.role}.{self.name}"
@@ -62,6 +72,15 @@ POINTS = (
     Point("engine", "loaded", "lose engine"),
     Point("engine", "stopping", "stop"),
     Point("engine", "at rest", "kill"),
+    *_points(
+        "replica",
+        "received attached queued scheduled before-tower mid-tower after-tower mid-prefill first-token mid-decode "
+        "consumed before-reply after-reply forgetting",
+    ),
+    Point("replica", "aborting", "leave"),
+    Point("replica", "starting", "lose replica"),
+    Point("replica", "loaded", "lose replica"),
+    Point("replica", "at rest", "kill"),
     *_points(
         "api",
         "making-directory spooled tokenized sent freed-early first-delta next-delta answered before-remove hidden "

@@ -65,6 +65,8 @@ class Rig:
         self.spool = folder / "spool"
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
+        self.num_engines = 1
+        """Number of engines of the service. `require` changes it."""
         self._stack = ExitStack()
         self._service: RunningService | None = None
         self._starts = 0
@@ -82,10 +84,16 @@ class Rig:
         if self._service is None:
             self._starts += 1
             log = self.folder / f"log-{self._starts}"
-            settings = SETTINGS | {"spool": self.spool, "device": self._device}
+            settings = SETTINGS | {"spool": self.spool, "device": self._device, "replicas": self.num_engines}
             environment = {"MINDIE_MM_FAULTS": str(self.faults)}
             self._service = self._stack.enter_context(self._running(settings, log, environment=environment))
         return self._service
+
+    def require(self, num_engines: int) -> None:
+        """Drop the service unless it has this number of engines. The next service has this number."""
+        if self.num_engines != num_engines:
+            self.drop()
+        self.num_engines = num_engines
 
     def drop(self) -> None:
         """Stop the service if it is running. The next use of `service` starts a new service."""
@@ -93,13 +101,16 @@ class Rig:
         self._service = None
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """Return the service's processes by role."""
+        """Return the service's processes by role. Two engines have the role `replica`."""
         api = psutil.Process(self.service.process.pid)
         processes = {"api": [api]}
+        engine = "engine" if self.num_engines == 1 else "replica"
         for child in api.children():
             with suppress(psutil.NoSuchProcess):
                 command = child.cmdline()
-                processes |= {role: [child] for role, module in MODULES.items() if module in command}
+                for role, module in MODULES.items():
+                    if module in command:
+                        processes.setdefault(engine if role == "engine" else role, []).append(child)
         with suppress(KeyError, psutil.NoSuchProcess):
             for nursery in processes["tokenizer"][0].children():
                 processes |= {"nursery": [nursery], "decoder": nursery.children()}
@@ -121,10 +132,13 @@ class Rig:
     def whole(self) -> dict[str, list[psutil.Process]]:
         """Wait until all processes run and /health returns 200, and return the processes by role."""
         url = f"{self.service.url}/health"
-        number = 4 + NUM_DECODERS  # decoders, and api, tokenizer, nursery and engine
+        number = 3 + self.num_engines + NUM_DECODERS  # api, tokenizer, nursery, engines and decoders
 
         def well() -> bool:
-            return httpx2.get(url).status_code == 200 and sum(map(len, self.processes().values())) == number
+            health = httpx2.get(url)
+            if health.status_code != 200 or health.json()["engines"]["alive"] < self.num_engines:
+                return False
+            return sum(map(len, self.processes().values())) == number
 
         if wait_until(well, DEADLINE_S) is None:
             raise TimeoutError("a process was not restarted")
@@ -178,7 +192,7 @@ class Rig:
         return [str(path.relative_to(self.spool)) for path in self.spool.rglob("*") if path.parent != self.spool]
 
     def trigger(self, point: Point) -> Path:
-        return self.faults / f"{point.role}.{point.name}"
+        return self.faults / point.trigger
 
 
 CHAT = "/v1/chat/completions"

@@ -9,10 +9,7 @@ shards. If not, copy the shards to one node, and run the same command there. It 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -26,17 +23,13 @@ from mindie_mm.batch.input.gather import gathered_path, is_gathered
 from mindie_mm.batch.input.source import Chunk, JSONLines
 from mindie_mm.batch.output.shard import ShardInfo, complete_shards
 from mindie_mm.batch.settings import Run
-from mindie_mm.errors import InputError, MindieMMError, ProcessDied, StorageError, os_errors_as
+from mindie_mm.errors import MindieMMError, ProcessDied, StorageError, os_errors_as
 from mindie_mm.processes.ipc import Failure
-from mindie_mm.settings.environment import limit_ray_connect, ray_address
+from mindie_mm.processes.ray_cluster import join
 
 if TYPE_CHECKING:
     from mindie_mm.batch.stage import Stage
 
-_CHECK = (
-    "Start its head node, or correct the host and port. If the cluster requires an authentication token, set "
-    "RAY_AUTH_TOKEN on this machine"
-)
 _DEATHS = 2
 """Number of times that actors may die at a row. After that, the row is skipped."""
 _MOST_BLOCKS = 10_000
@@ -66,7 +59,7 @@ def shards(
     """
     if not chunks:
         return
-    _join(address)
+    join(address, "ray")
     import ray
 
     # The gathered inputs are in Ray's object store, which spills them to disk if necessary.
@@ -87,53 +80,6 @@ def shards(
         if row["failed"]:
             raise msgspec.json.decode(row["failed"], type=Failure).exception()
         yield msgspec.json.decode(row["chunk"], type=Chunk), msgspec.json.decode(row["shards"], type=list[ShardInfo])
-
-
-def _join(address: str) -> None:
-    """Join the cluster at `address`, unless this process is already in a cluster. Raise InputError if this fails."""
-    named = address
-    if address == "auto" and (address := ray_address() or "auto") != "auto":
-        named = f"{address} (from RAY_ADDRESS)"
-    if "://" in address:
-        raise InputError(
-            f"--ray {named}: a run joins the cluster directly, not through a Ray client. Give the host and port of "
-            "the head node"
-        )
-    if find_spec("ray") is None:
-        raise InputError("Ray is not installed: pip install 'mindie_mm[ray]'")
-    imported = "ray" in sys.modules
-    if address != "local":
-        limit_ray_connect()
-    import ray
-    from ray.exceptions import RayError
-
-    if ray.is_initialized():
-        return
-    try:
-        if imported and address != "local":
-            _require_answer(address)
-        ray.init(address=address, include_dashboard=False, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
-        reason = " ".join(str(error).split())
-        advice = (
-            _CHECK if isinstance(error, ConnectionError) else "Give the host and port of the head node, as host:port"
-        )
-        raise InputError(f"cannot join a Ray cluster at {named}: {reason.rstrip('.')}. {advice}") from error
-
-
-def _require_answer(address: str) -> None:
-    """Raise ConnectionError unless a new process can join the cluster.
-
-    This process imported Ray before `limit_ray_connect` set shorter timeouts. It would therefore use the longer default
-    timeouts.
-    """
-    code = "import sys, ray; ray.init(address=sys.argv[1], include_dashboard=False, log_to_driver=False)"
-    done = subprocess.run(  # noqa: S603 - our own code
-        [sys.executable, "-c", code, address], capture_output=True, text=True, errors="replace", check=False
-    )
-    if done.returncode:
-        _, _, reason = (done.stderr.splitlines() or [f"status {done.returncode}"])[-1].partition(": ")
-        raise ConnectionError(reason or done.stderr)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ import click
 
 from mindie_mm.errors import InputError, MindieMMError, SharedMemoryError
 from mindie_mm.processes.interrupts import INTERRUPTED, importing, interruptible
-from mindie_mm.processes.standard_streams import use_utf8
+from mindie_mm.processes.standard_streams import has_terminal, use_utf8
 from mindie_mm.settings.environment import keep_backends_out, restart_in_utf8
 
 COMMANDS = ("serve", "ask", "chat", "tokenize", "generate", "inspect", "models", "shm", "doctor")
@@ -78,6 +78,8 @@ class _Commands(click.Group):
 def _ending_at_once() -> Iterator[None]:
     """Exit with status 0 on SIGTERM, SIGINT and SIGHUP until the server handles these signals.
 
+    Without a terminal, SIGHUP asks for a reload, and is ignored because no engine runs yet.
+
     The process has not allocated resources yet. Handlers are needed because the kernel drops signals for which process
     1 of a container has no handler, and the imports of `serve` take a second or more. Signals that are already ignored,
     such as SIGHUP under nohup, stay ignored.
@@ -86,7 +88,8 @@ def _ending_at_once() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:
-            signal.signal(number, lambda *_: os._exit(0))
+            reloads = number == signal.SIGHUP and not has_terminal()
+            signal.signal(number, (lambda *_: None) if reloads else (lambda *_: os._exit(0)))
     try:
         yield
     finally:

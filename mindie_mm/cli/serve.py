@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
+from mindie_mm.errors import InputError
 from mindie_mm.processes.standard_streams import stderr_without_waiting
 from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 from mindie_mm.settings.sources import DEFAULT, Configuration, misspelt_variables
@@ -19,8 +21,11 @@ _log = logging.getLogger("mindie_mm.settings")
 
 @click.command("serve", cls=SettingsCommand, short_help="Serve a checkpoint over HTTP.")
 @click.argument("path", required=False, type=PATH)
+@click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
+              help="Serve with Ray Serve, on the Ray cluster at ADDRESS or on a local one. Requires the extra "
+                   "`serve-ray`.")  # fmt: skip
 @settings(ServiceConfig, MediaCaps, WorkerConfig, EngineConfig)
-def command(path: Path | None, **flags: Any) -> None:
+def command(path: Path | None, ray_address: str | None, **flags: Any) -> None:
     """Serve the checkpoint in folder PATH over HTTP. Without PATH, serve the embedded checkpoint.
 
     When the service is ready, it prints one line with its URL, model, device, data type and free memory. Ctrl-C stops
@@ -31,10 +36,10 @@ def command(path: Path | None, **flags: Any) -> None:
     """
     configuration = configured(path, flags)
     with stderr_without_waiting():
-        _serve(configuration)
+        _serve(configuration, ray_address)
 
 
-def _serve(configuration: Configuration) -> None:
+def _serve(configuration: Configuration, ray_address: str | None) -> None:
     from mindie_mm import logs  # imported late, because `mindie-mm --help` imports every command
 
     logs.configure(logs.LogSettings(configuration.service.log_format, configuration.service.log_level), "api")
@@ -47,6 +52,16 @@ def _serve(configuration: Configuration) -> None:
         _log.info("%s", text, extra={"fields": {"settings": {one.name: one.value for one in given}}})
     for warning in misspelt_variables():
         _log.warning("%s", warning)
+    if ray_address is not None:
+        from service.ray.server import serve_on_ray  # imported late, because it is slow to import
+
+        replicas = configuration.worker.replicas
+        if replicas == "auto":
+            raise InputError("replicas is auto, but with --ray it must be a number of workers")
+        worker = replace(configuration.worker, replicas=1)
+        origins = {name: origin for name, origin in configuration.origins.items() if name != "replicas"}
+        serve_on_ray(Configuration(worker, configuration.service, origins), ray_address, replicas)
+        return
     from service.server import serve  # imported late, because it is slow to import
 
     serve(configuration.worker, configuration.service)

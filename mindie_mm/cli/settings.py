@@ -100,11 +100,14 @@ def _parameter(hint: Any) -> Any:
     """Return the click type of a field.
 
     For a tuple of any length, this is the type of its elements. For a tuple of a fixed length, it is a tuple of the
-    elements' types. For an optional field, it is the type of the value. A mapping is given as a text.
+    elements' types. For an optional field, it is the type of the value. A mapping, or a number or a word, is given as a
+    text.
     """
     if get_origin(hint) is Literal:
         return click.Choice(get_args(hint))
     kind, *further = get_args(hint) or (hint,)
+    if any(get_origin(part) is Literal for part in further):  # the settings class parses the value
+        return TEXT
     if get_origin(hint) is tuple and further != [Ellipsis]:
         return click.Tuple([_parameter(part) for part in (kind, *further)])
     if get_origin(hint) is dict:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mindie_mm.errors import InputError, LimitExceeded
-from mindie_mm.inputs import EMBEDDINGS_KEYS, GRID, GRID_KEYS, PROMPT, Embeddings, Kind, Media
+from mindie_mm.inputs import EMBEDDINGS_KEYS, GRID, GRID_KEYS, KINDS, PROMPT, Embeddings, Kind, Media
 from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.media.guard.caps import under
@@ -54,6 +54,11 @@ def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings, *, in_
     num_features, width = array.shape
     if width != (expected := processor.hidden_size if kind == PROMPT else processor.feature_width):
         raise InputError(f"the embeddings have width {width}; the model needs {expected}")
+    if kind == PROMPT and source.grid:
+        raise InputError(
+            f"embeddings of text tokens have the grid {source.grid}, but only media have a grid; leave it out, or pass "
+            f"the output of a tower under one of the keys {', '.join(EMBEDDINGS_KEYS[kind] for kind in KINDS)}"
+        )
     grid = () if kind == PROMPT else _grid(processor, kind, num_features, source.grid, in_file=in_file)
     if kind != PROMPT and processor.spelling(kind, num_features, grid) is None:
         meaning = processor.traits.grids.get(kind)

@@ -72,6 +72,7 @@ class Engine(BaseEngine):
             kv_cache_tokens=self._capacity_tokens,
             kv_cache_bytes=self._capacity_tokens * spec.kv_token_bytes,
             kv_block_size=self._blocks.block_size,
+            encoder_cache_tokens=self._encoder_cache.capacity_bytes // spec.feature_bytes,
         )
 
     def _sequence(self, message: Add) -> Sequence:

@@ -193,7 +193,7 @@ class _Group(Ranks):
         return whole.numpy().tobytes()
 
 
-def join(number: int, count: int, store: str, device: str) -> Ranks:
+def join(number: int, count: int, store: str, device: str, first_device: int = 0) -> Ranks:
     """Join the ranks of an engine. Every rank must call this function.
 
     Args:
@@ -201,14 +201,18 @@ def join(number: int, count: int, store: str, device: str) -> Ranks:
         count: Number of ranks.
         store: Path of an initially empty file through which the ranks find each other.
         device: Device that the engine runs on.
+        first_device: Index of the device of rank 0, if the device is an accelerator.
 
     """
     keep_collectives_local()
     set_local_rank(number)
     backend = "gloo"
     with suppress(MindieMMError):  # `open_device` reports a missing device later, when it can report it to all ranks
-        if (kind := open_device(device).name) != "cpu" and number < torch.accelerator.device_count():
-            torch.accelerator.set_device_index(number)  # any other call before this one would initialize device 0
+        if (kind := open_device(device).name) != "cpu" and (
+            index := first_device + number
+        ) < torch.accelerator.device_count():
+            set_local_rank(index)
+            torch.accelerator.set_device_index(index)  # any other call before this one would initialize device 0
             backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=number, world_size=count)
     return _Group()

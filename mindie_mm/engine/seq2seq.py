@@ -126,6 +126,7 @@ class Seq2SeqEngine(BaseEngine):
             kv_cache_tokens=self._scheduler.kv_bytes // self._model.prompt_token_bytes,
             kv_cache_bytes=self._scheduler.kv_bytes,
             kv_block_size=1,
+            encoder_cache_tokens=self._encoder_cache.capacity_bytes // self._spec.feature_bytes,
         )
 
     def _sequence(self, message: Add) -> Sequence:

@@ -119,8 +119,8 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool, by_uuid: b
     declared = part.get("type")
     if declared is not None and not isinstance(declared, str):
         raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
-    if declared == EMBEDDINGS_KEYS[PROMPT] and "data" in part:  # vLLM's form
-        part = {**{name: value for name, value in part.items() if name != "data"}, declared: part["data"]}
+    if declared == EMBEDDINGS_KEYS[PROMPT]:
+        part = _without_data(part, declared, where)
     given_uuid = part.get("uuid") if by_uuid else None
     key = _key(part, declared, where, may_lack_data=bool(given_uuid))
     part = {key: value for key, value in part.items() if key not in _HINTS and value is not None}
@@ -153,6 +153,15 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool, by_uuid: b
         raise InputError(f"{where}.{key} is {type_of(source)}; it must be a path, bytes or a URL of a PDF")
     parsed = parse_options(kind, options | nested, where, strict=strict)
     return Media(kind, source, parsed, is_document=key == DOCUMENT, uuid=uuid)
+
+
+def _without_data(part: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    """Return a part whose embeddings are under `key`. vLLM's form has them under `data`."""
+    if (data := part.get("data")) is None:
+        return part
+    if part.get(key) is not None:
+        raise InputError(f"{where} has both 'data' and {key!r}; give the embeddings only once")
+    return {**{name: value for name, value in part.items() if name != "data"}, key: data}
 
 
 def _key(part: Mapping[str, Any], declared: str | None, where: str, *, may_lack_data: bool) -> str:

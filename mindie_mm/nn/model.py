@@ -241,7 +241,8 @@ class MediaModel(ABC):
                 f"the embeddings of the {item.shape.kind} have width {width}; the model needs {expected}"
             )
         given = to_device(item.view, EMBEDDINGS, self.spec.device).to(self.spec.dtype, copy=True)
-        return nn.functional.pad(given, (0, self.spec.extra_width - extra_width))
+        missing = self.spec.extra_width - extra_width
+        return nn.functional.pad(given, (0, missing)) if missing else given  # `pad` would copy
 
 
 class Model(MediaModel):

@@ -178,3 +178,12 @@ def _write_all(descriptor: int, data: bytes) -> None:
                 left = left[os.write(descriptor, left) :]
             except BlockingIOError:  # another program has made the shared file non-blocking
                 select.select([], [descriptor], [])
+
+
+def has_terminal() -> bool:
+    """Return whether this process has a controlling terminal, whose end sends SIGHUP to the process."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True

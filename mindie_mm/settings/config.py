@@ -35,6 +35,7 @@ Colour = tuple[_Byte, _Byte, _Byte]
 """Red, green and blue."""
 TowerParallel = Literal["replicate", "items"]
 ContentFormat = Literal["auto", "string", "openai"]
+Replicas = Count | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class EngineConfig:
     """Maximum time of one step. If a step takes longer, the engine process is killed and restarted."""
     num_threads: CountOrNone = 0
     """Number of CPU threads of the engine, or of each rank. 0: OMP_NUM_THREADS, or one thread for each CPU that the
-    affinity mask and the control group allow; ranks share these threads."""
+    affinity mask and the control group allow; ranks and engines share these threads."""
     tensor_parallel: Count = 1
     """Number of devices, or of processes on the CPU, among which the text model is divided."""
     tower_parallel: TowerParallel = "replicate"
@@ -170,7 +171,7 @@ class MediaCaps:
 class WorkerConfig:
     """Settings of the worker.
 
-    A worker runs one checkpoint. It consists of a tokenizer process, its decoder processes and an engine process.
+    A worker runs one checkpoint. It consists of a tokenizer process, its decoder processes and engine processes.
     """
 
     model: Path | None = None
@@ -198,6 +199,13 @@ class WorkerConfig:
     limit_mm_per_prompt: PromptLimits = field(default_factory=dict)
     """Maximum number of images, videos and audio clips in one prompt, such as `image=4,video=1` or, as JSON, `{"image":
     4, "video": 1, "audio": 0}`. The pages of a PDF count as images. Default: no limit other than the model's."""
+    replicas: Replicas = 1
+    """Number of engines, each with its own device, or with `tensor_parallel` devices. auto: as many as the visible
+    devices allow, and one on the CPU. On the CPU, the engines divide the processors among themselves.
+    With --ray, it is the number of workers, each with one engine."""
+    replica_surplus_tokens: CountOrNone = 1024
+    """Maximum number of queued tokens by which an engine may exceed the least loaded engine and still get a request
+    whose media or prefix it has computed before. Four times the tokens that the request saves is a maximum, too."""
     truncate: bool = False
     """If a prompt is too long, remove its oldest text and media items instead of refusing the request."""
     chat_template_content_format: ContentFormat = "auto"
@@ -209,7 +217,14 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         limits = converted("limit_mm_per_prompt", self.limit_mm_per_prompt, PromptLimits)
         object.__setattr__(self, "limit_mm_per_prompt", limits)
+        loose = isinstance(self.replicas, str)  # a number in an option is a text
+        object.__setattr__(self, "replicas", converted("replicas", self.replicas, Replicas, strict=not loose))
         require(self)
+        if self.replicas != 1 and ":" in self.engine.device:
+            raise InputError(
+                f"device is {self.engine.device!r}, which is one device, but replicas is {self.replicas}; leave out "
+                "the index"
+            )
         complete_paths(self)
 
     @property
@@ -234,6 +249,9 @@ class ServiceConfig:
     user."""
     api_key: tuple[str, ...] = field(default=(), metadata={"secret": True})
     """API key that requests must send as `Authorization: Bearer KEY`. Repeatable. Default: requests need no key."""
+    admin_key: str | None = field(default=None, metadata={"secret": True})
+    """Key for /admin/reload, which takes this key in place of an API key. Default: /admin/reload is accepted only on
+    the socket of --uds."""
     allow_open: bool = True
     """Without an API key, start with a warning if the service listens on an address other than loopback. Off, as in the
     images: do not start in this case."""
@@ -354,14 +372,21 @@ class ServiceConfig:
             raise InputError("accept_handles is on, but uds is not set; set uds, or leave accept_handles out")
         if self.max_spool_bytes < self.max_media_bytes:
             raise InputError(f"max_spool_bytes is {self.max_spool_bytes}; it must be at least {self.max_media_bytes}")
-        if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in self.api_key):
+        if not all(map(_is_key, self.api_key)):
             raise InputError(
                 "an api_key is empty or has a character that an HTTP header cannot have; use printable ASCII"
             )
+        if self.admin_key is not None and not _is_key(self.admin_key):
+            raise InputError("admin_key has a character that an HTTP header cannot have; use printable ASCII")
         for origin in self.cors_origin:
             _require_origin(origin)
         if self.otlp_endpoint is not None:
             _require_url("otlp_endpoint", self.otlp_endpoint)
+
+
+def _is_key(key: str) -> bool:
+    """Return whether an HTTP header can contain the key."""
+    return key.isascii() and key.isprintable() and key.strip() == key != ""
 
 
 def _require_origin(origin: str) -> None:

@@ -92,7 +92,7 @@ def _wanted(hint: Any) -> str:
         return _NAMES[hint]
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return f"one of {', '.join(map(str, parts))}"
+        return f"one of {', '.join(map(str, parts))}" if len(parts) > 1 else str(parts[0])
     if origin is tuple:
         count = f"{len(parts)} " if parts[-1] is not Ellipsis else ""
         return f"a list of {count}elements, each {_wanted(parts[0])}"
@@ -100,7 +100,7 @@ def _wanted(hint: Any) -> str:
         return f"a mapping from {', '.join(get_args(parts[0]))} to {_wanted(parts[1])}, such as image=4,video=1"
     if origin is Annotated:
         return f"{_wanted(parts[0])} {_limits(parts[1])}"
-    return _wanted(parts[0])  # of X | None
+    return ", or ".join(_wanted(part) for part in parts if part is not type(None))
 
 
 def _limits(meta: Meta) -> str:

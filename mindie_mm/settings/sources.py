@@ -149,8 +149,16 @@ def read_file(file: Path) -> dict[str, Any]:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{file} is not valid TOML: {error}") from error
+    return checked_settings(str(file), table)
+
+
+def checked_settings(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in `given`, by field name, with values of their types.
+
+    Raise InputError if a name or a value is invalid. The message states `source`, the name and the expected value.
+    """
     hints = _hints()
-    return {key: _checked(file, key, value, hints) for key, value in table.items()}
+    return {name: _checked(source, name, value, hints) for name, value in given.items()}
 
 
 def _hints() -> dict[str, Any]:
@@ -163,7 +171,7 @@ def _hints() -> dict[str, Any]:
     }
 
 
-def _checked(file: Path, key: str, value: Any, hints: Mapping[str, Any]) -> Any:
+def _checked(file: str, key: str, value: Any, hints: Mapping[str, Any]) -> Any:
     if key not in hints:
         if isinstance(value, dict):
             raise InputError(f"{file}: [{key}] is a table; settings must be top-level keys")

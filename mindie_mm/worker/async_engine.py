@@ -24,6 +24,7 @@ from mindie_mm.engine.requests.engine_messages import (
     Progress,
     Ready,
     Refill,
+    Replica,
     Start,
     Stats,
     Stepped,
@@ -31,7 +32,7 @@ from mindie_mm.engine.requests.engine_messages import (
     Unmount,
 )
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.errors import InputError, NoProcess, ProcessDied
+from mindie_mm.errors import EngineReloaded, InputError, NoProcess, ProcessDied
 from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import Child, Failure
 from mindie_mm.processes.restarts import RESTART_WAIT_S, Restarts, Starter, logged
@@ -57,9 +58,16 @@ class AsyncEngine:
         self._keeper: asyncio.Task[None] | None = None
         self._starter = Starter("the engine process")
         self._up = False
-        """Whether the engine accepts requests."""
+        """Whether the process runs and is ready."""
         self._settled = asyncio.Event()
         """Set if the engine accepts requests, or if it never will."""
+        self._idle = asyncio.Event()
+        """Set if there are no requests."""
+        self._idle.set()
+        self._leaving = asyncio.Event()
+        """Set if the process is to be replaced."""
+        self._successor: asyncio.Future[None] | None = None
+        """Future of the next process during `reload`. In this time, the engine does not accept requests."""
         self._closed = False
         self._why_down = "is not started"
         self._num_steps = 0
@@ -75,6 +83,7 @@ class AsyncEngine:
         end_token_ids: tuple[int, ...] | None = None,
         generation_config: str = "vllm",
         loading: Callable[[float], object] | None = None,
+        replica: Replica = Replica(),  # noqa: B008 - frozen
     ) -> Self:
         """Start the process and wait until it accepts requests.
 
@@ -85,12 +94,14 @@ class AsyncEngine:
             end_token_ids: Same as the argument of `load_model`.
             generation_config: See `WorkerConfig.generation_config`.
             loading: Function to call with the loaded share of the weights, from 0 to 1, while they are loaded.
+            replica: Place of the engine among the engines of the service.
 
         Raises:
             UnsupportedCheckpoint, DeviceError, InputError, ProcessDied: The process cannot start.
 
         """
-        engine = cls(Start(None if model is None else str(model), config, family, end_token_ids, generation_config))
+        path = None if model is None else str(model)
+        engine = cls(Start(path, config, family, end_token_ids, generation_config, replica))
         await engine._launch(loading)
         engine._keeper = asyncio.create_task(engine._keep())
         return engine
@@ -100,10 +111,24 @@ class AsyncEngine:
         """Process id of the engine process."""
         return self._child.pid
 
+    def place(self, replica: Replica) -> None:
+        """Set the place of the engine among the engines of the service, for its next process."""
+        self._start = msgspec.structs.replace(self._start, replica=replica)
+
+    @property
+    def engines(self) -> list[AsyncEngine]:
+        """This engine, in a list like `EngineReplicas.engines`."""
+        return [self]
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the engine accepts requests."""
+        return self._alive and self._successor is None
+
     @property
     def num_alive(self) -> int:
         """Number of engine processes that accept requests, 0 or 1."""
-        return int(self._alive)
+        return int(self.accepts)
 
     @property
     def restarts(self) -> Restarts:
@@ -112,11 +137,11 @@ class AsyncEngine:
 
     def check(self) -> None:
         """Raise ProcessDied with the reason if the engine does not accept requests."""
-        if not self._alive:
+        if not self.accepts:
             raise ProcessDied(f"the engine {self._why_down}")
 
     async def generate(
-        self, request_id: str, ids: NDArray[np.int64], params: SamplingParams
+        self, request_id: str, ids: NDArray[np.int64], params: SamplingParams, asked_s: float | None = None
     ) -> AsyncGenerator[Progress, None]:
         """Start a request and yield its progress. Closing the generator aborts the request.
 
@@ -126,15 +151,17 @@ class AsyncEngine:
             request_id: Unique id of the request.
             ids: Prompt ids with handle words, int64 [T].
             params: Sampling settings.
+            asked_s: Time of the request, by time.monotonic. None means the time of this call.
 
         Raises:
             InputError: A sampling setting is invalid.
             ProcessDied: The engine died during the request, or the engine is closed.
+            EngineReloaded: The engine was replaced during the request.
             NoProcess: No engine accepts requests (`wait_until_up`).
             MindieMMError: The engine refused the request or failed to compute it, for example with StaleReference.
 
         """
-        asked_s = time.monotonic()
+        asked_s = time.monotonic() if asked_s is None else asked_s
         params = params.check(self.info.vocab_size)
         await self.wait_until_up()
         with self._queue(request_id) as queue:
@@ -179,14 +206,20 @@ class AsyncEngine:
         assert request_id not in self._requests, request_id
         queue: asyncio.Queue[Progress] = asyncio.Queue()
         self._requests[request_id] = queue
+        self._idle.clear()
         try:
             yield queue
         finally:
             if self._requests.get(request_id) is queue:
-                del self._requests[request_id]
+                self._forget(request_id)
                 self._parked.discard(request_id)
                 if self._alive:
                     self._send(Abort(request_id))
+
+    def _forget(self, request_id: str) -> None:
+        del self._requests[request_id]
+        if not self._requests:
+            self._idle.set()
 
     def refill(self, request_id: str, ids: NDArray[np.int64]) -> None:
         """Send the engine the media that a request needs again (`Progress.needs_media`).
@@ -212,6 +245,37 @@ class AsyncEngine:
         if self._alive:
             self._send(Unmount(number))
 
+    async def reload(self, grace_s: float) -> None:
+        """Replace the process with a new process, which reads the checkpoint again.
+
+        Requests wait for the new process. Running requests may finish within `grace_s` seconds, and then fail with
+        EngineReloaded.
+
+        Raises:
+            ProcessDied: The engine is closed.
+            NoProcess: No engine accepts requests (`wait_until_up`).
+            MindieMMError: The new process did not start. Further attempts follow.
+
+        """
+        await self.wait_until_up()
+        if self._successor is not None:  # another call replaces the process
+            await asyncio.shield(self._successor)
+            return
+        self._successor = successor = asyncio.get_running_loop().create_future()
+        self._settled.clear()
+        self._why_down = "is being reloaded"
+        idle = asyncio.create_task(self._idle.wait())
+        try:
+            await asyncio.wait({idle, successor}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            self._starter.proved()  # so that the new process starts without a pause
+            self._leaving.set()
+            await successor
+        except asyncio.CancelledError:
+            self._leaving.set()  # else the engine would never accept requests again
+            raise
+        finally:
+            idle.cancel()
+
     async def close(self) -> None:
         """End the engine process. Running requests fail with ProcessDied."""
         self._closed = True
@@ -219,6 +283,7 @@ class AsyncEngine:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         await self._reap("is closed")
+        self._end_reload(ProcessDied("the engine is closed"))
         self._settled.set()
 
     @property
@@ -236,7 +301,8 @@ class AsyncEngine:
         """
         try:
             async with asyncio.timeout(self._starter.patience_s(wait_s)):
-                await self._settled.wait()
+                while not self._settled.is_set():  # a reload may begin before the waiting task runs
+                    await self._settled.wait()
         except TimeoutError:
             raise NoProcess(f"the engine {self._why_down}; it was not restarted within {wait_s:g} s") from None
         if self._closed:
@@ -247,18 +313,22 @@ class AsyncEngine:
     async def _launch(self, loading: Callable[[float], object] | None = None) -> None:
         """Start a process and wait until it accepts requests. Clean up if the process fails."""
         config = self._start.config
-        ranks = [] if config.tensor_parallel == 1 else [str(config.tensor_parallel), config.device]
+        num_ranks, first_device = config.tensor_parallel, self._start.replica.number * config.tensor_parallel
+        ranks = [] if num_ranks == 1 else [str(num_ranks), config.device, str(first_device)]
         try:
             module = "launcher" if ranks else "engine_process"
             self._child = await Child.start(f"mindie_mm.engine.process.{module}", *ranks)
         except ProcessDied as error:
             self._why_down = f"did not start: {error}"
+            self._end_reload(error)
             raise
         try:
             self._send(self._start)
             self.info = await self._child.ready(Ready, "its process", loading)
         except BaseException as error:
             await self._reap(f"did not start: {error}")
+            if isinstance(error, Exception):
+                self._end_reload(error)
             if isinstance(error, InputError):
                 self._settled.set()
             raise
@@ -268,7 +338,20 @@ class AsyncEngine:
         config = replace(config, kv_cache_bytes=self.info.kv_cache_bytes, measure_s=0)
         self._start = msgspec.structs.replace(self._start, config=config)
         self._up = True
+        self._end_reload()
         self._settled.set()
+
+    def _end_reload(self, error: Exception | None = None) -> None:
+        """End `reload`, if it is running, with the error of the new process if there is one."""
+        self._leaving.clear()
+        successor, self._successor = self._successor, None
+        if successor is None or successor.done():
+            return
+        if error is None:
+            successor.set_result(None)
+        else:
+            successor.set_exception(error)
+            successor.exception()  # nobody may wait for it
 
     async def _keep(self) -> None:
         """Watch the process, and start a successor when it ends, until this task is canceled."""
@@ -278,27 +361,43 @@ class AsyncEngine:
                 hung = await self._serve()
             with logged(f"engine process {self.pid} cannot be stopped"):
                 await self._reap("process died, and another one is being started", hung)
-            _log.warning("engine process %d %s", self.pid, hung or f"died with status {self._child.status}")
+            reloads = self._leaving.is_set()
+            _log.log(
+                logging.INFO if reloads else logging.WARNING,
+                "engine process %d %s",
+                self.pid,
+                hung or f"died with status {self._child.status}",
+            )
+            if reloads:
+                with logged("the engine process did not start again"):
+                    await self._launch()
+                    continue
             await self._starter.again(self._launch)
 
     async def _serve(self) -> str:
-        """Handle messages until the process ends or hangs. Return a description if it hangs, or "" if it has ended.
+        """Handle messages until the process has ended, hangs or is to be replaced.
+
+        Return "" if the process has ended, or else a description for the log.
 
         A process hangs if it does not complete a step for `step_timeout_s` seconds while a request waits for the
         process. A request that waits for `refill` does not wait for the process.
         """
         patience_s = self._start.config.step_timeout_s
         dispatching = asyncio.create_task(self._dispatch())
+        leaving = asyncio.create_task(self._leaving.wait())
         try:
             while not dispatching.done():
                 num_steps, waiting = self._num_steps, {*self._requests} - self._parked
-                await asyncio.wait({dispatching}, timeout=patience_s)
+                await asyncio.wait({dispatching, leaving}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if leaving.done():
+                    return "is being replaced"
                 if self._num_steps == num_steps and not waiting.isdisjoint(self._requests) and not dispatching.done():
                     return f"made no step for {patience_s:g} s and was stopped"
             dispatching.result()
             return ""
         finally:
             dispatching.cancel()
+            leaving.cancel()
 
     async def _dispatch(self) -> None:
         """Put each request's progress into the request's queue until the process has ended."""
@@ -315,7 +414,7 @@ class AsyncEngine:
                 if (queue := self._requests.get(progress.request_id)) is None:
                     continue
                 if progress.finish_reason is not None or progress.error is not None:
-                    del self._requests[progress.request_id]
+                    self._forget(progress.request_id)
                 if progress.needs_media:
                     self._parked.add(progress.request_id)
                 queue.put_nowait(progress)
@@ -330,11 +429,13 @@ class AsyncEngine:
             await self._child.end()
         finally:
             ended = hung or f"died with status {self._child.status}"
-            death = Failure.of(ProcessDied(f"the engine process {self.pid} {ended}"))
+            kind = EngineReloaded if self._leaving.is_set() else ProcessDied
+            death = Failure.of(kind(f"the engine process {self.pid} {ended}"))
             for request_id, queue in self._requests.items():
                 queue.put_nowait(Progress(request_id=request_id, error=death))
             self._requests.clear()
             self._parked.clear()
+            self._idle.set()
 
     def _send(self, message: ToEngine | Start) -> None:
         self._child.channel.send(msgspec.msgpack.encode(message))

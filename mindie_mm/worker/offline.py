@@ -153,7 +153,7 @@ async def _answers(dataset: Dataset, rows: range, worker: Worker, params: Sampli
 
     """
     asking = _Asking(worker, params)
-    most = 2 * worker.config.engine.max_num_seqs
+    most = 2 * worker.config.engine.max_num_seqs * len(worker.engine.engines)
     with ExitStack() as mounts:
         try:
             for first_row, own in _by_shard(dataset, rows):

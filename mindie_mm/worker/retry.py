@@ -7,7 +7,8 @@ the engine died.
 Until the client may have received output, a request survives these failures:
 
 - The tokenizer dies during the request, or before the engine attaches its blocks. The request is tokenized again, once.
-- The engine dies. The request is sent again, once, to the new engine.
+- The engine dies. The request is sent again, once, to the new engine, or to another engine of the service.
+- The engine is replaced on purpose (EngineReloaded). The request is sent again.
 
 NoProcess is not retried, because the request has already waited for a process. A stream is not retried after its first
 output, because a second attempt could draw other tokens. If the client waits for a whole answer, the request can be
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from mindie_mm.errors import ArenaFull, ProcessDied, SegmentMissing, SharedMemoryError
+from mindie_mm.errors import ArenaFull, EngineReloaded, ProcessDied, SegmentMissing, SharedMemoryError
 from mindie_mm.processes import faults
 from mindie_mm.shm import free
 from mindie_mm.tokenize.prompt import Prompt
@@ -250,10 +251,11 @@ async def generated(
                         begun = True
                         yield output
                 return
-            except ProcessDied:
-                if engine_died or (begun and void is None):
+            except ProcessDied as error:
+                reloaded = isinstance(error, EngineReloaded)
+                if (engine_died and not reloaded) or (begun and void is None):
                     raise
-                engine_died = True
+                engine_died = engine_died or not reloaded
             except SegmentMissing:
                 if begun or not source.can_remake:
                     raise

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -33,9 +34,10 @@ from mindie_mm.tokenize.text.bad_words import bad_token_ids
 from mindie_mm.tokenize.text.detokenizer import Detokenizer, is_skipped, load_tokenizer
 from mindie_mm.tokenize.token_ids import TokenIds, prompt_of_token_ids
 from mindie_mm.worker.async_engine import AsyncEngine
+from mindie_mm.worker.engine_replicas import EngineReplicas
 from mindie_mm.worker.retry import PromptSource, Use, generated, tokenized
 
-Part = TypeVar("Part", TokenizerStage, AsyncEngine)
+Part = TypeVar("Part", TokenizerStage, AsyncEngine | EngineReplicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class Answer:
 
 
 class Worker:
-    """Tokenizer processes and an engine process for one checkpoint.
+    """Tokenizer processes and one or several engine processes for one checkpoint.
 
     A worker is a context manager. `answer` handles a request completely. A service that spools media creates a
     directory for each request instead, and calls `tokenize` and `generate` while the directory exists.
@@ -121,7 +123,7 @@ class Worker:
         self,
         config: WorkerConfig,
         tokenizer_stage: TokenizerStage,
-        engine: AsyncEngine,
+        engine: AsyncEngine | EngineReplicas,
         tokenizer: Tokenizer,
     ) -> None:
         self.config = config
@@ -137,7 +139,7 @@ class Worker:
     async def start(
         cls, config: WorkerConfig, *, in_process: bool = False, loading: Callable[[float], object] | None = None
     ) -> Self:
-        """Start the tokenizers and the engine in parallel. If one of them fails, clean up and raise its error.
+        """Start the tokenizers and the engines in parallel. If one of them fails, clean up and raise its error.
 
         Args:
             config: Settings of the worker.
@@ -146,7 +148,7 @@ class Worker:
             loading: Function to call with the loaded share of the weights, from 0 to 1, while they are loaded.
 
         Raises:
-            UnsupportedCheckpoint, SharedMemoryError, DeviceError, InputError, ProcessDied: The tokenizers or the engine
+            UnsupportedCheckpoint, SharedMemoryError, DeviceError, InputError, ProcessDied: The tokenizers or an engine
             cannot be started.
 
         """
@@ -163,9 +165,7 @@ class Worker:
         async with AsyncExitStack() as parts:
             async with task_group() as group:
                 stage = group.create_task(started(_start_tokenizers(config, path, in_process=in_process)))
-                engine = group.create_task(
-                    started(AsyncEngine.start(path, config.engine, config.family, end_token_ids, source, loading))
-                )
+                engine = group.create_task(started(_start_engines(config, path, end_token_ids, loading)))
             tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
             worker = cls(config, stage.result(), engine.result(), tokenizer)
             log_default_sampling(worker.default_sampling, source)
@@ -437,7 +437,20 @@ def is_hidden_end(tokenizer: Tokenizer, token: int, params: SamplingParams) -> b
     """
     if params.include_stop_str_in_output:
         return False
-    return token in params.stop_token_ids or (not params.skip_special_tokens and is_skipped(tokenizer, token))
+    is_silent = params.skip_special_tokens and is_skipped(tokenizer, token)
+    return token in params.stop_token_ids or not is_silent
+
+
+async def _start_engines(
+    config: WorkerConfig,
+    path: Path,
+    end_token_ids: tuple[int, ...] | None,
+    loading: Callable[[float], object] | None,
+) -> AsyncEngine | EngineReplicas:
+    launch = partial(AsyncEngine.start, path, config.engine, config.family, end_token_ids, config.generation_config)
+    if config.replicas == 1:
+        return await launch(loading=loading)
+    return await EngineReplicas.start(launch, config.replicas, config.engine, config.replica_surplus_tokens, loading)
 
 
 async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:

@@ -23,6 +23,9 @@ HEALTH_ELSEWHERE = ("/v2/health/ready", "/v2/health/live", "/ping")
 OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics", *HEALTH_ELSEWHERE}) | page.PATHS
 """Paths that require no key: probes and metrics, as in vLLM, and the web page, which sends the key in its requests."""
 
+RELOAD = "/admin/reload"
+"""Path of the administrative route. It takes the key of `admin_key` in place of an API key, and checks it itself."""
+
 OPEN_WARNING = (
     "THIS SERVICE IS OPEN: it listens on %s without an API key, so that anybody who can reach this machine can use it. "
     "Set --api-key, or listen on 127.0.0.1"
@@ -39,7 +42,7 @@ class Access:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request as an ASGI application."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._may(Headers(scope=scope)):
+        if scope["type"] != "http" or scope["path"] in {*OPEN_PATHS, RELOAD} or self._may(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         message = "the request has no valid API key; send the header Authorization: Bearer KEY"

@@ -62,7 +62,8 @@ async def prompts(
     `owner` is the digest of the request's API key.
     """
     started = time.perf_counter()
-    field = _field(requests[0])
+    fields = {_field(request) for request in requests}
+    field = fields.pop() if len(fields) == 1 else None
     with blaming(field):
         parsed = [_checked(request, service.config, service.kept, owner) for request in requests]
         for items, _ in parsed:

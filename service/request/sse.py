@@ -35,16 +35,16 @@ class EventStream(Admitted):
         # Without X-Accel-Buffering, nginx would buffer several events and send them together.
         super().__init__(admission, timeout_s, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
-        self._last = b"" if last is None else _event(last.encode())
+        self._last = last
 
     async def _answer(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
         async with self._event_queue() as waiting:
             while (data := await waiting.get()) is not None:
                 await send(data)
-        return self._last
+        return _last_event(self._last)
 
     def _last_words(self, error: Exception) -> bytes:
-        return _encode(error_object(error)) + self._last
+        return last_words(error, self._last)
 
     @asynccontextmanager
     async def _event_queue(self) -> AsyncIterator[asyncio.Queue[bytes | None]]:
@@ -66,6 +66,15 @@ class EventStream(Admitted):
         finally:
             making.cancel()
             await asyncio.gather(making, return_exceptions=True)
+
+
+def last_words(error: Exception, last: str | None) -> bytes:
+    """Return the events that end a stream after `error`."""
+    return _encode(error_object(error)) + _last_event(last)
+
+
+def _last_event(last: str | None) -> bytes:
+    return b"" if last is None else _event(last.encode())
 
 
 def _encode(event: Mapping[str, object]) -> bytes:

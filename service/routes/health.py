@@ -36,10 +36,18 @@ class PopulatedMemory(TypedDict):
     arenas: list[Populated]
 
 
+class EngineCount(TypedDict):
+    """The number of engines, and of those that accept requests."""
+
+    alive: int
+    total: int
+
+
 class Health(TypedDict):
     """The response of /health."""
 
     status: Literal["ok"]
+    engines: EngineCount
     shared_memory: PopulatedMemory
 
 
@@ -106,13 +114,15 @@ class SharedMemory(TypedDict):
 async def health(service: ServiceDep) -> Response:
     """Return 200 if the service can answer requests, else 503 with the reason.
 
-    The response also has the faulted-in fraction of each arena.
+    The response also has the number of engines and the faulted-in fraction of each arena.
     """
     await service.check_healthy()
+    engine = service.worker.engine
     arenas = await asyncio.to_thread(arenas_of, service.worker.tokenizer_stage.pids)
     populated = sum(arena.populated_fraction * arena.file_bytes for arena in arenas)
     answer: Health = {
         "status": "ok",
+        "engines": {"alive": engine.num_alive, "total": len(engine.engines)},
         "shared_memory": {
             "populated": populated / max(1, sum(arena.file_bytes for arena in arenas)),
             "arenas": [{"name": arena.name, "populated": arena.populated_fraction} for arena in arenas],

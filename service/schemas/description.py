@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from service.http.access import OPEN_PATHS
+from service.http.access import OPEN_PATHS, RELOAD
 from service.http.errors import ErrorBody
 
 _SCHEMA = "#/components/schemas/{model}"
@@ -54,7 +54,7 @@ def describe(app: FastAPI, events: Sequence[type], *, keys: bool) -> None:
     for path, operations in described["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
-            if keys and path not in OPEN_PATHS:
+            if keys and path not in {*OPEN_PATHS, RELOAD}:
                 operation["security"] = [{"key": []}]
     components = described["components"]
     for name in ("HTTPValidationError", "ValidationError"):

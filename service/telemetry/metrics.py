@@ -156,8 +156,8 @@ class Metrics:
         """Add metrics of shared memory. Each scrape calls `arenas`, and reads the totals of reclaimed objects."""
         self.registry.register(_SharedMemory(arenas, self.model_name))
 
-    def watch(self, stats: Callable[[], Stats]) -> None:
-        """Add the engine's gauges. Each scrape calls `stats`."""
+    def watch(self, stats: Callable[[], Sequence[Stats]]) -> None:
+        """Add the gauges of the engines. Each scrape calls `stats`, which returns one element per engine."""
         self.registry.register(_EngineGauges(stats, self.model_name))
 
     def watch_processes(self, worker: Worker) -> None:
@@ -170,29 +170,18 @@ class Metrics:
 
 
 class _EngineGauges(Collector):
-    def __init__(self, stats: Callable[[], Stats], model_name: str) -> None:
+    def __init__(self, stats: Callable[[], Sequence[Stats]], model_name: str) -> None:
         self._stats = stats
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        gauges = (
-            ("num_requests_running", "Requests in the running batch.", stats.num_running),
-            ("num_requests_waiting", "Requests waiting for the batch.", stats.num_waiting),
-            ("kv_cache_usage_perc", "Used fraction of the KV cache, from 0 to 1.", stats.kv_cache_usage),
-        )
-        counters = (
-            ("mm_cache_queries", "Media items looked up in the encoder cache.", stats.encoder_cache_queries),
-            ("mm_cache_hits", "Media items found in the encoder cache.", stats.encoder_cache_hits),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
-            ("num_preemptions", "Requests preempted to free KV cache.", stats.preemptions),
-        )
-        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        several = self._stats()
+        for family, rows in ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTERS)):
             for name, text, value in rows:
-                family = kind(PREFIX + name, text, labels=("model_name",))
-                family.add_metric((self._model_name,), value)
-                yield family
+                metric = family(PREFIX + name, text, labels=("model_name", "engine"))
+                for number, stats in enumerate(several):
+                    metric.add_metric((self._model_name, str(number)), value(stats))
+                yield metric
 
 
 class _Processes(Collector):
@@ -232,21 +221,21 @@ class _Processes(Collector):
         )
         dropped.add_metric((self._model_name,), dropped_lines())
         yield dropped
-        config, info = self._worker.config.engine, engine.info
-        cache = {
-            "block_size": str(info.kv_block_size),
-            "num_gpu_blocks": str(info.kv_cache_tokens // info.kv_block_size),
-            "enable_prefix_caching": str(config.prefix_caching),
-        }
+        text = "Configuration of the KV cache, with its number of blocks on any device."
+        caches = InfoMetricFamily(f"{PREFIX}cache_config", text, labels=("model_name", "engine"))
+        for index, one in enumerate(engine.engines):
+            cache = {
+                "block_size": str(one.info.kv_block_size),
+                "num_gpu_blocks": str(one.info.kv_cache_tokens // one.info.kv_block_size),
+                "enable_prefix_caching": str(self._worker.config.engine.prefix_caching),
+            }
+            caches.add_metric((self._model_name, str(index)), cache)
+        yield caches
         build = {name: version(name) for name in ("mindie_mm", "torch", "transformers")}
-        build = {**build, "python": platform.python_version(), "device": info.device}
-        for name, text, values in (
-            ("cache_config", "Configuration of the KV cache, with its number of blocks on any device.", cache),
-            ("build", "Versions and device.", build),
-        ):
-            family = InfoMetricFamily(PREFIX + name, text, labels=("model_name",))
-            family.add_metric((self._model_name,), values)
-            yield family
+        build = {**build, "python": platform.python_version(), "device": engine.info.device}
+        family = InfoMetricFamily(f"{PREFIX}build", "Versions and device.", labels=("model_name",))
+        family.add_metric((self._model_name,), build)
+        yield family
 
 
 class _SharedMemory(Collector):
@@ -305,6 +294,23 @@ class _SharedMemory(Collector):
             num_bytes.add_metric((self._model_name, cause), total.num_bytes)
         yield number
         yield num_bytes
+
+
+_EngineValues = Sequence[tuple[str, str, Callable[[Stats], float]]]
+"""Name, description and function for the value of metrics that have one series per engine."""
+
+_ENGINE_GAUGES: _EngineValues = (
+    ("num_requests_running", "Requests in the running batch.", lambda stats: stats.num_running),
+    ("num_requests_waiting", "Requests waiting for the batch.", lambda stats: stats.num_waiting),
+    ("kv_cache_usage_perc", "Used fraction of the KV cache, from 0 to 1.", lambda stats: stats.kv_cache_usage),
+)
+_ENGINE_COUNTERS: _EngineValues = (
+    ("mm_cache_queries", "Media items looked up in the encoder cache.", lambda stats: stats.encoder_cache_queries),
+    ("mm_cache_hits", "Media items found in the encoder cache.", lambda stats: stats.encoder_cache_hits),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda stats: stats.prefix_cache_queries),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_cache_hits),
+    ("num_preemptions", "Requests preempted to free KV cache.", lambda stats: stats.preemptions),
+)
 
 
 def _oldest(arena: ArenaInfo) -> float:

@@ -77,3 +77,32 @@ def test_the_model_and_its_tower_may_run_on_different_npus():
     assert (device, len(expected)) == ("npu:0", 6)
     for settings in ({"device": "npu:1"}, {"device": "npu:1", "vision_device": "npu:0", "projector_device": "npu:1"}):
         assert call(answer, settings, devices=2) == ("npu:1", expected), settings
+
+
+def divided() -> dict[str, Any]:
+    from dataclasses import replace
+
+    from mindie_mm.engine.process.placing import num_devices, placed
+    from mindie_mm.engine.ranks import ALONE
+    from mindie_mm.engine.requests.engine_messages import Replica
+    from mindie_mm.errors import DeviceError
+    from mindie_mm.settings.config import EngineConfig
+
+    config = EngineConfig(device="auto")
+    found: dict[str, Any] = {"counts": (num_devices(config), num_devices(EngineConfig(device="npu:1")))}
+    found["devices"] = [placed(config, Replica(number, 4), ALONE).device for number in range(4)]
+    for name, several, count in (("engines", config, 5), ("ranks", replace(config, tensor_parallel=2), 3)):
+        try:
+            placed(several, Replica(0, count), ALONE)
+        except DeviceError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_each_engine_of_a_service_gets_an_npu():
+    found = call(divided, devices=4)
+    assert found["counts"] == (4, 1)
+    assert found["devices"] == ["npu:0", "npu:1", "npu:2", "npu:3"]
+    there_are = "but the number of visible npu devices is 4; lower replicas, or make more devices visible"
+    assert found["engines"] == f"replicas is 5, {there_are}"
+    assert found["ranks"] == f"replicas is 3, each on 2 devices, {there_are}"

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.batch import on_ray
 from mindie_mm.errors import InputError
+from mindie_mm.processes.ray_cluster import join
 
 pytest.importorskip("ray")
 
 CLI = Path(sys.executable).with_name("mindie-mm")
 LIMIT_S = 240
 """Time limit of a run in these tests. Ray's own limit is more than 8 minutes."""
-IMPORTED = "import ray; from mindie_mm.batch import on_ray; on_ray._join('127.0.0.1:1')"
+IMPORTED = "import ray; from mindie_mm.processes.ray_cluster import join; join('127.0.0.1:1', 'ray')"
 """Script that imports Ray before mindie_mm. Ray reads its time limits when it is imported."""
 
 JOINED = "cannot join a Ray cluster at "
-OTHER = ": a run joins the cluster directly, not through a Ray client. Give the host and port"
+OTHER = ": mindie-mm joins the cluster directly, not through a Ray client. Give the host and port"
 CASES: Mapping[str, tuple[str, Mapping[str, str], str]] = {
     "closed": ("{closed}", {}, JOINED + "{closed}: Failed to connect"),
     "silent": ("{silent}", {}, JOINED + "{silent}: Failed to connect"),
@@ -115,7 +115,7 @@ def test_an_address_of_another_interface_is_refused(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", variable)
     with pytest.raises(InputError) as error:
-        on_ray._join(address)
+        join(address, "ray")
     assert str(error.value).startswith(message + OTHER)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -197,6 +198,21 @@ def test_an_output_has_the_requested_logprobs_and_stop_reason(llm):
     assert included.text.startswith(stopped.text)
     assert plain.text.startswith(included.text)
     assert len(stopped.text) < len(included.text), "the stop token is part of the text only on request"
+
+
+def test_an_end_token_of_ordinary_text_is_in_the_text_only_on_request(llm, random_checkpoint, tmp_path):
+    """generation_config.json may name an end token that is not special."""
+    (plain,) = llm.generate(["Hello"], GREEDY)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": plain.token_ids[2]}))
+    with LLM(config=WorkerConfig(model=random_checkpoint, generation_config=str(tmp_path))) as ending:
+        params = msgspec.structs.replace(GREEDY, ignore_eos=False)
+        (ended,) = ending.generate(["Hello"], params)
+        (included,) = ending.generate(["Hello"], msgspec.structs.replace(params, include_stop_str_in_output=True))
+    assert ended.token_ids == included.token_ids == plain.token_ids[: len(ended.token_ids)]
+    assert ended.token_ids[-1] == plain.token_ids[2]
+    assert plain.text.startswith(included.text)
+    assert included.text.startswith(ended.text)
+    assert len(ended.text) < len(included.text)
 
 
 def test_tokens_are_excluded_allowed_and_scored_on_request(llm):

@@ -25,6 +25,9 @@ SLICE = (
     "api.everything",  # only the next service can free the memory
 )
 SLOW_SLICE = (
+    "replica.attached",  # the other engine answers a request without output
+    "replica.mid-decode",  # the other engine answers requests whose output the client has not seen
+    "replica.starting",  # the other engine answers while the first one starts
     "api.mid-free",  # the other processes notice and end
     "tokenizer.after-reply",  # the blocks may be freed before the engine has attached them
     "nursery.starting",  # items wait for the next nursery

@@ -625,6 +625,8 @@ class FamilyContract:
         text = torch.arange(20, 29)
         with torch.inference_mode():
             given = {"prompt_embeds": model.embed(text.to(model.spec.device)).float().cpu().clone()}
+        with pytest.raises(InputError, match="only media have a grid"):
+            tokenizer.tokenize([{"prompt_embeds": Embeddings(given["prompt_embeds"], (1, 3, 3))}], path_file)
         media = next(item for items in self.prompts.values() for item in items if "text" not in item)
         for prompt in ([given], [given, media, given]):
             ids = tokenizer.tokenize(prompt, path_file)

@@ -11,6 +11,7 @@ import pytest
 
 import mindie_mm
 from tests.warm import running_service
+from tools import serving
 from tools.demo import data_url, picture, write_video
 from tools.serving import RunningService
 
@@ -53,12 +54,20 @@ def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def service(
-    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object], media_dir: Path
+    tmp_path_factory: pytest.TempPathFactory,
+    settings: dict[str, object],
+    media_dir: Path,
+    request: pytest.FixtureRequest,
 ) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("service")
     given = settings | {"spool": folder / "spool", "allowed_media_dir": media_dir}
-    given |= {"uds": folder / "socket", "accept_handles": True}
-    with running_service(given, folder / "log", TINY) as running:
+    if request.config.getoption("--front") == "ray":
+        given |= {"ray": "local", "replicas": 2}
+        starting = serving.running_service(given, folder / "log", TINY, start_timeout_s=1200)
+    else:
+        given |= {"uds": folder / "socket", "accept_handles": True}
+        starting = running_service(given, folder / "log", TINY)
+    with starting as running:
         yield running
         shm = running.wait_until_free()
         assert shm["blocks"] == 0, shm
@@ -83,7 +92,8 @@ def http(service: RunningService) -> Iterator[httpx2.Client]:
 @pytest.fixture(scope="session")
 def unix_http(service: RunningService) -> Iterator[httpx2.Client]:
     """Yield a client of the service's Unix socket."""
-    socket = service.log.with_name("socket")
+    if not (socket := service.log.with_name("socket")).exists():
+        pytest.skip("Ray Serve has no Unix socket")
     with httpx2.Client(
         transport=httpx2.HTTPTransport(uds=str(socket)), base_url="http://localhost", timeout=300
     ) as http_client:

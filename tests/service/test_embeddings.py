@@ -482,6 +482,8 @@ def test_more_rows_than_an_image_can_have_are_refused(trusting: RunningService) 
         ({"image_embeds": "A" * 6 * 2**20}, "the limit for one item is 4194304"),
         ({"video_embeds": as_base64(GOOD)}, "this model needs video_grid_thw"),
         ({"image_embeds": [as_base64(GOOD)]}, "of type list"),
+        ({"type": "prompt_embeds", "data": "AAAA", "prompt_embeds": "AAAA"}, "give the embeddings only once"),
+        ({"type": "prompt_embeds", "data": None}, "null in ['data']"),
         (
             {
                 "video_embeds": {
@@ -529,6 +531,15 @@ def test_wrong_embeddings_of_tokens_are_refused(
 def test_a_hostile_file_of_a_prompt_is_refused(trusting: RunningService, name: str) -> None:
     data, message = HOSTILE[name]
     assert message in complete(trusting, status=400, prompt_embeds=as_base64(data))["message"]
+
+
+def test_an_error_in_a_text_beside_embeddings_of_tokens_is_not_blamed_on_the_embeddings(
+    trusting: RunningService,
+) -> None:
+    body = {"prompt": "What? " * 5000}
+    alone = complete(trusting, status=400, **body)
+    beside = complete(trusting, status=400, prompt_embeds=as_base64(to_torch(rows())), **body)
+    assert beside == alone
 
 
 def test_embeddings_of_tokens_are_refused_unless_enabled(service: RunningService) -> None:

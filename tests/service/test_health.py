@@ -34,7 +34,14 @@ def test_the_health_probes_of_mindie_and_vllm_are_served(http: Any) -> None:
         assert http.get(path).json()["status"] == "ok"
     assert http.get("/v2/health/live").status_code == 200
     assert http.get("/version").json() == {"version": version("mindie_mm")}
-    assert http.get("/load").json().keys() == {"server_load"}
+
+
+def test_the_load_is_the_number_of_requests_in_progress(http: Any) -> None:
+    body = {"prompt": "Hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert http.get("/load").json()["server_load"] >= 1  # a request of another test may be ending
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/", "/static/api.js", "/metrics", "/v1/models"])

@@ -7,8 +7,10 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Iterator
+import termios
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +21,7 @@ import pytest
 from tests import warm
 from tests.cli.shell import BIN
 from tests.watching import wait_until
+from tools.serving import running_service
 
 
 @contextmanager
@@ -97,22 +100,27 @@ def test_a_service_started_without_standard_streams_opens_no_socket_there(
 
 @pytest.mark.slow
 def test_closing_the_terminal_stops_the_service_like_sigterm(settings: dict[str, object], tmp_path: Path) -> None:
-    """The service finishes running requests after SIGHUP.
+    """The service finishes running requests.
 
-    The signal reaches the whole foreground process group, but only the service's main process reacts.
+    The kernel sends SIGHUP to the whole foreground process group, but only the service's main process reacts.
     """
+    terminal, other_end = os.openpty()
+    start: Callable[..., Any] = partial(
+        subprocess.Popen,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(other_end, termios.TIOCSCTTY, 0),
+    )
+    given = settings | {"spool": tmp_path / "spool", "grace_s": 600}
     with (
-        (tmp_path / "log").open("w") as errors,
-        serving(settings | {"spool": tmp_path / "spool", "grace_s": 600}, errors) as (process, url),
-        httpx2.Client(base_url=url, timeout=60) as http,
+        running_service(given, tmp_path / "log", start=start) as running,
+        httpx2.Client(base_url=running.url, timeout=60) as http,
     ):
+        os.close(other_end)
         body = {"prompt": "What?", "max_tokens": 400, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
-            for child in psutil.Process(process.pid).children():
-                child.send_signal(signal.SIGHUP)
-            process.send_signal(signal.SIGHUP)
+            os.close(terminal)
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert process.wait(30) == 0
+        assert running.process.wait(30) == 0
     assert "stopping; 1 requests are running" in (tmp_path / "log").read_text()

@@ -3,10 +3,11 @@
 import json
 import shutil
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from transformers import AutoTokenizer
@@ -15,6 +16,7 @@ from transformers.processing_utils import ProcessorMixin
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.splice import MediaShape, read_media
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.text.chat_template import TemplateSources
@@ -83,6 +85,43 @@ def test_media_become_placeholders_before_the_text(copy: Path, tmp_path: Path, n
         )
         assert len(ids) == len(flat)
         assert (ids != flat).sum() <= 2 * 2, "only the handle words of the two images may differ"
+
+
+MEDIA_FIRST = (
+    "{% for m in messages %}{{ m.role }}: {% for c in m.content if c.type == 'image' %}<|vision_start|><|image_pad|>"
+    "<|vision_end|>{% endfor %}{% for c in m.content if c.type == 'text' %}{{ c.text }}{% endfor %}{% endfor %}"
+)
+"""A template like LLaVA's, which writes images before texts in any order of the parts."""
+IN_ORDER = (
+    "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c.type == 'image' %}<|vision_start|>"
+    "<|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("name", [*STRING_TEMPLATES, "media first", "in order"])
+def test_embeddings_of_tokens_keep_their_place_or_are_refused(
+    copy: Path, reference: Any, tmp_path: Path, name: str
+) -> None:
+    """An item's features must not take the place of another item, even though all items have one placeholder."""
+    file = tmp_path / "red.png"
+    Image.new("RGB", (64, 48), (220, 40, 40)).save(file)
+    templates = {**STRING_TEMPLATES, "media first": MEDIA_FIRST, "in order": IN_ORDER}
+    width = Checkpoint.open(copy).config["text_config"]["hidden_size"]
+    forms = {"image": {"image": str(file)}, "prompt": {"prompt_embeds": np.ones((3, width), np.float32)}}
+    forms["text"] = {"text": "What?"}
+    frame = reference.convert_tokens_to_ids("<|vision_start|>")
+    with Tokenizer.from_pretrained(with_templates(copy, templates[name])) as tokenizer:
+        for order in set(permutations(["image", "prompt", "prompt", "text"])):
+            message = {"role": "user", "content": [forms[kind] for kind in order]}
+            given = [kind for kind in order if kind != "text"]
+            if given[0] == "prompt" and name != "in order":
+                with pytest.raises(InputError, match="put the media before prompt_embeds"):
+                    tokenizer.tokenize_chat([message], tmp_path / "shm_name.txt")
+                continue
+            ids = tokenizer.tokenize_chat([message], tmp_path / "shm_name.txt")
+            found = {item.start: item.shape.kind for item in read_media(ids.numpy(), MediaShape.of)}
+            assert [*found.values()] == given
+            assert [start for start, kind in found.items() if kind == "image"] == [ids.tolist().index(frame) + 1]
 
 
 def test_the_content_format_can_be_chosen(copy: Path, reference: Any) -> None:

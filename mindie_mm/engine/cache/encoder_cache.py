@@ -18,7 +18,7 @@ class EncoderCache:
     def __init__(self, capacity_bytes: int) -> None:
         self.queries = 0
         self.hits = 0
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._bytes = 0
         self._features: OrderedDict[bytes | ItemRef, Tensor] = OrderedDict()
 
@@ -39,7 +39,7 @@ class EncoderCache:
             features = features.clone()  # a view would keep the memory of the whole batch alive
         self._features[item.key] = features
         self._bytes += features.nbytes
-        while self._bytes > self._capacity_bytes and len(self._features) > 1:
+        while self._bytes > self.capacity_bytes and len(self._features) > 1:
             self._bytes -= self._features.popitem(last=False)[1].nbytes
 
     def drop(self, item: MediaItem) -> None:

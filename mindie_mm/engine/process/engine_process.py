@@ -17,6 +17,7 @@ from mindie_mm.device import slow_dtype
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.process.memory_profile import kv_cache_bytes
+from mindie_mm.engine.process.placing import num_devices, placed
 from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
 from mindie_mm.engine.requests.default_sampling import defaults_of
 from mindie_mm.engine.requests.engine_messages import (
@@ -78,6 +79,8 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
             channel.send(msgspec.msgpack.encode(message))
 
     try:
+        visible = ranks.run_on_all(lambda: num_devices(start.config))
+        start = msgspec.structs.replace(start, config=placed(start.config, start.replica, ranks))
         default_sampling = defaults_of(start.model, start.family, start.generation_config)
         with loading_reported(_rarely(lambda share: send(Loading(share)))):
             engine = load_engine(start, ranks)
@@ -85,7 +88,8 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
     except MindieMMError as error:
         return send(Failure.of(error))
     faults.point("loaded")
-    send(msgspec.structs.replace(engine.ready, default_sampling=default_sampling, free_bytes=free_bytes))
+    ready = msgspec.structs.replace(engine.ready, default_sampling=default_sampling)
+    send(msgspec.structs.replace(ready, free_bytes=free_bytes, num_devices=visible))
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
     mounts: dict[int, ExitStack] = {}
     while True:
@@ -187,7 +191,8 @@ def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):
         processor = family.processor(checkpoint)
-    kv_bytes = ranks.run_on_all(lambda: kv_cache_bytes(model, processor, family.kinds, device, config, ranks))
+    measured = model, processor, family.kinds, device, config, ranks
+    kv_bytes = ranks.run_on_all(lambda: kv_cache_bytes(*measured, start.replica.count))
     if isinstance(model, Seq2SeqModel):
         return Seq2SeqEngine(model, config, kv_bytes)
     engine = Engine(model, config, ranks.all_reduce_min(kv_bytes), ranks)

@@ -24,9 +24,9 @@ PATIENCE_S = 1.5
 _Rank = tuple[subprocess.Popen[bytes], socket.socket]
 
 
-def main(channel: ChildChannel, lifeline: Lifeline, num_ranks: str, device: str) -> None:
+def main(channel: ChildChannel, lifeline: Lifeline, num_ranks: str, device: str, first_device: str) -> None:
     """Run the ranks until they end. If a rank fails, end the others and exit with status 1."""
-    ranks = lifeline.hold(lambda: _start(channel, int(num_ranks), device), _end)
+    ranks = lifeline.hold(lambda: _start(channel, int(num_ranks), device, first_device), _end)
     numbers = {process.pid: number for number, (process, _) in enumerate(ranks)}
     with suppress(ChildProcessError):  # the parent is gone, and `_end` has reaped the ranks
         while numbers:
@@ -39,13 +39,13 @@ def main(channel: ChildChannel, lifeline: Lifeline, num_ranks: str, device: str)
                 sys.exit(1)
 
 
-def _start(channel: ChildChannel, num_ranks: int, device: str) -> list[_Rank]:
+def _start(channel: ChildChannel, num_ranks: int, device: str, first_device: str) -> list[_Rank]:
     store = os.memfd_create("mindie_mm.ranks")  # this file has no path, so it cannot be left over
     descriptors = channel.fileno(), store
     return [
         spawn(
             "mindie_mm.engine.process.rank",
-            *map(str, (number, num_ranks, device, *descriptors)),
+            *map(str, (number, num_ranks, device, first_device, *descriptors)),
             descriptors=descriptors,
         )
         for number in range(num_ranks)

@@ -41,12 +41,13 @@ def kv_cache_bytes(
     device: Device,
     config: EngineConfig,
     ranks: Ranks = ALONE,
+    num_engines: int = 1,
 ) -> int:
     """Return the size in bytes of this rank's KV cache.
 
     The size is `config.kv_cache_bytes` if that is set. Otherwise it is the memory that `memory_share` allows, minus the
     memory of the largest step and of the encoder cache. It never exceeds the size that all sequences at full length
-    use. Ranks on CPUs divide the host's memory equally.
+    use. Ranks and engines on CPUs divide the host's memory equally.
 
     Args:
         model: Loaded model.
@@ -55,6 +56,7 @@ def kv_cache_bytes(
         device: Device of the model.
         config: Settings of the engine.
         ranks: All ranks of the engine. Each of them must call this function.
+        num_engines: Number of engines of the service.
 
     Raises:
         DeviceError: No memory is left, `config.kv_cache_bytes` does not fit, or running the worst case fails.
@@ -65,7 +67,7 @@ def kv_cache_bytes(
     useful = useful_bytes(model, config)
     worst = WorstCase(model, processor, device, config, ranks)
     taken = worst.num_bytes(kinds)
-    free = device.free_bytes() // (ranks.count if spec.device.type == "cpu" else 1)
+    free = device.free_bytes() // (ranks.count * num_engines if spec.device.type == "cpu" else 1)
     share = config.memory_share or device.memory_share
     says = (
         f"{spec.device} has {mib(free)} free after loading the weights; the largest step takes {mib(taken)}; "

@@ -7,7 +7,14 @@ from mindie_mm.processes.ipc import ChildChannel, Lifeline
 
 
 def main(
-    _: ChildChannel, lifeline: Lifeline, number: str, num_ranks: str, device: str, parent: str, store: str
+    _: ChildChannel,
+    lifeline: Lifeline,
+    number: str,
+    num_ranks: str,
+    device: str,
+    first_device: str,
+    parent: str,
+    store: str,
 ) -> None:
     """Run the engine until the launcher ends. The launcher ends if its parent closes the channel or a rank dies.
 
@@ -16,6 +23,7 @@ def main(
         number: Rank of this process.
         num_ranks: Number of ranks.
         device: Device that the engine runs on.
+        first_device: Index of the device of rank 0.
         parent: Inherited descriptor of the channel to the launcher's parent.
         store: Inherited descriptor of the file through which the ranks find each other.
 
@@ -26,5 +34,5 @@ def main(
 
     logs.adopt()
     with ChildChannel(int(parent)) as channel:
-        ranks = join(int(number), int(num_ranks), f"/proc/self/fd/{store}", device)
+        ranks = join(int(number), int(num_ranks), f"/proc/self/fd/{store}", device, int(first_device))
         engine_process.main(channel, lifeline, ranks)

@@ -15,6 +15,15 @@ FinishReason = Literal["stop", "length"]
 """Reason why a request has finished: a stop condition, or the maximum number of tokens."""
 
 
+class Replica(msgspec.Struct, frozen=True):
+    """The place of an engine among the engines of its service, which share the host or its devices."""
+
+    number: int = 0
+    """Number of the engine, from 0."""
+    count: int = 1
+    """Number of engines."""
+
+
 class Start(msgspec.Struct, frozen=True):
     """The first message, which contains the checkpoint to load."""
 
@@ -27,6 +36,7 @@ class Start(msgspec.Struct, frozen=True):
     """Same as the argument of `load_model`."""
     generation_config: str = "vllm"
     """See `WorkerConfig.generation_config`."""
+    replica: Replica = Replica()
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -173,6 +183,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Default sampling settings of requests."""
     free_bytes: int = 0
     """Free memory of the device in bytes, after the KV cache was allocated."""
+    encoder_cache_tokens: int = 0
+    """Number of media features that the encoder cache holds."""
+    num_devices: int = 1
+    """Number of visible devices that the setting `device` allows. It is 1 for the CPU and for a name with an index."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,0 +1,216 @@
+"""Several engines in one service: requests per second, and the hit rate of the encoder cache by the way of routing.
+
+    python -m bench.scale.replicas             # about ten minutes on a quiet machine
+    python -m bench.scale.replicas --short     # fewer requests
+
+Each engine has one thread. The results are in bench/results/replicas.json and replicas.md. The entries of `points` are
+the input of `bench.scale.model --validate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.report import RESULTS, write
+from bench.serve.load import QUESTION, Load, Server, drive, seeds, session
+from bench.serve.pictures import Size, jpeg
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.routing import Candidate
+from mindie_mm.settings.cgroup import available_cpus
+from mindie_mm.settings.config import EngineConfig, WorkerConfig
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.engine_replicas import EngineReplicas
+from mindie_mm.worker.worker import Answer, Worker
+from tools.serving import running_service
+
+ENGINE: dict[str, object] = {"dtype": "float32", "num_threads": 1, "kv_cache_bytes": 2**26, "measure_s": 0}
+SIZE = Size(640, 480)
+TOKENS = 16
+CLIENTS = (1, 4, 8)
+REPEATED = 0.9
+"""Probability that a request has a picture of an earlier request. Each earlier picture is equally likely."""
+SURPLUS_TOKENS = (0, 16, 64, 256, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A measured rate, with the fields of `bench.scale.validation.Point`."""
+
+    checkpoint: str
+    size: str
+    clients: int
+    num_tokens: int
+    requests_per_s: float
+    engines: int
+    decoders: int
+    processors: int
+    others: float
+    """Share of the processors that other programs used meanwhile."""
+
+
+def points(engines: int, turns: int, requests: int) -> Iterator[Point]:
+    """Measure a service with new pictures. Of several turns, the turn with the least other work counts."""
+    numbers = seeds()
+
+    async def turn(server: Server, clients: int) -> float:
+        load = Load(SIZE, clients, max(requests, 4 * clients), max_tokens=TOKENS)
+        async with session() as http:
+            figures = (await drive(http, server, load, load.pictures(numbers))).figures()
+        if figures["errors"]:
+            raise RuntimeError(f"{figures['errors']} requests failed, the first with: {figures['first_error']}")
+        return float(figures["requests_per_s"])
+
+    with tempfile.TemporaryDirectory(prefix="mindie_mm-bench-") as folder:
+        settings = ENGINE | {"spool": Path(folder) / "spool", "decoders": 1, "replicas": engines}
+        with running_service(settings, Path(folder) / "log") as service:
+            server = Server(service.url, service.model)
+            asyncio.run(turn(server, 2))
+            for clients in CLIENTS:
+                measured = []
+                for _ in range(turns):
+                    before = _processor_seconds(service.process.pid)
+                    rate = asyncio.run(turn(server, clients))
+                    after = _processor_seconds(service.process.pid)
+                    whole, busy, own = (now - then for now, then in zip(after, before, strict=True))
+                    measured.append((max(0.0, busy - own) / whole, rate))
+                others, rate = min(measured)
+                point = Point("tiny", str(SIZE), clients, TOKENS, rate, engines, 1, available_cpus(), round(others, 3))
+                print(point, flush=True)
+                yield point
+
+
+def _processor_seconds(pid: int) -> tuple[float, float, float]:
+    """Return the processor time of the machine, its busy part, and the part of a service and of this process."""
+    times = psutil.cpu_times()
+    whole = sum(times) - times.guest - times.guest_nice  # Linux counts guests in user and nice, too
+    service, own = psutil.Process(pid), 0.0
+    for process in (psutil.Process(), service, *service.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            used = process.cpu_times()
+            own += used.user + used.system
+    return whole, whole - times.idle - times.iowait, own
+
+
+class RoundRobin:
+    """A rule that chooses the engines in turn."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def __call__(self, candidates: Sequence[Candidate], surplus_tokens: int, first_key: bytes) -> list[int]:
+        """Return the index of the next engine."""
+        self._turn += 1
+        return [self._turn % len(candidates)]
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The hit rate of the encoder caches under one kind of routing."""
+
+    routing: str
+    engines: int
+    clients: int
+    surplus_tokens: int
+    requests: int
+    different: int
+    """Number of different pictures. A hit rate cannot exceed the share of the other requests."""
+    hit_rate: float
+    per_engine: list[int]
+    """Number of requests of each engine."""
+    seconds: float
+
+
+async def routed(routing: str, engines: int, surplus_tokens: int, requests: int, clients: int = 4) -> Routed:
+    """Answer requests of which most repeat an earlier picture."""
+    engine = EngineConfig(device="cpu", **ENGINE)  # type: ignore[arg-type]
+    config = WorkerConfig(decoders=1, replicas=engines, replica_surplus_tokens=surplus_tokens, engine=engine)
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    draws = random.Random(7)
+    numbers: list[int] = []
+    pictures: dict[int, bytes] = {}
+    for _ in range(requests):
+        repeated = pictures and draws.random() < REPEATED
+        numbers.append(draws.randrange(len(pictures)) if repeated else len(pictures))
+        pictures.setdefault(numbers[-1], jpeg(numbers[-1], SIZE))
+    loop = asyncio.get_running_loop()
+    async with await Worker.start(config) as worker:
+        if routing == "round robin":
+            assert isinstance(worker.engine, EngineReplicas)
+            worker.engine.order = RoundRobin()
+        waiting = iter(enumerate(numbers))
+
+        async def client() -> None:
+            for index, number in waiting:
+                items: list[dict[str, Any]] = [{"image": pictures[number]}, {"text": QUESTION}]
+                await Answer.of(worker.answer(TokenizeRequest(items=items), params, str(index)))
+
+        begun = loop.time()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        seconds = loop.time() - begun
+        stats = [one.stats for one in worker.engine.engines]
+    queries = [one.encoder_cache_queries for one in stats]
+    hits = sum(one.encoder_cache_hits for one in stats)
+    found = Routed(
+        *(routing, engines, clients, surplus_tokens, requests, len(pictures)),
+        hit_rate=round(hits / sum(queries), 4),
+        per_engine=queries,
+        seconds=round(seconds, 2),
+    )
+    print(found, flush=True)
+    return found
+
+
+def table(measured: Sequence[Point], rates: Sequence[Routed]) -> str:
+    """Return both tables in Markdown."""
+    counts = sorted({point.engines for point in measured})
+    rate = {(point.engines, point.clients): point.requests_per_s for point in measured}
+    lines = ["| clients | " + " | ".join(f"{count} engine{'s' * (count > 1)}" for count in counts) + " |"]
+    lines += ["|---" * (1 + len(counts)) + "|"]
+    lines += [f"| {n} | " + " | ".join(f"{rate[count, n]:.2f} requests/s" for count in counts) + " |" for n in CLIENTS]
+    lines += ["", "| routing | engines | surplus | hit rate | requests of each engine |", "|---|---|---|---|---|"]
+    for one in rates:
+        surplus = one.surplus_tokens if one.routing == "content" else ""
+        shares = ", ".join(map(str, one.per_engine))
+        lines.append(f"| {one.routing} | {one.engines} | {surplus} | {one.hit_rate:.3f} | {shares} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write the results, and return 1 if content routing has less than 95 % of one engine's hit rate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true")
+    short = parser.parse_args(arguments).short
+    requests = 100 if short else 400
+    default = WorkerConfig().replica_surplus_tokens
+
+    async def all_routed() -> list[Routed]:
+        found = [
+            await routed("single engine", 1, default, requests),
+            await routed("content", 2, default, requests),
+            await routed("round robin", 2, default, requests),
+        ]
+        others = [] if short else [surplus for surplus in SURPLUS_TOKENS if surplus != default]
+        return [*found, *[await routed("content", 2, surplus, requests) for surplus in others]]
+
+    rates = asyncio.run(all_routed())
+    turns, each = (1, 12) if short else (5, 32)
+    measured = [point for engines in (1, 2) for point in points(engines, turns, each)]
+    write("replicas", {"points": [asdict(one) for one in measured], "hit_rates": [asdict(one) for one in rates]})
+    (RESULTS / "replicas.md").write_text(table(measured, rates), encoding="utf-8")
+    single, content = rates[0].hit_rate, rates[1].hit_rate
+    return int(content < 0.95 * single)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Joins Ray clusters, and starts local ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from mindie_mm.errors import InputError
+from mindie_mm.settings.environment import limit_ray_connect, ray_address
+
+_CHECK = (
+    "Start its head node, or correct the host and port. If the cluster requires an authentication token, set "
+    "RAY_AUTH_TOKEN on this machine"
+)
+LOCAL = "local"
+"""Address that stands for a new cluster on this machine."""
+
+
+def join(address: str, extra: str, **options: Any) -> None:
+    """Join the cluster at `address`, unless this process is already in a cluster.
+
+    Args:
+        address: Address of the cluster to join as host:port, "auto" for the cluster that runs on this machine, or
+            `LOCAL` to start a cluster.
+        extra: Name of the extra that installs the packages for Ray.
+        options: Further arguments of `ray.init`.
+
+    Raises:
+        InputError: Ray is not installed, or the cluster cannot be joined.
+
+    """
+    named = address
+    if address == "auto" and (address := ray_address() or "auto") != "auto":
+        named = f"{address} (from RAY_ADDRESS)"
+    if "://" in address:
+        raise InputError(
+            f"--ray {named}: mindie-mm joins the cluster directly, not through a Ray client. Give the host and port of "
+            "the head node"
+        )
+    if find_spec("ray") is None:
+        raise InputError(f"Ray is not installed: pip install 'mindie_mm[{extra}]'")
+    imported = "ray" in sys.modules
+    if address != LOCAL:
+        limit_ray_connect()
+    import ray
+    from ray.exceptions import RayError
+
+    if ray.is_initialized():
+        return
+    try:
+        if imported and address != LOCAL:
+            _require_answer(address)
+        ray.init(address=address, include_dashboard=False, **{"log_to_driver": False, **options})
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        reason = " ".join(str(error).split())
+        advice = (
+            _CHECK if isinstance(error, ConnectionError) else "Give the host and port of the head node, as host:port"
+        )
+        raise InputError(f"cannot join a Ray cluster at {named}: {reason.rstrip('.')}. {advice}") from error
+
+
+def _require_answer(address: str) -> None:
+    """Raise ConnectionError unless a new process can join the cluster.
+
+    This process imported Ray before `limit_ray_connect` set shorter timeouts. It would therefore use the longer default
+    timeouts.
+    """
+    code = "import sys, ray; ray.init(address=sys.argv[1], include_dashboard=False, log_to_driver=False)"
+    done = subprocess.run(  # noqa: S603 - our own code
+        [sys.executable, "-c", code, address], capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode:
+        _, _, reason = (done.stderr.splitlines() or [f"status {done.returncode}"])[-1].partition(": ")
+        raise ConnectionError(reason or done.stderr)

@@ -1,0 +1,102 @@
+"""The content of a request for the choice of an engine: its media, and the beginning of its prompt.
+
+The ids of a prompt contain only handles. The digests of its media are in the headers of their blocks, which this
+process reads from shared memory.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindie_mm.errors import MindieMMError
+from mindie_mm.routing import Content
+from mindie_mm.salt import salted
+from mindie_mm.shm import Ref, is_name_word
+from mindie_mm.shm.reader.mapped import mapped_arena
+
+BLOCK_TOKENS = 64
+"""Number of tokens by which prefixes differ. Shorter blocks would take more time to hash, and KV blocks of most devices
+are shorter."""
+
+_KEY_BYTES = 16
+_ITEM = "item"
+"""Name of the array that states the number of features (docs/wire-format.md)."""
+_NUM_FEATURES = 2
+"""Index of the number of features in this array."""
+_AT = struct.Struct("<q")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The content of one request."""
+
+    media: list[Content]
+    prefix: list[Content]
+    """Blocks of the prompt. The key of a block depends on all tokens and media up to its end."""
+
+    @property
+    def first_key(self) -> bytes:
+        """Key of the first item, or else of the first block, or else empty."""
+        return next((content.key for content in (*self.media, *self.prefix)), b"")
+
+
+def contents_of(ids: NDArray[np.int64], cache_salt: str) -> Contents:
+    """Return the content of a prompt, up to the first item without a digest.
+
+    Args:
+        ids: Prompt ids with handle words, int64 [T].
+        cache_salt: Salt of the request. Requests with different salts have no content in common.
+
+    """
+    media: list[Content] = []
+    chain, hashed, known = salted(cache_salt), 0, len(ids)
+    prefix: list[Content] = []
+    plain = np.where(ids < 0, 0, ids)
+
+    def extend(stop: int) -> None:
+        """Hash all whole blocks of the first `stop` tokens."""
+        nonlocal hashed
+        while hashed + BLOCK_TOKENS <= stop:
+            chain.update(plain[hashed : hashed + BLOCK_TOKENS].tobytes())
+            hashed += BLOCK_TOKENS
+            prefix.append(Content(chain.digest(_KEY_BYTES), BLOCK_TOKENS))
+
+    for at, item in _items(ids):
+        extend(at)
+        if item is None:
+            known = at
+            break
+        media.append(item)
+        chain.update(_AT.pack(at) + item.key)
+    extend(known)
+    return Contents(media, prefix)
+
+
+def _items(ids: NDArray[np.int64]) -> Iterator[tuple[int, Content | None]]:
+    """Yield the index of each item's first handle word, and the item. The item is None if its digest is unknown."""
+    words = np.flatnonzero(ids < 0).tolist()
+    for at in words:
+        name_word = int(ids[at])
+        if is_name_word(name_word):
+            yield at, _item(name_word)
+        elif at == words[0]:  # another program's format
+            yield at, None
+
+
+def _item(name_word: int) -> Content | None:
+    """Read the digest and the number of features of an item. Return None if its block is gone or has no digest."""
+    try:
+        ref = Ref.from_words(name_word, None)
+        buffer, base, header = mapped_arena(ref.arena).block(ref)
+    except MindieMMError:  # the engine reports the error
+        return None
+    if header.digest is None or _ITEM not in header.arrays:
+        return None
+    at = base + header.arrays[_ITEM].offset + 8 * _NUM_FEATURES
+    num_features = int.from_bytes(bytes(buffer[at : at + 8]), "little", signed=True)
+    return Content(header.digest, max(0, num_features))

@@ -1,0 +1,182 @@
+"""Names the content of a request from its raw body, without the tokenizer, so that a router can compare requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+from mindie_mm.routing import Content
+
+_MEDIA = ("image", "video", "audio", "input_audio", "file", "document")
+"""Beginnings of the names of fields that contain media."""
+_CHARACTERS_PER_TOKEN = 4
+_BYTES_PER_TOKEN = 256
+"""Estimated number of bytes in JSON per token of a media item."""
+_MEDIA_TOKENS = (256, 8192)
+"""Lower and upper limit of the estimated number of tokens of a media item."""
+_PIECE_BYTES = 1024
+_MAX_PIECES = 64
+"""Maximum number of pieces of a text. The rest of a longer text is one more piece."""
+
+
+class Loads:
+    """Estimated numbers of tokens of the requests in progress, by replica. Several threads may use it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._tokens = Counter[str]()
+
+    def __getitem__(self, name: str) -> int:
+        return self._tokens[name]
+
+    def add(self, name: str, num_tokens: int) -> None:
+        with self._lock:
+            self._tokens[name] += num_tokens
+
+
+class Route:
+    """The content of a request, and the replicas that have received the request.
+
+    The ingress creates it, and the router, which runs in the same process, completes it. It is not sent to the worker.
+    """
+
+    def __init__(self, contents: tuple[Content, ...] = (), first_key: bytes = b"", only: str | None = None) -> None:
+        self.contents = contents
+        """Media, and beginnings of the prompt. Their numbers of tokens are estimates."""
+        self.first_key = first_key
+        """Key of the first media item. Without media, key of the prompt up to the first question."""
+        self.num_tokens = sum(content.num_tokens for content in contents)
+        self.only = only
+        """Name of the replica that must receive the request, or None for any replica."""
+        self.names: list[str] = []
+        """Names of all replicas when the router last chose one."""
+        self.tried: list[str] = []
+        """Names of the replicas that have received the request."""
+        self._counted: tuple[Loads, str] | None = None
+        self._ended = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Route, ()
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are replicas that have not received the request."""
+        return any(name not in self.tried for name in self.names)
+
+    def begin(self, name: str, loads: Loads) -> None:
+        """Record that replica `name` has received the request, and count the request's tokens in `loads`."""
+        self.tried.append(name)
+        self._uncount()
+        if not self._ended:
+            loads.add(name, self.num_tokens)
+            self._counted = loads, name
+
+    def end(self) -> None:
+        """Record that the request has been answered, or that its client is gone."""
+        self._ended = True
+        self._uncount()
+
+    def _uncount(self) -> None:
+        if self._counted is not None:
+            loads, name = self._counted
+            self._counted = None
+            loads.add(name, -self.num_tokens)
+
+
+def route_of(body: bytes, owner: bytes = b"") -> Route:
+    """Return the content of the request with the JSON `body`, or of nothing if the body is not a valid request.
+
+    Equal media and equal beginnings of prompts have equal keys if the requests have the same `cache_salt`, because
+    other requests do not share a worker's caches. A media item with a `uuid` is named by this uuid and `owner`, the
+    digest of the API key, because the request may leave out the data.
+    """
+    try:
+        request = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Route()
+    if not isinstance(request, dict):
+        return Route()
+    names = _Names(str(request.get("cache_salt") or "").encode(), owner)
+    prompt = next((request[name] for name in ("messages", "inputs", "prompt") if request.get(name)), None)
+    if isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
+        names.add_messages(prompt if "messages" in request else [{"role": "user", "content": prompt}], request)
+    elif prompt is not None:
+        names.add_text(prompt.encode() if isinstance(prompt, str) else msgspec.json.encode(prompt))
+    return Route(tuple(names.contents), names.first_key)
+
+
+class _Names:
+    """The named content of one request."""
+
+    def __init__(self, salt: bytes, owner: bytes) -> None:
+        self._salt = salt
+        self._owner = owner
+        self._beginning = b""
+        """Key of the prompt up to the last added part."""
+        self.contents: list[Content] = []
+        self.first_key = b""
+
+    def add_messages(self, messages: list[dict[str, Any]], request: Mapping[str, Any]) -> None:
+        self._beginning = self._key(msgspec.json.encode(request.get("tools")))
+        first_beginning = b""
+        for message in messages:
+            parts = message.get("content")
+            if isinstance(parts, list):
+                named = [self._named(part) for part in parts]
+                media = [content for _, contents in named for content in contents]
+                message = {**message, "content": [shown for shown, _ in named]}  # noqa: PLW2901 - with names for media
+                self.contents += media
+                self.first_key = self.first_key or next((content.key for content in media), b"")
+            written = msgspec.json.encode(message)
+            self._continue(written, len(written) // _CHARACTERS_PER_TOKEN + 1)
+            if message.get("role") == "user":
+                first_beginning = first_beginning or self._beginning
+        self.first_key = self.first_key or first_beginning or self._beginning
+
+    def add_text(self, text: bytes) -> None:
+        for piece in _pieces(text):
+            self._continue(piece, len(piece) // _CHARACTERS_PER_TOKEN + 1)
+            self.first_key = self.first_key or self._beginning
+
+    def _continue(self, part: bytes, num_tokens: int) -> None:
+        """Add the beginning of the prompt that ends with `part`."""
+        self._beginning = self._key(self._beginning, part)
+        self.contents.append(Content(self._beginning, num_tokens))
+
+    def _named(self, part: Any) -> tuple[Any, list[Content]]:
+        """Return a content part with keys in place of its media, and the media."""
+        if not isinstance(part, dict):
+            return part, []
+        shown, media = dict(part), []
+        for name, value in part.items():
+            if not name.startswith(_MEDIA) or not isinstance(value, str | dict | list):
+                continue
+            if isinstance(value, dict):  # the same picture in another form, or with other options
+                value = value.get("url") or value.get("data") or value  # noqa: PLW2901 - the source of the media item
+            data = value.encode() if isinstance(value, str) else msgspec.json.encode(value)
+            uuid = part.get("uuid")
+            key = self._key(b"uuid", self._owner, uuid.encode()) if isinstance(uuid, str) else self._key(data)
+            least, most = _MEDIA_TOKENS
+            media.append(Content(key, min(max(len(data) // _BYTES_PER_TOKEN, least), most)))
+            shown[name] = key.hex()
+        return shown, media
+
+    def _key(self, *parts: bytes) -> bytes:
+        digest = blake2b(self._salt, digest_size=16)
+        for part in parts:
+            digest.update(b"%d:" % len(part))
+            digest.update(part)
+        return digest.digest()
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    end = min(len(text), _PIECE_BYTES * _MAX_PIECES)
+    for start in range(0, end, _PIECE_BYTES):
+        yield text[start : start + _PIECE_BYTES]
+    if end < len(text):
+        yield text[end:]

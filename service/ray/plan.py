@@ -1,0 +1,74 @@
+"""What each replica of an application receives: the settings, and the version that built the application."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mindie_mm.errors import InputError
+from mindie_mm.settings.sources import PARTS, Configuration, checked_settings, configuration
+from mindie_mm.shm.format import layout
+
+_CALLS = 1
+"""Version of the calls between ingress and worker (`WorkerReplica.answer`)."""
+
+
+class _Versions(msgspec.Struct, frozen=True):
+    version: str
+    """Version of mindie_mm."""
+    wire: str
+    """Versions of everything that processes of mindie_mm exchange."""
+
+    def __str__(self) -> str:
+        return f"mindie_mm {self.version} with wire format {self.wire}"
+
+
+class _Plan(_Versions, frozen=True):
+    settings: dict[str, Any]
+
+
+def versions() -> _Versions:
+    """Return the versions of this installation."""
+    return _Versions(version("mindie_mm"), f"{layout.VERSION}.{_CALLS}")
+
+
+def plan_of(settings: Mapping[str, Any]) -> bytes:
+    """Return a plan with `settings`, by name."""
+    ours = versions()
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    return msgspec.json.encode(_Plan(ours.version, ours.wire, plain))
+
+
+def given_settings(given: Configuration) -> dict[str, Any]:
+    """Return the settings that are not at their default, by name."""
+    owners = (given.worker, given.worker.engine, given.worker.media, given.service)
+    return {
+        name: getattr(owner, name)
+        for owner in owners
+        for name in owner.__dataclass_fields__
+        if name in given.origins and name not in PARTS
+    }
+
+
+def configuration_of(plan: bytes) -> Configuration:
+    """Return the settings of a plan.
+
+    Settings that the plan does not contain are read from the environment of this node.
+
+    Raises:
+        InputError: A setting is invalid, or the plan is from a version with another wire format.
+
+    """
+    theirs, ours = msgspec.json.decode(plan, type=_Versions), versions()
+    if theirs.wire != ours.wire:
+        raise InputError(
+            f"node {socket.gethostname()} has {ours}, but the application was built by {theirs}; install the same "
+            "version of mindie_mm on all nodes"
+        )
+    settings = msgspec.json.decode(plan, type=_Plan).settings
+    return configuration(checked_settings("the application", settings))

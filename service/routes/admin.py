@@ -1,0 +1,58 @@
+"""POST /admin/reload: replacement of the engine processes."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from hmac import compare_digest
+
+from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from mindie_mm.errors import ServiceStopping
+from mindie_mm.settings.config import ServiceConfig
+from service.http.access import RELOAD, key_digest
+from service.http.json_response import JSONResponse
+from service.request.state import ServiceDep
+from service.schemas.description import answered
+
+router = APIRouter()
+
+
+class Reloaded(TypedDict):
+    """The response of /admin/reload."""
+
+    reloaded: int
+    """Number of engines that were replaced."""
+
+
+@router.post(RELOAD, responses=answered(Reloaded))
+async def reload(request: Request, service: ServiceDep) -> Response:
+    """Replace the engines one by one, and answer when all are replaced. New engines read the checkpoint again.
+
+    An engine that is replaced gets no new requests. Its running requests may finish within `--grace-s`, and are then
+    sent to another engine.
+    """
+    _require_admin(request, service.config)
+    if service.admission.stopping:
+        raise ServiceStopping("the service is stopping")
+    engine = service.worker.engine
+    await engine.reload(service.config.grace_s)
+    answer: Reloaded = {"reloaded": len(engine.engines)}
+    return JSONResponse(answer)
+
+
+def _require_admin(request: Request, config: ServiceConfig) -> None:
+    """Raise HTTPException unless the request came through the Unix socket, or has the key of `admin_key`."""
+    if getattr(request.state, "unix_socket", False) is True:
+        return
+    if config.admin_key is None:
+        raise HTTPException(
+            403,
+            f"{RELOAD} is accepted only on the socket of --uds, or with the key of --admin-key; this service has no "
+            "such key",
+        )
+    if not compare_digest(key_digest(request.headers), sha256(config.admin_key.encode()).digest()):
+        message = "the request does not have the key of --admin-key; send it in the header Authorization, as Bearer KEY"
+        raise HTTPException(401, message, headers={"WWW-Authenticate": "Bearer"})

@@ -1,0 +1,170 @@
+"""Tests of replicas and nodes that end, on a cluster of three nodes. The tests share the cluster, in this order."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.service.ray.conftest import Cluster, dead_arenas, workers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.filterwarnings("ignore"),  # warnings that Ray's own code causes
+]
+WAIT_S = 900.0
+
+
+def ask(port: int, text: str, **more: Any) -> tuple[int, str]:
+    """Return the status and the body of the answer to a chat."""
+    body = {"messages": [{"role": "user", "content": text}], "ignore_eos": True, "temperature": 0, **more}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=900)
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def wait(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def engine_seconds(worker: psutil.Process) -> float:
+    total = 0.0
+    for child in worker.children():
+        times = child.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+def busiest() -> psutil.Process:
+    """Return the worker whose processes have used most processor time in the last second."""
+    found = workers()
+    before = [engine_seconds(worker) for worker in found]
+    time.sleep(1)
+    used = [engine_seconds(worker) - earlier for worker, earlier in zip(found, before, strict=True)]
+    return found[used.index(max(used))]
+
+
+def tokens(answer: tuple[int, str]) -> int:
+    status, body = answer
+    assert status == 200, body
+    count: int = json.loads(body)["usage"]["completion_tokens"]
+    return count
+
+
+def metric(port: int, sample: str) -> float:
+    """Return the sum of a metric over all workers. `sample` is a regular expression for its name and labels."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/metrics")
+    page = connection.getresponse().read().decode()
+    connection.close()
+    found = re.findall(rf"^mindie_mm:{sample}.*\}} (.*)$", page, re.MULTILINE)
+    assert len(found) == 2, page
+    return sum(map(float, found))
+
+
+def test_a_disconnect_ends_a_stream(cluster: Cluster) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=900)
+    headers = {"Content-Type": "application/json", "X-Request-Id": "mine"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    response = connection.getresponse()
+    assert [value for name, value in response.getheaders() if name.lower() == "x-request-id"] == ["mine"]
+    assert response.read(6) == b"data: "
+    aborted = 'request_success_total{.*finished_reason="abort"'
+    before = metric(cluster.port, aborted)
+    response.close()
+    connection.close()
+    wait(lambda: metric(cluster.port, aborted) == before + 1, "the request still runs")
+
+
+def test_a_killed_replica_loses_only_streams_that_have_begun(cluster: Cluster) -> None:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        whole = pool.submit(ask, cluster.port, "hi", max_tokens=1500)
+        stream = pool.submit(ask, cluster.port, "hi", max_tokens=3000, stream=True)
+        worker = busiest()
+        children = worker.children(recursive=True)
+        worker.kill()
+        assert tokens(whole.result()) == 1500
+        status, body = stream.result()
+    assert status == 200
+    *_, error, last = body.split("\n\n")[:-1]
+    assert last == "data: [DONE]"
+    assert json.loads(error.removeprefix("data: "))["error"]["type"] == "ServiceUnavailableError"
+    _, alive = psutil.wait_procs(children, WAIT_S)
+    assert not alive
+    assert not dead_arenas()
+    wait(lambda: len(workers()) == cluster.num_workers() == 2, "the replica is not replaced")
+
+
+def test_the_requests_of_a_removed_node_are_answered_by_another(cluster: Cluster) -> None:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, cluster.port, f"hi {number}", max_tokens=1500) for number in range(8)]
+        worker = busiest()
+        before = {child.pid: child for worker in workers() for child in worker.children(recursive=True)}
+        cluster.remove_node_of(worker)
+        assert not any(one.done() for one in asked)
+        assert [tokens(one.result()) for one in asked] == [1500] * 8
+    worker.wait(WAIT_S)
+    wait(lambda: len(workers()) == cluster.num_workers() == 2, "the replicas are not replaced")
+    kept = {child.pid for worker in workers() for child in worker.children(recursive=True)}
+    _, alive = psutil.wait_procs([child for pid, child in before.items() if pid not in kept], WAIT_S)
+    assert not alive
+    wait(lambda: not dead_arenas(), "an arena is left")
+
+
+def test_streams_are_finished_while_replicas_are_added_and_removed(cluster: Cluster) -> None:
+    cluster.fill()
+    answers: list[tuple[int, str]] = []
+
+    def stream(text: str, ended: threading.Event) -> None:
+        while not ended.is_set():
+            answers.append(ask(cluster.port, text, max_tokens=200, stream=True))
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        for number_wanted, text in ((3, "word " * 1000), (2, "hi")):
+            ended = threading.Event()
+            streams = [pool.submit(stream, f"{number} {text}", ended) for number in range(6)]
+            try:
+                wait(lambda wanted=number_wanted: cluster.num_workers() == wanted, f"no {number_wanted} replicas")
+            finally:
+                ended.set()
+            for one in streams:
+                one.result()
+    for status, body in answers:
+        assert (status, body[-len("data: [DONE]\n\n") :]) == (200, "data: [DONE]\n\n")
+        assert '"finish_reason":"length"' in body
+        assert '"error"' not in body
+    wait(lambda: len(workers()) == 2, "the removed replica does not end")
+    assert not dead_arenas()
+
+
+def test_a_worker_leaves_neither_process_nor_arena_however_it_ends(cluster: Cluster) -> None:
+    import ray  # imported late, because it takes seconds
+
+    found = workers()
+    children = [child for worker in found for child in worker.children(recursive=True)]
+    actors = [one for one in ray.util.list_named_actors(all_namespaces=True) if "#WorkerReplica#" in one["name"]]
+    ray.kill(ray.get_actor(**actors[0]))
+    wait(lambda: not all(worker.is_running() for worker in found), "ray.kill has no effect")
+    for worker in found:
+        if worker.is_running():
+            worker.terminate()
+    _, alive = psutil.wait_procs([*found, *children], WAIT_S)
+    assert not alive
+    wait(lambda: not dead_arenas(), "an arena is left")

@@ -1,0 +1,104 @@
+"""Tests of the names of contents, which need no cluster."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from service.ray.content import Loads, Route, route_of
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+OTHER = {"type": "image_url", "image_url": {"url": "data:image/png;base64,BBBB"}}
+
+
+def chat(*contents: Any, **more: Any) -> Route:
+    messages = [{"role": ("user", "assistant")[index % 2], "content": one} for index, one in enumerate(contents)]
+    return route_of(json.dumps({"messages": messages, **more}).encode())
+
+
+def keys(route: Route) -> set[bytes]:
+    return {content.key for content in route.contents}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def test_a_picture_has_the_same_name_in_every_chat():
+    one, two = chat([text("what"), PICTURE]), chat("hello", "hi", [PICTURE, text("and this")])
+    assert one.first_key == two.first_key
+    assert keys(one) & keys(two) == {one.first_key}
+    assert chat([text("what"), OTHER]).first_key != one.first_key
+
+
+def test_a_picture_has_the_same_name_in_items():
+    items = [{"image": PICTURE["image_url"]["url"]}, {"text": "what"}]
+    one, two = (route_of(json.dumps({"inputs": items[:end]}).encode()) for end in (1, 2))
+    assert one.first_key == two.first_key == chat([PICTURE]).first_key
+    detailed = {"type": "image_url", "image_url": PICTURE["image_url"] | {"detail": "low"}}
+    assert chat([detailed]).first_key == one.first_key
+
+
+def test_the_next_turn_of_a_chat_holds_the_earlier_turns():
+    first, next_turn = chat("hello"), chat("hello", "hi", "how are you")
+    assert keys(first) < keys(next_turn)
+    assert first.first_key == next_turn.first_key
+    assert first.num_tokens < next_turn.num_tokens
+    assert not keys(first) & keys(chat("hello!", "hi", "how are you"))
+
+
+def test_tools_are_a_part_of_the_beginning_of_the_prompt():
+    assert not keys(chat("hello")) & keys(chat("hello", tools=[{"type": "function"}]))
+
+
+def test_texts_with_the_same_beginning_share_it():
+    common = "word " * 1000
+    one, two = (route_of(json.dumps({"prompt": common + end}).encode()) for end in ("one", "two"))
+    assert one.first_key == two.first_key
+    assert keys(one) != keys(two)
+    assert sum(content.num_tokens for content in one.contents if content.key in keys(two)) > 0.8 * one.num_tokens
+
+
+def test_requests_with_different_salts_share_nothing():
+    assert not keys(chat([PICTURE])) & keys(chat([PICTURE], cache_salt="mine"))
+
+
+def test_a_uuid_names_a_picture_with_and_without_its_data():
+    """The replica that keeps the data must receive the request without data."""
+    body = [{"messages": [{"role": "user", "content": [part]}]} for part in (
+        {**PICTURE, "uuid": "a"}, {"type": "image_url", "image_url": {}, "uuid": "a"}
+    )]  # fmt: skip
+    one, two = (route_of(json.dumps(one).encode(), b"owner").first_key for one in body)
+    assert one == two
+    assert route_of(json.dumps(body[0]).encode(), b"another owner").first_key != one
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff\xfe", b"[]", b"1", b"{}", b"[" * 100_000, b'{"messages": null}', b'{"messages": "text"}',
+     b'{"messages": [1, null]}', b'{"messages": [{"role": [], "content": [[], 1, null, {"image": null}]}]}',
+     b'{"prompt": {"a": 1}}', b'{"prompt": [[1, 2], [3]]}', b'{"inputs": [1, 2, 3]}', b'{"messages": [], "prompt": 0}',
+     b'{"messages": [{"content": [{"image_url": 5, "uuid": 7}]}], "cache_salt": [1], "tools": "none"}'],
+)  # fmt: skip
+def test_any_body_has_a_name(body: bytes):
+    """The worker reports the mistake, if there is one."""
+    assert route_of(body).num_tokens >= 0
+
+
+def test_the_load_of_a_request_is_counted_once_and_only_until_its_end():
+    loads, route = Loads(), chat("hello")
+    route.begin("one", loads)
+    assert (loads["one"], route.tried) == (route.num_tokens, ["one"])
+    route.begin("two", loads)
+    assert (loads["one"], loads["two"]) == (0, route.num_tokens)
+    route.end()
+    route.begin("three", loads)  # the router may learn late that the client is gone
+    assert [loads[name] for name in ("one", "two", "three")] == [0, 0, 0]
+
+
+def test_the_worker_does_not_receive_the_content():
+    sent = pickle.loads(pickle.dumps(chat("hello")))
+    assert sent.contents == ()

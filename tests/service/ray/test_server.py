@@ -1,0 +1,108 @@
+"""Tests of settings, versions and resources, which need no cluster."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from mindie_mm.errors import InputError
+from mindie_mm.processes import ray_cluster
+from mindie_mm.settings.config import EngineConfig
+from mindie_mm.settings.sources import configuration
+from service.ray.plan import configuration_of, given_settings, plan_of, versions
+from service.ray.server import serve_on_ray, worker_resources
+
+
+def test_a_plan_keeps_the_settings(tmp_path):
+    given = {
+        "model": tmp_path,
+        "port": 8100,
+        "api_key": ("a", "b"),
+        "limit_mm_per_prompt": {"image": 2},
+        "strict": True,
+    }
+    given |= {"rgba_background_color": (1, 2, 3), "request_timeout_s": 5.0, "device": "cpu"}
+    before = configuration(given)
+    after = configuration_of(plan_of(given_settings(before)))
+    assert (after.worker, after.service) == (before.worker, before.service)
+
+
+def test_a_node_adds_its_own_settings(monkeypatch):
+    """A key in the Serve config file would be logged."""
+    monkeypatch.setenv("MINDIE_MM_API_KEY", "secret")
+    assert configuration_of(plan_of({"port": 8100})).service.api_key == ("secret",)
+
+
+def test_a_wrong_setting_is_named():
+    with pytest.raises(InputError, match=r"there is no setting 'decoder'; did you mean 'decoders'\?"):
+        configuration_of(plan_of({"decoder": 1}))
+    with pytest.raises(InputError, match="port"):
+        configuration_of(plan_of({"port": "many"}))
+
+
+def test_another_wire_format_is_refused_with_both_versions():
+    ours = versions()
+    other = msgspec.json.decode(plan_of({}))
+    other |= {"version": "0.0.9", "wire": "9.9", "settings": {"a setting of that version": 1}}
+    with pytest.raises(InputError) as error:
+        configuration_of(msgspec.json.encode(other))
+    assert str(ours) in str(error.value)
+    assert "mindie_mm 0.0.9 with wire format 9.9" in str(error.value)
+
+
+def test_another_version_with_the_same_wire_format_is_accepted():
+    other = msgspec.json.decode(plan_of({"port": 8100})) | {"version": "0.0.9"}
+    assert configuration_of(msgspec.json.encode(other)).service.port == 8100
+
+
+def test_the_error_without_ray_names_the_extra(monkeypatch):
+    monkeypatch.setattr(ray_cluster, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"pip install 'mindie_mm\[serve-ray\]'"):
+        serve_on_ray(configuration({}), "127.0.0.1:6379", 1)
+
+
+@pytest.mark.slow
+def test_an_address_without_a_cluster_ends_the_command_with_the_reason():
+    pytest.importorskip("ray.serve", exc_type=ImportError)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--ray", address]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"cannot join a Ray cluster at {address}: Failed to connect" in done.stderr.splitlines()[-1]
+
+
+def test_a_ray_client_address_is_refused():
+    with pytest.raises(InputError, match="mindie-mm joins the cluster directly"):
+        serve_on_ray(configuration({}), "ray://127.0.0.1:10001", 1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "replicas", "engine", "wanted"),
+    [
+        ({"CPU": 16, "NPU": 8, "memory": 1e9, "node:10.0.0.1": 1}, 4, EngineConfig(tensor_parallel=2), {"NPU": 2}),
+        ({"CPU": 16, "GPU": 8, "accelerator_type:H100": 1}, 8, EngineConfig(), {"GPU": 1}),
+        ({"CPU": 3, "GPU": 8}, 2, EngineConfig(device="cpu"), {}),
+        ({"CPU": 2}, 1, EngineConfig(), {}),
+    ],
+)
+def test_a_replica_gets_its_devices(cluster, replicas, engine, wanted):
+    assert worker_resources(cluster, replicas, engine) == {"CPU": 1} | wanted
+
+
+@pytest.mark.parametrize(
+    ("cluster", "engine", "message"),
+    [
+        ({"CPU": 64, "NPU": 8}, EngineConfig(tensor_parallel=4), r"need 12 devices \(NPU\), but the cluster has 8"),
+        ({"CPU": 3}, EngineConfig(), "need 4 CPUs, but the cluster has 3"),
+        ({}, EngineConfig(), "need 4 CPUs, but the cluster has 0"),
+    ],
+)
+def test_more_replicas_than_devices_are_refused_with_both_numbers(cluster, engine, message):
+    with pytest.raises(InputError, match=message):
+        worker_resources(cluster, 3, engine)
