@@ -38,6 +38,13 @@ def test_a_node_adds_its_own_settings(monkeypatch):
     assert configuration_of(plan_of({"port": 8100})).service.api_key == ("secret",)
 
 
+def test_a_worker_has_one_engine_unless_the_application_sets_several(monkeypatch):
+    """The nodes of a local Ray inherit the environment of `mindie-mm serve --ray`."""
+    monkeypatch.setenv("MINDIE_MM_REPLICAS", "2")
+    assert configuration_of(plan_of({})).worker.replicas == 1
+    assert configuration_of(plan_of({"replicas": 4})).worker.replicas == 4
+
+
 def test_a_wrong_setting_is_named():
     with pytest.raises(InputError, match=r"there is no setting 'decoder'; did you mean 'decoders'\?"):
         configuration_of(plan_of({"decoder": 1}))
