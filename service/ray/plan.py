@@ -16,6 +16,8 @@ from mindie_mm.shm.format import layout
 
 _CALLS = 1
 """Version of the calls between ingress and worker (`WorkerReplica.answer`)."""
+LOST = "lost"
+"""Key in an ASGI message that begins the answer to a request that a worker's processes did not survive."""
 
 
 class _Versions(msgspec.Struct, frozen=True):

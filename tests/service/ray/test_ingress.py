@@ -11,7 +11,7 @@ import pytest
 
 from service.http.errors import ErrorBody
 from service.ray.content import Route
-from service.ray.plan import plan_of
+from service.ray.plan import LOST, plan_of
 
 pytest.importorskip("ray.serve", exc_type=ImportError)
 
@@ -108,17 +108,24 @@ async def test_an_answer_is_passed_on_with_the_whole_body():
 
 
 async def test_a_request_without_output_is_tried_on_another_replica():
-    handle = Handle([died()], [died()], [OK, BODY])
+    handle = Handle([died()], [OK, BODY])
     assert (await ask(handle, b"{}"))[0] == 200
-    assert len(handle.bodies) == 3
+    assert len(handle.bodies) == 2
 
 
-async def test_a_request_that_three_replicas_lose_is_refused():
-    handle = Handle([died()], [died()], [died()], [OK, BODY])
+@pytest.mark.parametrize("first", [[], [[FULL, BODY]]], ids=["deaths", "a refusal and deaths"])
+async def test_a_request_that_kills_its_workers_ends_at_most_two(first: list[list[Any]]):
+    handle = Handle(*first, [died()], [died()], [OK, BODY], replicas=9)
     answer = await ask(handle, b"{}")
     assert error(answer) == (503, "ServiceUnavailableError")
     assert answer[1]["retry-after"] == "1"
-    assert len(handle.bodies) == 3
+    assert len(handle.bodies) == len(first) + 2
+
+
+async def test_a_request_that_crashed_the_processes_of_a_worker_reaches_no_other_worker():
+    handle = Handle([FULL | {"status": 503, LOST: True}, BODY], [OK, BODY])
+    assert (await ask(handle, b"{}"))[0] == 503
+    assert len(handle.bodies) == 1
 
 
 async def test_a_refusal_is_passed_on_only_if_no_other_replica_is_left():
