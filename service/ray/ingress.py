@@ -15,6 +15,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,7 +32,7 @@ from mindie_mm.errors import (
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from service.app import add_front, checkpoint_name
 from service.http import errors
-from service.http.access import key_digest, require_key
+from service.http.access import RELOAD, key_digest, require_key
 from service.ray.content import Route, route_of
 from service.ray.metrics import merged
 from service.ray.plan import LOST, configuration_of
@@ -94,6 +95,12 @@ class Ingress:
         if scope["path"] in _LIVE:
             await Response()(scope, receive, send)
             return
+        if scope["path"] == RELOAD:
+            raise HTTPException(
+                501,
+                f"{RELOAD} would reload one worker of the cluster; to replace all workers one by one, change the "
+                "application's args and deploy it again",
+            )
         if (body := await _whole(receive)) is None:
             return
         owner = key_digest(Headers(scope=scope))

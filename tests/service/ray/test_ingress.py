@@ -167,6 +167,13 @@ async def test_a_request_without_the_key_is_refused_before_its_body_is_read():
     assert (await ask(handle, b"{}", headers={"Authorization": "Bearer secret"}, api_key=["secret"]))[0] == 200
 
 
+async def test_a_reload_of_one_worker_is_refused():
+    """The workers would otherwise answer with different weights."""
+    handle = Handle([OK, BODY])
+    assert error(await ask(handle, b"", path="/admin/reload"))[0] == 501
+    assert not handle.bodies
+
+
 async def test_the_ingress_adds_no_request_id_because_ray_adds_one():
     start = OK | {"headers": [(b"x-request-id", b"of the worker")]}
     assert (await ask(Handle([start, BODY]), b"{}", headers={"X-Request-Id": "mine"}))[1] == {}
