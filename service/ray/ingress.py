@@ -32,7 +32,7 @@ from mindie_mm.errors import (
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from service.app import add_front, checkpoint_name
 from service.http import errors
-from service.http.access import RELOAD, key_digest, require_key
+from service.http.access import OPEN_PATHS, RELOAD, key_digest, require_key
 from service.ray.content import Route, route_of
 from service.ray.metrics import merged
 from service.ray.plan import LOST, configuration_of
@@ -98,10 +98,11 @@ class Ingress:
         if scope["path"] == RELOAD:
             raise HTTPException(
                 501,
-                f"{RELOAD} would reload one worker of the cluster; to replace all workers one by one, change the "
-                "application's args and deploy it again",
+                f"{RELOAD} would reload one worker of the cluster; to replace all workers, change the application's "
+                "args and deploy it again",
             )
-        if (body := await _whole(receive)) is None:
+        # Paths that require no key need no body, so a client without a key cannot make the ingress hold one.
+        if (body := b"" if scope["path"] in OPEN_PATHS else await _whole(receive)) is None:
             return
         owner = key_digest(Headers(scope=scope))
         route = (
@@ -185,6 +186,8 @@ class Ingress:
             parts: list[bytes] = []
 
             async def collect(message: Message) -> None:
+                if message.get("status", 200) != 200:
+                    raise NoProcess(f"a worker answered a request for its metrics with status {message['status']}")
                 parts.append(message.get("body", b""))
 
             await self._answer(scope, b"", route, _Sending(collect, _PROBE_S))

@@ -53,7 +53,12 @@ class Handle:
 
 
 async def ask(
-    handle: Handle, *parts: bytes, path: str = CHAT, headers: Mapping[str, str] | None = None, **settings: Any
+    handle: Handle,
+    *parts: bytes,
+    path: str = CHAT,
+    method: str = "POST",
+    headers: Mapping[str, str] | None = None,
+    **settings: Any,
 ) -> tuple[int, dict[str, str], str]:
     """Send a request through an ingress, and return the status, headers and body of the answer."""
     from service.ray.ingress import Ingress  # imported late, because it needs Ray Serve
@@ -72,7 +77,7 @@ async def ask(
         sent.append(message)
 
     pairs = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http"}
     scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": pairs}
     await app(scope, receive, send)
     start, *rest = sent
@@ -165,6 +170,20 @@ async def test_a_request_without_the_key_is_refused_before_its_body_is_read():
     handle = Handle([OK, BODY])
     assert error(await ask(handle, api_key=["secret"])) == (401, "AuthenticationError")
     assert (await ask(handle, b"{}", headers={"Authorization": "Bearer secret"}, api_key=["secret"]))[0] == 200
+
+
+async def test_the_body_of_a_request_that_needs_no_key_is_not_read():
+    handle = Handle([OK, BODY])
+    assert (await ask(handle, path="/health", method="GET", api_key=["secret"]))[0] == 200
+    assert handle.bodies == [b""]
+
+
+async def test_the_metrics_page_leaves_out_workers_that_answer_with_an_error():
+    page = {"type": "http.response.body", "body": b"# HELP one text\none 1\n", "more_body": False}
+    refused = OK | {"status": 500}
+    status, _, body = await ask(Handle([OK, page], [refused, BODY], [OK, page]), path="/metrics", method="GET")
+    assert (status, body) == (200, '# HELP one text\none{replica="0"} 1\none{replica="2"} 1\n')
+    assert error(await ask(Handle([refused, BODY]), path="/metrics", method="GET"))[0] == 503
 
 
 async def test_a_reload_of_one_worker_is_refused():
