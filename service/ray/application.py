@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve import Application
 
+from mindie_mm.errors import InputError
+from mindie_mm.settings.environment import variable
+from mindie_mm.settings.sources import SECRETS
 from service.ray.content_router import SURPLUS_TOKENS
 from service.ray.ingress import Ingress
 from service.ray.plan import configuration_of, plan_of
@@ -27,11 +30,11 @@ _CLOSE_S = 10.0
 class Arguments(BaseModel):
     """Arguments of the application in a Serve config file."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)  # Serve logs the errors
 
     settings: dict[str, Any] = Field(default_factory=dict)
     """Settings of the service by name, as in the TOML file of --config. Further settings are read from the environment
-    of each node. Serve logs these values, so set the API key with MINDIE_MM_API_KEY instead."""
+    of each node. Serve logs these values, so API keys are refused here. Set MINDIE_MM_API_KEY instead."""
     num_replicas: int = Field(default=1, ge=1)
     """Number of worker replicas, or their minimum if `max_replicas` is set."""
     max_replicas: int | None = Field(default=None, ge=1)
@@ -55,7 +58,17 @@ def build(arguments: Arguments) -> Application:
     """Return the application for a Serve config file, whose `import_path` names this function.
 
     Serve listens on the address in `http_options`, so the setting `host` does not matter.
+
+    Raises:
+        InputError: A setting is invalid, or is a secret.
+
     """
+    if given := sorted(SECRETS & arguments.settings.keys()):
+        variables = " and ".join(map(variable, given))
+        raise InputError(
+            f"settings contain {' and '.join(given)}, but Serve writes settings to its log; set {variables} in the "
+            "environment of all nodes instead"
+        )
     return application(plan_of({"host": "0.0.0.0", **arguments.settings}), arguments)  # noqa: S104
 
 

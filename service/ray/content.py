@@ -22,6 +22,12 @@ _MEDIA_TOKENS = (256, 8192)
 _PIECE_BYTES = 1024
 _MAX_PIECES = 64
 """Maximum number of pieces of a text. The rest of a longer text is one more piece."""
+_MAX_CONTENTS = 1024
+"""Maximum number of contents of a request. The tokens of further contents are counted with the last one, because the
+router compares all contents with those of each replica."""
+_MIN_TOKENS = 8
+"""Lower limit of the estimated number of tokens of a message or a piece of a text. A router records as many contents of
+a replica as have the tokens of its KV cache together, so this limit bounds the router's memory."""
 
 
 class Loads:
@@ -31,18 +37,24 @@ class Loads:
         self._lock = Lock()
         self._tokens = Counter[str]()
 
+    def __len__(self) -> int:
+        return len(self._tokens)
+
     def __getitem__(self, name: str) -> int:
         return self._tokens[name]
 
     def add(self, name: str, num_tokens: int) -> None:
         with self._lock:
             self._tokens[name] += num_tokens
+            if not self._tokens[name]:
+                del self._tokens[name]  # the replica may be gone
 
 
 class Route:
     """The content of a request, and the replicas that have received the request.
 
-    The ingress creates it, and the router, which runs in the same process, completes it. It is not sent to the worker.
+    The ingress creates it, and the router, which runs in another thread of the same process, completes it. It is not
+    sent to the worker.
     """
 
     def __init__(self, contents: tuple[Content, ...] = (), first_key: bytes = b"", only: str | None = None) -> None:
@@ -57,6 +69,9 @@ class Route:
         """Names of all replicas when the router last chose one."""
         self.tried: list[str] = []
         """Names of the replicas that have received the request."""
+        self.nodes: list[str] = []
+        """Nodes of these replicas."""
+        self._lock = Lock()
         self._counted: tuple[Loads, str] | None = None
         self._ended = False
 
@@ -71,15 +86,17 @@ class Route:
     def begin(self, name: str, loads: Loads) -> None:
         """Record that replica `name` has received the request, and count the request's tokens in `loads`."""
         self.tried.append(name)
-        self._uncount()
-        if not self._ended:
-            loads.add(name, self.num_tokens)
-            self._counted = loads, name
+        with self._lock:
+            self._uncount()
+            if not self._ended:
+                loads.add(name, self.num_tokens)
+                self._counted = loads, name
 
     def end(self) -> None:
         """Record that the request has been answered, or that its client is gone."""
-        self._ended = True
-        self._uncount()
+        with self._lock:
+            self._ended = True
+            self._uncount()
 
     def _uncount(self) -> None:
         if self._counted is not None:
@@ -130,23 +147,31 @@ class _Names:
                 named = [self._named(part) for part in parts]
                 media = [content for _, contents in named for content in contents]
                 message = {**message, "content": [shown for shown, _ in named]}  # noqa: PLW2901 - with names for media
-                self.contents += media
+                for content in media:
+                    self._add(content)
                 self.first_key = self.first_key or next((content.key for content in media), b"")
             written = msgspec.json.encode(message)
-            self._continue(written, len(written) // _CHARACTERS_PER_TOKEN + 1)
+            self._continue(written)
             if message.get("role") == "user":
                 first_beginning = first_beginning or self._beginning
         self.first_key = self.first_key or first_beginning or self._beginning
 
     def add_text(self, text: bytes) -> None:
         for piece in _pieces(text):
-            self._continue(piece, len(piece) // _CHARACTERS_PER_TOKEN + 1)
+            self._continue(piece)
             self.first_key = self.first_key or self._beginning
 
-    def _continue(self, part: bytes, num_tokens: int) -> None:
+    def _continue(self, part: bytes) -> None:
         """Add the beginning of the prompt that ends with `part`."""
         self._beginning = self._key(self._beginning, part)
-        self.contents.append(Content(self._beginning, num_tokens))
+        self._add(Content(self._beginning, max(len(part) // _CHARACTERS_PER_TOKEN + 1, _MIN_TOKENS)))
+
+    def _add(self, content: Content) -> None:
+        if len(self.contents) < _MAX_CONTENTS:
+            self.contents.append(content)
+        else:
+            last = self.contents[-1]
+            self.contents[-1] = Content(last.key, last.num_tokens + content.num_tokens)
 
     def _named(self, part: Any) -> tuple[Any, list[Content]]:
         """Return a content part with keys in place of its media, and the media."""

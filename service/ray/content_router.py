@@ -19,8 +19,8 @@ class ContentRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
     """Applies `mindie_mm.routing.order` to replicas. The argument `route` of a call is the `Route` of its request.
 
     A replica's queued tokens are those that it has reported, or those of the requests that this router has sent there
-    and that are in progress, if this number is higher. Replicas that have received the request come last, and so do
-    replicas whose engine is down.
+    and that are in progress, if this number is higher. Replicas that have received the request come last, and before
+    them replicas on the same nodes, which may have failed, and replicas whose engine is down.
     """
 
     def initialize_state(self, surplus_tokens: int = SURPLUS_TOKENS) -> None:
@@ -45,8 +45,14 @@ class ContentRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
             for name, report in zip(names, reports, strict=True)
         ]
         ranked = order(candidates, self._surplus_tokens, route.first_key if route is not None else b"", spread=False)
-        tried = route.tried if route is not None else []
-        ranked.sort(key=lambda index: (names[index] in tried, not reports[index].get("up", True)))
+        tried, nodes = (route.tried, route.nodes) if route is not None else ([], [])
+        ranked.sort(
+            key=lambda index: (
+                names[index] in tried,
+                not reports[index].get("up", True),
+                candidate_replicas[index].node_id in nodes,
+            )
+        )
         if route is not None:
             route.names = names
             ranked = [index for index in ranked if route.only in (None, names[index])]
@@ -58,8 +64,9 @@ class ContentRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
         if (route := pending_request.kwargs.get("route")) is None:
             return
         name = replica_id.unique_id
+        if (replica := self.curr_replicas.get(replica_id)) is not None:
+            route.nodes.append(replica.node_id)
         if name not in self._held:
-            replica = self.curr_replicas.get(replica_id)
             report = {} if replica is None else replica.routing_stats
             for gone in self._held.keys() - {other.unique_id for other in self.curr_replicas}:
                 del self._held[gone]

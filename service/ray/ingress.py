@@ -15,6 +15,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,10 +32,10 @@ from mindie_mm.errors import (
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from service.app import add_front, checkpoint_name
 from service.http import errors
-from service.http.access import key_digest, require_key
+from service.http.access import OPEN_PATHS, RELOAD, key_digest, require_key
 from service.ray.content import Route, route_of
 from service.ray.metrics import merged
-from service.ray.plan import configuration_of
+from service.ray.plan import LOST, configuration_of
 from service.request.admission import Admission
 from service.request.sse import DONE, last_words
 from service.telemetry.metrics import Metrics
@@ -42,9 +43,11 @@ from service.telemetry.metrics import Metrics
 _log = logging.getLogger(__name__)
 
 _TRIES = 3
+_DEATHS = 2
+"""Number of replicas that a request may lose. A request that kills its worker must not end all replicas."""
 _PROBE_S = 10.0
 """Maximum time in seconds until a worker begins to answer a request without a body. Probes wait for no replica."""
-_IN_THREAD_BYTES = 2**18
+_IN_THREAD_BYTES = 2**15
 """Size of a body in bytes from which its content is named in a thread."""
 _LIVE = ("/health/live", "/v2/health/live")
 _SCOPE = (
@@ -92,7 +95,14 @@ class Ingress:
         if scope["path"] in _LIVE:
             await Response()(scope, receive, send)
             return
-        if (body := await _whole(receive)) is None:
+        if scope["path"] == RELOAD:
+            raise HTTPException(
+                501,
+                f"{RELOAD} would reload one worker of the cluster; to replace all workers, change the application's "
+                "args and deploy it again",
+            )
+        # Paths that require no key need no body, so a client without a key cannot make the ingress hold one.
+        if (body := b"" if scope["path"] in OPEN_PATHS else await _whole(receive)) is None:
             return
         owner = key_digest(Headers(scope=scope))
         route = (
@@ -122,7 +132,8 @@ class Ingress:
     async def _answer(self, scope: Scope, body: bytes, route: Route, sending: _Sending) -> None:
         """Pass a request to one worker after another, until one of them answers it.
 
-        A worker that refuses the request with status 429 or 503 has produced no output, so another one is asked.
+        A worker that refuses the request with status 429 or 503 has produced no output, so another one is asked. A
+        request that a worker's processes did not survive has been tried twice there, and is not passed on.
 
         Raises:
             QueueFull: All replicas are full.
@@ -136,6 +147,7 @@ class Ingress:
         probe = scope["method"] == "GET"
         wait_s = _PROBE_S if probe else self._config.request_timeout_s
         died: Exception | None = None
+        deaths = 0
         try:
             async with asyncio.timeout(wait_s) as limit:
                 for left in reversed(range(_TRIES)):
@@ -154,7 +166,9 @@ class Ingress:
                         if sending.begun:
                             raise ProcessDied("the worker replica died before the answer was complete") from error
                         _log.warning("a worker replica failed with a request: %s", type(error).__name__)
-                        died = error
+                        died, deaths = error, deaths + 1
+                        if deaths == _DEATHS:
+                            break
                     except RayTaskError as error:
                         _log.exception("the worker replica failed with an unexpected error")
                         raise OperationalError("internal error") from error
@@ -172,6 +186,8 @@ class Ingress:
             parts: list[bytes] = []
 
             async def collect(message: Message) -> None:
+                if message.get("status", 200) != 200:
+                    raise NoProcess(f"a worker answered a request for its metrics with status {message['status']}")
                 parts.append(message.get("body", b""))
 
             await self._answer(scope, b"", route, _Sending(collect, _PROBE_S))
@@ -221,7 +237,7 @@ class _Sending:
 
 
 def _refuses(message: Message) -> bool:
-    return message["type"] == "http.response.start" and message["status"] in (429, 503)
+    return message["type"] == "http.response.start" and message["status"] in (429, 503) and LOST not in message
 
 
 async def _whole(receive: Receive) -> bytes | None:

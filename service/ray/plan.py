@@ -16,6 +16,8 @@ from mindie_mm.shm.format import layout
 
 _CALLS = 1
 """Version of the calls between ingress and worker (`WorkerReplica.answer`)."""
+LOST = "lost"
+"""Key in an ASGI message that begins the answer to a request that a worker's processes did not survive."""
 
 
 class _Versions(msgspec.Struct, frozen=True):
@@ -38,8 +40,13 @@ def versions() -> _Versions:
 
 
 def plan_of(settings: Mapping[str, Any]) -> bytes:
-    """Return a plan with `settings`, by name."""
+    """Return a plan with `settings`, by name.
+
+    A worker has one engine unless `settings` contain `replicas`. MINDIE_MM_REPLICAS has no effect on a node, because
+    this variable is the number of workers in the environment of `mindie-mm serve --ray`.
+    """
     ours = versions()
+    settings = {"replicas": 1, **settings}
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     return msgspec.json.encode(_Plan(ours.version, ours.wire, plain))
 

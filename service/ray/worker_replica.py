@@ -10,13 +10,17 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from mindie_mm import logs
+from mindie_mm.errors import ProcessDied
 from mindie_mm.worker.worker import Worker
 from service.app import create_app, require_places
+from service.http.errors import error_response
 from service.ray.content import Route
-from service.ray.plan import configuration_of
+from service.ray.plan import LOST, configuration_of
 from service.request.state import Service
 from service.telemetry.tracing import Tracer
 
@@ -41,6 +45,7 @@ class WorkerReplica:
                 opened.callback(tracer.close)
             self._worker = await opened.enter_async_context(await Worker.start(given.worker))
             self._app = create_app(self._worker, config, tracer)
+            self._app.add_exception_handler(ProcessDied, _on_lost)
             await opened.enter_async_context(self._app.router.lifespan_context(self._app))
             self._opened = opened.pop_all()
         service = self._app.state.service
@@ -68,6 +73,8 @@ class WorkerReplica:
 
         """
         del route
+        state: dict[str, Any] = {}
+        scope = {**scope, "state": state}
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
         given = iter([{"type": "http.request", "body": body, "more_body": False}])
@@ -79,6 +86,8 @@ class WorkerReplica:
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
+            if message["type"] == "http.response.start" and LOST in state:
+                message[LOST] = True
             messages.put_nowait(message)
 
         task = asyncio.create_task(self._app(scope, receive, send))
@@ -113,3 +122,10 @@ class WorkerReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the metric of the autoscaling policy `QueuedTokens`."""
         return {"queued_tokens": float(self._queued_tokens)}
+
+
+async def _on_lost(request: Request, error: Exception) -> Response:
+    """Answer a request that the worker's processes did not survive, and mark the answer for the ingress."""
+    if request.method == "POST":  # another worker may answer a probe
+        setattr(request.state, LOST, True)
+    return error_response(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -88,6 +89,14 @@ def test_any_body_has_a_name(body: bytes):
     assert route_of(body).num_tokens >= 0
 
 
+@pytest.mark.parametrize("body", [{"messages": [{}] * 50_000}, {"inputs": [{"image": "a"}] * 50_000}])
+def test_a_request_of_many_parts_has_a_limited_number_of_contents(body: dict[str, Any]):
+    """A router compares each of them with the contents of all replicas."""
+    route = route_of(json.dumps(body).encode())
+    assert len(route.contents) <= 1024
+    assert route.num_tokens >= 50_000
+
+
 def test_the_load_of_a_request_is_counted_once_and_only_until_its_end():
     loads, route = Loads(), chat("hello")
     route.begin("one", loads)
@@ -97,6 +106,23 @@ def test_the_load_of_a_request_is_counted_once_and_only_until_its_end():
     route.end()
     route.begin("three", loads)  # the router may learn late that the client is gone
     assert [loads[name] for name in ("one", "two", "three")] == [0, 0, 0]
+    assert not len(loads), "replicas that are gone are forgotten"
+
+
+def test_a_request_that_ends_while_the_router_counts_it_is_not_counted_forever():
+    loads, route = Loads(), chat("hello")
+    ending = threading.Thread(target=route.end)
+
+    class Counting(Loads):
+        def add(self, name: str, num_tokens: int) -> None:
+            if num_tokens > 0:  # the client disconnects now
+                ending.start()
+                ending.join(0.1)
+            loads.add(name, num_tokens)
+
+    route.begin("one", Counting())
+    ending.join()
+    assert loads["one"] == 0
 
 
 def test_the_worker_does_not_receive_the_content():

@@ -11,7 +11,7 @@ import pytest
 
 from service.http.errors import ErrorBody
 from service.ray.content import Route
-from service.ray.plan import plan_of
+from service.ray.plan import LOST, plan_of
 
 pytest.importorskip("ray.serve", exc_type=ImportError)
 
@@ -53,7 +53,12 @@ class Handle:
 
 
 async def ask(
-    handle: Handle, *parts: bytes, path: str = CHAT, headers: Mapping[str, str] | None = None, **settings: Any
+    handle: Handle,
+    *parts: bytes,
+    path: str = CHAT,
+    method: str = "POST",
+    headers: Mapping[str, str] | None = None,
+    **settings: Any,
 ) -> tuple[int, dict[str, str], str]:
     """Send a request through an ingress, and return the status, headers and body of the answer."""
     from service.ray.ingress import Ingress  # imported late, because it needs Ray Serve
@@ -72,7 +77,7 @@ async def ask(
         sent.append(message)
 
     pairs = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http"}
     scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": pairs}
     await app(scope, receive, send)
     start, *rest = sent
@@ -108,17 +113,24 @@ async def test_an_answer_is_passed_on_with_the_whole_body():
 
 
 async def test_a_request_without_output_is_tried_on_another_replica():
-    handle = Handle([died()], [died()], [OK, BODY])
+    handle = Handle([died()], [OK, BODY])
     assert (await ask(handle, b"{}"))[0] == 200
-    assert len(handle.bodies) == 3
+    assert len(handle.bodies) == 2
 
 
-async def test_a_request_that_three_replicas_lose_is_refused():
-    handle = Handle([died()], [died()], [died()], [OK, BODY])
+@pytest.mark.parametrize("first", [[], [[FULL, BODY]]], ids=["deaths", "a refusal and deaths"])
+async def test_a_request_that_kills_its_workers_ends_at_most_two(first: list[list[Any]]):
+    handle = Handle(*first, [died()], [died()], [OK, BODY], replicas=9)
     answer = await ask(handle, b"{}")
     assert error(answer) == (503, "ServiceUnavailableError")
     assert answer[1]["retry-after"] == "1"
-    assert len(handle.bodies) == 3
+    assert len(handle.bodies) == len(first) + 2
+
+
+async def test_a_request_that_crashed_the_processes_of_a_worker_reaches_no_other_worker():
+    handle = Handle([FULL | {"status": 503, LOST: True}, BODY], [OK, BODY])
+    assert (await ask(handle, b"{}"))[0] == 503
+    assert len(handle.bodies) == 1
 
 
 async def test_a_refusal_is_passed_on_only_if_no_other_replica_is_left():
@@ -158,6 +170,27 @@ async def test_a_request_without_the_key_is_refused_before_its_body_is_read():
     handle = Handle([OK, BODY])
     assert error(await ask(handle, api_key=["secret"])) == (401, "AuthenticationError")
     assert (await ask(handle, b"{}", headers={"Authorization": "Bearer secret"}, api_key=["secret"]))[0] == 200
+
+
+async def test_the_body_of_a_request_that_needs_no_key_is_not_read():
+    handle = Handle([OK, BODY])
+    assert (await ask(handle, path="/health", method="GET", api_key=["secret"]))[0] == 200
+    assert handle.bodies == [b""]
+
+
+async def test_the_metrics_page_leaves_out_workers_that_answer_with_an_error():
+    page = {"type": "http.response.body", "body": b"# HELP one text\none 1\n", "more_body": False}
+    refused = OK | {"status": 500}
+    status, _, body = await ask(Handle([OK, page], [refused, BODY], [OK, page]), path="/metrics", method="GET")
+    assert (status, body) == (200, '# HELP one text\none{replica="0"} 1\none{replica="2"} 1\n')
+    assert error(await ask(Handle([refused, BODY]), path="/metrics", method="GET"))[0] == 503
+
+
+async def test_a_reload_of_one_worker_is_refused():
+    """The workers would otherwise answer with different weights."""
+    handle = Handle([OK, BODY])
+    assert error(await ask(handle, b"", path="/admin/reload"))[0] == 501
+    assert not handle.bodies
 
 
 async def test_the_ingress_adds_no_request_id_because_ray_adds_one():

@@ -25,7 +25,8 @@ class Replicas:
 
         self.router = ContentRouter.__new__(ContentRouter)  # without Ray's own state, which needs a cluster
         self.running = {
-            name: SimpleNamespace(replica_id=Id(name), routing_stats=report) for name, report in reports.items()
+            name: SimpleNamespace(replica_id=Id(name), routing_stats=report, node_id=report.pop("node", name))
+            for name, report in reports.items()
         }
         self.router._replicas = {}
         self.router.initialize_state(surplus_tokens=1000)
@@ -38,7 +39,7 @@ class Replicas:
     def routed(self, route: Route, name: str) -> None:
         request = SimpleNamespace(kwargs={"route": route})
         replica_id = Id(name)
-        self.router._replicas = dict.fromkeys([*map(Id, self.running), replica_id])
+        self.router._replicas = {replica_id: None} | {Id(other): one for other, one in self.running.items()}
         self.router.on_request_routed(request, replica_id, None)
 
 
@@ -85,6 +86,14 @@ async def test_a_replica_without_an_engine_and_one_that_failed_come_last():
     replicas.routed(route, "c")
     replicas.routed(route, "a")
     assert not route.has_others
+
+
+async def test_a_request_that_a_replica_lost_goes_to_another_node():
+    replicas = Replicas(a={"node": "1"}, b={"node": "1"}, c={"node": "2", "queued_tokens": 5000})
+    route = about(b"picture")
+    replicas.routed(route, "a")
+    assert await replicas.order(route) == ["c", "b", "a"]
+    assert (await replicas.order(about(b"text")))[-1] == "c"
 
 
 async def test_a_replaced_replica_is_forgotten():

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
 from mindie_mm.errors import InputError
 from mindie_mm.processes import ray_cluster
 from mindie_mm.settings.config import EngineConfig
-from mindie_mm.settings.sources import configuration
+from mindie_mm.settings.sources import SECRETS, configuration
 from service.ray.plan import configuration_of, given_settings, plan_of, versions
 from service.ray.server import serve_on_ray, worker_resources
 
@@ -36,6 +37,26 @@ def test_a_node_adds_its_own_settings(monkeypatch):
     """A key in the Serve config file would be logged."""
     monkeypatch.setenv("MINDIE_MM_API_KEY", "secret")
     assert configuration_of(plan_of({"port": 8100})).service.api_key == ("secret",)
+
+
+def test_a_worker_has_one_engine_unless_the_application_sets_several(monkeypatch):
+    """The nodes of a local Ray inherit the environment of `mindie-mm serve --ray`."""
+    monkeypatch.setenv("MINDIE_MM_REPLICAS", "2")
+    assert configuration_of(plan_of({})).worker.replicas == 1
+    assert configuration_of(plan_of({"replicas": 4})).worker.replicas == 4
+
+
+@pytest.mark.parametrize("name", sorted(SECRETS))
+def test_the_config_file_must_not_contain_keys(name):
+    pytest.importorskip("ray.serve", exc_type=ImportError)
+    from service.ray.application import Arguments, build
+
+    with pytest.raises(InputError, match=f"set MINDIE_MM_{name.upper()} in the environment of all nodes") as refused:
+        build(Arguments(settings={name: "hidden"}))
+    assert "hidden" not in str(refused.value)
+    with pytest.raises(ValidationError, match="Extra inputs") as misplaced:
+        Arguments.model_validate({name: "hidden"})
+    assert "hidden" not in str(misplaced.value)
 
 
 def test_a_wrong_setting_is_named():

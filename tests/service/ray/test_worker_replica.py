@@ -1,0 +1,56 @@
+"""Tests of a worker replica with real processes, which need no cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.ray.plan import LOST, plan_of
+from service.ray.worker_replica import WorkerReplica
+
+MiB = 2**20
+CHAT = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}).encode()
+SETTINGS = {"device": "cpu", "decoders": 1, "arena_bytes": 64 * MiB, "kv_cache_bytes": 64 * MiB}
+
+
+async def begin(replica: WorkerReplica, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
+    """Return the first message of the answer to a request."""
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
+    async with aclosing(replica.answer(scope, body, 1)) as messages:
+        first, *_ = pickle.loads(await anext(messages))
+    assert isinstance(first, dict)
+    return first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore:.*__del__:pytest.PytestUnraisableExceptionWarning")  # Python calls it, too
+async def test_a_request_that_crashes_the_engine_twice_is_marked_for_the_ingress(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("MINDIE_MM_FAULTS", str(tmp_path))
+    trigger = tmp_path / "engine.received"
+    replica = WorkerReplica.__new__(WorkerReplica)
+    await replica.__init__(plan_of(SETTINGS))  # type: ignore[misc] # Ray Serve awaits it, too
+    try:
+        trigger.touch()
+        request = asyncio.create_task(begin(replica, "POST", "/v1/chat/completions", CHAT))
+        probe = await begin(replica, "GET", "/health")
+        while probe["status"] == 200:
+            probe = await begin(replica, "GET", "/health")
+        assert probe["status"] == 503
+        assert LOST not in probe, "another worker may answer a probe"
+        assert not trigger.exists()
+        trigger.touch()
+        answer = await request
+        assert (answer["status"], answer.get(LOST)) == (503, True)
+        assert not trigger.exists()
+    finally:
+        await replica.__del__()
