@@ -81,6 +81,8 @@ class HeldContent:
     def add(self, contents: Sequence[Content]) -> None:
         """Record that a request with `contents` was sent to the engine."""
         for content in contents:
+            if not content.num_tokens:  # it saves nothing, and would never be forgotten
+                continue
             self._num_tokens += content.num_tokens - self._contents.pop(content.key, 0)
             self._contents[content.key] = content.num_tokens
         while self._num_tokens > self._capacity_tokens:

@@ -78,3 +78,9 @@ def test_the_number_of_tokens_of_a_content_may_change() -> None:
     held.add([Content(b"1", 20)])
     held.add([Content(b"2", 80)])
     assert held.num_tokens([Content(b"1", 20), Content(b"2", 80)]) == 100
+
+
+def test_content_without_tokens_takes_no_memory() -> None:
+    held = HeldContent(capacity_tokens=100)
+    held.add([Content(bytes([number]), 0) for number in range(200)])
+    assert len(held._contents) == 0

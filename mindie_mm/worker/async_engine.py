@@ -249,7 +249,7 @@ class AsyncEngine:
         """Replace the process with a new process, which reads the checkpoint again.
 
         Requests wait for the new process. Running requests may finish within `grace_s` seconds, and then fail with
-        EngineReloaded.
+        EngineReloaded. Calls at the same time share a new process that has not started yet.
 
         Raises:
             ProcessDied: The engine is closed.
@@ -257,10 +257,12 @@ class AsyncEngine:
             MindieMMError: The new process did not start. Further attempts follow.
 
         """
-        await self.wait_until_up()
-        if self._successor is not None:  # another call replaces the process
+        while self._successor is not None:  # another call replaces the process
+            reads_later = not self._leaving.is_set()
             await asyncio.shield(self._successor)
-            return
+            if reads_later:
+                return
+        await self.wait_until_up()
         self._successor = successor = asyncio.get_running_loop().create_future()
         self._settled.clear()
         self._why_down = "is being reloaded"
@@ -269,9 +271,10 @@ class AsyncEngine:
             await asyncio.wait({idle, successor}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
             self._starter.proved()  # so that the new process starts without a pause
             self._leaving.set()
-            await successor
+            await asyncio.shield(successor)  # another call may wait for it, too
         except asyncio.CancelledError:
-            self._leaving.set()  # else the engine would never accept requests again
+            if self._successor is successor:
+                self._leaving.set()  # else the engine would never accept requests again
             raise
         finally:
             idle.cancel()

@@ -124,6 +124,7 @@ class EngineReplicas:
         self._owners: dict[str, _Member] = {}
         """Engine of each request, by the id of the request."""
         self._reloading = asyncio.Lock()
+        self._num_reloads_asked = self._num_reloads_done = 0
 
     @classmethod
     async def start(
@@ -234,12 +235,20 @@ class EngineReplicas:
     async def reload(self, grace_s: float) -> None:
         """Replace the engine processes one by one. `AsyncEngine.reload` describes the rest.
 
-        If a new process does not start, the other engines are not replaced. Another call waits for this call.
+        An engine is replaced only when all engines accept requests. If a new process does not start, the other engines
+        are not replaced. Calls during this call wait, and then replace the engines together, once.
         """
+        self._num_reloads_asked += 1
+        asked = self._num_reloads_asked
         async with self._reloading:
+            if self._num_reloads_done >= asked:
+                return
+            done = self._num_reloads_asked  # all calls until now
             for number, engine in enumerate(self.engines):
+                await self._until_all_up()
                 await engine.reload(grace_s)
                 _log.info("engine %d of %d was replaced", number + 1, len(self.engines))
+            self._num_reloads_done = done
 
     async def wait_until_up(self, wait_s: float = RESTART_WAIT_S) -> None:
         """Wait until an engine accepts requests. Raise the errors of `AsyncEngine.wait_until_up`."""
@@ -268,6 +277,11 @@ class EngineReplicas:
     async def _until_up(self) -> None:
         while not self.num_alive:  # an engine may die before the waiting task runs
             await self.wait_until_up()
+
+    async def _until_all_up(self) -> None:
+        while self.num_alive < len(self.engines):  # one engine may die while another one starts
+            for engine in self.engines:
+                await engine.wait_until_up()
 
     @contextmanager
     def _sent(self, request_id: str, ids: NDArray[np.int64], cache_salt: str, answer_tokens: int) -> Iterator[_Load]:

@@ -169,6 +169,14 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+def _engine_labels(num_engines: int) -> tuple[str, ...]:
+    """Return the labels of metrics of engines. A single engine has no number, because its label would be redundant.
+
+    The metric families ignore label values without a label.
+    """
+    return ("model_name",) if num_engines == 1 else ("model_name", "engine")
+
+
 class _EngineGauges(Collector):
     def __init__(self, stats: Callable[[], Sequence[Stats]], model_name: str) -> None:
         self._stats = stats
@@ -178,7 +186,7 @@ class _EngineGauges(Collector):
         several = self._stats()
         for family, rows in ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTERS)):
             for name, text, value in rows:
-                metric = family(PREFIX + name, text, labels=("model_name", "engine"))
+                metric = family(PREFIX + name, text, labels=_engine_labels(len(several)))
                 for number, stats in enumerate(several):
                     metric.add_metric((self._model_name, str(number)), value(stats))
                 yield metric
@@ -222,7 +230,7 @@ class _Processes(Collector):
         dropped.add_metric((self._model_name,), dropped_lines())
         yield dropped
         text = "Configuration of the KV cache, with its number of blocks on any device."
-        caches = InfoMetricFamily(f"{PREFIX}cache_config", text, labels=("model_name", "engine"))
+        caches = InfoMetricFamily(f"{PREFIX}cache_config", text, labels=_engine_labels(len(engine.engines)))
         for index, one in enumerate(engine.engines):
             cache = {
                 "block_size": str(one.info.kv_block_size),

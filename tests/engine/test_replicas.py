@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -180,6 +182,44 @@ async def test_requests_that_exceed_the_grace_time_of_a_reload_are_sent_to_anoth
 
 
 @pytest.mark.slow
+async def test_a_reload_waits_for_an_engine_that_is_being_restarted(pair: EngineReplicas) -> None:
+    first, second = pair.engines
+    os.kill(second.pid, signal.SIGKILL)
+    while second.accepts:  # noqa: ASYNC110 - no event
+        await asyncio.sleep(0)
+    reloading, pid = asyncio.create_task(pair.reload(grace_s=600)), first.pid
+    await asyncio.sleep(0)
+    assert first.accepts
+    await reloading
+    assert first.pid != pid
+    assert pair.num_alive == 2
+
+
+@pytest.mark.slow
+async def test_reloads_at_the_same_time_share_the_processes_that_have_not_started(
+    random_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(device="cpu", measure_s=0)
+    engines = EngineReplicas([engine := await AsyncEngine.start(random_checkpoint, config)], config, SURPLUS)
+
+    def num_replaced() -> int:
+        return sum("is being replaced" in message for message in caplog.messages)
+
+    with caplog.at_level(logging.INFO):
+        first, second = (asyncio.create_task(engine.reload(grace_s=0)) for _ in range(2))
+        while engine.accepts:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0)
+        first.cancel()
+        await second
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert num_replaced() == 1
+        await asyncio.gather(*(engines.reload(grace_s=0) for _ in range(4)))
+        assert num_replaced() == 3, "the calls during the first reload share a second one"
+    await engines.close()
+
+
+@pytest.mark.slow
 async def test_a_reload_stops_at_an_engine_that_does_not_start(pair: EngineReplicas) -> None:
     first, second = pair.engines
     start, pid = first._start, second.pid
@@ -197,7 +237,8 @@ async def test_engines_that_are_all_closed_refuse_requests(random_checkpoint: Pa
     config = EngineConfig(device="cpu")
     engines = EngineReplicas([engine := await AsyncEngine.start(random_checkpoint, config)], config, SURPLUS)
     ending = asyncio.create_task(engine.reload(grace_s=600))
-    async with aclosing(engines.generate("a", ids(1), LONG)) as stream:
+    endless = msgspec.structs.replace(LONG, max_tokens=8000)
+    async with aclosing(engines.generate("a", ids(1), endless)) as stream:
         await anext(stream)
         while engine.accepts:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0)
@@ -205,7 +246,8 @@ async def test_engines_that_are_all_closed_refuse_requests(random_checkpoint: Pa
         with pytest.raises(ProcessDied, match="the engine is closed"):
             await ending
         with pytest.raises(ProcessDied):
-            await anext(stream)
+            async for _ in stream:
+                pass
     with pytest.raises(ProcessDied, match="the engine is closed"):
         await tokens(engines, "b", ids(1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -73,6 +74,13 @@ def test_each_engine_is_counted_and_measured(pair: RunningService, http: Any) ->
             assert any(
                 line.startswith(f"mindie_mm:{name}{{") and f'engine="{engine}"' in line for line in text.splitlines()
             )
+
+
+def test_metrics_of_a_single_engine_have_no_label_for_it(service: RunningService) -> None:
+    text = httpx2.get(f"{service.url}/metrics").text
+    for name in ("num_requests_running", "prefix_cache_hits_total"):
+        assert re.search(rf'^mindie_mm:{name}{{model_name="[^"]*"}} ', text, re.MULTILINE), name
+    assert 'engine="' not in text
 
 
 def test_a_repeated_picture_is_encoded_once(pair: RunningService, http: Any, red_square: str) -> None:
