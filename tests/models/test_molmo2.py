@@ -311,7 +311,7 @@ class TestMolmo2(FamilyContract):
             ("config", {"image_patch_id": 2}, "image_patch_id is 2"),
             ("preprocessor_config", {"size": {"height": 24, "width": 24}}, "the tower takes"),
             ("preprocessor_config", {"size": {"height": 20, "width": 40}}, "the tower takes"),
-            ("preprocessor_config", {"patch_size": 5}, "patches of 5"),
+            ("preprocessor_config", {"patch_size": 5}, "patch_size is 5"),
             ("preprocessor_config", {"resample": 3}, "resample is 3"),
             ("preprocessor_config", {"overlap_margins": [3, 2]}, r"overlap_margins \(3, 2\) do not fit"),
             ("preprocessor_config", {"image_processor_type": "Other"}, "image_processor_type is 'Other'"),

@@ -58,6 +58,7 @@ async def serving(pause_s: int = WAIT_S) -> AsyncIterator[tuple[str, int]]:
                 http=connection.Connection,
                 lifespan="off",
                 log_config=None,
+                access_log=False,
                 timeout_keep_alive=pause_s,
                 timeout_graceful_shutdown=1,
             )

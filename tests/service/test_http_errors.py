@@ -381,8 +381,9 @@ def test_another_model_is_404(client: openai.OpenAI) -> None:
 
 
 def test_every_route_answers_404_for_another_model(http: Any) -> None:
-    """The test sends the same body to all routes, because routes ignore unknown fields."""
+    """The test sends the same body to all routes for requests, because routes ignore unknown fields."""
     routes = [path for path, operations in http.get("/openapi.json").json()["paths"].items() if "post" in operations]
+    routes.remove("/admin/reload")
     assert len(routes) > 6
     body = {"messages": HELLO, "prompt": "x", "inputs": [{"text": "x"}], "tokens": [1], "model": "gpt-5"}
     for route in routes:
