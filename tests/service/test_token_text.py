@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from mindie_mm.engine.requests.engine_messages import TokenLogprob
+from mindie_mm.engine.requests.engine_messages import FinishReason, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.text.detokenizer import Detokenizer
@@ -158,18 +158,21 @@ async def detokenized(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...
     for start in range(0, len(ids), at_once):
         some = ids[start : start + at_once]
         piece = detokenizer.push(some)
-        ended = detokenizer.stopped_by is not None or start + at_once >= len(ids)
-        piece += detokenizer.flush() if ended else ""
+        stop_string = detokenizer.stopped_by
+        reason: FinishReason | None = "length" if start + at_once >= len(ids) else None
+        if stop_string is not None:
+            reason = "stop"
+        piece += detokenizer.flush() if reason else ""
         text += piece
         logprobs = [TokenLogprob(token, -1.0, []) for token in some]
-        part = await buffer.push(Delta(piece, some, logprobs, finish_reason="stop" if ended else None))
+        part = await buffer.push(Delta(piece, some, logprobs, finish_reason=reason, stop_reason=stop_string))
         released = [token_bytes(tokenizer, one.token_id) for one in part.logprobs]
         if part.cut is not None:
             released[-1] = released[-1][: part.cut]
         spelled += b"".join(released)
         decoded = spelled.decode(errors="ignore")
         assert text.startswith(decoded) or f" {text}".startswith(decoded), "a token was released before its text"
-        if ended:
+        if reason:
             break
     return text, spelled
 
