@@ -42,13 +42,13 @@ _CLOSE_TIMEOUT_S = 2
 
 
 def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Print one line when the service is ready.
+    """Serve until a signal stops the service. Print one line when the service is ready.
 
-    SIGHUP, too, stops the service if the process has a controlling terminal, because the terminal may have been closed.
-    Without a terminal, SIGHUP replaces the engines one by one, as a POST to /admin/reload does.
+    SIGTERM and SIGINT stop the service. SIGHUP stops it if the process has a controlling terminal, because the terminal
+    may have been closed. Without a terminal, SIGHUP replaces the engines one by one, as a POST to /admin/reload does.
 
-    After the signal, new requests are refused, and running requests may finish within the grace time. A second signal
-    ends the grace time. If the service cannot start, the error is raised.
+    When the service stops, new requests are refused, and running requests may finish within the grace time. A second
+    signal ends the grace time. If the service cannot start, the error is raised.
     """
     require_key(config)
     faults.arm("api", fault_folder())

@@ -46,6 +46,11 @@ def _points(role: str, names: str) -> tuple[Point, ...]:
     return tuple(Point(role, name) for name in names.split())
 
 
+_ENGINE_STEPS = (
+    "received attached queued scheduled before-tower mid-tower after-tower mid-prefill first-token mid-decode consumed "
+    "before-reply after-reply forgetting"
+)
+
 POINTS = (
     *_points(
         "tokenizer",
@@ -60,11 +65,7 @@ POINTS = (
     Point("nursery", "at work", "kill"),
     Point("decoder", "at rest", "kill"),
     Point("decoder", "at work", "kill"),
-    *_points(
-        "engine",
-        "received attached queued scheduled before-tower mid-tower after-tower mid-prefill first-token mid-decode "
-        "consumed before-reply after-reply forgetting",
-    ),
+    *_points("engine", _ENGINE_STEPS),
     Point("engine", "parked", "preempt"),
     Point("engine", "refilled", "preempt"),
     Point("engine", "aborting", "leave"),
@@ -72,11 +73,7 @@ POINTS = (
     Point("engine", "loaded", "lose engine"),
     Point("engine", "stopping", "stop"),
     Point("engine", "at rest", "kill"),
-    *_points(
-        "replica",
-        "received attached queued scheduled before-tower mid-tower after-tower mid-prefill first-token mid-decode "
-        "consumed before-reply after-reply forgetting",
-    ),
+    *_points("replica", _ENGINE_STEPS),
     Point("replica", "aborting", "leave"),
     Point("replica", "starting", "lose replica"),
     Point("replica", "loaded", "lose replica"),

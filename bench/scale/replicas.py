@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from bench.report import RESULTS, write
+from bench.scale.validation import Point
 from bench.serve.load import QUESTION, Load, Server, drive, seeds, session
 from bench.serve.pictures import Size, jpeg
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -41,22 +42,6 @@ CLIENTS = (1, 4, 8)
 REPEATED = 0.9
 """Probability that a request has a picture of an earlier request. Each earlier picture is equally likely."""
 SURPLUS_TOKENS = (0, 16, 64, 256, 1024)
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A measured rate, with the fields of `bench.scale.validation.Point`."""
-
-    checkpoint: str
-    size: str
-    clients: int
-    num_tokens: int
-    requests_per_s: float
-    engines: int
-    decoders: int
-    processors: int
-    others: float
-    """Share of the processors that other programs used meanwhile."""
 
 
 def points(engines: int, turns: int, requests: int) -> Iterator[Point]:
