@@ -30,7 +30,7 @@ SETTINGS: dict[str, object] = {
     "encoder_cache_bytes": 0,
     "prefix_caching": False,
     "grace_s": 0.2,
-    "max_num_batched_tokens": 48,  # prompts are prefilled in chunks
+    "max_num_batched_tokens": 24,  # each prompt is prefilled in chunks, also alone
     "request_timeout_s": DEADLINE_S,
 }
 MODULES = {
