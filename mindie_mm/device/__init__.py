@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import torch
 
@@ -56,6 +57,7 @@ def open_device(name: str = "auto") -> Device:
     )
 
 
+@cache
 def kind_of(device: torch.device) -> type[Device]:
     """Return the kind of `device`."""
     return next(kind for kind in KINDS if kind.name == device.type)

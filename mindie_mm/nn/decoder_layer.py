@@ -28,6 +28,8 @@ _PARTS = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layer
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _HEAD_NORMS = frozenset({"q_norm", "k_norm"})
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+_TRANSPOSED = "transposed"
+"""Attribute of a plain linear layer, a view of its weight. `F.linear` would create the view with three operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class DecoderLayer(nn.Module):
         self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read this
         self.norm = _norm(layer.input_layernorm)
         self.qkv = _joined(own.q_proj, own.k_proj, own.v_proj)
-        self.output = own.o_proj
+        self.output = _with_transposed(own.o_proj)
         self.head_norm: FewOperatorNorm | None = None
         """Norm of the queries and keys of each head."""
         if hasattr(own, "q_norm"):
@@ -73,7 +75,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = _norm(layer.post_attention_layernorm)
         self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
         self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
-        self.down = mlp.down_proj
+        self.down = _with_transposed(mlp.down_proj)
 
     def forward(
         self, hidden_states: Tensor, *, position_embeddings: Angles | tuple[Tensor, Tensor], paged: PagedBatch, **_: Any
@@ -91,7 +93,7 @@ class DecoderLayer(nn.Module):
 
         """
         hidden = hidden_states[0]
-        heads = self.qkv(self.norm(hidden)).view(len(hidden), -1, self.head_dim)
+        heads = _product(self.qkv, self.norm(hidden)).view(len(hidden), -1, self.head_dim)
         # Tensor.split is written in Python and takes twice as long.
         rotated, value = heads.split_with_sizes((self.num_rotated, self.num_kv_heads), 1)
         if self.head_norm is not None:
@@ -108,10 +110,9 @@ class DecoderLayer(nn.Module):
             self.call.scaling,
             self.call.sliding_window,
         )
-        hidden = self.output(attended.flatten(1)).add_(hidden)
-        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, -1)
-        out: Tensor = self.down(self.activation(gate) * up).add_(hidden)
-        return out.unsqueeze(0)
+        hidden = _product(self.output, attended.flatten(1), hidden)
+        gate, up = _product(self.gate_up, self.mlp_norm(hidden)).chunk(2, -1)
+        return _product(self.down, self.activation(gate) * up, hidden).unsqueeze(0)
 
 
 def fuse(module: nn.Module) -> int:
@@ -210,7 +211,26 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
             for linear in linears
         ]
         joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return joined
+    return _with_transposed(joined)
+
+
+def _with_transposed(linear: nn.Linear) -> nn.Linear:
+    """Give a layer the attribute `_TRANSPOSED`. A packed or quantized layer that later replaces it has none."""
+    setattr(linear, _TRANSPOSED, linear.weight.detach().t())
+    return linear
+
+
+def _product(linear: nn.Module, rows: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Return `linear(rows)`, plus `residual` if it is given."""
+    own = vars(linear)  # faster than attributes of a module
+    if (transposed := own.get(_TRANSPOSED)) is not None:
+        bias = own["_parameters"]["bias"]
+        if bias is None:
+            return torch.mm(rows, transposed) if residual is None else torch.addmm(residual, rows, transposed)
+        if residual is None:
+            return torch.addmm(bias, rows, transposed)
+    out: Tensor = linear(rows)
+    return out if residual is None else out.add_(residual)
 
 
 def _eps(norm: Any) -> float:

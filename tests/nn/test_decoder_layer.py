@@ -79,6 +79,34 @@ def test_replaced_layers_give_the_same_results(case: str, dtype: torch.dtype) ->
     torch.testing.assert_close(whole(model), expected, rtol=tolerance, atol=tolerance)
 
 
+class Zero(nn.Module):
+    """A layer without a product, as a stand-in for a packed or quantized layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.num_outputs = linear.out_features
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows.new_zeros(len(rows), self.num_outputs)
+
+
+def test_linear_layers_of_a_replaced_layer_can_be_replaced() -> None:
+    model = text_model("Llama")
+    fuse(model)
+    layer, hidden = model.layers[0], torch.randn(1, LENGTH, SIZES["hidden_size"])
+    arguments: dict[str, Any] = {
+        "position_embeddings": (torch.ones(1, LENGTH, 16), torch.zeros(1, LENGTH, 16)),
+        "paged": PagedBatch([Chunk(0, LENGTH, ())], None, torch.device("cpu")),
+    }
+    assert not torch.allclose(layer(hidden, **arguments), hidden)
+    layer.gate_up = Zero(layer.gate_up)  # the MLP adds nothing
+    for name in ("qkv", "output"):  # nor does the attention
+        own = getattr(layer, name)
+        setattr(layer, name, Zero(own))
+        torch.testing.assert_close(layer(hidden, **arguments), hidden)
+        setattr(layer, name, own)
+
+
 def test_windows_limit_the_attention_of_replaced_layers() -> None:
     narrow, wide = (text_model("Mistral", sliding_window=window) for window in (WINDOW, None))
     for model in (narrow, wide):
