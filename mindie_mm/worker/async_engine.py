@@ -358,7 +358,8 @@ class AsyncEngine:
             self._send(mount)
         # A successor gets a cache of the same size without measuring, because other programs may use memory by then.
         config = replace(config, kv_cache_bytes=self.info.kv_cache_bytes, measure_s=0)
-        self._start = msgspec.structs.replace(self._start, config=config)
+        replica = msgspec.structs.replace(self._start.replica, others_started=True)
+        self._start = msgspec.structs.replace(self._start, config=config, replica=replica)
         self._up = True
         self.doubts_checkpoint = False
         self._end_reload()
