@@ -62,6 +62,8 @@ class Starter:
         """Number of successful restarts."""
         self.failures = 0
         """Number of failed attempts to restart."""
+        self.failing = asyncio.Event()
+        """Set if the last attempt to restart failed."""
         self._failing_since_s = math.inf
         """Time of the first failed attempt since the process last ran, as returned by time.monotonic."""
         self._is_hopeless = False
@@ -96,11 +98,13 @@ class Starter:
                 started = await start()
             except Exception as error:  # noqa: BLE001 - the cause of any exception may be temporary
                 self.failures += 1
+                self.failing.set()
                 self._failing_since_s = min(self._failing_since_s, time.monotonic())
                 self._is_hopeless = isinstance(error, InputError)
                 _log.exception("%s did not start (attempt %d)", self._what, self.failures)
             else:
                 self.restarts += 1
+                self.failing.clear()
                 self._failing_since_s, self._is_hopeless = math.inf, False
                 _log.warning("%s was restarted (restart %d)", self._what, self.restarts)
                 return started

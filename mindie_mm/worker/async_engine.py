@@ -68,6 +68,9 @@ class AsyncEngine:
         """Set if the process is to be replaced."""
         self._successor: asyncio.Future[None] | None = None
         """Future of the next process during `reload`. In this time, the engine does not accept requests."""
+        self.doubts_checkpoint = False
+        """Whether the checkpoint may be the reason why the engine does not start, because the last process refused the
+        checkpoint, or was started by a reload."""
         self._closed = False
         self._why_down = "is not started"
         self._num_steps = 0
@@ -124,6 +127,11 @@ class AsyncEngine:
     def accepts(self) -> bool:
         """Whether the engine accepts requests."""
         return self._alive and self._successor is None
+
+    @property
+    def restarting(self) -> bool:
+        """Whether a new process is being started, and no earlier attempt has failed."""
+        return not (self.accepts or self._closed or self._starter.failing.is_set())
 
     @property
     def num_alive(self) -> int:
@@ -313,6 +321,16 @@ class AsyncEngine:
         if not self._up:
             raise NoProcess(f"the engine {self._why_down}")
 
+    async def settled(self) -> bool:
+        """Wait until the engine accepts requests, or is closed, or a restart has failed. Return whether it accepts."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._settled, self._starter.failing)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self.accepts
+
     async def _launch(self, loading: Callable[[float], object] | None = None) -> None:
         """Start a process and wait until it accepts requests. Clean up if the process fails."""
         config = self._start.config
@@ -333,14 +351,17 @@ class AsyncEngine:
             if isinstance(error, Exception):
                 self._end_reload(error)
             if isinstance(error, InputError):
+                self.doubts_checkpoint = True
                 self._settled.set()
             raise
         for mount in self._mounts.values():
             self._send(mount)
         # A successor gets a cache of the same size without measuring, because other programs may use memory by then.
         config = replace(config, kv_cache_bytes=self.info.kv_cache_bytes, measure_s=0)
-        self._start = msgspec.structs.replace(self._start, config=config)
+        replica = msgspec.structs.replace(self._start.replica, others_started=True)
+        self._start = msgspec.structs.replace(self._start, config=config, replica=replica)
         self._up = True
+        self.doubts_checkpoint = False
         self._end_reload()
         self._settled.set()
 
@@ -372,6 +393,7 @@ class AsyncEngine:
                 hung or f"died with status {self._child.status}",
             )
             if reloads:
+                self.doubts_checkpoint = True
                 with logged("the engine process did not start again"):
                     await self._launch()
                     continue

@@ -20,8 +20,11 @@ from mindie_mm.shm import Ref, is_name_word
 from mindie_mm.shm.reader.mapped import mapped_arena
 
 BLOCK_TOKENS = 64
-"""Number of tokens by which prefixes differ. Shorter blocks would take more time to hash, and KV blocks of most devices
-are shorter."""
+"""Number of tokens of a block at the beginning of a prompt. Shorter blocks would take more time to hash, and KV blocks
+of most devices are shorter."""
+_GROWTH = 32
+"""A block has at most 1/32 of the tokens before it, or `BLOCK_TOKENS`. The number of blocks grows with the logarithm of
+the prompt's length, because the event loop hashes the blocks and looks them up for each engine."""
 
 _KEY_BYTES = 16
 _ITEM = "item"
@@ -61,10 +64,10 @@ def contents_of(ids: NDArray[np.int64], cache_salt: str) -> Contents:
     def extend(stop: int) -> None:
         """Hash all whole blocks of the first `stop` tokens."""
         nonlocal hashed
-        while hashed + BLOCK_TOKENS <= stop:
-            chain.update(plain[hashed : hashed + BLOCK_TOKENS].tobytes())
-            hashed += BLOCK_TOKENS
-            prefix.append(Content(chain.digest(_KEY_BYTES), BLOCK_TOKENS))
+        while hashed + (length := _block_tokens(hashed)) <= stop:
+            chain.update(plain[hashed : hashed + length].tobytes())
+            hashed += length
+            prefix.append(Content(chain.digest(_KEY_BYTES), length))
 
     for at, item in _items(ids):
         extend(at)
@@ -75,6 +78,11 @@ def contents_of(ids: NDArray[np.int64], cache_salt: str) -> Contents:
         chain.update(_AT.pack(at) + item.key)
     extend(known)
     return Contents(media, prefix)
+
+
+def _block_tokens(start: int) -> int:
+    """Return the length of the block that begins at token `start`. It must depend on nothing else."""
+    return BLOCK_TOKENS * max(1, start // (_GROWTH * BLOCK_TOKENS))
 
 
 def _items(ids: NDArray[np.int64]) -> Iterator[tuple[int, Content | None]]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.engine.requests.engine_messages import Features, Progress, Ready, Replica
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.errors import NoProcess, ProcessDied
+from mindie_mm.errors import MindieMMError, NoProcess, ProcessDied
 from mindie_mm.processes.restarts import RESTART_WAIT_S, Restarts
 from mindie_mm.processes.tasks import task_group
 from mindie_mm.routing import Candidate, HeldContent, order
@@ -125,6 +125,8 @@ class EngineReplicas:
         """Engine of each request, by the id of the request."""
         self._reloading = asyncio.Lock()
         self._num_reloads_asked = self._num_reloads_done = 0
+        self._left_out = ""
+        """Engines that the last complete reload did not replace, and why."""
 
     @classmethod
     async def start(
@@ -235,20 +237,60 @@ class EngineReplicas:
     async def reload(self, grace_s: float) -> None:
         """Replace the engine processes one by one. `AsyncEngine.reload` describes the rest.
 
-        An engine is replaced only when all engines accept requests. If a new process does not start, the other engines
-        are not replaced. Calls during this call wait, and then replace the engines together, once.
+        An engine is replaced only when all engines accept requests, except engines that cannot be restarted. These are
+        left out, unless the checkpoint may be the reason, or a new process does not start. The remaining engines are
+        then not replaced. Calls during this call wait, and then replace the engines together, once.
+
+        Raises:
+            ProcessDied: Some engines were not replaced. The message names them with their reasons.
+
         """
         self._num_reloads_asked += 1
         asked = self._num_reloads_asked
         async with self._reloading:
-            if self._num_reloads_done >= asked:
-                return
-            done = self._num_reloads_asked  # all calls until now
-            for number, engine in enumerate(self.engines):
-                await self._until_all_up()
+            if self._num_reloads_done < asked:
+                done = self._num_reloads_asked  # all calls until now
+                self._left_out = await self._replace_all(grace_s)
+                self._num_reloads_done = done
+            if self._left_out:
+                raise ProcessDied(self._left_out)
+
+    async def _replace_all(self, grace_s: float) -> str:
+        """Replace the engines. Return the engines that were left out, and why."""
+        await self._until_settled()
+        reasons: list[str] = []
+        # Engines that do not accept requests come last, because they may restart in the meantime.
+        for number, engine in sorted(enumerate(self.engines), key=lambda item: not item[1].accepts):
+            await self._until_settled()
+            try:
+                engine.check()
+            except ProcessDied as error:
+                reasons.append(f"engine {number} was not replaced: {error}")
+                continue
+            with self._naming(number):
                 await engine.reload(grace_s)
-                _log.info("engine %d of %d was replaced", number + 1, len(self.engines))
-            self._num_reloads_done = done
+            _log.info("engine %d of %d was replaced", number, len(self.engines))
+        return "; ".join(reasons)
+
+    async def _until_settled(self) -> None:
+        """Wait until each engine accepts requests or could not be restarted. Raise if the checkpoint may be faulty."""
+        while True:
+            for number, engine in enumerate(self.engines):
+                if not await engine.settled() and engine.doubts_checkpoint:
+                    with self._naming(number):
+                        await engine.wait_until_up()
+            if not any(engine.restarting for engine in self.engines):  # one may die while another one starts
+                return
+
+    @contextmanager
+    def _naming(self, number: int) -> Iterator[None]:
+        """Raise ProcessDied with the number of the engine for an error that ends a reload."""
+        try:
+            yield
+        except MindieMMError as error:
+            raise ProcessDied(
+                f"engine {number} did not start again, and the engines after it were not replaced: {error}"
+            ) from error
 
     async def wait_until_up(self, wait_s: float = RESTART_WAIT_S) -> None:
         """Wait until an engine accepts requests. Raise the errors of `AsyncEngine.wait_until_up`."""
@@ -277,11 +319,6 @@ class EngineReplicas:
     async def _until_up(self) -> None:
         while not self.num_alive:  # an engine may die before the waiting task runs
             await self.wait_until_up()
-
-    async def _until_all_up(self) -> None:
-        while self.num_alive < len(self.engines):  # one engine may die while another one starts
-            for engine in self.engines:
-                await engine.wait_until_up()
 
     @contextmanager
     def _sent(self, request_id: str, ids: NDArray[np.int64], cache_salt: str, answer_tokens: int) -> Iterator[_Load]:

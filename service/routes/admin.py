@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from hashlib import sha256
 from hmac import compare_digest
 
@@ -38,7 +39,12 @@ async def reload(request: Request, service: ServiceDep) -> Response:
     if service.admission.stopping:
         raise ServiceStopping("the service is stopping")
     engine = service.worker.engine
-    await engine.reload(service.config.grace_s)
+    try:
+        await engine.reload(service.config.grace_s)
+    except asyncio.CancelledError:
+        if service.admission.stopping:  # the server cancels the requests that remain after the grace time
+            raise ServiceStopping("the service stopped before all engines were replaced") from None
+        raise
     answer: Reloaded = {"reloaded": len(engine.engines)}
     return JSONResponse(answer)
 

@@ -4,6 +4,7 @@ Other tests cover the host's memory: zeros that are allocated lazily, peaks and 
 """
 
 import asyncio
+import os
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from multiprocessing import get_context
@@ -18,6 +19,7 @@ from mindie_mm.device.cpu import CPU
 from mindie_mm.engine.cache.kv_cache_size import block_size, useful_blocks
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.process.memory_profile import WorstCase, kv_cache_bytes
+from mindie_mm.engine.requests.engine_messages import Replica
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import DeviceError, InputError
 from mindie_mm.models import family_named, load_model
@@ -68,11 +70,13 @@ def small_pictures(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "small", "tiny", max_pixels=12_544)
 
 
-def room(path, kinds=("image",), device=None, **settings):
+def room(path, kinds=("image",), device=None, num_engines=1, **settings):
     few = {"max_model_len": 512, "max_num_seqs": 10**6, "max_num_batched_tokens": 64, "max_tower_tokens": 1}
     config = EngineConfig(device="cpu", **few | {"measure_s": 600} | settings)
     processor = family_named("qwen2_vl").processor(Checkpoint.open(path))
-    return kv_cache_bytes(load_model(path, device="cpu"), processor, kinds, device or Sized(), config)
+    return kv_cache_bytes(
+        load_model(path, device="cpu"), processor, kinds, device or Sized(), config, num_engines=num_engines
+    )
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +163,42 @@ def test_an_explicit_size_is_used_and_the_worst_case_is_still_tried(small_pictur
     assert device.tried
     with pytest.raises(DeviceError, match=r"kv_cache_bytes of 4000 MiB does not fit: cpu has 4096 MiB free .* 256 MiB"):
         room(small_pictures, kv_cache_bytes=4000 * MiB)
+
+
+def test_engines_that_start_together_divide_the_free_memory(small_pictures):
+    settings = {"measure_s": 0, "encoder_cache_bytes": 0}
+    assert room(small_pictures, num_engines=4, **settings) == pytest.approx(GiB / 4)
+    few = r"cpu has 1024 MiB free for each of 4 engines after loading the weights; .*[Ll]ower .*"
+    with pytest.raises(DeviceError, match=few + "max_num_batched_tokens, or lower replicas$"):
+        room(small_pictures, num_engines=4, kv_cache_bytes=1200 * MiB, **settings)
+    with pytest.raises(DeviceError, match=few + "max_model_len, or set kv_cache_bytes, or lower replicas$"):
+        room(small_pictures, num_engines=4, measure_s=0, encoder_cache_bytes=GiB)
+
+
+FREE = """
+from pathlib import Path
+from mindie_mm.device.cpu import CPU
+
+CPU.free_bytes = lambda self: int(Path(__file__).with_name("free").read_text())
+"""
+
+
+@pytest.mark.slow
+async def test_an_engine_is_restarted_if_the_others_have_taken_their_share(random_checkpoint, tmp_path, monkeypatch):
+    """Its cache must fit in the memory that is left, and not in a share of it."""
+    (tmp_path / "sitecustomize.py").write_text(FREE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    config = EngineConfig(device="cpu", encoder_cache_bytes=400 * MiB, memory_share=1.0, measure_s=0)
+    (tmp_path / "free").write_text(f"{540 * MiB}")
+    with pytest.raises(DeviceError, match="cpu has 270 MiB free for each of 2 engines"):
+        await AsyncEngine.start(random_checkpoint, config, replica=Replica(0, 2))
+    (tmp_path / "free").write_text(f"{GiB}")
+    engine = await AsyncEngine.start(random_checkpoint, config, replica=Replica(0, 2))
+    try:
+        (tmp_path / "free").write_text(f"{540 * MiB}")
+        await engine.reload(grace_s=0)
+    finally:
+        await engine.close()
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked for", "measured"])

@@ -219,17 +219,49 @@ async def test_reloads_at_the_same_time_share_the_processes_that_have_not_starte
     await engines.close()
 
 
+IMPOSSIBLE = Replica(0, 10**6)
+"""A place for which no engine starts, as if its device were broken."""
+NO_PLACE = "replicas is 1000000, but the number of"
+
+
 @pytest.mark.slow
-async def test_a_reload_stops_at_an_engine_that_does_not_start(pair: EngineReplicas) -> None:
+async def test_a_reload_leaves_out_an_engine_that_cannot_be_restarted(pair: EngineReplicas) -> None:
     first, second = pair.engines
     start, pid = first._start, second.pid
-    first.place(Replica(0, 10**6))
-    with pytest.raises(DeviceError, match="replicas is 1000000, but the number of"):
+    first.place(IMPOSSIBLE)
+    os.kill(first.pid, signal.SIGKILL)
+    while first.accepts:  # noqa: ASYNC110 - no event
+        await asyncio.sleep(0)
+    results = await asyncio.gather(*(pair.reload(grace_s=0) for _ in range(3)), return_exceptions=True)
+    for result in results:
+        assert isinstance(result, ProcessDied)
+        assert str(result).startswith(f"engine 0 was not replaced: the engine did not start: {NO_PLACE}")
+    assert second.pid != pid
+    assert len(await tokens(pair, "by the other", ids(7))) == 4
+    first._start = start
+    await first.wait_until_up()
+    await pair.reload(grace_s=0)
+    assert pair.num_alive == 2
+
+
+@pytest.mark.slow
+async def test_a_reload_stops_at_an_engine_that_does_not_start(pair: EngineReplicas) -> None:
+    """The next reload waits for it, because the cause may be a faulty checkpoint, which would stop all engines."""
+    first, second = pair.engines
+    start, pid = first._start, second.pid
+    first.place(IMPOSSIBLE)
+    with pytest.raises(ProcessDied, match=f"engine 0 did not start again, and .* not replaced: {NO_PLACE}"):
         await pair.reload(grace_s=0)
+    again = asyncio.create_task(pair.reload(grace_s=0))
+    failures = pair.restarts.failed
+    while not (pair.restarts.failed > failures or again.done()):  # noqa: ASYNC110 - no event
+        await asyncio.sleep(0)
     assert second.pid == pid
     pair.check()
     first._start = start
-    await first.wait_until_up()
+    await again
+    assert second.pid != pid
+    assert pair.num_alive == 2
 
 
 @pytest.mark.slow
@@ -333,3 +365,14 @@ def test_contents_name_the_media_and_the_prefix_of_a_prompt(tmp_path: Path) -> N
         assert gone.prefix == found.prefix[:1], "tokens after an unknown item are not known either"
     assert contents_of(one, "") == gone
     assert contents_of(np.zeros(0, np.int64), "").first_key == b""
+
+
+def test_a_long_prompt_has_few_blocks_which_do_not_depend_on_its_end() -> None:
+    prompt = ids(10, 200_000)
+    prefix = contents_of(prompt, "").prefix
+    assert len(prefix) < 200
+    assert 0 <= len(prompt) - sum(content.num_tokens for content in prefix) <= len(prompt) / 32
+    for length in (BLOCK_TOKENS, 5000, 100_000):
+        whole = contents_of(prompt[:length], "").prefix
+        assert whole == prefix[: len(whole)]
+        assert sum(content.num_tokens for content in whole) >= length * 31 / 32

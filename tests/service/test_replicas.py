@@ -166,6 +166,22 @@ def test_sighup_replaces_the_only_engine_of_a_service_without_a_terminal(
 
 
 @pytest.mark.slow
+def test_a_reload_that_the_end_of_the_service_interrupts_gets_status_503(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    given = settings | {"spool": tmp_path / "spool", "admin_key": KEY, "measure_s": 0}
+    with serving.running_service(given, tmp_path / "log") as running, ThreadPoolExecutor() as threads:
+        (before,) = engines(running)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        reloading = threads.submit(httpx2.post, f"{running.url}/admin/reload", headers=headers, timeout=300)
+        wait_until(lambda: not before.is_running())
+        assert running.stop() == 0
+        answer = reloading.result()
+    assert answer.status_code == 503
+    assert "stopped before all engines were replaced" in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
 def test_more_engines_than_processors_are_refused_with_both_numbers(tmp_path: Path) -> None:
     given = {"replicas": 2, "spool": tmp_path / "spool", "device": "cpu"}
     one_cpu: Callable[..., Any] = partial(

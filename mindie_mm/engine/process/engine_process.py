@@ -192,7 +192,8 @@ def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
     with reading(checkpoint, family):
         processor = family.processor(checkpoint)
     measured = model, processor, family.kinds, device, config, ranks
-    kv_bytes = ranks.run_on_all(lambda: kv_cache_bytes(*measured, start.replica.count))
+    num_starting = 1 if start.replica.others_started else start.replica.count
+    kv_bytes = ranks.run_on_all(lambda: kv_cache_bytes(*measured, num_starting))
     if isinstance(model, Seq2SeqModel):
         return Seq2SeqEngine(model, config, kv_bytes)
     engine = Engine(model, config, ranks.all_reduce_min(kv_bytes), ranks)

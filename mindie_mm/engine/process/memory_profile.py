@@ -56,7 +56,7 @@ def kv_cache_bytes(
         device: Device of the model.
         config: Settings of the engine.
         ranks: All ranks of the engine. Each of them must call this function.
-        num_engines: Number of engines of the service.
+        num_engines: Number of engines of the service that are being started, and still need memory.
 
     Raises:
         DeviceError: No memory is left, `config.kv_cache_bytes` does not fit, or running the worst case fails.
@@ -67,10 +67,12 @@ def kv_cache_bytes(
     useful = useful_bytes(model, config)
     worst = WorstCase(model, processor, device, config, ranks)
     taken = worst.num_bytes(kinds)
+    divided = num_engines > 1 and spec.device.type == "cpu"
+    each, fewer = (f" for each of {num_engines} engines", ", or lower replicas") if divided else ("", "")
     free = device.free_bytes() // (ranks.count * num_engines if spec.device.type == "cpu" else 1)
     share = config.memory_share or device.memory_share
     says = (
-        f"{spec.device} has {mib(free)} free after loading the weights; the largest step takes {mib(taken)}; "
+        f"{spec.device} has {mib(free)} free{each} after loading the weights; the largest step takes {mib(taken)}; "
         f"the encoder cache takes {mib(config.encoder_cache_bytes)}"
     )
     if config.kv_cache_bytes is not None:
@@ -78,7 +80,7 @@ def kv_cache_bytes(
         if asked + taken + config.encoder_cache_bytes > free:
             raise DeviceError(
                 f"kv_cache_bytes of {mib(asked)} does not fit: {says}. Lower kv_cache_bytes, encoder_cache_bytes, "
-                "or a limit of the largest step, such as max_num_batched_tokens"
+                f"or a limit of the largest step, such as max_num_batched_tokens{fewer}"
             )
         _log.info("%s; the KV cache takes %s (kv_cache_bytes)", says, mib(asked))
         return asked
@@ -86,7 +88,7 @@ def kv_cache_bytes(
     # A decode step copies one layer of the sequences' KV cache. Padding at most doubles the size of the copy.
     left -= 2 * left // (spec.num_layers + 2)
     if left < block_bytes:
-        raise DeviceError(f"no memory is left for the KV cache: {says}; memory_share is {share:g}. {MORE_ROOM}")
+        raise DeviceError(f"no memory is left for the KV cache: {says}; memory_share is {share:g}. {MORE_ROOM}{fewer}")
     _log.info(
         "%s; the KV cache takes %s of the %s that memory_share %g leaves",
         says,

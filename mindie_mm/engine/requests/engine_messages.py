@@ -22,6 +22,8 @@ class Replica(msgspec.Struct, frozen=True):
     """Number of the engine, from 0."""
     count: int = 1
     """Number of engines."""
+    others_started: bool = False
+    """Whether the other engines have taken their memory before, because this engine is restarted."""
 
 
 class Start(msgspec.Struct, frozen=True):
