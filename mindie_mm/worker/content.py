@@ -23,8 +23,8 @@ BLOCK_TOKENS = 64
 """Number of tokens of a block at the beginning of a prompt. Shorter blocks would take more time to hash, and KV blocks
 of most devices are shorter."""
 _GROWTH = 32
-"""A block has at most 1/32 of the tokens before it, or `BLOCK_TOKENS`. The number of blocks grows with the logarithm of
-the prompt's length, because the event loop hashes the blocks and looks them up for each engine."""
+"""The length of a block is the larger of `BLOCK_TOKENS` and 1/32 of the number of tokens before it, rounded down to a
+multiple of `BLOCK_TOKENS`. Long prompts thus have few blocks. The event loop looks up each block for each engine."""
 
 _KEY_BYTES = 16
 _ITEM = "item"

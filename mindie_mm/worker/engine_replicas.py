@@ -269,7 +269,7 @@ class EngineReplicas:
                 continue
             with self._naming(number):
                 await engine.reload(grace_s)
-            _log.info("engine %d of %d was replaced", number, len(self.engines))
+            _log.info("engine %d was replaced", number)
         return "; ".join(reasons)
 
     async def _until_settled(self) -> None:

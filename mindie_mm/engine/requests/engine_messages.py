@@ -23,7 +23,7 @@ class Replica(msgspec.Struct, frozen=True):
     count: int = 1
     """Number of engines."""
     others_started: bool = False
-    """Whether the other engines have taken their memory before, because this engine is restarted."""
+    """Whether the engine is being restarted. The other engines have then already allocated their memory."""
 
 
 class Start(msgspec.Struct, frozen=True):
