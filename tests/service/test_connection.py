@@ -5,6 +5,7 @@ being answered, nor connections that wait for the next request.
 """
 
 import asyncio
+import logging
 import contextlib
 import json
 import socket
@@ -439,7 +440,8 @@ async def test_an_upgrade_offer_is_ignored(
         writer.write(NEXT)
         await reader.readuntil(b"\r\n\r\nhost,b")
     writer.close()
-    assert caplog.records == []
+    # Another test of this process may have enabled uvicorn's access log.
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("offered", OFFERED.values(), ids=OFFERED)
