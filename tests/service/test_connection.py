@@ -5,9 +5,9 @@ being answered, nor connections that wait for the next request.
 """
 
 import asyncio
-import logging
 import contextlib
 import json
+import logging
 import socket
 import struct
 from collections.abc import AsyncIterator
