@@ -15,6 +15,7 @@ from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
 from mindie_mm.device.cpu.int8_linear import has_int8, int8_linear
 from mindie_mm.device.cpu.packed_linear import pack
+from mindie_mm.device.cpu.weight_pages import drop_unused_pages
 from mindie_mm.device.kernels import Kernels
 from mindie_mm.errors import DeviceError
 
@@ -72,6 +73,7 @@ class CPU(Device):
         pack(module)
         lighten(module)
         cpu_attention.replace(module)
+        drop_unused_pages(module)
 
     def free_bytes(self) -> int:
         return host_memory.available_bytes()
