@@ -1,4 +1,4 @@
-"""Generator of Qwen2-VL checkpoints with random weights: `python -m tools.random_checkpoint OUT [tiny|wide|small|mid]`.
+"""Generator of Qwen2-VL checkpoints with random weights: `python -m tools.random_checkpoint OUT [SIZE]` (see SIZES).
 
 Parity tests and benchmarks use them. The weights are seeded and untrained. The tokenizer is byte-level, with about 300
 tokens.
@@ -57,8 +57,10 @@ SIZES = {
     "wide": Size(256, 2, 2, 1, 512, 64, 2, 4),
     "small": Size(256, 4, 4, 2, 512, 256, 4, 4),
     "mid": Size(512, 8, 8, 2, 1536, 320, 8, 4),
+    "big": Size(896, 24, 14, 2, 4864, 640, 16, 8),
 }
-"""Sizes of about 0.4, 2, 7 and 37 million parameters. `wide` has a head size of 128, like most published models."""
+"""Sizes of about 0.4, 2, 7, 37 and 447 million parameters. `wide` has a head size of 128, like most published models.
+The layers of `big` are as large as those of Qwen2 with 0.5 billion parameters."""
 
 
 def write_checkpoint(out: Path, size: str = "tiny", *, seed: int = 0, max_pixels: int = 12845056) -> Path:
