@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from mindie_mm.device.cpu.packed_linear import PackedLinear
 from mindie_mm.device.cpu.weight_pages import drop_unused_pages
 from tools.random_checkpoint import write_checkpoint
 
@@ -50,6 +51,15 @@ def test_a_file_with_changed_weights_keeps_them(path: Path) -> None:
     drop_unused_pages(nn.ParameterList([nn.Parameter(used, requires_grad=False)]))
     assert used.sum() == 3 * ELEMENTS
     assert unused.sum() == ELEMENTS + 4
+
+
+def test_weights_in_layouts_without_an_address_are_skipped(path: Path) -> None:
+    with safe_open(path, "pt") as file:
+        used = file.get_tensor("used")
+    module = nn.Sequential(nn.Linear(2048, 1024), PackedLinear(nn.Linear(512, 512)))
+    module[0].weight = nn.Parameter(used.view(1024, 2048), requires_grad=False)
+    drop_unused_pages(module)
+    assert 8192 <= resident_kib(path) < 8192 + 1024
 
 
 LOAD = """

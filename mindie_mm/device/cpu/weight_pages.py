@@ -65,11 +65,14 @@ def _mappings() -> Iterator[_Mapping]:
 
 
 def _addresses(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of the storage of `tensor` and the first address after it."""
+    """Return the first address of the storage of `tensor` and the first address after it. Return zeros if unknown."""
     if tensor.device.type != "cpu":
         return 0, 0
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    try:
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    except RuntimeError:  # packed weights, for example, do not tell their address
+        return 0, 0
 
 
 def _advise(advise: ctypes._NamedFuncPointer, start: int, stop: int, advice: int) -> None:
