@@ -1,5 +1,6 @@
 """Tests of the block pool: sharing, eviction order and reference counts."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -66,6 +67,36 @@ def test_a_key_stays_with_the_first_block_that_has_it():
     for one in (first, second):
         pool.keep(one.kv_blocks[0], key(7))
     assert pool.find([key(7)]) == first.kv_blocks
+
+
+def test_sequences_have_consecutive_blocks_when_all_free_blocks_have_keys():
+    pool, keys = BlockPool(64, 4), itertools.count()
+    num_jumps = 0
+    for _ in range(40):
+        one = sequence()
+        pool.grow(one, 20)
+        for tokens in range(21, 47):  # as in decode steps. The last block is not full
+            pool.grow(one, tokens)
+        num_jumps += sum(after - before != 1 for before, after in itertools.pairwise(one.kv_blocks))
+        for block in one.kv_blocks[:-1]:
+            pool.keep(block, key(next(keys)))
+        pool.free(one)
+    assert num_jumps <= 40 * 12 / 64 + 1, "only where the pool ends"
+
+
+def test_a_recently_freed_block_with_a_key_is_not_taken_for_being_the_next():
+    pool = BlockPool(8, 4)
+    recent, old, growing = sequence(), sequence(), sequence()
+    pool.grow(growing, 4)
+    pool.grow(recent, 8)
+    pool.grow(old, 20)
+    for i, block in enumerate((*recent.kv_blocks, *old.kv_blocks)):
+        pool.keep(block, key(i))
+    pool.free(old)
+    pool.free(recent)
+    pool.grow(growing, 8)
+    assert growing.kv_blocks == [0, 7]
+    assert pool.find([key(0), key(1)]) == [1, 2]
 
 
 def test_random_operations_keep_the_reference_counts_right():

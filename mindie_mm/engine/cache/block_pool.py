@@ -12,7 +12,8 @@ class BlockPool:
 
     A full block can have a key (`prefix.py`), by which other sequences can find and share it. A free block keeps its
     key until it is allocated again. Allocation takes blocks without a key first, and then the least recently freed
-    blocks.
+    blocks. It continues with the block after the sequence's last block if that block is free and nothing recent is lost
+    by this, because attention reads consecutive blocks without copying them.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -20,6 +21,9 @@ class BlockPool:
         self.block_size = block_size
         self._holders = [0] * num_blocks
         self._free = OrderedDict.fromkeys(range(num_blocks))
+        self._num_freed = 0
+        self._freed_at = [-num_blocks] * num_blocks
+        """Value of `_num_freed` when each block was freed."""
         self._keys: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
 
@@ -55,7 +59,7 @@ class BlockPool:
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Allocate the blocks that `sequence` lacks for `num_tokens` tokens in total. Call `can_grow` first."""
         for _ in range(self.num_needed(num_tokens) - len(sequence.kv_blocks)):
-            block = next(iter(self._free))
+            block = self._next(sequence)
             self.forget([block])
             self._hold(sequence, block)
 
@@ -78,9 +82,19 @@ class BlockPool:
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._free[block] = None
+                self._num_freed += 1
+                self._freed_at[block] = self._num_freed
                 if block not in self._keys:
                     self._free.move_to_end(block, last=False)
         sequence.kv_blocks.clear()
+
+    def _next(self, sequence: Sequence) -> int:
+        """Return the free block to allocate next for `sequence`."""
+        if sequence.kv_blocks and (after := sequence.kv_blocks[-1] + 1) in self._free:
+            freed_since = self._num_freed - self._freed_at[after]
+            if after not in self._keys or freed_since >= len(self._free) // 2:  # among the older half
+                return after
+        return next(iter(self._free))
 
     def _hold(self, sequence: Sequence, block: int) -> None:
         self._free.pop(block, None)
