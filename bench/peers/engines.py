@@ -8,7 +8,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,7 @@ class OpenVinoEngine:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job | {"question": QUESTION}).encode() + b"\n")
         reply = await self.reply()
-        return Outcome([Answer(0.0, seconds) for seconds in reply["each_s"]], reply["total_s"])
+        return Outcome([_answer(**answer) for answer in reply["answers"]], reply["total_s"])
 
     async def reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -85,6 +85,10 @@ class OpenVinoEngine:
 
     def pss(self) -> int:
         return tree_pss(self._process.pid)
+
+
+def _answer(begun: float, ended: float, token_s: Sequence[float]) -> Answer:
+    return Answer(begun, ended, drawn=[(time_s, number) for number, time_s in enumerate(token_s, 1)])
 
 
 def tree_pss(pid: int) -> int:
@@ -118,7 +122,7 @@ async def llama(precision: str, checkpoint: Path, threads: int) -> AsyncIterator
     try:
         url = f"http://127.0.0.1:{port}"
         await _until_healthy(url)
-        yield HttpEngine(Server(url, "any"), process.pid)
+        yield HttpEngine(Server(url, "any", {"timings_per_token": True}), process.pid)
     finally:
         with suppress(ProcessLookupError):  # it may have died
             process.terminate()

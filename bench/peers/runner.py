@@ -1,9 +1,9 @@
 """Run OpenVINO GenAI: python runner.py MODEL THREADS f32|int8.
 
 This script runs in the virtual environment that `bench.peers.install` creates. Each line of its input is a job, a JSON
-object with `pictures` (paths), `question`, `tokens` and `clients`. For each job, the script writes the duration of each
-request and of all requests together, in seconds. For one client, the script uses VLMPipeline, and for several clients
-ContinuousBatchingPipeline.
+object with `pictures` (paths), `question`, `tokens` and `clients`. For each job, the script writes the times of each
+request and the duration of all requests together, in seconds. For one client, the script uses VLMPipeline, and for
+several clients ContinuousBatchingPipeline. Only VLMPipeline reports the time of each token.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def main() -> None:
         job = json.loads(line)
         answer = answer_one if job["clients"] == 1 else answer_several
         begun = time.perf_counter()
-        each_s = answer(single if job["clients"] == 1 else several, job)
-        print(json.dumps({"each_s": each_s, "total_s": time.perf_counter() - begun}), flush=True)
+        answers = answer(single if job["clients"] == 1 else several, job)
+        print(json.dumps({"answers": answers, "total_s": time.perf_counter() - begun}), flush=True)
 
 
 def read(path: str) -> ov.Tensor:
@@ -52,21 +52,38 @@ def config(tokens: int) -> genai.GenerationConfig:
     return settings
 
 
-def answer_one(pipeline: genai.VLMPipeline, job: dict[str, Any]) -> list[float]:
+class TokenTimes(genai.StreamerBase):
+    """A receiver of tokens that records the time of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_s: list[float] = []
+
+    def write(self, tokens: int | list[int]) -> genai.StreamingStatus:
+        """Record the time of one or several tokens."""
+        self.times_s += [time.perf_counter()] * (len(tokens) if isinstance(tokens, list) else 1)
+        return genai.StreamingStatus.RUNNING
+
+    def end(self) -> None:
+        """Do nothing, because all tokens have been recorded."""
+
+
+def answer_one(pipeline: genai.VLMPipeline, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Answer the requests one after another."""
-    each_s = []
+    answers = []
     for path in job["pictures"]:
+        times = TokenTimes()
         begun = time.perf_counter()
-        pipeline.generate(job["question"], images=[read(path)], generation_config=config(job["tokens"]))
-        each_s.append(time.perf_counter() - begun)
-    return each_s
+        pipeline.generate(job["question"], images=[read(path)], generation_config=config(job["tokens"]), streamer=times)
+        answers.append({"begun": begun, "ended": time.perf_counter(), "token_s": times.times_s})
+    return answers
 
 
-def answer_several(pipeline: genai.ContinuousBatchingPipeline, job: dict[str, Any]) -> list[float]:
+def answer_several(pipeline: genai.ContinuousBatchingPipeline, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Keep as many requests running as there are clients."""
     waiting = list(enumerate(job["pictures"]))
     running: dict[int, tuple[Any, float]] = {}
-    each_s = []
+    answers = []
     while waiting or running:
         while waiting and len(running) < job["clients"]:
             number, path = waiting.pop(0)
@@ -78,9 +95,9 @@ def answer_several(pipeline: genai.ContinuousBatchingPipeline, job: dict[str, An
         pipeline.step()
         for number, (handle, begun) in [*running.items()]:
             if handle.get_status() != genai.GenerationStatus.RUNNING:
-                each_s.append(time.perf_counter() - begun)
+                answers.append({"begun": begun, "ended": time.perf_counter(), "token_s": []})
                 del running[number]
-    return each_s
+    return answers
 
 
 if __name__ == "__main__":

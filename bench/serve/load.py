@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import Any
@@ -25,6 +25,8 @@ class Server:
 
     url: str
     model: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """Fields to add to each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,24 @@ class Answer:
     ended: float = 0.0
     shown: list[tuple[float, int]] = field(default_factory=list)
     """Time of each piece of text, and the number of tokens up to it."""
+    drawn: list[tuple[float, int]] = field(default_factory=list)
+    """Time of each event with new tokens, and the number of tokens up to it."""
     fault: str | None = None
     """Description of the answer's fault, or None."""
     timings: dict[str, float] | None = None
     """The server's own `timings`, if it reports them."""
+
+    def tokens_per_s(self) -> float:
+        """Return the rate from the first event with tokens to the last one. An event may have several tokens.
+
+        Raise RuntimeError if the answer has tokens in fewer than two events.
+        """
+        if len(self.drawn) < 2:
+            raise RuntimeError(
+                f"{len(self.drawn)} events of the answer state their tokens; at least 2 are needed. Ask for more tokens"
+            )
+        (first_s, first), (last_s, last) = self.drawn[0], self.drawn[-1]
+        return (last - first) / (last_s - first_s)
 
 
 @dataclass(slots=True)
@@ -141,6 +157,7 @@ async def ask(
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         **({"timings": True} if timings else {}),
+        **server.fields,
     }
     data = json.dumps(body).encode()
     answer = Answer(time.perf_counter())
@@ -163,8 +180,9 @@ async def ask(
                     continue
                 event = json.loads(line[6:])
                 answer.timings = event.get("timings", answer.timings)
-                if event.get("usage"):
-                    tokens = event["usage"]["completion_tokens"]
+                if (num_tokens := _num_tokens(event)) > tokens:
+                    tokens = num_tokens
+                    answer.drawn.append((now, tokens))
                 for choice in event.get("choices", ()):
                     if choice["delta"].get("content"):
                         answer.shown.append((now, tokens))
@@ -176,3 +194,13 @@ async def ask(
     if not (done and reason == "length" and tokens == max_tokens):
         answer.fault = f"[DONE] {done}, finish_reason {reason}, {tokens} tokens"
     return answer
+
+
+def _num_tokens(event: Mapping[str, Any]) -> int:
+    """Return the number of tokens up to an event, or 0 if the event does not state it.
+
+    llama-server states it only in its `timings`.
+    """
+    if usage := event.get("usage"):
+        return int(usage["completion_tokens"])
+    return int((event.get("timings") or {}).get("predicted_n", 0))

@@ -365,15 +365,18 @@ class Worker:
                     self.engine.refill(request_id, np.concatenate([renewed.ids, later]))
                 if not step.token_ids and step.finish_reason is None:
                     continue
-                text = detokenizer.push(_shown_ids(step.token_ids, step.finish_reason, params, self.tokenizer))
+                shown_ids = _shown_ids(step.token_ids, step.finish_reason, params, self.tokenizer)
+                text = detokenizer.push(shown_ids)
                 stopped = detokenizer.stopped_by is not None
+                # The engine does not know stop strings, so it may have generated more tokens.
+                num_tokens = len(shown_ids) - detokenizer.num_dropped if stopped else len(step.token_ids)
                 reason = "stop" if stopped else step.finish_reason
                 if reason is not None:
                     text += detokenizer.flush()
                 yield Delta(
                     text=text,
-                    token_ids=step.token_ids,
-                    logprobs=step.logprobs,
+                    token_ids=step.token_ids[:num_tokens],
+                    logprobs=None if step.logprobs is None else step.logprobs[:num_tokens],
                     prompt_logprobs=step.prompt_logprobs,
                     cached_tokens=step.cached_tokens,
                     finish_reason=reason,

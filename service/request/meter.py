@@ -67,7 +67,11 @@ class Meter:
                         yield delta
                         continue
                     now = time.perf_counter()
-                    (metrics.inter_token_s if num_drawn else metrics.first_token_s).observe(now - last)
+                    if num_drawn:
+                        for _ in delta.token_ids:
+                            metrics.inter_token_s.observe((now - last) / len(delta.token_ids))
+                    else:
+                        metrics.first_token_s.observe(now - last)
                     first, last = first if num_drawn else now, now
                     num_drawn += len(delta.token_ids)
                     self._num_tokens[index] += len(delta.token_ids)

@@ -124,7 +124,7 @@ async def generate_text(body: GenerateBody, incoming: IncomingDep) -> Response:
 
 @router.post("/generate_stream", response_class=Response, responses=streamed(GenerateEvent))
 async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response:
-    """Answer like `/generate`, as a stream with one event per step."""
+    """Answer like `/generate`, as a stream. Each event has one or several tokens."""
     generation = _generation(body, incoming)
     if generation.parameters.decoder_input_details:
         message = "decoder_input_details is true, which is not supported in a stream; leave decoder_input_details out"
@@ -172,7 +172,7 @@ class _Generate(Form):
         return answer
 
     async def events(self) -> AsyncGenerator[GenerateEvent, None]:
-        """Yield one event per step. The last event has the whole text."""
+        """Yield one event per delta. The last event has the whole text."""
         choice = Answer()
         async with self.prompts() as (source,), aclosing(self.call.deltas([source])) as deltas:
             async for _, delta in deltas:

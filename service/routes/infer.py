@@ -216,7 +216,7 @@ class _Infer(Form):
         return answer
 
     async def events(self) -> AsyncGenerator[InferEvent, None]:
-        """Yield one event per step, with times in milliseconds. The last event has the whole text."""
+        """Yield one event per delta, with times in milliseconds. The last event has the whole text."""
         last = time.perf_counter()
         choice = Answer()
         async with self.call.prompts([self.body.request()]) as sources, aclosing(self.call.deltas(sources)) as deltas:

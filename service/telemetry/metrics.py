@@ -63,7 +63,7 @@ class Metrics:
         self.first_token_s = histogram(
             "time_to_first_token_seconds", "Time from the arrival of a request to the first token of a choice.", _LONG_S
         )
-        self.inter_token_s = histogram("inter_token_latency_seconds", "Time between two steps of a choice.", _SHORT_S)
+        self.inter_token_s = histogram("inter_token_latency_seconds", "Time between two tokens of a choice.", _SHORT_S)
         self.e2e_s = histogram(
             "e2e_request_latency_seconds", "Time from the arrival of a request to the end of a choice.", _LONG_S
         )

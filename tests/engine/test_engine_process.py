@@ -254,7 +254,7 @@ async def test_an_idle_engine_is_not_stopped_while_a_caller_is_slow_to_read(rand
                 await asyncio.sleep(0.001)
             await periods.passed(3)
             assert engine.pid == before
-            assert [one.finish_reason async for one in progress] == [None, "length"]
+            assert [one.finish_reason async for one in progress][-1] == "length"
     finally:
         await engine.close()
 

@@ -103,6 +103,28 @@ def test_text_offsets_match_the_text_whole_and_streamed(client: openai.OpenAI, e
             assert stop - start <= 1
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_tokens_after_a_stop_string_are_not_counted(client: openai.OpenAI, http: Any, stream: bool) -> None:
+    """The engine does not know stop strings, so it generates more tokens before it is told to end."""
+    settings: dict[str, Any] = {
+        "max_tokens": 40,
+        "logprobs": 1,
+        "extra_body": {"ignore_eos": True, "return_token_ids": True, "skip_special_tokens": False},
+    }
+    free: Any = complete(client, "What colour", **settings).choices[0]
+    texts = [http.post("/detokenize", json={"tokens": free.token_ids[:n]}).json()["prompt"] for n in range(1, 41)]
+    for at in range(0, 30, 4):
+        stop = free.text[at : at + 2]
+        num_tokens = next(n for n, text in enumerate(texts, 1) if stop in text)
+        streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer: Any = complete(client, "What colour", stop=stop, **streamed, **settings)
+        parts = [*answer] if stream else [answer]
+        choices = [part.choices[0] for part in parts if part.choices]
+        assert parts[-1].usage.completion_tokens == num_tokens
+        assert [token for choice in choices for token in choice.token_ids] == free.token_ids[:num_tokens]
+        assert "".join(choice.text for choice in choices) == free.text[: free.text.index(stop)]
+
+
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 3, 6])
 def test_tokens_end_where_a_stop_string_cuts_the_text(client: openai.OpenAI, at: int, echo: bool) -> None:

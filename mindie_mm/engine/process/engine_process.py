@@ -18,6 +18,7 @@ from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.process.memory_profile import kv_cache_bytes
 from mindie_mm.engine.process.placing import num_devices, placed
+from mindie_mm.engine.process.progress_collector import ProgressCollector
 from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
 from mindie_mm.engine.requests.default_sampling import defaults_of
 from mindie_mm.engine.requests.engine_messages import (
@@ -71,7 +72,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> Non
 
 
 def serve(channel: ChildChannel, ranks: Ranks) -> None:
-    """Load the checkpoint given in the first message. Then run steps, and wait for messages while there is no work."""
+    """Load the checkpoint given in the first message. Then handle messages until the channel is closed."""
     start = msgspec.msgpack.decode(ranks.broadcast(bytes, channel.recv), type=Start)
 
     def send(message: Ready | Failure | Loading | Stepped) -> None:
@@ -86,23 +87,33 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
             engine = load_engine(start, ranks)
         free_bytes = ranks.open_device(start.config.device).free_bytes()
     except MindieMMError as error:
-        return send(Failure.of(error))
+        send(Failure.of(error))
+        return
     faults.point("loaded")
     ready = msgspec.structs.replace(engine.ready, default_sampling=default_sampling)
     send(msgspec.structs.replace(ready, free_bytes=free_bytes, num_devices=visible))
+    _run_steps(channel, ranks, engine, send)
+
+
+def _run_steps(channel: ChildChannel, ranks: Ranks, engine: BaseEngine, send: Callable[[Stepped], None]) -> None:
+    """Run steps and send their results. Wait for messages while there is no work."""
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
     mounts: dict[int, ExitStack] = {}
+    collector = ProgressCollector()
     while True:
         updates: list[Progress] = []
         messages = ranks.broadcast(list[bytes], lambda: received(channel, engine, decoder))
+        if messages:
+            updates += collector.take()  # a new request may take longer than a step
         for message in messages:
             updates += _take(decoder.decode(message), engine, mounts)
         if updates or (messages and not engine.has_work()):
             send(Stepped(updates, engine.stats))
         if engine.has_work():
-            stepped = engine.step()
+            stepped = collector.add(engine.step())
             faults.point("before-reply")
-            send(stepped)
+            if stepped is not None:
+                send(stepped)
             faults.point("after-reply")
         if drop_removed(cleanups=True):
             gc.collect()  # a reference cycle of an error and its frames may keep media of a failed request mapped

@@ -133,11 +133,11 @@ class Features(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Progress of one request in one step."""
+    """Progress of one request in one or several steps."""
 
     request_id: str
     token_ids: list[int] = []
-    """Output tokens of this step. Empty if the request only scores its prompt, or if the progress only concerns
+    """Output tokens of these steps. Empty if the request only scores its prompt, or if the progress only concerns
     media."""
     logprobs: list[TokenLogprob] | None = None
     """Log-probabilities of each token, if the request asked for them."""
@@ -159,7 +159,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: Failure | None = None
     """Error that ended the request. No more progress follows."""
     timings: Timings | None = None
-    """Times up to the token of this step. They are sent with each token."""
+    """Times up to the last of the tokens. They are sent with all tokens."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -208,7 +208,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """The results of one step. These messages follow Ready."""
+    """The results of one or several steps. These messages follow Ready."""
 
     progress: list[Progress]
     stats: Stats

@@ -125,12 +125,17 @@ class Detokenizer:
         self._emitted = 0
         self.stopped_by: str | None = None
         """The stop string that ended the text."""
+        self.num_dropped = 0
+        """Number of tokens that were pushed after the token that completed the stop string."""
 
     def push(self, token_ids: list[int]) -> str:
         """Decode more tokens, and return new text that cannot change, or an empty string after a stop string."""
         if not self._stop:
             return "".join([self._stream.push(token_id) for token_id in token_ids])
-        for token_id in token_ids:
+        for index, token_id in enumerate(token_ids):
+            if self.stopped_by is not None:
+                self.num_dropped += len(token_ids) - index
+                break
             self._num_tokens += 1
             if piece := self._stream.push(token_id):
                 self._append(piece)
