@@ -99,7 +99,6 @@ class StageTimes:
     def of(cls, figures: Mapping[str, Any], checkpoint: str) -> Self:
         """Return the times of a checkpoint from the figures of `bench.scale.stages`."""
         measured = figures[checkpoint]
-        token = measured["token_1"]
         decoders = sorted(
             (int(name.rpartition("_")[2]), seconds)
             for name, seconds in figures["full_size"].items()
@@ -109,10 +108,7 @@ class StageTimes:
             {size: _request(one) for size, one in measured["pictures"].items()},
             {size: _request(one) for size, one in measured["repeated"].items()},
             _tokens(measured),
-            EngineTimes(
-                {int(batch): seconds for batch, seconds in measured["decode_step"].items()},
-                max(0.0, token["wait"] - token["engine"]),
-            ),
+            _engine(measured["decode_step"], measured["token_1"]),
             max(1.0, decoders[-1][1] / decoders[0][1]),
         )
 
@@ -134,6 +130,16 @@ def _request(seconds: Mapping[str, Any]) -> RequestTimes:
     names = ("client", "service", "tokenizer", "decoder", "engine")
     times = [seconds[name] for name in names]
     return RequestTimes(*times, seconds.get("prompt_tokens", 0), max(0.0, seconds["wait"] - sum(times)))
+
+
+def _engine(steps: Mapping[str, float], token: Mapping[str, float]) -> EngineTimes:
+    """Add to the steps of an engine alone what a step with one sequence takes longer in a service.
+
+    There, each step wakes the service and the client, which take the processor and its caches from the engine.
+    """
+    longer_s = max(0.0, token["engine"] - steps["1"])
+    times = {int(batch): seconds + longer_s for batch, seconds in steps.items()}
+    return EngineTimes(times, max(0.0, token["wait"] - times[1]))
 
 
 def _tokens(measured: Mapping[str, Any]) -> TokenTimes:
