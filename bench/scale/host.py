@@ -124,6 +124,7 @@ class Engine:
                 yield self._arrival
             decodes = len(self._running)
             prompts = self._admit()
+            yield self._env.timeout(self._times.idle_s)
             yield from self.station.work(self._times.step_s(decodes, [request.times.engine_s for request in prompts]))
             self._running += prompts
             for request in self._running:
@@ -186,6 +187,7 @@ class Host:
         yield from self.stations["service"].work(times.service_s)
         yield from self.stations["tokenizer"].work(times.tokenizer_s)
         yield from self.stations["decoder"].work(times.decoder_s)
+        yield self.env.timeout(times.idle_s)
         loads = [Candidate(str(index), engine.queued_tokens, 0) for index, engine in enumerate(self.engines)]
         self.engines[order(loads, 0)[0]].add(request)
         yield request.answered

@@ -1,13 +1,13 @@
 """A model of hosts and clusters that are larger than one can measure here, fed by measured stage times.
 
     python -m bench.scale.stages                                       # measure the stage times first
-    python -m bench.scale.model                                        # the three tables, and a comparison
+    python -m bench.scale.model                                        # the three tables
     python -m bench.scale.model --parts senders                        # one part; the results keep the others
-    python -m bench.scale.model --validate bench/results/replicas.json # compare with the points of a file
+    python -m bench.scale.model --validate bench/results/replicas.json # only compare with the points of a file
     python -m bench.scale.model --quick                                # at most 100 replicas
 
-A file for --validate has a list `points`. Each entry has the fields of `bench.scale.validation.Point`. The status is 1
-if a prediction differs by more than 20 %.
+`bench.scale.validation.compare` describes the file for --validate. The status is 1 if a prediction differs by more than
+20 %.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 from bench.scale import hit_rates, limits, validation
 from bench.scale.hit_rates import POLICIES, Replicas, Traffic
 from bench.scale.stage_times import RESULTS, StageTimes, full_size
-from bench.scale.validation import Comparison
 
 ACCELERATOR_MS = (2, 5, 10, 20, 50, 100)
 """Assumed times that an accelerator needs per picture: tower, prefill and the picture's share of the decode steps."""
@@ -43,7 +42,7 @@ INGRESS_REQUEST_S = 0.007
 INGRESS_TOKEN_S = 0.001
 ENGINES = (1, 2, 4, 8, 16)
 STREAM = limits.Stream()
-PARTS = "decoders,senders,hit_rates,points"
+PARTS = "decoders,senders,hit_rates"
 ASSUMPTIONS = {
     "picture_tokens": PICTURE_TOKENS,
     "text_tokens": TEXT_TOKENS,
@@ -110,12 +109,6 @@ def sender_limits(times: StageTimes) -> dict[str, float]:
     }
 
 
-def compared(points: Sequence[validation.Point]) -> list[Comparison]:
-    """Return the model's prediction beside each point."""
-    times = {name: StageTimes.read(name) for name in {point.checkpoint for point in points}}
-    return [validation.predict(point, times[point.checkpoint]) for point in points]
-
-
 def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the figures of comparisons as a table in Markdown."""
     lines = [
@@ -169,15 +162,10 @@ def _shown_senders(figures: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"- {name.replace('_', ' ')}: {round(rate):,}" for name, rate in limit.items())])
 
 
-def _shown_points(figures: dict[str, Any]) -> str:
-    return comparison_table(figures["points"])
-
-
 SHOWN = {
     "decoders": _shown_decoders,
     "hit_rates": _shown_hit_rates,
     "senders": _shown_senders,
-    "points": _shown_points,
 }
 
 
@@ -187,14 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m bench.scale.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--validate", type=Path, metavar="FILE", help="only compare with the points of this file")
-    parser.add_argument(
-        "--parts", default=PARTS, help="comma-separated parts; points: drive the service, and compare. Default: all"
-    )
-    parser.add_argument("--checkpoints", default="tiny,small", help="checkpoints of the part `points`")
+    parser.add_argument("--parts", default=PARTS, help="comma-separated parts. Default: all")
     parser.add_argument("--quick", action="store_true", help="at most 100 replicas")
     options = parser.parse_args(arguments)
     if options.validate:
-        comparisons = compared(validation.points_of(options.validate))
+        comparisons = validation.compare(options.validate)
         print(comparison_table([one.figures() for one in comparisons]))
         return int(not comparisons or not all(one.holds for one in comparisons))
     from bench.report import write
@@ -203,7 +188,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     figures.pop("machine", None)
     figures["assumptions"] = ASSUMPTIONS
-    names = options.checkpoints.split(",")
     for part in options.parts.split(","):
         match part:
             case "decoders":
@@ -213,8 +197,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 figures |= {part: sender_table(times), "limits": sender_limits(times)}
             case "hit_rates":
                 figures[part] = hit_rate_table([one for one in REPLICAS if not options.quick or one <= 100])
-            case "points":
-                figures[part] = [one.figures() for one in compared(list(validation.measure(names)))]
             case _:
                 parser.error(f"unknown part {part!r}: use {PARTS}")
     write("scale_model", figures)

@@ -3,8 +3,8 @@
     python -m bench.scale.replicas             # about ten minutes on a quiet machine
     python -m bench.scale.replicas --short     # fewer requests
 
-Each engine has one thread. The results are in bench/results/replicas.json and replicas.md. The entries of `points` are
-the input of `bench.scale.model --validate`.
+Each engine has one thread. The results are in bench/results/replicas.json and replicas.md. `points` and `stages`, the
+stage times of the same minutes, are the input of `bench.scale.model --validate`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import asyncio
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import psutil
-
 from bench.report import RESULTS, write
-from bench.scale.validation import Point
+from bench.scale.processor_time import ProcessorTime
+from bench.scale.stages import ENGINE, measure_engine, measure_service, medians, rounded
+from bench.scale.validation import Others, Point
 from bench.serve.load import QUESTION, Load, Server, drive, seeds, session
 from bench.serve.pictures import Size, jpeg
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -35,7 +35,6 @@ from mindie_mm.worker.engine_replicas import EngineReplicas
 from mindie_mm.worker.worker import Answer, Worker
 from tools.serving import running_service
 
-ENGINE: dict[str, object] = {"dtype": "float32", "num_threads": 1, "kv_cache_bytes": 2**26, "measure_s": 0}
 SIZE = Size(640, 480)
 TOKENS = 16
 CLIENTS = (1, 4, 8)
@@ -44,8 +43,11 @@ REPEATED = 0.9
 SURPLUS_TOKENS = (0, 16, 64, 256, 1024)
 
 
-def points(engines: int, turns: int, requests: int) -> Iterator[Point]:
-    """Measure a service with new pictures. Of several turns, the turn with the least other work counts."""
+def points(engines: int, turns: int, requests: int) -> tuple[list[Point], dict[str, Any]]:
+    """Measure a service with new pictures, and its stage times.
+
+    Both change together when other programs slow the machine down, so they are measured in turn. The medians count.
+    """
     numbers = seeds()
 
     async def turn(server: Server, clients: int) -> float:
@@ -56,35 +58,27 @@ def points(engines: int, turns: int, requests: int) -> Iterator[Point]:
             raise RuntimeError(f"{figures['errors']} requests failed, the first with: {figures['first_error']}")
         return float(figures["requests_per_s"])
 
+    measured: dict[int, list[tuple[float, float]]] = {clients: [] for clients in CLIENTS}
+    stages = []
     with tempfile.TemporaryDirectory(prefix="mindie_mm-bench-") as folder:
         settings = ENGINE | {"spool": Path(folder) / "spool", "decoders": 1, "replicas": engines}
         with running_service(settings, Path(folder) / "log") as service:
-            server = Server(service.url, service.model)
+            server, used = Server(service.url, service.model), ProcessorTime(service.process.pid)
             asyncio.run(turn(server, 2))
-            for clients in CLIENTS:
-                measured = []
-                for _ in range(turns):
-                    before = _processor_seconds(service.process.pid)
-                    rate = asyncio.run(turn(server, clients))
-                    after = _processor_seconds(service.process.pid)
-                    whole, busy, own = (now - then for now, then in zip(after, before, strict=True))
-                    measured.append((max(0.0, busy - own) / whole, rate))
-                others, rate = min(measured)
-                point = Point("tiny", str(SIZE), clients, TOKENS, rate, engines, 1, available_cpus(), round(others, 3))
-                print(point, flush=True)
-                yield point
-
-
-def _processor_seconds(pid: int) -> tuple[float, float, float]:
-    """Return the processor time of the machine, its busy part, and the part of a service and of this process."""
-    times = psutil.cpu_times()
-    whole = sum(times) - times.guest - times.guest_nice  # Linux counts guests in user and nice, too
-    service, own = psutil.Process(pid), 0.0
-    for process in (psutil.Process(), service, *service.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            used = process.cpu_times()
-            own += used.user + used.system
-    return whole, whole - times.idle - times.iowait, own
+            for _ in range(turns):
+                for clients, found in measured.items():
+                    with Others(service.process.pid) as others:
+                        rate = asyncio.run(turn(server, clients))
+                    found.append((rate, others.share))
+                times = asyncio.run(measure_service(server, used, [SIZE], 1))
+                stages.append(times | asyncio.run(measure_engine(1)))
+    found_points = []
+    for clients, found in measured.items():
+        rate, share = map(median, zip(*found, strict=True))
+        point = Point("tiny", str(SIZE), clients, TOKENS, rate, engines, 1, available_cpus(), round(share, 3))
+        print(point, flush=True)
+        found_points.append(point)
+    return found_points, {"tiny": rounded(medians(stages))}
 
 
 class RoundRobin:
@@ -190,8 +184,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     rates = asyncio.run(all_routed())
     turns, each = (1, 12) if short else (5, 32)
-    measured = [point for engines in (1, 2) for point in points(engines, turns, each)]
-    write("replicas", {"points": [asdict(one) for one in measured], "hit_rates": [asdict(one) for one in rates]})
+    measured, stages = [], {}
+    for engines in (1, 2):
+        found, stages[str(engines)] = points(engines, turns, each)
+        measured += found
+    figures = {"points": [asdict(one) for one in measured], "hit_rates": [asdict(one) for one in rates]}
+    write("replicas", figures | {"stages": stages})
     (RESULTS / "replicas.md").write_text(table(measured, rates), encoding="utf-8")
     single, content = rates[0].hit_rate, rates[1].hit_rate
     return int(content < 0.95 * single)

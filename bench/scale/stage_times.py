@@ -22,6 +22,8 @@ class RequestTimes:
     engine_s: float
     """Time of a step that computes the prompt of this request alone."""
     prompt_tokens: int = 0
+    idle_s: float = 0.0
+    """Time in which the request waits although none of these processes works: messages and wake-ups of processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class EngineTimes:
 
     decode_step_s: Mapping[int, float]
     """Time of a step by the number of sequences that decode, in seconds. Empty if decoding takes no time."""
+    idle_s: float = 0.0
+    """Time between two steps in which the engine does not work, in seconds."""
 
     def step_s(self, decodes: int, prompts: Sequence[float]) -> float:
         """Return the seconds of a step in which `decodes` sequences decode.
@@ -89,7 +93,11 @@ class StageTimes:
     @classmethod
     def read(cls, checkpoint: str, path: Path = RESULTS / "scale_stages.json") -> Self:
         """Return the times of a checkpoint, such as `tiny`, from a file of `bench.scale.stages`."""
-        figures = json.loads(path.read_text(encoding="utf-8"))
+        return cls.of(json.loads(path.read_text(encoding="utf-8")), checkpoint)
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any], checkpoint: str) -> Self:
+        """Return the times of a checkpoint from the figures of `bench.scale.stages`."""
         measured = figures[checkpoint]
         decoders = sorted(
             (int(name.rpartition("_")[2]), seconds)
@@ -100,7 +108,7 @@ class StageTimes:
             {size: _request(one) for size, one in measured["pictures"].items()},
             {size: _request(one) for size, one in measured["repeated"].items()},
             _tokens(measured),
-            EngineTimes({int(batch): seconds for batch, seconds in measured["decode_step"].items()}),
+            _engine(measured["decode_step"], measured["token_1"]),
             max(1.0, decoders[-1][1] / decoders[0][1]),
         )
 
@@ -120,7 +128,18 @@ def full_size(path: Path = RESULTS / "scale_stages.json") -> dict[str, RequestTi
 
 def _request(seconds: Mapping[str, Any]) -> RequestTimes:
     names = ("client", "service", "tokenizer", "decoder", "engine")
-    return RequestTimes(*(seconds[name] for name in names), prompt_tokens=seconds.get("prompt_tokens", 0))
+    times = [seconds[name] for name in names]
+    return RequestTimes(*times, seconds.get("prompt_tokens", 0), max(0.0, seconds["wait"] - sum(times)))
+
+
+def _engine(steps: Mapping[str, float], token: Mapping[str, float]) -> EngineTimes:
+    """Add to the steps of an engine alone what a step with one sequence takes longer in a service.
+
+    There, each step wakes the service and the client, which take the processor and its caches from the engine.
+    """
+    longer_s = max(0.0, token["engine"] - steps["1"])
+    times = {int(batch): seconds + longer_s for batch, seconds in steps.items()}
+    return EngineTimes(times, max(0.0, token["wait"] - times[1]))
 
 
 def _tokens(measured: Mapping[str, Any]) -> TokenTimes:

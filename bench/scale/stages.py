@@ -1,7 +1,8 @@
 """Measurement of the stage times that feed the model of a service (`bench.scale.model`).
 
-Every time is processor time of one process, which depends little on other load, and the least of several rounds.
-The engine runs on one thread, and one decoder decodes.
+Every time is processor time of one process, except `wait`, and the median of several rounds. Other load on the machine
+changes processor time, too, because programs share caches and the speed of the processors. The engine runs on one
+thread, and one decoder decodes.
 
     python -m bench.scale.stages            # ten minutes on two cores
     python -m bench.scale.stages --rounds 2 # a quick look
@@ -19,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
@@ -27,7 +29,6 @@ import pybase64
 
 from bench.report import RESULTS, write
 from bench.scale.processor_time import ProcessorTime, seconds_of
-from bench.serve import CACHE
 from bench.serve.load import Load, Server, drive, session
 from bench.serve.pictures import Size, jpeg
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -40,15 +41,15 @@ from tools.random_checkpoint import write_checkpoint
 from tools.serving import running_service
 
 SERVED = (Size(336, 336), Size(640, 480), Size(1420, 720))
-"""Sizes of the pictures that every checkpoint answers."""
+"""Sizes of common pictures. The tokens after the first are measured with the first of them."""
 DECODED = (*SERVED, Size(1920, 1080), Size(4000, 3000))
-"""Sizes of the pictures that are decoded at full size, and that the embedded checkpoint, which shrinks them, answers.
-Other checkpoints would take minutes on a CPU."""
+"""Sizes that are also decoded at full size. The embedded checkpoint shrinks them."""
+ENGINE: dict[str, object] = {"dtype": "float32", "num_threads": 1, "kv_cache_bytes": 2**26, "measure_s": 0}
 REQUESTS = 6
 TOKENS = 33
 CROWD = 8
 BATCHES = (1, 2, 4, 8, 16, 32)
-PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 1024
+PROMPT_TOKENS = 64
 
 
 class Pictures:
@@ -69,27 +70,37 @@ class Pictures:
         return f"data:image/jpeg;base64,{pybase64.b64encode(self.file(size)).decode()}"
 
 
-async def least(
+def medians(rounds: Sequence[Any]) -> Any:
+    """Return the median of each figure, for rounds that are numbers, or dictionaries of numbers at any depth."""
+    if isinstance(rounds[0], dict):
+        return {name: medians([one[name] for one in rounds]) for name in rounds[0]}
+    return median(rounds)
+
+
+async def typical(
     rounds: int, measure: Callable[..., Awaitable[dict[str, float]]], *arguments: object
 ) -> dict[str, float]:
-    """Return the least value of each figure in `rounds` rounds, after one that warms up."""
+    """Return the median of each figure in `rounds` rounds, after one that warms up."""
     await measure(*arguments)
-    results = [await measure(*arguments) for _ in range(rounds)]
-    return {name: min(result[name] for result in results) for name in results[0]}
+    figures: dict[str, float] = medians([await measure(*arguments) for _ in range(rounds)])
+    return figures
 
 
 async def answered(
     http: aiohttp.ClientSession, server: Server, used: ProcessorTime, load: Load, urls: Sequence[str]
 ) -> dict[str, float]:
-    """Send the requests of a load, and return the seconds per request: of each process, and of the client's wait."""
+    """Send the requests of a load, and return the seconds per request of each process.
+
+    `wait` is the mean time from a client's request to its next one.
+    """
     before = used.seconds()
     outcome = await drive(http, server, load, urls)
     seconds = used.since(before)
     faults = [answer.fault for answer in outcome.answers if answer.fault is not None]
     if faults:
         raise RuntimeError(f"{len(faults)} of {load.requests} requests failed, the first with: {faults[0]}")
-    wait = min(answer.ended - answer.begun for answer in outcome.answers)
-    return {name: value / load.requests for name, value in seconds.items()} | {"wait": wait}
+    seconds["wait"] = outcome.seconds * load.concurrent
+    return {name: value / load.requests for name, value in seconds.items()}
 
 
 async def measure_service(server: Server, used: ProcessorTime, sizes: Sequence[Size], rounds: int) -> dict[str, Any]:
@@ -117,45 +128,41 @@ async def measure_service(server: Server, used: ProcessorTime, sizes: Sequence[S
 
         for size in sizes:
             for kind, again in (("pictures", None), ("repeated", pictures.url(size))):
-                seconds = await least(rounds, one_token, size, again)
+                seconds = await typical(rounds, one_token, size, again)
                 figures[kind][str(size)] = seconds
-            figures["pictures"][str(size)] |= await least(rounds, prompt, size)
+            figures["pictures"][str(size)] |= await typical(rounds, prompt, size)
         for concurrent in (1, CROWD):
-            one = await least(rounds, tokens, 1, concurrent)
-            many = await least(rounds, tokens, TOKENS, concurrent)
+            one = await typical(rounds, tokens, 1, concurrent)
+            many = await typical(rounds, tokens, TOKENS, concurrent)
             figures[f"token_{concurrent}"] = {name: (many[name] - one[name]) / (TOKENS - 1) for name in one}
     return figures
 
 
-async def measure_engine(checkpoint: Path | None, rounds: int) -> dict[str, Any]:
-    """Measure decode steps by batch size, and the prefill, on one thread."""
-    engine = await AsyncEngine.start(checkpoint, EngineConfig(device="cpu", num_threads=1, prefix_caching=False))
+async def measure_engine(rounds: int) -> dict[str, Any]:
+    """Measure decode steps by batch size, with the settings that the engine of a measured service has."""
+    config = EngineConfig(device="cpu", prefix_caching=False, **ENGINE)  # type: ignore[arg-type]
+    engine = await AsyncEngine.start(None, config)
     generator = np.random.default_rng(0)
     names = map(str, count())
 
-    async def run(batch: int, prompt: int, tokens: int) -> dict[str, float]:
+    async def run(batch: int, tokens: int) -> dict[str, float]:
         params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
 
         async def one(ids: Any) -> None:
             async for _ in engine.generate(next(names), ids, params):
                 pass
 
-        prompts = [generator.integers(8, 264, prompt, dtype=np.int64) for _ in range(batch)]
+        prompts = [generator.integers(8, 264, PROMPT_TOKENS, dtype=np.int64) for _ in range(batch)]
         before = seconds_of(engine.pid)
         await asyncio.gather(*map(one, prompts))
         return {"engine": seconds_of(engine.pid) - before}
 
-    async def used(batch: int, prompt: int, tokens: int) -> float:
-        return (await least(rounds, run, batch, prompt, tokens))["engine"]
+    async def used(batch: int, tokens: int) -> float:
+        return (await typical(rounds, run, batch, tokens))["engine"]
 
     try:
-        steps = {
-            str(batch): (await used(batch, PROMPT_TOKENS, TOKENS) - await used(batch, PROMPT_TOKENS, 1)) / (TOKENS - 1)
-            for batch in BATCHES
-        }
-        short, long = await used(1, PROMPT_TOKENS, 1), await used(1, LONG_PROMPT_TOKENS, 1)
-        per_token = (long - short) / (LONG_PROMPT_TOKENS - PROMPT_TOKENS)
-        return {"decode_step": steps, "prefill_token": per_token, "prefill_step": short - PROMPT_TOKENS * per_token}
+        steps = {str(batch): (await used(batch, TOKENS) - await used(batch, 1)) / (TOKENS - 1) for batch in BATCHES}
+        return {"decode_step": steps}
     finally:
         await engine.close()
 
@@ -187,8 +194,8 @@ async def measure_tokenizer(checkpoint: Path, folder: Path, rounds: int) -> dict
         try:
             if decoders == 1:
                 for size in DECODED:
-                    figures["sizes"][str(size)] = await least(rounds, request, tokenizer, used, size, 1)
-            crowd = await least(rounds, request, tokenizer, used, SERVED[2], 4 * available_cpus())
+                    figures["sizes"][str(size)] = await typical(rounds, request, tokenizer, used, size, 1)
+            crowd = await typical(rounds, request, tokenizer, used, SERVED[2], 4 * available_cpus())
             figures[f"decoder_of_{decoders}"] = crowd["decoder"]
         finally:
             await tokenizer.close()
@@ -198,8 +205,8 @@ async def measure_tokenizer(checkpoint: Path, folder: Path, rounds: int) -> dict
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the stages, and write bench/results/scale_stages.json after each part. Keep the parts not measured."""
     parser = argparse.ArgumentParser(prog="python -m bench.scale.stages", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="number of rounds, of which the fastest counts")
-    parser.add_argument("--parts", default="tiny,small,full_size", help="`tiny` is the embedded checkpoint")
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds, whose median counts")
+    parser.add_argument("--parts", default="tiny,full_size", help="`tiny` is the embedded checkpoint")
     options = parser.parse_args(arguments)
     path = RESULTS / "scale_stages.json"
     figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -210,29 +217,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 checkpoint = write_checkpoint(Path(folder) / "checkpoint")
                 measured = asyncio.run(measure_tokenizer(checkpoint, Path(folder), options.rounds))
             else:
-                measured = measure_checkpoint(checkpoint_directory(part), Path(folder), options.rounds)
+                measured = measure_tiny(Path(folder), options.rounds)
         figures[part] = {"date": dt.datetime.now(dt.UTC).date().isoformat(), "rounds": options.rounds}
         figures[part] |= rounded(measured)
         write("scale_stages", figures)
 
 
-def measure_checkpoint(checkpoint: Path | None, folder: Path, rounds: int) -> dict[str, Any]:
-    """Measure a service with a checkpoint, and its engine alone."""
-    settings = {"spool": folder / "spool", "dtype": "float32", "num_threads": 1, "decoders": 1}
-    with running_service(settings, folder / "log", checkpoint) as service:
+def measure_tiny(folder: Path, rounds: int) -> dict[str, Any]:
+    """Measure a service with the embedded checkpoint, and its engine alone."""
+    with running_service(ENGINE | {"spool": folder / "spool", "decoders": 1}, folder / "log") as service:
         server, used = Server(service.url, service.model), ProcessorTime(service.process.pid)
-        stages = asyncio.run(measure_service(server, used, SERVED if checkpoint else DECODED, rounds))
-    return stages | asyncio.run(measure_engine(checkpoint, rounds))
-
-
-def checkpoint_directory(name: str) -> Path | None:
-    """Return the directory of a checkpoint with random weights, or None for `tiny`, the embedded one."""
-    if name == "tiny":
-        return None
-    path = CACHE / name
-    if not (path / "preprocessor_config.json").exists():  # one of the last files to be written
-        write_checkpoint(path, name)
-    return path
+        stages = asyncio.run(measure_service(server, used, DECODED, rounds))
+    return stages | asyncio.run(measure_engine(rounds))
 
 
 def rounded(figures: Any) -> Any:

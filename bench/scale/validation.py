@@ -5,10 +5,7 @@ The clients, the service and its engines share the processors of one machine, an
 
 from __future__ import annotations
 
-import asyncio
 import json
-import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -16,13 +13,10 @@ from typing import Any, Self
 import psutil
 
 from bench.scale.host import Layout, Run, closed_loop
-from bench.scale.stage_times import StageTimes
+from bench.scale.processor_time import ProcessorTime
+from bench.scale.stage_times import RESULTS, StageTimes
 
 TOLERANCE = 0.2
-CLIENTS = (1, 2, 4, 8)
-SIZE = "640x480"
-TOKENS = 16
-TURNS = 5
 REQUESTS = 200
 """Number of simulated requests."""
 
@@ -81,39 +75,6 @@ def predict(point: Point, times: StageTimes) -> Comparison:
     return Comparison(point, closed_loop(layout, times.pictures[point.size], point.num_tokens, point.clients, REQUESTS))
 
 
-def measure(checkpoints: Sequence[str]) -> Iterator[Point]:
-    """Measure one engine with a few numbers of clients. Of several turns, the least disturbed one counts."""
-    from bench.scale.stages import checkpoint_directory
-    from bench.serve.load import Load, Server, drive, seeds, session
-    from bench.serve.pictures import Size
-    from mindie_mm.settings.cgroup import available_cpus
-    from tools.serving import running_service
-
-    async def turn(server: Server, clients: int) -> float:
-        load = Load(Size.of(SIZE), clients, max(16, 4 * clients), max_tokens=TOKENS)
-        async with session() as http:
-            figures = (await drive(http, server, load, load.pictures(numbers))).figures()
-        if figures["errors"]:
-            raise RuntimeError(f"{figures['errors']} requests failed, the first with: {figures['first_error']}")
-        return float(figures["requests_per_s"])
-
-    numbers = seeds()
-    for name in checkpoints:
-        with tempfile.TemporaryDirectory(prefix="mindie_mm-bench-") as folder:
-            settings = {"spool": Path(folder) / "spool", "dtype": "float32", "num_threads": 1, "decoders": 1}
-            with running_service(settings, Path(folder) / "log", checkpoint_directory(name)) as service:
-                server = Server(service.url, service.model)
-                asyncio.run(turn(server, 1))
-                for clients in CLIENTS:
-                    rates = []
-                    for _ in range(TURNS):
-                        with Others(service.process.pid) as others:
-                            rate = asyncio.run(turn(server, clients))
-                        rates.append((others.share, rate))
-                    share, rate = min(rates)
-                    yield Point(name, SIZE, clients, TOKENS, rate, processors=available_cpus(), others=round(share, 3))
-
-
 class Others:
     """The share of the machine's processors that programs other than a service and this process use meanwhile."""
 
@@ -130,14 +91,22 @@ class Others:
         self.share = max(0.0, busy - ours) / whole
 
     def _seconds(self) -> tuple[float, float, float]:
-        from bench.scale.processor_time import ProcessorTime
-
         times = psutil.cpu_times()
         whole = sum(times) - times.guest - times.guest_nice  # Linux counts guests in user and nice, too
         return whole, whole - times.idle - times.iowait, sum(ProcessorTime(self._pid).seconds().values())
 
 
-def points_of(path: Path) -> list[Point]:
-    """Return the points of a file with a list `points`, whose entries have the fields of `Point`."""
-    entries = json.loads(path.read_text(encoding="utf-8"))["points"]
-    return [Point(**{name: entry[name] for name in Point.__dataclass_fields__ if name in entry}) for entry in entries]
+def compare(path: Path) -> list[Comparison]:
+    """Return the model's prediction beside each point of a file.
+
+    The file has a list `points`, whose entries have the fields of `Point`. It may also have `stages`: stage times by
+    number of engines, measured in turn with the rates, which replace those in bench/results/scale_stages.json.
+    """
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    common = json.loads((RESULTS / "scale_stages.json").read_text(encoding="utf-8"))
+    found = []
+    for entry in figures["points"]:
+        point = Point(**{name: entry[name] for name in Point.__dataclass_fields__ if name in entry})
+        measured = common | figures.get("stages", {}).get(str(point.engines), {})
+        found.append(predict(point, StageTimes.of(measured, point.checkpoint)))
+    return found

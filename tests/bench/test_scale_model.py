@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,8 @@ import simpy
 from bench.scale.hit_rates import Replicas, Router, Traffic, expected_hit_rate, simulate
 from bench.scale.host import Host, Layout, Processors, Station, closed_loop
 from bench.scale.limits import decoders
-from bench.scale.stage_times import EngineTimes, RequestTimes, TokenTimes
+from bench.scale.stage_times import RESULTS, EngineTimes, RequestTimes, StageTimes, TokenTimes
+from bench.scale.validation import Point, compare, predict
 from mindie_mm.routing import Candidate, Content, order
 
 TIMES = RequestTimes(0.001, 0.004, 0.002, 0.006, 0.012, prompt_tokens=100)
@@ -93,6 +97,56 @@ def test_one_client_waits_for_each_stage_once() -> None:
     run = closed_loop(Layout(ENGINE, TOKENS), TIMES, 3, clients=1, requests=5)
     outside = 0.0002 + 0.0003
     assert run.mean_wait_s == pytest.approx(0.025 + 2 * 0.003 + outside)  # the next step overlaps with the sending
+
+
+def test_time_without_work_delays_a_request_but_needs_no_processor() -> None:
+    times, engine = replace(TIMES, idle_s=0.02), replace(ENGINE, idle_s=0.001)
+    run = closed_loop(Layout(engine, TOKENS, processors=1), times, 3, clients=1, requests=5)
+    busy = closed_loop(Layout(ENGINE, TOKENS, processors=1), TIMES, 3, clients=1, requests=5)
+    assert busy.mean_wait_s + 0.02 < run.mean_wait_s <= busy.mean_wait_s + 0.02 + 3 * 0.001 + 1e-9
+    idle = closed_loop(Layout(EngineTimes({}), processors=1), replace(TIMES, idle_s=0.2), 1, clients=20, requests=400)
+    assert idle.requests_per_s > 0.9 / 0.025  # the processor works for other requests meanwhile
+
+
+def test_stage_times_count_what_a_service_adds_to_the_engine_alone() -> None:
+    stages = ("client", "service", "tokenizer", "decoder", "engine")
+    request = dict.fromkeys(stages, 0.002) | {"wait": 0.013}
+    token = dict.fromkeys(stages, 0.0001) | {"engine": 0.0018, "wait": 0.002}
+    measured = {
+        "pictures": {"640x480": request},
+        "repeated": {"640x480": request | {"wait": 0.009}},
+        "token_1": token,
+        "token_8": token,
+        "decode_step": {"1": 0.0015, "2": 0.0016},
+    }
+    full_size = {"decoder_of_1": 0.01, "decoder_of_2": 0.011}
+    times = StageTimes.of({"tiny": measured, "full_size": full_size}, "tiny")
+    assert times.pictures["640x480"].idle_s == pytest.approx(0.003)
+    assert times.repeated["640x480"].idle_s == 0.0  # its processes work at the same time
+    assert times.engine.decode_step_s == pytest.approx({1: 0.0018, 2: 0.0019})
+    assert times.engine.idle_s == pytest.approx(0.0002)
+    assert times.contention == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(("stages", "faster"), [({}, False), ({"1": 0.5}, True), ({"2": 0.5}, False)])
+def test_stage_times_of_a_file_replace_the_common_ones_for_its_number_of_engines(
+    stages: dict[str, float], faster: bool, tmp_path: Path
+) -> None:
+    common = json.loads((RESULTS / "scale_stages.json").read_text())["tiny"]
+    point = {"checkpoint": "tiny", "size": "640x480", "clients": 1, "num_tokens": 2, "requests_per_s": 10.0}
+    path = tmp_path / "points.json"
+    given = {engines: {"tiny": scaled(common, factor)} for engines, factor in stages.items()}
+    path.write_text(json.dumps({"points": [point], "stages": given}))
+    (one,) = compare(path)
+    rate = predict(Point(**point), StageTimes.read("tiny")).predicted.requests_per_s
+    assert one.predicted.requests_per_s == pytest.approx(2 * rate if faster else rate, rel=0.1)
+
+
+def scaled(figures: Any, factor: float) -> Any:
+    """Return stage times multiplied by a factor."""
+    if isinstance(figures, dict):
+        return {name: scaled(one, factor) for name, one in figures.items()}
+    return figures * factor if isinstance(figures, float) else figures
 
 
 def test_the_number_of_decoders_is_the_ratio_of_the_times() -> None:

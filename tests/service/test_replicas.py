@@ -21,6 +21,7 @@ from mindie_mm.settings.cgroup import available_cpus
 from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools import serving
+from tools.demo import data_url, picture
 from tools.serving import RunningService
 
 KEY = "the-operators-key"
@@ -107,6 +108,25 @@ def test_an_engine_of_two_that_dies_loses_no_request_without_output(
         assert [answer.result() for answer in answers] == [right] * 16
     wait_until(lambda: http.get("/health").json()["engines"]["alive"] == 2)
     assert before[1] in engines(pair)
+
+
+def test_a_request_that_waits_in_an_engine_that_dies_is_not_preprocessed_again(pair: RunningService, http: Any) -> None:
+    """`media_remade_total` counts each picture that is decoded, or copied from the cache, for a second attempt."""
+    pictures = [data_url(picture("red", (220, 40, 40), "square", x=x)) for x in (0.35, 0.45, 0.5, 0.55)]
+    before, remade = engines(pair), metric(pair, "media_remade_total")
+    for engine in before:
+        engine.suspend()
+    try:
+        with ThreadPoolExecutor() as threads:
+            answers = [threads.submit(ask, http, one) for one in pictures]
+            wait_until(lambda: http.get("/shm").json()["blocks"] == len(answers))
+            before[0].kill()
+            before[1].resume()
+            assert all("red square" in answer.result() for answer in answers)
+    finally:
+        before[1].resume()
+    assert metric(pair, "media_remade_total") == remade
+    wait_until(lambda: http.get("/health").json()["engines"]["alive"] == 2)
 
 
 def test_a_reload_needs_the_admin_key_or_the_unix_socket(pair: RunningService, http: Any, service: Any) -> None:
