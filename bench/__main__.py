@@ -14,6 +14,7 @@ NAMES = (
     "models",
     "batch",
     "serve",
+    "startup",
     "scale.stages",
     "scale.model",
 )

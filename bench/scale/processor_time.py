@@ -23,6 +23,17 @@ def seconds_of(pid: int) -> float:
     return time.clock_gettime(~pid << 3 | 2)
 
 
+def tasks(pid: int) -> dict[str, list[int]]:
+    """Return the process ids of a process and its descendants, by task."""
+    root = psutil.Process(pid)
+    pids: dict[str, list[int]] = {}
+    for process in [root, *root.children(recursive=True)]:
+        words = process.cmdline()
+        name = next((name for module, name in MODULES.items() if module in words), OTHER)
+        pids.setdefault(name, []).append(process.pid)
+    return pids
+
+
 class ProcessorTime:
     """The processor time of a process and its descendants, by their task: service, tokenizer, decoder or engine.
 
@@ -30,13 +41,8 @@ class ProcessorTime:
     """
 
     def __init__(self, pid: int) -> None:
-        root = psutil.Process(pid)
-        self._pids: dict[str, list[int]] = {"client": [os.getpid()]}
-        for process in [root, *root.children(recursive=True)]:
-            words = process.cmdline()
-            name = next((name for module, name in MODULES.items() if module in words), OTHER)
-            if process.pid != os.getpid():
-                self._pids.setdefault(name, []).append(process.pid)
+        others = {name: [one for one in pids if one != os.getpid()] for name, pids in tasks(pid).items()}
+        self._pids = {"client": [os.getpid()], **others}
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds that each task's processes have used since they started."""

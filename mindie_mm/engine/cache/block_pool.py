@@ -90,11 +90,12 @@ class BlockPool:
 
     def _next(self, sequence: Sequence) -> int:
         """Return the free block to allocate next for `sequence`."""
-        if sequence.kv_blocks and (after := sequence.kv_blocks[-1] + 1) in self._free:
-            freed_since = self._num_freed - self._freed_at[after]
-            if after not in self._keys or freed_since >= len(self._free) // 2:  # among the older half
-                return after
-        return next(iter(self._free))
+        oldest: int = next(iter(self._free))
+        if not sequence.kv_blocks or (after := sequence.kv_blocks[-1] + 1) not in self._free:
+            return oldest
+        freed_since = self._num_freed - self._freed_at[after]
+        is_old = freed_since >= len(self._free) // 2
+        return after if is_old or after not in self._keys else oldest
 
     def _hold(self, sequence: Sequence, block: int) -> None:
         self._free.pop(block, None)
