@@ -149,17 +149,3 @@ def test_a_replica_that_cannot_start_ends_the_command_with_its_reason(tmp_path):
     last = done.stderr.splitlines()[-1]
     assert "the application cannot be started on Ray: " in last
     assert str(tmp_path) in last
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_second_service_on_a_cluster_is_refused_with_the_name_of_the_first(cluster):
-    """The first service answers as before."""
-    from ray import serve
-
-    from service.ray.running import require_free
-
-    with pytest.raises(InputError, match=r"the application 'tiny' already runs on this cluster"):
-        require_free("tiny", "auto")
-    require_free("another name", "auto")
-    assert serve.status().applications["tiny"].status == "RUNNING"
