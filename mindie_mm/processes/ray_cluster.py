@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindie_mm.errors import InputError
-from mindie_mm.settings.environment import limit_ray_connect, ray_address
+from mindie_mm.processes.ray_probe import require_grpc
+from mindie_mm.settings.environment import limit_ray_connect, ray_address, ray_uses_tls
 
 _CHECK = (
     "Start its head node, or correct the host and port. If the cluster requires an authentication token, set "
@@ -42,23 +43,37 @@ def join(address: str, extra: str, **options: Any) -> None:
     if find_spec("ray") is None:
         raise InputError(f"Ray is not installed: pip install 'mindie_mm[{extra}]'")
     imported = "ray" in sys.modules
+    if imported and sys.modules["ray"].is_initialized():
+        return
     if address != LOCAL:
+        _probe(address, named)
         limit_ray_connect()
     import ray
     from ray.exceptions import RayError
 
-    if ray.is_initialized():
-        return
     try:
         if imported and address != LOCAL:
             _require_answer(address)
         ray.init(address=address, include_dashboard=False, **{"log_to_driver": False, **options})
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
-        reason = " ".join(str(error).split())
-        advice = (
-            _CHECK if isinstance(error, ConnectionError) else "Give the host and port of the head node, as host:port"
-        )
-        raise InputError(f"cannot join a Ray cluster at {named}: {reason.rstrip('.')}. {advice}") from error
+        raise _not_joined(named, error) from error
+
+
+def _probe(address: str, named: str) -> None:
+    """Raise InputError if nothing answers at `address`, before the import of Ray takes its seconds."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 2**16:
+        return  # "auto", or an address that Ray refuses at once
+    try:
+        require_grpc(host.removeprefix("[").removesuffix("]"), int(port), tls=ray_uses_tls())
+    except ConnectionError as error:
+        raise _not_joined(named, error) from error
+
+
+def _not_joined(named: str, error: Exception) -> InputError:
+    reason = " ".join(str(error).split())
+    advice = _CHECK if isinstance(error, ConnectionError) else "Give the host and port of the head node, as host:port"
+    return InputError(f"cannot join a Ray cluster at {named}: {reason.rstrip('.')}. {advice}")
 
 
 def _require_answer(address: str) -> None:

@@ -164,6 +164,11 @@ def ray_address() -> str:
     return os.environ.get("RAY_ADDRESS", "")
 
 
+def ray_uses_tls() -> bool:
+    """Return whether RAY_USE_TLS makes the processes of Ray talk over TLS. Ray reads the variable in the same way."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
 def limit_ray_connect() -> None:
     """Let Ray give up after some seconds if no head node answers, unless the user has set these variables.
 

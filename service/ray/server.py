@@ -29,8 +29,9 @@ def serve_on_ray(given: Configuration, address: str, replicas: int) -> None:
     Print one line when the service is ready. A cluster that this process has joined keeps running afterwards.
 
     Raises:
-        InputError: Ray is not installed, the cluster cannot be joined, or it has too few devices.
-        OperationalError: The application cannot be started.
+        InputError: Ray is not installed, the cluster cannot be joined, it has too few devices, or it already runs the
+            application.
+        OperationalError: The application cannot be started. The message gives the reason of the replica that failed.
 
     """
     config = given.service
@@ -48,12 +49,16 @@ def serve_on_ray(given: Configuration, address: str, replicas: int) -> None:
 
     try:
         from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
     except ImportError as error:
         raise InputError(f"Ray Serve cannot be imported ({error}): pip install 'mindie_mm[{EXTRA}]'") from error
     from service.app import checkpoint_name
     from service.ray.application import Arguments, application
     from service.ray.plan import given_settings, plan_of
+    from service.ray.running import failure_of, require_free
 
+    require_free(NAME, address)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _interrupt)
@@ -69,8 +74,9 @@ def serve_on_ray(given: Configuration, address: str, replicas: int) -> None:
             noun = "replica" if replicas == 1 else "replicas"
             print(f"mindie_mm serves {model} at http://{host}:{port} on Ray with {replicas} {noun}", flush=True)
             threading.Event().wait()
-        except (RuntimeError, ValueError) as error:  # also Ray's own errors
-            raise OperationalError(f"the application cannot be started on Ray: {error}") from error
+        except (RuntimeError, ValueError, RayError, RayServeException) as error:
+            cause = failure_of(NAME) or str(error)
+            raise OperationalError(f"the application cannot be started on Ray: {cause}") from error
         finally:
             if local:
                 serve.shutdown()

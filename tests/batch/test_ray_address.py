@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -35,7 +35,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, str], str]] = {
     "IPv6": ("[::1]:1", {}, JOINED + "[::1]:1: Failed to connect"),
     "no port": ("127.0.0.1", {}, JOINED + "127.0.0.1: Invalid address format"),
     "auto": ("auto", {"RAY_ADDRESS": "127.0.0.1:1"}, JOINED + "127.0.0.1:1 (from RAY_ADDRESS): Failed"),
-    "no token": ("127.0.0.1:1", {"RAY_AUTH_MODE": "token", "HOME": "/nowhere"}, "no authentication token was found"),
+    "no token": ("{greeting}", {"RAY_AUTH_MODE": "token", "HOME": "/nowhere"}, "no authentication token was found"),
 }
 """Address, environment variables, and text that the last line of the output must contain, by case."""
 COMMON = ("closed", "no port", "no token")
@@ -43,6 +43,26 @@ COMMON = ("closed", "no port", "no token")
 
 Each case takes seconds, because its process imports Ray.
 """
+
+
+SETTINGS_FRAME = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+"""First bytes that a gRPC server sends."""
+
+
+def answering(greeting: bytes) -> socket.socket:
+    """Return a listening socket. It sends `greeting` to all clients, or closes their connections if it is empty."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve(kept: list[socket.socket]) -> None:
+        with suppress(OSError):  # the server is closed
+            while True:
+                client, _ = server.accept()
+                client.recv(4096)  # unread bytes would turn the close into a reset
+                client.sendall(greeting)
+                kept.append(client) if greeting else client.close()
+
+    threading.Thread(target=serve, args=([],), daemon=True).start()
+    return server
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +76,8 @@ def places() -> Iterator[Mapping[str, str]]:
         serving.start()
         open_ones.callback(serving.join)
         open_ones.callback(web.shutdown)
-        ports = {"closed": closed, "silent": silent, "web": web.server_port}
+        greeting = open_ones.enter_context(closing(answering(SETTINGS_FRAME))).getsockname()[1]
+        ports = {"closed": closed, "silent": silent, "web": web.server_port, "greeting": greeting}
         yield {name: f"127.0.0.1:{port}" for name, port in ports.items()}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from mindie_mm.errors import InputError
 from tests.service.ray.conftest import Cluster, dead_arenas, workers
 
 pytestmark = [
@@ -76,6 +77,15 @@ def metric(port: int, sample: str) -> float:
     found = re.findall(rf"^mindie_mm:{sample}.*\}} (.*)$", page, re.MULTILINE)
     assert len(found) == 2, page
     return sum(map(float, found))
+
+
+def test_a_second_application_of_the_same_name_is_refused(cluster: Cluster) -> None:
+    from service.ray.running import require_free  # imported late, because it needs Ray Serve
+
+    with pytest.raises(InputError, match="the application 'tiny' already runs on this cluster"):
+        require_free("tiny", "auto")
+    require_free("another name", "auto")
+    assert cluster.num_workers() == 2
 
 
 def test_a_disconnect_ends_a_stream(cluster: Cluster) -> None:

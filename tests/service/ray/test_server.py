@@ -127,3 +127,25 @@ def test_a_replica_gets_its_devices(cluster, replicas, engine, wanted):
 def test_more_replicas_than_devices_are_refused_with_both_numbers(cluster, engine, message):
     with pytest.raises(InputError, match=message):
         worker_resources(cluster, 3, engine)
+
+
+def test_the_reason_of_a_failed_replica_is_the_error_at_the_end_of_its_traceback():
+    pytest.importorskip("ray.serve", exc_type=ImportError)
+    from service.ray.running import reason
+
+    message = "A replica failed to start with exception. Error:\nray::ServeReplica:a() (pid=1)\n  File x, line 1\n"
+    assert reason(f"{message}mindie_mm.errors.CheckpointError: /a has no config.json\n") == "/a has no config.json"
+    assert reason(f"{message}OSError: no space\n") == "OSError: no space"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_replica_that_cannot_start_ends_the_command_with_its_reason(tmp_path):
+    pytest.importorskip("ray.serve", exc_type=ImportError)
+    (tmp_path / "config.json").write_text("{}")
+    command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", "--ray", "--device", "cpu", "--port", "0"]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert "the application cannot be started on Ray: " in last
+    assert str(tmp_path) in last
