@@ -102,6 +102,16 @@ def single_threaded() -> dict[str, str]:
     return os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
+def environment_now() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def without_blas_threads() -> dict[str, str]:
+    """Return an environment for a child process in which the import of numpy starts no threads."""
+    return os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+
+
 def has_thread_count() -> bool:
     """Return whether a variable sets the number of OpenMP or MKL threads."""
     return any(name in os.environ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
