@@ -34,6 +34,7 @@ SETTINGS: dict[str, object] = {
     "request_timeout_s": DEADLINE_S,
 }
 MODULES = {
+    "fork_server": "mindie_mm.processes.fork_server",
     "tokenizer": "mindie_mm.tokenize.stage.tokenizer_process",
     "engine": "mindie_mm.engine.process.engine_process",
 }
@@ -132,7 +133,7 @@ class Rig:
     def whole(self) -> dict[str, list[psutil.Process]]:
         """Wait until all processes run and /health returns 200, and return the processes by role."""
         url = f"{self.service.url}/health"
-        number = 3 + self.num_engines + NUM_DECODERS  # api, tokenizer, nursery, engines and decoders
+        number = 4 + self.num_engines + NUM_DECODERS  # api, fork server, tokenizer, nursery, engines and decoders
 
         def well() -> bool:
             health = httpx2.get(url)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Self
 
 import msgspec
@@ -15,7 +14,7 @@ import msgspec
 from mindie_mm.errors import MindieMMError, ProcessDied
 from mindie_mm.processes import faults
 from mindie_mm.processes.fork_server import Forked, Ready
-from mindie_mm.processes.forking import Fork, ForkedProcess, stream_descriptors
+from mindie_mm.processes.forking import Fork, ForkedProcess, worker_files
 from mindie_mm.processes.ipc import Child, Failure, Process, socket_pair, spawn
 from mindie_mm.processes.restarts import Starter, logged
 from mindie_mm.settings.environment import environment_now, without_blas_threads
@@ -193,21 +192,17 @@ class ForkClient:
             assert self._child is not None
             self._reply = asyncio.get_running_loop().create_future()
             ours, theirs = socket_pair()
-            with ExitStack() as stack:
-                stack.callback(theirs.close)
-                descriptors = [theirs.fileno()]
-                for descriptor in stream_descriptors():
-                    stack.callback(os.close, descriptor)
-                    descriptors.append(descriptor)
-                self._child.channel.send_with(msgspec.msgpack.encode(fork), descriptors)
-            hung = asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, self._kill)
             try:
-                forked = await self._reply
+                with theirs, worker_files() as files:
+                    self._child.channel.send_with(msgspec.msgpack.encode(fork), (theirs.fileno(), *files))
+                hung = asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, self._kill)
+                try:
+                    forked = await self._reply
+                finally:
+                    hung.cancel()
             except BaseException:
                 ours.close()
                 raise
-            finally:
-                hung.cancel()
         faults.point("spawned")
         return await Child.adopt(ForkedProcess(forked.pid), ours)
 

@@ -66,7 +66,9 @@ def main(channel: ChildChannel, lifeline: Lifeline, module: str, *arguments: str
 
 
 def _serve(channel: ReceivingChannel) -> tuple[Fork, list[int]]:
-    """Answer requests. Return only in a copy, with the request of its worker.
+    """Handle requests. Return only in a copy, with the request of its worker.
+
+    The copy itself answers, so that the parent learns its process id even if the fork server dies after the fork.
 
     Raises:
         EOFError: The parent has closed the channel or has died.
@@ -76,16 +78,12 @@ def _serve(channel: ReceivingChannel) -> tuple[Fork, list[int]]:
     while True:
         message, descriptors = channel.receive()
         fork = msgspec.msgpack.decode(message, type=Fork)
-        answer: Forked | Failure
         try:
-            pid = fork_sibling()
-        except OSError as error:
-            answer = Failure.of(OperationalError(f"the fork server cannot fork: {error}"))
-        else:
-            if pid == 0:
+            if fork_sibling() == 0:
+                channel.send(msgspec.msgpack.encode(Forked(os.getpid())))
                 return fork, descriptors
-            answer = Forked(pid)
+        except OSError as error:
+            channel.send(msgspec.msgpack.encode(Failure.of(OperationalError(f"the fork server cannot fork: {error}"))))
+        faults.point("forked")
         for descriptor in descriptors:
             os.close(descriptor)
-        faults.point("forked")
-        channel.send(msgspec.msgpack.encode(answer))

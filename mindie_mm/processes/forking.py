@@ -12,8 +12,8 @@ import platform
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -91,18 +91,20 @@ class ForkedProcess:
         return self.returncode
 
 
-def stream_descriptors() -> list[int]:
-    """Return copies of the standard streams and of the working directory, as inheritable files. The caller closes them.
+@contextmanager
+def worker_files() -> Iterator[list[int]]:
+    """Yield the descriptors of this process's standard streams and working directory, for a `Fork`.
 
-    A stream that was closed when this process started is /dev/null, as in `ipc.spawn`.
+    A stream that was closed when this process started is replaced by /dev/null, as in `ipc.spawn`.
     """
     standard_streams.open_missing()
-    missing = standard_streams.missing()
-    copies = [
-        os.open(os.devnull, os.O_RDWR) if name in missing else os.dup(number)
-        for number, name in enumerate(("stdin", "stdout", "stderr"))
-    ]
-    return [*copies, os.open(".", os.O_PATH)]
+    with ExitStack() as opened:
+        null = os.open(os.devnull, os.O_RDWR)
+        opened.callback(os.close, null)
+        folder = os.open(".", os.O_PATH)
+        opened.callback(os.close, folder)
+        missing = standard_streams.missing()
+        yield [*(null if name in missing else number for number, name in enumerate(standard_streams.NAMES)), folder]
 
 
 def fork_sibling() -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from contextlib import suppress
 
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
 from mindie_mm.device import forkable
 from mindie_mm.errors import MindieMMError
 from mindie_mm.models import family_of
@@ -15,7 +17,6 @@ _MODULES = (
     "mindie_mm.decode.nursery",
     "mindie_mm.engine.process.engine_process",
     "mindie_mm.tokenize.stage.tokenizer_process",
-    "transformers.conversion_mapping",
     "transformers.modeling_layers",
     "transformers.models.auto.tokenization_auto",
 )
@@ -36,6 +37,7 @@ def prepare(model: str, family: str) -> list[str]:
     """
     for module in _MODULES:
         importlib.import_module(module)
+    get_checkpoint_conversion_mapping("")  # fills a cache of a thousand regular expressions
     with suppress(MindieMMError):
         chosen = family_of(Checkpoint.open(model or None), family or None)
         if issubclass(chosen, PretrainedFamily):
