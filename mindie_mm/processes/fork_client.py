@@ -78,7 +78,7 @@ class ForkClient:
             await self._child.end()
         self.abandon()
 
-    async def forks(self, *devices: str | None) -> bool:
+    async def allows(self, *devices: str | None) -> bool:
         """Return whether an engine on all `devices` may be forked. Wait for the first fork server if necessary."""
         await self._tried.wait()
         return self._ready is not None and {*devices} - {None} <= {*self._ready.devices}

@@ -376,7 +376,7 @@ class AsyncEngine:
             first_device = self._start.replica.number * num_ranks
             return await Child.start(_LAUNCHER, str(num_ranks), config.device, str(first_device))
         devices = config.device, config.vision_device, config.projector_device
-        if self._forks is not None and await self._forks.forks(*devices):
+        if self._forks is not None and await self._forks.allows(*devices):
             return await self._forks.start(_PROCESS)
         return await Child.start(_PROCESS)
 

@@ -179,15 +179,15 @@ async def test_workers_are_spawned_if_the_fork_server_cannot_start(how: str, cap
         child = await forks.start(MODULE)
         assert (await state(child)).prepared_in is None
         await child.end()
-        assert not await forks.forks("cpu")
+        assert not await forks.allows("cpu")
     (record,) = [record for record in caplog.records if record.name == fork_client.__name__]
     assert "so processes are started without it" in record.getMessage()
     assert how != "threads" or "the fork server has 2 threads, but must have one" in record.getMessage()
 
 
 async def test_only_some_devices_allow_a_fork(forks: ForkClient) -> None:
-    assert await forks.forks("cpu", None)
-    assert not await forks.forks("cpu", "other")
+    assert await forks.allows("cpu", None)
+    assert not await forks.allows("cpu", "other")
 
 
 async def test_a_fork_server_that_no_loop_waits_for_is_killed() -> None:
