@@ -139,6 +139,8 @@ class Rig:
             health = httpx2.get(url)
             if health.status_code != 200 or health.json()["engines"]["alive"] < self.num_engines:
                 return False
+            if 'process="fork_server"} 1.0' not in httpx2.get(f"{self.service.url}/metrics").text:
+                return False
             return sum(map(len, self.processes().values())) == number
 
         if wait_until(well, DEADLINE_S) is None:

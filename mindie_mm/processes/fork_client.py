@@ -16,7 +16,7 @@ from mindie_mm.processes import faults
 from mindie_mm.processes.fork_server import Forked, Ready
 from mindie_mm.processes.forking import Fork, ForkedProcess, worker_files
 from mindie_mm.processes.ipc import Child, Failure, Process, socket_pair, spawn
-from mindie_mm.processes.restarts import Starter, logged
+from mindie_mm.processes.restarts import Restarts, Starter, logged
 from mindie_mm.settings.environment import environment_now, without_blas_threads
 
 _log = logging.getLogger(__name__)
@@ -77,6 +77,16 @@ class ForkClient:
         if self._child is not None:
             await self._child.end()
         self.abandon()
+
+    @property
+    def num_alive(self) -> int:
+        """Number of fork servers that accept requests, 0 or 1."""
+        return int(self._ready is not None)
+
+    @property
+    def restarts(self) -> Restarts:
+        """How often the fork server was restarted, and how often a restart failed."""
+        return Restarts.of([self._starter])
 
     async def allows(self, *devices: str | None) -> bool:
         """Return whether an engine on all `devices` may be forked. Wait for the first fork server if necessary."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +25,8 @@ from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline
 from mindie_mm.processes.receiving import ReceivingChannel
 from mindie_mm.settings.environment import fault_folder
 
-_log = logging.getLogger(__name__)
+THREAD_END_S = 2.0
+"""Maximum time in seconds for the kernel to remove a thread that has ended."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -50,8 +51,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, module: str, *arguments: str
     faults.point("starting")
     devices = importlib.import_module(module).prepare(*arguments)
     lifeline.leave()
-    num_threads = len([*Path("/proc/self/task").iterdir()])
-    if num_threads > 1:
+    if (num_threads := _num_threads()) > 1:
         error = OperationalError(f"the fork server has {num_threads} threads, but must have one")
         channel.send(msgspec.msgpack.encode(Failure.of(error)))
         return
@@ -63,6 +63,14 @@ def main(channel: ChildChannel, lifeline: Lifeline, module: str, *arguments: str
         sock.close()
         channel.__exit__()  # a worker that kept these open would hide the end of the fork server from the parent
         become(fork, descriptors)
+
+
+def _num_threads() -> int:
+    """Return the number of threads of this process. The kernel may list a thread for some time after it has ended."""
+    deadline = time.monotonic() + THREAD_END_S
+    while (number := len([*Path("/proc/self/task").iterdir()])) > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return number
 
 
 def _serve(channel: ReceivingChannel) -> tuple[Fork, list[int]]:

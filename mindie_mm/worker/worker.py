@@ -126,11 +126,14 @@ class Worker:
         tokenizer_stage: TokenizerStage,
         engine: AsyncEngine | EngineReplicas,
         tokenizer: Tokenizer,
+        forks: ForkClient | None = None,
     ) -> None:
         self.config = config
         self.tokenizer_stage = tokenizer_stage
         self.engine = engine
         self.tokenizer = tokenizer
+        self.forks = forks
+        """Fork server that forks the processes, or None."""
         self._spool = absolute(default_spool())
         self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
         self.media_remade = 0
@@ -175,7 +178,7 @@ class Worker:
                 stage = group.create_task(started(_start_tokenizers(config, path, forks, in_process=in_process)))
                 engine = group.create_task(started(_start_engines(config, path, end_token_ids, loading, forks)))
             tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
-            worker = cls(config, stage.result(), engine.result(), tokenizer)
+            worker = cls(config, stage.result(), engine.result(), tokenizer, forks)
             log_default_sampling(worker.default_sampling, source)
             parts.pop_all()
             return worker
