@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -38,6 +39,10 @@ MODULES = {
     "tokenizer": "mindie_mm.tokenize.stage.tokenizer_process",
     "engine": "mindie_mm.engine.process.engine_process",
 }
+
+
+_FORKS = re.compile(r'^mindie_mm:processes\{.*process="fork_server"\} 1', re.MULTILINE)
+"""Metric of a fork server that is ready."""
 
 
 class Rig:
@@ -139,7 +144,7 @@ class Rig:
             health = httpx2.get(url)
             if health.status_code != 200 or health.json()["engines"]["alive"] < self.num_engines:
                 return False
-            if 'process="fork_server"} 1.0' not in httpx2.get(f"{self.service.url}/metrics").text:
+            if not _FORKS.search(httpx2.get(f"{self.service.url}/metrics").text):
                 return False
             return sum(map(len, self.processes().values())) == number
 
