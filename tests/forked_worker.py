@@ -51,6 +51,7 @@ def prepare(how: str) -> list[str]:
     """Do what a fork server does before it is ready."""
     global prepared_in  # noqa: PLW0603 - copies inherit it
     prepared_in = os.getpid()
+    os.environ["SET_BY_AN_IMPORT"] = "yes"
     if how == "threads":
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     if how == "fails":

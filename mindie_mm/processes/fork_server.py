@@ -23,7 +23,7 @@ from mindie_mm.processes import faults
 from mindie_mm.processes.forking import Fork, become, fork_sibling
 from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline
 from mindie_mm.processes.receiving import ReceivingChannel
-from mindie_mm.settings.environment import fault_folder
+from mindie_mm.settings.environment import changed_since, environment_now, fault_folder
 
 THREAD_END_S = 2.0
 """Maximum time in seconds for the kernel to remove a thread that has ended."""
@@ -49,6 +49,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, module: str, *arguments: str
     """
     faults.arm("fork_server", fault_folder())
     faults.point("starting")
+    before = environment_now()
     devices = importlib.import_module(module).prepare(*arguments)
     lifeline.leave()
     if (num_threads := _num_threads()) > 1:
@@ -62,7 +63,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, module: str, *arguments: str
         fork, descriptors = _serve(ReceivingChannel(sock))
         sock.close()
         channel.__exit__()  # a worker that kept these open would hide the end of the fork server from the parent
-        become(fork, descriptors)
+        become(fork, descriptors, changed_since(before))
 
 
 def _num_threads() -> int:

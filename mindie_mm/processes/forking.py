@@ -23,6 +23,7 @@ from mindie_mm import logs
 from mindie_mm.processes import child, standard_streams
 from mindie_mm.processes.ipc import Child
 from mindie_mm.processes.receiving import ReceivingChannel
+from mindie_mm.settings.environment import replace_environment
 
 _CLONE_PARENT = 0x00008000
 _CLONE_CHILD_CLEARTID = 0x00200000
@@ -147,8 +148,15 @@ def _clone(python: ctypes.PyDLL) -> int:
     return pid
 
 
-def become(fork: Fork, descriptors: Sequence[int]) -> NoReturn:
-    """Run as the worker `fork` in a copy, and exit. `descriptors` are those of the request, and this call owns them."""
+def become(fork: Fork, descriptors: Sequence[int], imported: Mapping[str, str]) -> NoReturn:
+    """Run as a worker in a copy, and exit.
+
+    Args:
+        fork: Request for the worker.
+        descriptors: Descriptors of the request. This call owns them.
+        imported: Environment variables that imported modules have set.
+
+    """
     channel, *streams, folder = descriptors
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -157,13 +165,12 @@ def become(fork: Fork, descriptors: Sequence[int]) -> NoReturn:
         os.fchdir(folder)
     os.close(folder)
     if fork.spare:
-        _make_spare(channel)
-    _run(channel, fork)
+        _make_spare(channel, imported)
+    _run(channel, fork, imported)
 
 
-def _run(channel: int, fork: Fork) -> NoReturn:
-    os.environ.clear()
-    os.environb.update(fork.environment)
+def _run(channel: int, fork: Fork, imported: Mapping[str, str]) -> NoReturn:
+    replace_environment(fork.environment, imported)
     arguments = [*map(os.fsdecode, fork.arguments)]
     _show_command(fork.module, arguments)
     child.run(channel, fork.log_settings, fork.module, arguments)
@@ -174,7 +181,7 @@ _spare: tuple[ForkedProcess, socket.socket] | None = None
 """Copy of this process that waits to become a worker, and this process's end of its channel."""
 
 
-def _make_spare(channel: int) -> None:
+def _make_spare(channel: int, imported: Mapping[str, str]) -> None:
     """Fork a copy that waits on its own channel until `start_spare` uses it, or until this process ends.
 
     The copy closes `channel`, which is this process's.
@@ -191,7 +198,7 @@ def _make_spare(channel: int) -> None:
         message, _ = ReceivingChannel(theirs).receive()
     except (EOFError, ConnectionError):
         os._exit(0)
-    _run(theirs.detach(), msgspec.msgpack.decode(message, type=Fork))
+    _run(theirs.detach(), msgspec.msgpack.decode(message, type=Fork), imported)
 
 
 async def start_spare(module: str, *arguments: str, environment: Mapping[str, str]) -> Child:
