@@ -155,6 +155,23 @@ async def test_workers_outlive_the_fork_server_and_are_spawned_until_it_is_resta
         assert child.status == 0
 
 
+async def test_a_worker_is_used_although_the_fork_server_dies_right_after_the_fork(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The worker itself reports its process id, so it is not lost."""
+    monkeypatch.setenv("MINDIE_MM_FAULTS", str(tmp_path))
+    async with ForkClient(MODULE, "") as forks:
+        assert await forks.allows("cpu"), "it is ready"
+        server = fork_server()
+        (tmp_path / "fork_server.forked").touch()
+        child = await forks.start(MODULE)
+        assert (await state(child)).prepared_in == server.pid
+        await asyncio.to_thread(psutil.wait_procs, [server], 60)
+        assert not (tmp_path / "fork_server.forked").exists()
+        await child.end()
+        assert child.status == 0
+
+
 async def test_a_fork_server_that_hangs_is_killed(forks: ForkClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_client, "ANSWER_LIMIT_S", 0.1)
     await (await forks.start(MODULE)).end()
