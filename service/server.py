@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from mindie_mm import logs
 from mindie_mm.errors import OperationalError, os_errors_as
 from mindie_mm.processes import faults
+from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.progress import LoadingText, repeating
 from mindie_mm.processes.restarts import logged
 from mindie_mm.processes.standard_streams import has_terminal
@@ -41,7 +42,7 @@ _CLOSE_TIMEOUT_S = 2
 """Time in seconds for connections to close after their requests have ended. Slow clients may need this time."""
 
 
-def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
+def serve(worker_config: WorkerConfig, config: ServiceConfig, forks: ForkClient) -> None:
     """Serve until a signal stops the service. Print one line when the service is ready.
 
     SIGTERM and SIGINT stop the service. SIGHUP stops it if the process has a controlling terminal, because the terminal
@@ -49,6 +50,8 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
 
     When the service stops, new requests are refused, and running requests may finish within the grace time. A second
     signal ends the grace time. If the service cannot start, the error is raised.
+
+    `forks` forks the processes of the worker (`Worker.start`).
     """
     require_key(config)
     faults.arm("api", fault_folder())
@@ -57,7 +60,7 @@ def serve(worker_config: WorkerConfig, config: ServiceConfig) -> None:
     tracer = None if config.otlp_endpoint is None else Tracer(config.otlp_endpoint, version("mindie_mm"))
     try:
         with contextlib.suppress(asyncio.CancelledError):  # a signal stopped the service before it was ready
-            uvloop.run(_serve(worker_config, config, tracer))
+            uvloop.run(_serve(worker_config, config, forks, tracer))
     finally:
         if tracer is not None:
             tracer.close()
@@ -74,7 +77,7 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tracer | None) -> None:
+async def _serve(worker_config: WorkerConfig, config: ServiceConfig, forks: ForkClient, tracer: Tracer | None) -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_error)
     task = asyncio.current_task()
@@ -101,19 +104,20 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, tracer: Tra
         noun = "decoder" if num == 1 else "decoders"
         _log.info("loading %s on device %s with %d %s", model, device, num, noun)
         loading = LoadingText()
-        with repeating(lambda: _log.info("%s", loading)):
-            starting = await Worker.start(worker_config, loading=loading)
-        async with starting as worker:
-            server = _Server(create_app(worker, config, tracer), config)
-            with _listening_errors(config):
-                for listener in listeners:
-                    listener.listen(server.config.backlog)
-            for number in signals:
-                loop.add_signal_handler(number, server.ask_to_stop)
-            if reloads:
-                loop.add_signal_handler(signal.SIGHUP, server.ask_to_reload)
-            faults.point("starting")
-            await server.serve(sockets=listeners)
+        async with forks:
+            with repeating(lambda: _log.info("%s", loading)):
+                starting = await Worker.start(worker_config, loading=loading, forks=forks)
+            async with starting as worker:
+                server = _Server(create_app(worker, config, tracer), config)
+                with _listening_errors(config):
+                    for listener in listeners:
+                        listener.listen(server.config.backlog)
+                for number in signals:
+                    loop.add_signal_handler(number, server.ask_to_stop)
+                if reloads:
+                    loop.add_signal_handler(signal.SIGHUP, server.ask_to_reload)
+                faults.point("starting")
+                await server.serve(sockets=listeners)
         _log.info("stopped")
 
 

@@ -227,7 +227,7 @@ def _judge(point: Point, run_result: Run) -> None:
         allowed |= {"failed", "lost"}
     for number, outcome in enumerate(run_result.outcomes):
         # A stream with output cannot be repeated.
-        if point.role in ("engine", "replica") and number == 0 and outcome == "failed":
+        if (point.role in ("engine", "replica") or point.cause == "lose engine") and (number, outcome) == (0, "failed"):
             continue
         stopped = point.cause == "stop" and "ServiceUnavailableError" in outcome
         if outcome not in allowed and not stopped:
@@ -267,7 +267,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("build/fault_matrix.jsonl"))
-    parser.add_argument("--role", choices=("api", "tokenizer", "nursery", "decoder", "engine", "replica"))
+    parser.add_argument(
+        "--role", choices=("api", "tokenizer", "fork_server", "nursery", "decoder", "engine", "replica")
+    )
     parser.add_argument("--point")
     given = parser.parse_args(arguments)
     given.out.parent.mkdir(parents=True, exist_ok=True)

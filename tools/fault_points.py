@@ -10,7 +10,7 @@ class Point:
     """A point at which a process dies, and the event that makes the process reach it."""
 
     role: str
-    """The process that dies: api, tokenizer, nursery, decoder, engine, or replica, which is one of two engines."""
+    """The process that dies: api, fork_server, tokenizer, nursery, decoder, engine, or replica (one of two engines)."""
     name: str
     """A point of `processes.faults`. At `at rest`, `at work` and `everything`, the process is killed from outside."""
     cause: str = "ask"
@@ -21,7 +21,7 @@ class Point:
     - `leave`: requests, and a client that disconnects.
     - `stop`: SIGTERM to the service.
     - `start`: a start of the service.
-    - `lose engine`, `lose replica`, `lose tokenizer`, `lose nursery`: SIGKILL to this other process.
+    - `lose engine`, `lose replica`, `lose tokenizer`, `lose nursery`, `lose fork_server`: SIGKILL to this process.
     - `kill`: SIGKILL to the process itself.
 
     A sandboxed decoder cannot see trigger files, so decoders are killed from outside. `at work` means that each decoder
@@ -63,6 +63,9 @@ POINTS = (
     Point("nursery", "starting", "lose nursery"),
     Point("nursery", "at rest", "kill"),
     Point("nursery", "at work", "kill"),
+    Point("fork_server", "starting", "lose fork_server"),
+    Point("fork_server", "forked", "lose engine"),
+    Point("fork_server", "at rest", "kill"),
     Point("decoder", "at rest", "kill"),
     Point("decoder", "at work", "kill"),
     *_points("engine", _ENGINE_STEPS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
@@ -34,9 +35,14 @@ SETTINGS: dict[str, object] = {
     "request_timeout_s": DEADLINE_S,
 }
 MODULES = {
+    "fork_server": "mindie_mm.processes.fork_server",
     "tokenizer": "mindie_mm.tokenize.stage.tokenizer_process",
     "engine": "mindie_mm.engine.process.engine_process",
 }
+
+
+_FORKS = re.compile(r'^mindie_mm:processes\{.*process="fork_server"\} 1', re.MULTILINE)
+"""Metric of a fork server that is ready."""
 
 
 class Rig:
@@ -132,11 +138,13 @@ class Rig:
     def whole(self) -> dict[str, list[psutil.Process]]:
         """Wait until all processes run and /health returns 200, and return the processes by role."""
         url = f"{self.service.url}/health"
-        number = 3 + self.num_engines + NUM_DECODERS  # api, tokenizer, nursery, engines and decoders
+        number = 4 + self.num_engines + NUM_DECODERS  # api, fork server, tokenizer, nursery, engines and decoders
 
         def well() -> bool:
             health = httpx2.get(url)
             if health.status_code != 200 or health.json()["engines"]["alive"] < self.num_engines:
+                return False
+            if not _FORKS.search(httpx2.get(f"{self.service.url}/metrics").text):
                 return False
             return sum(map(len, self.processes().values())) == number
 

@@ -11,7 +11,6 @@ import msgspec
 from mindie_mm.decode.decoder_messages import Facts, FromDecoder, Item, PlanItem, Refused, ToDecoder, Written
 from mindie_mm.decode.parcel import unpacked
 from mindie_mm.decode.planning import page_of, plan_item
-from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.decode.scratch import Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, OperationalError
 from mindie_mm.lockdown import limit_processor_time
@@ -19,6 +18,7 @@ from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.guard.caps import decoding_to_count, under
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.processes.ipc import Failure
+from mindie_mm.processes.receiving import ReceivingChannel
 from mindie_mm.settings.config import MediaCaps
 
 

@@ -21,7 +21,6 @@ import torch
 
 from mindie_mm.decode.decoder import Decoder, serve
 from mindie_mm.decode.decoder_messages import DecoderSetup, Ended, Fork, Forked, FromNursery, Ready, ToNursery
-from mindie_mm.decode.receiving import ReceivingChannel
 from mindie_mm.decode.scratch import Scratch
 from mindie_mm.device import host_memory
 from mindie_mm.errors import MindieMMError
@@ -33,6 +32,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
 from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline
+from mindie_mm.processes.receiving import ReceivingChannel
 from mindie_mm.settings.config import MiB
 from mindie_mm.settings.environment import fault_folder
 

@@ -16,6 +16,7 @@ import msgspec
 from mindie_mm.decode.decoder_messages import DecoderSetup, Ended, Fork, FromNursery, Kill, Ready, ToNursery
 from mindie_mm.decode.scratch import Scratch, make_file
 from mindie_mm.errors import InputError, ProcessDied
+from mindie_mm.processes.forking import start_spare
 from mindie_mm.processes.ipc import Channel, Child, open_channel
 from mindie_mm.processes.restarts import RESTART_WAIT_S, Starter, logged
 from mindie_mm.settings.environment import single_threaded
@@ -135,7 +136,7 @@ class NurseryClient:
 
     async def _start(self) -> None:
         environment = single_threaded()
-        self._child = await Child.start("mindie_mm.decode.nursery", self._setup, environment=environment)
+        self._child = await start_spare("mindie_mm.decode.nursery", self._setup, environment=environment)
         try:
             await self._child.ready(Ready, "the process that starts the decoders")
         except BaseException:

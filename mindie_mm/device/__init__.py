@@ -57,6 +57,15 @@ def open_device(name: str = "auto") -> Device:
     )
 
 
+def forkable() -> list[str]:
+    """Return the values of the setting `device` for which an engine may run in a forked process.
+
+    "auto" is one of them if it can only select such a device. No device's runtime is loaded.
+    """
+    names = [kind.name for kind in KINDS if kind.survives_fork]
+    return names if any(kind.may_exist() for kind in KINDS if not kind.survives_fork) else [*names, "auto"]
+
+
 @cache
 def kind_of(device: torch.device) -> type[Device]:
     """Return the kind of `device`."""
@@ -94,6 +103,7 @@ __all__ = [
     "block_table",
     "default_num_threads",
     "download",
+    "forkable",
     "kernels_of",
     "kind_of",
     "open_device",

@@ -25,6 +25,8 @@ class Device(ABC):
     """Default fraction of `free_bytes` that an engine uses in addition to the weights."""
     kv_block_size: ClassVar[int] = 16
     """Default number of tokens in a KV block."""
+    survives_fork: ClassVar[bool] = False
+    """Whether an engine may run in a forked process."""
     records: ClassVar[bool] = False
     """Whether `record` is supported."""
     fuses_layers: ClassVar[bool] = False
@@ -49,6 +51,11 @@ class Device(ABC):
     @abstractmethod
     def missing(cls) -> str | None:
         """Return the reason why the device cannot be used on this machine, or None if it can be used."""
+
+    @classmethod
+    def may_exist(cls) -> bool:
+        """Return whether `missing` may return None. Unlike `missing`, do not load the device's runtime."""
+        return True
 
     @classmethod
     def findings(cls, root: Path) -> Iterator[Finding]:

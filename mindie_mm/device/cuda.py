@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -11,6 +12,9 @@ from weakref import WeakSet
 import torch
 
 from mindie_mm.device.base import Device, allocator_peak_bytes
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvmap")
+"""Device files of the driver on servers, on Windows' subsystem for Linux and on Jetson modules."""
 
 
 class CUDA(Device):
@@ -39,6 +43,10 @@ class CUDA(Device):
         except RuntimeError as error:
             return f"{error}; check nvidia-smi. In a container, check that the GPUs were passed to it (--gpus all)"
         return "no CUDA device is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+    @classmethod
+    def may_exist(cls) -> bool:
+        return torch.version.cuda is not None and any(map(os.path.exists, _DRIVERS))
 
     @property
     def torch_device(self) -> torch.device:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 
 import msgspec
 
@@ -25,7 +26,12 @@ def main() -> None:
     """Run the module's `main`."""
     use_utf8()
     descriptor, log_settings, module, *arguments = sys.argv[1:]
-    logs.configure(msgspec.json.decode(log_settings, type=logs.LogSettings), _role(module))
+    run(int(descriptor), msgspec.json.decode(log_settings, type=logs.LogSettings), module, arguments)
+
+
+def run(descriptor: int, log_settings: logs.LogSettings, module: str, arguments: Sequence[str]) -> None:
+    """Run `module.main` in this process, which serves only as this worker."""
+    logs.configure(log_settings, _role(module))
     if not working_directory():
         os.chdir("/")  # torch cannot be imported in a removed working directory
     # Ctrl-C and a closed terminal send signals to the whole foreground process group. A worker ignores these signals.
@@ -35,7 +41,7 @@ def main() -> None:
     # Warnings about a client's picture do not belong in the log. The filter is set once here, because warning filters
     # affect all threads and must not be changed for each picture.
     warnings.filterwarnings("ignore", module="PIL")
-    with ChildChannel(int(descriptor)) as channel:
+    with ChildChannel(descriptor) as channel:
         lifeline = Lifeline(channel)
         imported = importlib.import_module(module)
         logs.adopt()

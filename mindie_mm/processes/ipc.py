@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -108,8 +108,7 @@ def spawn(
     """
     interpreter = _interpreter()
     standard_streams.open_missing()  # otherwise the channel may get descriptor 1 or 2, and libraries may print to it
-    ours, theirs = socket.socketpair()
-    _sockets.update((ours, theirs))
+    ours, theirs = socket_pair()
     with theirs:
         log_settings = msgspec.json.encode(logs.current()).decode()
         command = [
@@ -134,6 +133,13 @@ def spawn(
     return process, ours
 
 
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return the two ends of a channel. They are closed in a process that is forked from this process."""
+    ours, theirs = socket.socketpair()
+    _sockets.update((ours, theirs))
+    return ours, theirs
+
+
 def _interpreter() -> str:
     """Return the path of this process's Python. Raise ProcessDied if it is unknown."""
     if not sys.executable:
@@ -144,7 +150,7 @@ def _interpreter() -> str:
     return sys.executable
 
 
-async def exited(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+async def exited(process: Process, timeout_s: float) -> int | None:
     """Return the exit status of `process`, or None if it is still running after `timeout_s`.
 
     This function uses no thread, because no thread can be started at interpreter exit.
@@ -223,10 +229,34 @@ class Channel:
             pass  # the peer died first
 
 
+class Process(Protocol):
+    """A child process of this process, with the part of subprocess.Popen that `Child` uses."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, which `poll` and `wait` set. If a signal ended the process, it is the negated signal number."""
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None if the process is running."""
+
+    def wait(self) -> int:
+        """Wait until the process ends. Return the exit status."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless the process has ended."""
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process has ended."""
+
+
 class Child:
     """A worker process and its channel."""
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
+    def __init__(self, process: Process, channel: Channel) -> None:
         """Wrap a process and its channel. Callers use `start` instead."""
         self._process = process
         self.channel = channel
@@ -236,6 +266,11 @@ class Child:
         """Start a worker as `spawn` does. Raise ProcessDied if it cannot be started."""
         with os_errors_as(ProcessDied, f"{module} cannot be started with sys.executable ({sys.executable})"):
             process, sock = spawn(module, *arguments, environment=environment)
+        return await cls.adopt(process, sock)
+
+    @classmethod
+    async def adopt(cls, process: Process, sock: socket.socket) -> Self:
+        """Return a worker that is already running. `sock` is this process's end of its channel."""
         try:
             return cls(process, await open_channel(sock))
         except BaseException:
@@ -362,16 +397,23 @@ class Lifeline:
             self._actions.append(action)
 
     def leave(self) -> None:
-        """Stop the thread. A process that forks must call this, because it must not have another thread."""
+        """Stop the thread. A process that forks must call this, because it must not have another thread.
+
+        A forked process then has no copies of the channels, so that peers notice when this process dies.
+        """
         os.close(self._leaving)
         self._thread.join()
+        os.close(self._left)
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def end(self) -> None:
         """Call this method when the process has done its work.
 
-        If the parent is gone, wait while the thread runs the registered actions and exits the process.
+        If the parent is gone, wait while the thread runs the registered actions and exits the process. After `leave`,
+        this method does nothing.
         """
-        if self._hung_up(0):
+        if self._descriptors and self._hung_up(0):
             self._thread.join()
 
     def _hung_up(self, timeout_ms: int | None) -> bool:

@@ -24,7 +24,8 @@ CLOSE_TIMEOUT_S = 1.0
 """Maximum time in seconds to write the waiting lines when the process exits."""
 
 _PIPE_BYTES = 2**20
-_NAMES = ("stdin", "stdout", "stderr")
+NAMES = ("stdin", "stdout", "stderr")
+"""Names of the streams in `sys`, by descriptor."""
 
 _dropped_lines = 0
 
@@ -35,14 +36,14 @@ def open_missing() -> None:
     Otherwise the next file or socket may get one of these descriptors, and libraries may print to it. libuv also aborts
     the process if it has to close one of these descriptors.
     """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) < len(_NAMES):
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < len(NAMES):
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 
 
 def missing() -> list[str]:
     """Return the names of the standard streams that were closed when this process started."""
-    return [name for name in _NAMES if getattr(sys, f"__{name}__") is None]
+    return [name for name in NAMES if getattr(sys, f"__{name}__") is None]
 
 
 def use_utf8() -> None:
@@ -55,7 +56,7 @@ def use_utf8() -> None:
     for name in missing():
         mode = "r" if name == "stdin" else "w"
         setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - stays open
-    for name in _NAMES:
+    for name in NAMES:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):  # not in notebooks and tests
             stream.reconfigure(encoding="utf-8", errors="backslashreplace" if name == "stderr" else "surrogateescape")

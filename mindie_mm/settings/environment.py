@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -100,6 +100,34 @@ def limit_spinning() -> None:
 def single_threaded() -> dict[str, str]:
     """Return an environment for a child process in which numeric libraries start no threads."""
     return os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+def environment_now() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def changed_since(before: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that differ from the environment `before`, for example because an import has set them."""
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def replace_environment(variables: Mapping[bytes, bytes], kept: Mapping[str, str]) -> None:
+    """Replace the environment of this process, which was forked from a process with another environment.
+
+    Args:
+        variables: New environment.
+        kept: Variables that are set in addition, because imported modules need them.
+
+    """
+    os.environ.clear()
+    os.environb.update(variables)
+    os.environ.update(kept)
+
+
+def without_blas_threads() -> dict[str, str]:
+    """Return an environment for a child process in which the import of numpy starts no threads."""
+    return os.environ | {"OPENBLAS_NUM_THREADS": "1"}
 
 
 def has_thread_count() -> bool:

@@ -34,6 +34,7 @@ from mindie_mm.engine.requests.engine_messages import (
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import EngineReloaded, InputError, NoProcess, ProcessDied
 from mindie_mm.processes import faults
+from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.ipc import Child, Failure
 from mindie_mm.processes.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 from mindie_mm.settings.config import EngineConfig
@@ -41,13 +42,17 @@ from mindie_mm.settings.paths import absolute
 
 _log = logging.getLogger(__name__)
 
+_PROCESS = "mindie_mm.engine.process.engine_process"
+_LAUNCHER = "mindie_mm.engine.process.launcher"
+
 
 class AsyncEngine:
     """An engine process and its client. If the process dies, its requests fail and a new process is started."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, forks: ForkClient | None = None) -> None:
         """Create the client without a process. Call the class method `start` instead of this constructor."""
         self._start = start
+        self._forks = forks
         self._child: Child
         self._requests: dict[str, asyncio.Queue[Progress]] = {}
         """Queues of unread progress, by the id of each request that the engine has not finished."""
@@ -87,6 +92,7 @@ class AsyncEngine:
         generation_config: str = "vllm",
         loading: Callable[[float], object] | None = None,
         replica: Replica = Replica(),  # noqa: B008 - frozen
+        forks: ForkClient | None = None,
     ) -> Self:
         """Start the process and wait until it accepts requests.
 
@@ -98,13 +104,14 @@ class AsyncEngine:
             generation_config: See `WorkerConfig.generation_config`.
             loading: Function to call with the loaded share of the weights, from 0 to 1, while they are loaded.
             replica: Place of the engine among the engines of the service.
+            forks: Fork server for the process, if its devices allow this. None means that the process is spawned.
 
         Raises:
             UnsupportedCheckpoint, DeviceError, InputError, ProcessDied: The process cannot start.
 
         """
         path = None if model is None else str(model)
-        engine = cls(Start(path, config, family, end_token_ids, generation_config, replica))
+        engine = cls(Start(path, config, family, end_token_ids, generation_config, replica), forks)
         await engine._launch(loading)
         engine._keeper = asyncio.create_task(engine._keep())
         return engine
@@ -334,11 +341,8 @@ class AsyncEngine:
     async def _launch(self, loading: Callable[[float], object] | None = None) -> None:
         """Start a process and wait until it accepts requests. Clean up if the process fails."""
         config = self._start.config
-        num_ranks, first_device = config.tensor_parallel, self._start.replica.number * config.tensor_parallel
-        ranks = [] if num_ranks == 1 else [str(num_ranks), config.device, str(first_device)]
         try:
-            module = "launcher" if ranks else "engine_process"
-            self._child = await Child.start(f"mindie_mm.engine.process.{module}", *ranks)
+            self._child = await self._started()
         except ProcessDied as error:
             self._why_down = f"did not start: {error}"
             self._end_reload(error)
@@ -364,6 +368,17 @@ class AsyncEngine:
         self.doubts_checkpoint = False
         self._end_reload()
         self._settled.set()
+
+    async def _started(self) -> Child:
+        """Start a process, or a launcher of several ranks."""
+        config = self._start.config
+        if (num_ranks := config.tensor_parallel) > 1:
+            first_device = self._start.replica.number * num_ranks
+            return await Child.start(_LAUNCHER, str(num_ranks), config.device, str(first_device))
+        devices = config.device, config.vision_device, config.projector_device
+        if self._forks is not None and await self._forks.allows(*devices):
+            return await self._forks.start(_PROCESS)
+        return await Child.start(_PROCESS)
 
     def _end_reload(self, error: Exception | None = None) -> None:
         """End `reload`, if it is running, with the error of the new process if there is one."""

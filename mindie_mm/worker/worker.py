@@ -20,6 +20,7 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded, SegmentMissing
 from mindie_mm.inputs import Embeddings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.tasks import task_group
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.environment import default_spool
@@ -125,11 +126,14 @@ class Worker:
         tokenizer_stage: TokenizerStage,
         engine: AsyncEngine | EngineReplicas,
         tokenizer: Tokenizer,
+        forks: ForkClient | None = None,
     ) -> None:
         self.config = config
         self.tokenizer_stage = tokenizer_stage
         self.engine = engine
         self.tokenizer = tokenizer
+        self.forks = forks
+        """Fork server that forks the processes, or None."""
         self._spool = absolute(default_spool())
         self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
         self.media_remade = 0
@@ -137,7 +141,12 @@ class Worker:
 
     @classmethod
     async def start(
-        cls, config: WorkerConfig, *, in_process: bool = False, loading: Callable[[float], object] | None = None
+        cls,
+        config: WorkerConfig,
+        *,
+        in_process: bool = False,
+        loading: Callable[[float], object] | None = None,
+        forks: ForkClient | None = None,
     ) -> Self:
         """Start the tokenizers and the engines in parallel. If one of them fails, clean up and raise its error.
 
@@ -146,6 +155,8 @@ class Worker:
             in_process: Whether to tokenize in this process. In this case decoder processes are used only if
                 `config.decoders` is not 0.
             loading: Function to call with the loaded share of the weights, from 0 to 1, while they are loaded.
+            forks: Client of a fork server that has imported `mindie_mm.worker.preloading`, which forks the processes.
+                The caller closes it after the worker. None means that the processes are spawned.
 
         Raises:
             UnsupportedCheckpoint, SharedMemoryError, DeviceError, InputError, ProcessDied: The tokenizers or an engine
@@ -164,10 +175,10 @@ class Worker:
 
         async with AsyncExitStack() as parts:
             async with task_group() as group:
-                stage = group.create_task(started(_start_tokenizers(config, path, in_process=in_process)))
-                engine = group.create_task(started(_start_engines(config, path, end_token_ids, loading)))
+                stage = group.create_task(started(_start_tokenizers(config, path, forks, in_process=in_process)))
+                engine = group.create_task(started(_start_engines(config, path, end_token_ids, loading, forks)))
             tokenizer = load_tokenizer(checkpoint, config.family, stage.result().shown_tokens)
-            worker = cls(config, stage.result(), engine.result(), tokenizer)
+            worker = cls(config, stage.result(), engine.result(), tokenizer, forks)
             log_default_sampling(worker.default_sampling, source)
             parts.pop_all()
             return worker
@@ -449,16 +460,20 @@ async def _start_engines(
     path: Path,
     end_token_ids: tuple[int, ...] | None,
     loading: Callable[[float], object] | None,
+    forks: ForkClient | None,
 ) -> AsyncEngine | EngineReplicas:
-    launch = partial(AsyncEngine.start, path, config.engine, config.family, end_token_ids, config.generation_config)
+    source = config.generation_config
+    launch = partial(AsyncEngine.start, path, config.engine, config.family, end_token_ids, source, forks=forks)
     if config.replicas == 1:
         return await launch(loading=loading)
     return await EngineReplicas.start(launch, config.replicas, config.engine, config.replica_surplus_tokens, loading)
 
 
-async def _start_tokenizers(config: WorkerConfig, path: Path, *, in_process: bool) -> TokenizerStage:
+async def _start_tokenizers(
+    config: WorkerConfig, path: Path, forks: ForkClient | None, *, in_process: bool
+) -> TokenizerStage:
     if not in_process:
-        return await AsyncTokenizer.start(path, config)
+        return await AsyncTokenizer.start(path, config, forks)
     # Import this late, because it imports torch. The service process does not need torch and starts faster without it.
     from mindie_mm.tokenize.local import DecodingTokenizer, LocalTokenizer
 

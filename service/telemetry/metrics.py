@@ -207,10 +207,13 @@ class _Processes(Collector):
         failed = CounterMetricFamily(
             f"{PREFIX}process_start_failures", "Failed attempts to start a process.", labels=labels
         )
-        for name, number, restarts in (
+        rows = [
             ("engine", engine.num_alive, engine.restarts),
             ("tokenizer", len(tokenizers.pids), tokenizers.restarts),
-        ):
+        ]
+        if (forks := self._worker.forks) is not None:
+            rows.append(("fork_server", forks.num_alive, forks.restarts))
+        for name, number, restarts in rows:
             alive.add_metric((self._model_name, name), number)
             started.add_metric((self._model_name, name), restarts.started)
             failed.add_metric((self._model_name, name), restarts.failed)

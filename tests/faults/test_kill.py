@@ -20,11 +20,14 @@ from tools.fault_rig import CHAT, DEADLINE_S, Rig
 SLICE = (
     "tokenizer.mid-fill",  # dies while it processes the request
     "decoder.at work",  # the item is decoded again
+    "fork_server.forked",  # the engine that it has just forked answers
     "engine.attached",  # no output yet, so the request is sent again
     "engine.mid-decode",  # a request with output fails
     "api.everything",  # only the next service can free the memory
 )
 SLOW_SLICE = (
+    "fork_server.starting",  # processes are spawned until the next one is ready
+    "fork_server.at rest",  # the other processes continue
     "replica.attached",  # the other engine answers a request without output
     "replica.mid-decode",  # the other engine answers requests whose output the client has not seen
     "replica.starting",  # the other engine answers while the first one starts

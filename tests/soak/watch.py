@@ -76,6 +76,7 @@ def _now(service: RunningService, spool: Path, requests: int, began: float) -> S
 def _role(process: psutil.Process) -> str:
     line = " ".join(process.cmdline())
     modules = {"engine.process": "engine", "tokenize.stage": "tokenizer", "decode.nursery": "decoder"}
+    modules |= {"processes.fork_server": "fork server"}
     kind = next((role for module, role in modules.items() if f"mindie_mm.{module}" in line), "service")
     return f"{kind} {process.pid}"
 

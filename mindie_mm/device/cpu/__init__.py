@@ -33,6 +33,8 @@ class CPU(Device):
     def count(cls) -> int:
         return 1
 
+    survives_fork: ClassVar[bool] = True
+
     @classmethod
     def missing(cls) -> str | None:
         return None

@@ -66,6 +66,10 @@ class NPU(Device):
         return None if _npu().is_available() else "no NPU is visible; check npu-smi info"
 
     @classmethod
+    def may_exist(cls) -> bool:
+        return importlib.util.find_spec("torch_npu") is not None
+
+    @classmethod
     def findings(cls, root: Path) -> Iterator[Finding]:
         return npu_doctor.findings(root)
 

@@ -13,6 +13,7 @@ from typing import Self
 import msgspec
 
 from mindie_mm.errors import InputError, NoProcess, ProcessDied
+from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.ipc import Child
 from mindie_mm.processes.restarts import RESTART_WAIT_S, Restarts, Starter, logged
 from mindie_mm.settings.config import WorkerConfig
@@ -49,8 +50,9 @@ _PING_S = 5.0
 class AsyncTokenizer(TokenizerStage):
     """A tokenizer process and its client. If the process dies, its requests fail and a new process is started."""
 
-    def __init__(self, model_path: Path, config: WorkerConfig) -> None:
+    def __init__(self, model_path: Path, config: WorkerConfig, forks: ForkClient | None = None) -> None:
         """Prepare a tokenizer. Call the class method `start` instead."""
+        self._forks = forks
         self._setup = msgspec.json.encode(Setup.of(model_path, config)).decode()
         self._child: Child | None = None
         self._up = False
@@ -74,14 +76,16 @@ class AsyncTokenizer(TokenizerStage):
         self._closed = False
 
     @classmethod
-    async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
+    async def start(cls, model_path: Path, config: WorkerConfig, forks: ForkClient | None = None) -> Self:
         """Start the process and wait until it accepts requests. The process reads `model_path` and creates an arena.
+
+        The process is forked by `forks`, or spawned if `forks` is None.
 
         Raises:
             UnsupportedCheckpoint, SharedMemoryError, ProcessDied: The process cannot start.
 
         """
-        tokenizer = cls(model_path, config)
+        tokenizer = cls(model_path, config, forks)
         await tokenizer._launch()
         tokenizer._keeper = asyncio.create_task(tokenizer._keep())
         return tokenizer
@@ -138,7 +142,10 @@ class AsyncTokenizer(TokenizerStage):
         """Start a process and wait until it accepts requests. Clean up if the process fails."""
         await asyncio.to_thread(collect)  # arenas of dead processes may use memory that the new arena needs
         try:
-            self._child = await Child.start(_MODULE, self._setup)
+            if self._forks is None:
+                self._child = await Child.start(_MODULE, self._setup)
+            else:
+                self._child = await self._forks.start(_MODULE, self._setup, spare=True)
             ready = await self._child.ready(Ready, "the tokenizer process")
         except BaseException as error:
             await self._reap(f"the last process did not start: {error}")

@@ -1,4 +1,4 @@
-"""The decoder's end of a channel through which files can be sent (`mindie_mm.processes.ipc.Channel.send_with`)."""
+"""A worker's end of a channel through which files can be sent (`mindie_mm.processes.ipc.Channel.send_with`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 import struct
 
 _LENGTH = struct.Struct("!i")
-_MAX_DESCRIPTORS = 2
+_MAX_DESCRIPTORS = 8
 
 
 class ReceivingChannel:
