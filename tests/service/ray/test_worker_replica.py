@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import shutil
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from mindie_mm.errors import ProcessDied
+from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from service.ray.plan import LOST, plan_of
 from service.ray.worker_replica import WorkerReplica
 
@@ -27,6 +31,32 @@ async def begin(replica: WorkerReplica, method: str, path: str, body: bytes = b"
         first, *_ = pickle.loads(await anext(messages))
     assert isinstance(first, dict)
     return first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore:.*__del__:pytest.PytestUnraisableExceptionWarning")  # Python calls it, too
+async def test_the_health_check_fails_if_the_engine_cannot_be_restarted(tmp_path: Path):
+    """Ray Serve replaces such a replica."""
+    model = shutil.copytree(EMBEDDED, tmp_path / "model")
+    replica = WorkerReplica.__new__(WorkerReplica)
+    await replica.__init__(plan_of(SETTINGS | {"model": str(model)}))  # type: ignore[misc] # Ray Serve awaits it, too
+    try:
+        await replica.check_health()
+        assert (await replica.record_routing_stats())["up"]
+        (model / "config.json").unlink()
+        psutil.Process(replica._worker.engine.pid).kill()
+        reason = ""
+        while "config.json" not in reason:
+            try:
+                await replica.check_health()
+            except ProcessDied as error:
+                reason = str(error)
+            await asyncio.sleep(0.01)
+        assert not (await replica.record_routing_stats())["up"]
+        assert (await begin(replica, "POST", "/v1/chat/completions", CHAT))["status"] == 503
+    finally:
+        await replica.__del__()
 
 
 @pytest.mark.slow
