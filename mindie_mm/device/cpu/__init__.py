@@ -24,6 +24,7 @@ class CPU(Device):
     """The host's processor. Its default dtype is float32."""
 
     name: ClassVar[str] = "cpu"
+    survives_fork: ClassVar[bool] = True
     fuses_layers: ClassVar[bool] = True
     kernels: ClassVar[Kernels] = CPUKernels()
     memory_share: ClassVar[float] = 0.5  # other processes and shared memory need the same memory
@@ -32,8 +33,6 @@ class CPU(Device):
     @classmethod
     def count(cls) -> int:
         return 1
-
-    survives_fork: ClassVar[bool] = True
 
     @classmethod
     def missing(cls) -> str | None:
