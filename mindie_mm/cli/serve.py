@@ -12,7 +12,6 @@ import click
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.errors import InputError
-from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.standard_streams import stderr_without_waiting
 from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 from mindie_mm.settings.sources import DEFAULT, Configuration, misspelt_variables
@@ -63,6 +62,8 @@ def _serve(configuration: Configuration, ray_address: str | None) -> None:
         origins = {name: origin for name, origin in configuration.origins.items() if name != "replicas"}
         serve_on_ray(Configuration(worker, configuration.service, origins), ray_address, replicas)
         return
+    from mindie_mm.processes.fork_client import ForkClient  # imported late, because other commands do not need asyncio
+
     worker = configuration.worker
     # The fork server imports its modules at the same time as this process.
     forks = ForkClient("mindie_mm.worker.preloading", str(worker.model or ""), worker.family or "")

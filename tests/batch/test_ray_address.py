@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -49,20 +49,29 @@ SETTINGS_FRAME = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 """First bytes that a gRPC server sends."""
 
 
-def answering(greeting: bytes) -> socket.socket:
-    """Return a listening socket. It sends `greeting` to all clients, or closes their connections if it is empty."""
-    server = socket.create_server(("127.0.0.1", 0))
+@contextmanager
+def answering(greeting: bytes) -> Iterator[int]:
+    """Yield the port of a server that sends `greeting` to all clients, or closes their connections if it is empty."""
 
-    def serve(kept: list[socket.socket]) -> None:
-        with suppress(OSError):  # the server is closed
+    def serve() -> None:
+        with ExitStack() as clients, suppress(OSError):  # the server is shut down
             while True:
                 client, _ = server.accept()
+                clients.enter_context(client)
+                client.settimeout(10)
                 client.recv(4096)  # unread bytes would turn the close into a reset
                 client.sendall(greeting)
-                kept.append(client) if greeting else client.close()
+                if not greeting:
+                    client.close()
 
-    threading.Thread(target=serve, args=([],), daemon=True).start()
-    return server
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +85,7 @@ def places() -> Iterator[Mapping[str, str]]:
         serving.start()
         open_ones.callback(serving.join)
         open_ones.callback(web.shutdown)
-        greeting = open_ones.enter_context(closing(answering(SETTINGS_FRAME))).getsockname()[1]
+        greeting = open_ones.enter_context(answering(SETTINGS_FRAME))
         ports = {"closed": closed, "silent": silent, "web": web.server_port, "greeting": greeting}
         yield {name: f"127.0.0.1:{port}" for name, port in ports.items()}
 

@@ -40,15 +40,15 @@ def full() -> Iterator[int]:
 
 
 def test_a_grpc_server_is_accepted():
-    with closing(answering(SETTINGS_FRAME)) as server:
-        require_grpc("127.0.0.1", port_of(server))
+    with answering(SETTINGS_FRAME) as port:
+        require_grpc("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("name", GREETINGS)
 def test_a_server_that_does_not_greet_as_grpc_is_refused_with_the_reason(name):
     greeting, reason = GREETINGS[name]
-    with closing(answering(greeting)) as server, pytest.raises(ConnectionError) as error:
-        require_grpc("127.0.0.1", port_of(server))
+    with answering(greeting) as port, pytest.raises(ConnectionError) as error:
+        require_grpc("127.0.0.1", port)
     assert f" {reason}" in str(error.value)
 
 
