@@ -122,7 +122,7 @@ async def llama(precision: str, checkpoint: Path, threads: int) -> AsyncIterator
     try:
         url = f"http://127.0.0.1:{port}"
         await _until_healthy(url)
-        yield HttpEngine(Server(url, "any", {"timings_per_token": True}), process.pid)
+        yield HttpEngine(Server(url, "any"), process.pid)
     finally:
         with suppress(ProcessLookupError):  # it may have died
             process.terminate()

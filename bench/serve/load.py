@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import Any
@@ -25,8 +25,6 @@ class Server:
 
     url: str
     model: str
-    fields: Mapping[str, object] = field(default_factory=dict)
-    """Fields to add to each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,12 @@ class Answer:
     def tokens_per_s(self) -> float:
         """Return the rate from the first event with tokens to the last one. An event may have several tokens.
 
+        llama-server sends no events for tokens without text, which random weights generate, but it states its rate.
+
         Raise RuntimeError if the answer has tokens in fewer than two events.
         """
+        if self.timings and "predicted_per_second" in self.timings:
+            return self.timings["predicted_per_second"]
         if len(self.drawn) < 2:
             raise RuntimeError(
                 f"{len(self.drawn)} events of the answer state their tokens; at least 2 are needed. Ask for more tokens"
@@ -157,7 +159,6 @@ async def ask(
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         **({"timings": True} if timings else {}),
-        **server.fields,
     }
     data = json.dumps(body).encode()
     answer = Answer(time.perf_counter())
@@ -180,8 +181,8 @@ async def ask(
                     continue
                 event = json.loads(line[6:])
                 answer.timings = event.get("timings", answer.timings)
-                if (num_tokens := _num_tokens(event)) > tokens:
-                    tokens = num_tokens
+                if (usage := event.get("usage")) and usage["completion_tokens"] > tokens:
+                    tokens = usage["completion_tokens"]
                     answer.drawn.append((now, tokens))
                 for choice in event.get("choices", ()):
                     if choice["delta"].get("content"):
@@ -194,13 +195,3 @@ async def ask(
     if not (done and reason == "length" and tokens == max_tokens):
         answer.fault = f"[DONE] {done}, finish_reason {reason}, {tokens} tokens"
     return answer
-
-
-def _num_tokens(event: Mapping[str, Any]) -> int:
-    """Return the number of tokens up to an event, or 0 if the event does not state it.
-
-    llama-server states it only in its `timings`.
-    """
-    if usage := event.get("usage"):
-        return int(usage["completion_tokens"])
-    return int((event.get("timings") or {}).get("predicted_n", 0))
