@@ -24,6 +24,7 @@ from mindie_mm.shm import Arena, ArraySpec, release
 from mindie_mm.shm.memory.scatter import map_pieces
 from mindie_mm.tokenize import AsyncTokenizer, Tokenizer, TokenizeRequest
 from tests.media_samples import encoded, photograph
+from tools.arguments import parser
 from tools.random_checkpoint import write_checkpoint
 
 SIZE = (1420, 720)
@@ -172,4 +173,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

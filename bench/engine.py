@@ -23,6 +23,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.worker.async_engine import AsyncEngine
+from tools.arguments import parser
 from tools.random_checkpoint import write_checkpoint
 
 CONCURRENT, PROMPT, OUTPUT, LONG_PROMPT, ROUNDS = 8, 100, 64, 800, 5
@@ -140,4 +141,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

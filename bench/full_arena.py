@@ -16,6 +16,7 @@ import httpx2
 
 from bench.report import median, write
 from tests.media_samples import photograph
+from tools.arguments import parser
 from tools.demo import data_url, image
 from tools.serving import RunningService, running_service
 
@@ -69,4 +70,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

@@ -33,6 +33,7 @@ from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from tests.media_samples import encoded, photograph
 from tests.transformers_reference import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil, load_image
+from tools.arguments import parser
 
 SIZES = ((640, 480), (1420, 720), (1920, 1080), (4000, 3000))
 """Widths and heights of the JPEGs, which have quality 90."""
@@ -134,4 +135,5 @@ def draw(axes: Any, sizes: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

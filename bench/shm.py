@@ -36,6 +36,7 @@ import numpy as np
 
 from bench.shm_costs import costs
 from bench.shm_methods import METHODS, Channels, Method
+from tools.arguments import parser
 
 MB = 1 << 20
 SIZES_MB = (0.1, 1, 4, 20, 80)
@@ -236,4 +237,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

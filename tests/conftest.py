@@ -27,6 +27,10 @@ pytest_plugins = ["tests.ascend.waits", "tests.checkpoints", "tests.own_shm", "t
 # If an assertion of these modules fails, pytest shows the compared values, as it does for test modules.
 pytest.register_assert_rewrite("tests.models.contract", "tests.models.mindie_contract", "tests.models.seq2seq_contract")
 
+KERNELS = "packed=no,blocks=no,fused=yes,int8=onednn,vnni=no,bfloat16=yes,4bit=no"
+"""Choices between kernels for all tests, so that no test depends on the processor or on a trial. Every processor that
+the tests run on supports these choices. tests/device/test_choices.py covers the others."""
+
 settings.register_profile("here", deadline=None)  # tests may be slow on a busy machine; pytest has its own limit
 settings.load_profile("here")
 
@@ -90,11 +94,13 @@ def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare the environment of the processes that tests start.
+    """Prepare the environment of the tests and of the processes that they start.
 
     These processes can import the tests' modules. They also receive SIGINT and SIGHUP, even if pytest runs under nohup
     or as a background job of a shell, where these signals are ignored.
     """
+    # Of two values of one choice, the last one counts.
+    os.environ["MINDIE_MM_KERNELS"] = ",".join([KERNELS, *filter(None, [os.environ.get("MINDIE_MM_KERNELS")])])
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,6 +7,7 @@ worker does. `release` frees the segments that a path file lists. As in MindIE, 
 stays alive.
 """
 
+import argparse
 import json
 import sys
 from multiprocessing import resource_tracker, shared_memory
@@ -213,4 +214,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

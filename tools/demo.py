@@ -26,6 +26,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from tools.arguments import parser
 from tools.serving import RunningService, running_service
 from training.questions import CHAT_ANSWERS
 from training.scenes import Scene, Thing, draw
@@ -291,4 +292,5 @@ def show_memory(console: Console, watch: Watch, after: dict[str, Any], left: lis
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     sys.exit(main())

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from mindie_mm.models import family_named, family_names
+from tools.arguments import parser
 
 PAGE = Path(__file__).parent.parent / "docs/families.md"
 BEGIN, END = "<!-- families: made by `make families` -->\n", "<!-- /families -->\n"
@@ -38,9 +39,12 @@ def with_table(page: str) -> str:
 
 def main() -> int:
     """Write or check the table, and return the exit status."""
+    options = parser(__doc__)
+    options.add_argument("--check", action="store_true", help="write nothing")
+    checks = options.parse_args().check
     current = PAGE.read_text(encoding="utf-8")
     wanted = with_table(current)
-    if "--check" in sys.argv[1:]:
+    if checks:
         return int(current != wanted)
     PAGE.write_text(wanted, encoding="utf-8")
     return 0

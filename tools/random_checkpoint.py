@@ -7,7 +7,6 @@ tokens.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
+from tools.arguments import parser
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -140,4 +140,8 @@ def _config(tokenizer: Tokenizer, size: Size) -> Qwen2VLConfig:
 
 
 if __name__ == "__main__":
-    write_checkpoint(Path(sys.argv[1]), *sys.argv[2:3])
+    options = parser(__doc__)
+    options.add_argument("out", type=Path, metavar="OUT")
+    options.add_argument("size", nargs="?", choices=SIZES, metavar="SIZE", default="tiny", help=", ".join(SIZES))
+    given = options.parse_args()
+    write_checkpoint(given.out, given.size)

@@ -16,6 +16,7 @@ from mindie_mm.cli.serve import command
 from mindie_mm.settings.config import EngineConfig, GiB, MediaCaps, MiB, ServiceConfig, WorkerConfig
 from mindie_mm.settings.sources import PARTS
 from service.http.errors import TABLE
+from tools.arguments import parser
 
 DOCS = Path(__file__).parent.parent / "docs"
 SETTINGS = """\
@@ -104,10 +105,13 @@ PAGES = {"settings.md": settings_page, "errors.md": errors_page}
 
 def main() -> int:
     """Write or check the pages, and return the exit status."""
+    options = parser(__doc__)
+    options.add_argument("--check", action="store_true", help="write nothing")
+    checks = options.parse_args().check
     outdated = 0
     for name, make in PAGES.items():
         path, wanted = DOCS / name, make()
-        if "--check" in sys.argv[1:]:
+        if checks:
             outdated |= int(not path.is_file() or path.read_text(encoding="utf-8") != wanted)
         else:
             path.write_text(wanted, encoding="utf-8")

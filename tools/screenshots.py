@@ -14,6 +14,7 @@ from typing import Any
 
 from playwright.sync_api import Page, expect, sync_playwright
 
+from tools.arguments import parser
 from tools.demo import data_url, picture, write_sound, write_video
 from tools.serving import RunningService, running_service
 
@@ -102,4 +103,5 @@ def question(copies: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

@@ -14,6 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from tools.arguments import parser
+
 FILE = Path("docs/images/terminal.svg")
 WIDTH = 88
 TIMEOUT_S = 300.0
@@ -85,4 +87,5 @@ def drawn(screen: str) -> str:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

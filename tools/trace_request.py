@@ -27,6 +27,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.text.detokenizer import Detokenizer, load_tokenizer
+from tools.arguments import parser
 
 ROOT = Path(__file__).parents[1]
 NUM_TOKENS = 4
@@ -100,4 +101,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

@@ -14,6 +14,7 @@ import numpy as np
 import soundfile
 import soxr
 
+from tools.arguments import parser
 from training.scenes import Split
 
 RATE = 16_000
@@ -86,4 +87,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

@@ -8,7 +8,6 @@ because writing through Ray takes longer.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench.batch.contestants import Reference
+from tools.arguments import parser
 
 
 class Processing:
@@ -38,20 +38,26 @@ class Processing:
 
 
 def main() -> None:
+    options = parser(__doc__)
+    for name in ("checkpoint", "out"):
+        options.add_argument(name, metavar=name.upper())
+    options.add_argument("actors", type=int, metavar="ACTORS")
+    options.add_argument("files", nargs="+", metavar="ROWS")
+    given = options.parse_args()
+    checkpoint, out, actors = given.checkpoint, given.out, given.actors
     import ray
 
-    checkpoint, out, actors, *files = sys.argv[1:]
-    ray.init(num_cpus=int(actors), include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=actors, include_dashboard=False, log_to_driver=False)
     seconds = []
-    for rows in files:
+    for rows in given.files:
         began = time.perf_counter()
         lines = [{"text": line} for line in Path(rows).read_text(encoding="utf-8").splitlines()]
-        done = ray.data.from_items(lines, override_num_blocks=max(int(actors), len(lines) // 16)).map_batches(
+        done = ray.data.from_items(lines, override_num_blocks=max(actors, len(lines) // 16)).map_batches(
             Processing,
             fn_constructor_args=(checkpoint, out),
             batch_size=8,
             num_cpus=1,
-            concurrency=(1, int(actors)),
+            concurrency=(1, actors),
         )
         assert sum(1 for _ in done.iter_rows()) == len(lines)
         seconds.append(time.perf_counter() - began)

@@ -12,6 +12,8 @@ import tarfile
 import venv
 from pathlib import Path
 
+from tools.arguments import parser
+
 FOLDER = Path(__file__).parents[2] / "build" / "bench-peers"
 PYTHON = FOLDER / "venv" / "bin" / "python"
 SERVER = FOLDER / "llama" / "bin" / "llama-server"
@@ -70,4 +72,5 @@ def _run(*command: object) -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     install()

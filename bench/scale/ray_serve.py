@@ -22,6 +22,7 @@ import uvicorn
 
 from bench import report
 from bench.scale.ray_chunks import chunks
+from tools.arguments import parser
 
 MiB = 2**20
 REQUESTS, LARGE_REQUESTS = 200, 5
@@ -149,4 +150,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

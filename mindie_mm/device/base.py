@@ -29,8 +29,6 @@ class Device(ABC):
     """Whether an engine may run in a forked process."""
     records: ClassVar[bool] = False
     """Whether `record` is supported."""
-    fuses_layers: ClassVar[bool] = False
-    """Whether `nn/decoder_layer.py` replaces transformers' layers on this device."""
     kernels: ClassVar[Kernels] = Kernels()
     """Fused operators of the device."""
     has_bitsandbytes: ClassVar[bool] = True
@@ -74,6 +72,11 @@ class Device(ABC):
         """Make the device the current device, on which this thread creates streams and graphs."""
         if self.index is not None:
             torch.accelerator.set_device_index(self.index)
+
+    @property
+    def fuses_layers(self) -> bool:
+        """Whether `nn/decoder_layer.py` replaces transformers' layers on this device."""
+        return False
 
     @abstractmethod
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,7 @@ from pathlib import Path
 from mindie_mm.errors import InputError
 
 _PREFIX = "MINDIE_MM_"
-_NO_SETTINGS = frozenset({"MINDIE_MM_CONFIG", "MINDIE_MM_FAULTS"})
+_NO_SETTINGS = frozenset({"MINDIE_MM_CONFIG", "MINDIE_MM_FAULTS", "MINDIE_MM_KERNELS"})
 """Variables that this package reads, but that do not set a field."""
 _SERVICE_LINK = re.compile(
     r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)", re.ASCII
@@ -44,6 +44,11 @@ def fault_folder() -> Path | None:
     """Return the folder of trigger files for `faults`, which only tests use. This is not a setting for users."""
     folder = os.environ.get("MINDIE_MM_FAULTS")
     return Path(folder) if folder else None
+
+
+def kernels() -> str:
+    """Return the choices between kernels that tests force (`device/choices.py`). This is not a setting for users."""
+    return os.environ.get("MINDIE_MM_KERNELS", "")
 
 
 def keep_collectives_local() -> None:

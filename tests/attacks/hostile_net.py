@@ -17,6 +17,7 @@ from aiohttp import web
 
 from mindie_mm.errors import MediaError
 from mindie_mm.media.fetch.http import fetch
+from tools.arguments import parser
 
 PUBLIC, OTHER = "93.184.215.14", "93.184.215.15"
 PRIVATE = "127.0.0.1"
@@ -90,6 +91,7 @@ async def _body(url: str) -> str:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     for command in ("link set lo up", *(f"addr add {address}/32 dev lo" for address in (PUBLIC, OTHER))):
         subprocess.run(["ip", *command.split()], check=True)
     asyncio.run(main())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from mindie_mm.device.cpu.cpu_attention import NAME, attend, pays
+from mindie_mm.device.cpu.cpu_attention import NAME, attend
 from mindie_mm.models import load_model
 from tools.random_checkpoint import write_checkpoint
 
@@ -44,8 +44,8 @@ def test_masked_and_causal_attention_is_left_to_torch(other):
     assert torch.equal(attend(_Layer(), *given, **settings)[0], sdpa_attention_forward(_Layer(), *given, **settings)[0])
 
 
-@pytest.mark.skipif(not pays(), reason="this processor gains nothing by it")
-def test_only_a_bfloat16_tower_uses_this_attention(tmp_path):
+def test_only_a_bfloat16_tower_uses_this_attention(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINDIE_MM_KERNELS", "blocks=yes")
     path = write_checkpoint(tmp_path / "small", "small")
     names = {}
     for dtype in ("bfloat16", "float32"):

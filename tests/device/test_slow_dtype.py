@@ -1,10 +1,7 @@
-"""Tests of the warnings about weights in a dtype that the processor has no instructions for.
-
-oneDNN selects the instructions. The tests exclude some instructions with an environment variable, which oneDNN reads
-when it is loaded.
-"""
+"""Tests of the warnings about weights in a dtype that the processor has no instructions for."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -32,7 +29,7 @@ load_engine(Start(None, engine), ALONE)
 
 @pytest.mark.slow
 def test_an_engine_and_doctor_warn_about_a_slow_dtype():
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    environment = os.environ | {"MINDIE_MM_KERNELS": "bfloat16=no,packed=no,blocks=no"}
     command = [sys.executable, "-c", SCRIPT]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -44,11 +41,26 @@ def test_an_engine_and_doctor_warn_about_a_slow_dtype():
     ]
 
 
-@pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported(), reason="no such processor"
-)
-def test_there_is_no_warning_if_the_processor_has_instructions():
-    assert slow_dtype(torch.nn.Linear(2, 2, dtype=torch.bfloat16)) is None
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_warning_depends_on_the_instructions_of_the_processor(dtype, monkeypatch):
+    module = torch.nn.Linear(2, 2, dtype=dtype)
+    monkeypatch.setenv("MINDIE_MM_KERNELS", "bfloat16=yes")
+    assert slow_dtype(module) is None
+    monkeypatch.setenv("MINDIE_MM_KERNELS", "bfloat16=no")
+    assert "several times slower" in slow_dtype(module)
+    monkeypatch.delenv("MINDIE_MM_KERNELS")
+    assert open_device("cpu").multiplies(dtype) in (True, False)
+
+
+def test_older_x86_processors_have_no_bfloat16_instructions():
+    """OneDNN reads the variable when it is loaded. On aarch64, the variable has no effect."""
+    code = (
+        "import torch; from mindie_mm.device import open_device; print(open_device('cpu').multiplies(torch.bfloat16))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "MINDIE_MM_KERNELS"}
+    command, environment = [sys.executable, "-c", code], environment | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+    assert platform.machine() != "x86_64" or ended.stdout == "False\n"
 
 
 def test_there_is_no_warning_about_32_bits():

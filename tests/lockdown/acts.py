@@ -29,6 +29,7 @@ from pathlib import Path
 from mindie_mm.lockdown import landlock, limit_processor_time, lock_in, seccomp
 from mindie_mm.lockdown.resource_limits import limit_resources
 from mindie_mm.lockdown.system_calls import NUMBERS, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, number_of, prctl
+from tools.arguments import parser
 
 MEMORY_BYTES = 2**26
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -336,7 +337,9 @@ def become(user: int) -> None:
 
 
 def main() -> None:
-    become(int(sys.argv[1]))
+    options = parser(__doc__)
+    options.add_argument("user", type=int, metavar="USER")
+    become(options.parse_args().user)
     for name, mechanism in json.load(sys.stdin):
         folder = Path(tempfile.mkdtemp())
         try:

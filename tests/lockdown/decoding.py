@@ -22,6 +22,7 @@ from mindie_mm.media.video.encoded_video import open_video
 from mindie_mm.media.warm import warm_up
 from mindie_mm.settings.config import MediaCaps
 from tests.lockdown.children import in_locked_child
+from tools.arguments import parser
 
 MEL = MelSettings(rate=16_000, num_bins=80, window=400, hop=160, max_samples=480_000)
 
@@ -63,4 +64,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

@@ -23,6 +23,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
 from mindie_mm.settings.config import MediaCaps
 from tests.lockdown.children import in_locked_child
+from tools.arguments import parser
 
 
 def digests(processors: Mapping[str, Processor], media: Mapping[str, bytes]) -> dict[tuple[str, str], str]:
@@ -48,9 +49,12 @@ def processors_of(folder: Path) -> dict[str, Processor]:
 
 
 def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("folder", type=Path, metavar="FOLDER")
+    folder = options.parse_args().folder
     media = pickle.load(sys.stdin.buffer)
     warm_up()
-    processors = processors_of(Path(sys.argv[1]))
+    processors = processors_of(folder)
     found, noticed = in_locked_child(lambda: digests(processors, media))
     sys.stdout.buffer.write(pickle.dumps((found, noticed, digests(processors, media))))
 

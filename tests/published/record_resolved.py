@@ -6,8 +6,8 @@ the keys that determine the text model.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import transformers
@@ -38,7 +38,9 @@ def resolved(folder: Path) -> dict | None:
 
 
 def main() -> None:
-    folders = sorted(file.parent for file in Path(sys.argv[1]).glob("*/config.json"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folders = sorted(file.parent for file in parser.parse_args().folder.glob("*/config.json"))
     entries = {folder.name: resolved(folder) for folder in folders}
     entries = {name: entry for name, entry in entries.items() if entry is not None}
     lines = ",\n".join(f'"{name}": {json.dumps(entry, sort_keys=True)}' for name, entry in entries.items())

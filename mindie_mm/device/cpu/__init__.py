@@ -10,6 +10,7 @@ import torch
 
 from mindie_mm.device import host_memory
 from mindie_mm.device.base import Device
+from mindie_mm.device.choices import choose
 from mindie_mm.device.cpu import cpu_attention
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
@@ -25,7 +26,6 @@ class CPU(Device):
 
     name: ClassVar[str] = "cpu"
     survives_fork: ClassVar[bool] = True
-    fuses_layers: ClassVar[bool] = True
     kernels: ClassVar[Kernels] = CPUKernels()
     memory_share: ClassVar[float] = 0.5  # other processes and shared memory need the same memory
     measure_s: ClassVar[float] = 0.5
@@ -42,6 +42,10 @@ class CPU(Device):
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
 
+    @property
+    def fuses_layers(self) -> bool:
+        return choose("fused", lambda: True)
+
     def use(self) -> None:
         pass  # there is only one
 
@@ -52,14 +56,7 @@ class CPU(Device):
     def multiplies(self, dtype: torch.dtype) -> bool:
         if dtype not in (torch.bfloat16, torch.float16):
             return super().multiplies(dtype)
-        if not torch.backends.mkldnn.is_available():
-            return False
-        on_x86 = platform.machine() == "x86_64"
-        if dtype == torch.float16:
-            return not on_x86 or torch.ops.mkldnn._is_mkldnn_fp16_supported()  # noqa: SLF001 - there is no public name
-        # oneDNN accepts bfloat16 on any AVX-512 processor, but may multiply in float32.
-        has = not on_x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
-        return has and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
+        return choose("bfloat16", lambda: _has_instructions(dtype))
 
     def int8_linear(self, linear: torch.nn.Linear) -> torch.nn.Module:
         if not has_int8():
@@ -81,3 +78,15 @@ class CPU(Device):
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         return host_memory.peak_bytes(work)
+
+
+def _has_instructions(dtype: torch.dtype) -> bool:
+    """Return whether the processor has instructions for products in bfloat16 or float16."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    on_x86 = platform.machine() == "x86_64"
+    if dtype == torch.float16:
+        return not on_x86 or torch.ops.mkldnn._is_mkldnn_fp16_supported()  # noqa: SLF001 - there is no public name
+    # oneDNN accepts bfloat16 on any AVX-512 processor, but may multiply in float32.
+    has = not on_x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001
+    return has and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindie_mm.device.choices import choose
 from mindie_mm.device.cpu.packed_linear import multiplies_bfloat16
 
 NAME = "mindie_mm_blocks"
@@ -33,7 +34,7 @@ def replace(module: nn.Module) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface  # imported late: not every process has a model
     from transformers.masking_utils import sdpa_mask
 
-    if not pays():
+    if not choose("blocks", pays):
         return
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)

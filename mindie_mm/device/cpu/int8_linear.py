@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindie_mm.device.choices import choose, forced
 from mindie_mm.device.cpu.packed_linear import seconds
 
 _ENGINES = ("fbgemm", "onednn")
@@ -41,7 +42,7 @@ class Int8Linear(nn.Module):
         self.weight = None  # transformers' T5 asks for its dtype
         self.bias = linear.bias
         self._packed = _packed(linear.weight.detach(), engine)
-        self._reduces_range = not torch.cpu._is_vnni_supported()  # noqa: SLF001 - there is no public name
+        self._reduces_range = not choose("vnni", torch.cpu._is_vnni_supported)  # noqa: SLF001 - there is no public name
         """Whether activations have 7 bits. Without VNNI, the sum of two 8-bit products does not fit into 16 bits."""
         self._range = torch.zeros(linear.in_features)
         """A row with the minimum and the maximum of all scaled rows."""
@@ -66,7 +67,7 @@ class Int8Linear(nn.Module):
 
 def int8_linear(linear: nn.Linear) -> Int8Linear:
     """Return a layer with the weights of `linear` in int8. It uses the library that is fastest on this processor."""
-    return Int8Linear(linear, _fastest_engine())
+    return Int8Linear(linear, forced("int8") or _fastest_engine())
 
 
 def has_int8() -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
+
+from mindie_mm.device.choices import choose
 
 _LEAST_ELEMENTS = 2**17
 """Minimum number of elements of a packed weight. For smaller weights, a call with few rows has too much overhead."""
@@ -46,8 +47,6 @@ class PackedLinear(nn.Module):
 @cache
 def pays(dtype: torch.dtype) -> bool:
     """Return whether packed weights are clearly faster on this processor. The trial takes about 100 ms."""
-    if not (multiplies_bfloat16() if dtype == torch.bfloat16 else dtype == torch.float32 and _has_onednn()):
-        return False
     plain = nn.Linear(_WIDTH, _OUTPUTS, dtype=dtype)
     packed = PackedLinear(plain)
     return all(
@@ -65,8 +64,13 @@ def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and platform.machine() == "x86_64"  # not tested on other architectures
 
 
-def pack(module: nn.Module, pays: Callable[[torch.dtype], bool] = pays) -> None:
-    """Replace the linear layers of `module` on the CPU by packed layers if `pays` returns True for their dtype.
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN can multiply packed weights of this dtype on this processor."""
+    return multiplies_bfloat16() if dtype == torch.bfloat16 else dtype == torch.float32 and _has_onednn()
+
+
+def pack(module: nn.Module) -> None:
+    """Replace the linear layers of `module` on the CPU by packed layers if these are faster.
 
     Layers with a shared weight are kept, because the weight would be in memory twice. Subclasses of nn.Linear are kept,
     because they may use their weight in other ways. Layers with hooks (nn/placement.py) or a replaced `forward` (tensor
@@ -79,8 +83,12 @@ def pack(module: nn.Module, pays: Callable[[torch.dtype], bool] = pays) -> None:
             if type(child) is not nn.Linear or holders[id(child.weight)] > 1 or own:
                 continue
             weight = child.weight
-            if weight.device.type == "cpu" and weight.numel() >= _LEAST_ELEMENTS and pays(weight.dtype):
+            if weight.device.type == "cpu" and weight.numel() >= _LEAST_ELEMENTS and _is_packed(weight.dtype):
                 setattr(parent, name, PackedLinear(child))
+
+
+def _is_packed(dtype: torch.dtype) -> bool:
+    return can_pack(dtype) and choose("packed", partial(pays, dtype))
 
 
 def _ratio(plain: nn.Module, packed: nn.Module, rows: Tensor, turns: int) -> float:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from mindie_mm.device.choices import choose
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.weights.stored_tensors import check_scaled, read_weights, weight_names
@@ -107,7 +108,8 @@ def avoid_cpu_kernel(module: nn.Module) -> None:
     for layer in module.modules():
         if (state := getattr(getattr(layer, "weight", None), "quant_state", None)) is not None:
             rows, columns = state.shape
-            if rows % _CPU_BLOCK or columns % state.blocksize or layer.weight.dtype != torch.uint8:
+            is_supported = rows % _CPU_BLOCK == columns % state.blocksize == 0 and layer.weight.dtype == torch.uint8
+            if not is_supported or not choose("4bit", lambda: True):
                 layer.support_avx512bf16_for_cpu = False
 
 

@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.arguments import parser
+
 _HERE = Path(__file__).parent
 _CACHE = _HERE.parents[2] / "build" / "ascend"
 _EMPTY_LIBRARIES = ("ascendcl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "atb")
@@ -127,4 +129,5 @@ def _gcc(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     print(build())

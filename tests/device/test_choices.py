@@ -1,0 +1,129 @@
+"""Tests that a model computes the same with every choice between kernels, on any processor."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mindie_mm.device import choices
+from mindie_mm.device.cpu import cpu_attention
+from mindie_mm.device.cpu.int8_linear import Int8Linear, has_int8
+from mindie_mm.device.cpu.packed_linear import PackedLinear, can_pack
+from mindie_mm.errors import InputError
+from mindie_mm.media.image.encoded_image import resize
+from mindie_mm.models import load_model
+from mindie_mm.nn.decoder_layer import DecoderLayer
+from tests.conftest import KERNELS
+from tools.random_checkpoint import write_checkpoint
+
+IDS = torch.arange(10, 60)
+NO_YES = ("no", "yes")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("choices") / "small", "small")
+
+
+def kinds(module: nn.Module) -> set[type[nn.Module]]:
+    return {type(part) for part in module.modules()}
+
+
+def logits(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, **settings: Any
+) -> tuple[Tensor, nn.Module]:
+    monkeypatch.setenv("MINDIE_MM_KERNELS", f"{KERNELS},{kernels}")
+    model = load_model(checkpoint, device="cpu", **settings)
+    return model.logits(IDS).float(), model.module
+
+
+def yes_and_no(*names: str) -> list[str]:
+    products = itertools.product(NO_YES, repeat=len(names))
+    return [",".join(f"{name}={value}" for name, value in zip(names, values, strict=True)) for values in products]
+
+
+def test_the_tests_force_every_choice() -> None:
+    forced = dict(part.split("=") for part in os.environ["MINDIE_MM_KERNELS"].split(","))
+    assert forced.keys() == choices.CHOICES.keys()
+
+
+@pytest.mark.parametrize("kernels", yes_and_no("packed", "fused"))
+def test_logits_in_float32_do_not_depend_on_the_choices(
+    checkpoint: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = logits(checkpoint, monkeypatch, "packed=no,fused=no")
+    actual, module = logits(checkpoint, monkeypatch, kernels)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+    assert (PackedLinear in kinds(module)) is ("packed=yes" in kernels and can_pack(torch.float32))
+    assert (DecoderLayer in kinds(module)) is ("fused=yes" in kernels)
+
+
+@pytest.mark.parametrize("kernels", yes_and_no("packed", "fused", "blocks"))
+def test_logits_in_bfloat16_do_not_depend_on_the_choices(
+    checkpoint: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = logits(checkpoint, monkeypatch, "packed=no,fused=no")
+    actual, module = logits(checkpoint, monkeypatch, kernels, dtype="bfloat16")
+    assert (actual - expected).norm() <= 0.03 * expected.norm()
+    assert (PackedLinear in kinds(module)) is ("packed=yes" in kernels and can_pack(torch.bfloat16))
+    used: Any = module.config
+    assert (used.vision_config._attn_implementation == cpu_attention.NAME) is ("blocks=yes" in kernels)
+
+
+@pytest.mark.skipif(not has_int8(), reason="torch does not multiply int8 on this processor")
+@pytest.mark.parametrize("library", choices.CHOICES["int8"])
+@pytest.mark.parametrize("packed", NO_YES)
+def test_logits_in_int8_do_not_depend_on_the_library(
+    checkpoint: Path, library: str, packed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = logits(checkpoint, monkeypatch, "")
+    actual, module = logits(checkpoint, monkeypatch, f"int8={library},packed={packed}", weights="int8")
+    assert Int8Linear in kinds(module)
+    assert (actual - expected).norm() <= 0.1 * expected.norm()
+
+
+LEVELS = """
+import sys
+import numpy as np
+import torch
+from PIL import Image
+from mindie_mm.media.image.encoded_image import resize
+from mindie_mm.models import load_model
+
+for dtype in ("float32", "bfloat16"):
+    torch.save(load_model(sys.argv[1], "cpu", dtype).logits(torch.arange(10, 60)).float(), f"{sys.argv[2]}.{dtype}")
+pixels = np.random.default_rng(0).integers(0, 256, (90, 120, 3), np.uint8)
+np.save(sys.argv[2], resize(pixels, 33, 47))
+"""
+
+
+@pytest.mark.parametrize("level", ["default", "avx2"])
+def test_results_do_not_depend_on_the_simd_level(
+    checkpoint: Path, tmp_path: Path, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch and oneDNN read the variables when they are loaded. A processor that lacks a level uses a lower one."""
+    expected, _ = logits(checkpoint, monkeypatch, "packed=yes")
+    isa = {"default": "SSE41", "avx2": "AVX2"}[level]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": level, "ONEDNN_MAX_CPU_ISA": isa, "MKL_CBWR": "COMPATIBLE"}
+    subprocess.run([sys.executable, "-c", LEVELS, checkpoint, tmp_path / "out"], env=environment, check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "out.float32"), expected, atol=1e-4, rtol=0)
+    rounded = torch.load(tmp_path / "out.bfloat16")
+    assert (rounded - expected).norm() <= 0.03 * expected.norm()
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 120, 3), np.uint8)
+    assert np.array_equal(np.load(tmp_path / "out.npy"), resize(pixels, 33, 47))
+
+
+@pytest.mark.parametrize("kernels", ["packed", "packed=maybe", "simd=avx2", "int8=mkl"])
+def test_an_unknown_choice_is_refused(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINDIE_MM_KERNELS", kernels)
+    with pytest.raises(InputError, match=r"must be a comma-separated list of packed=no\|yes"):
+        choices.forced("packed")
