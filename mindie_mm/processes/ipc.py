@@ -28,6 +28,7 @@ import msgspec
 from mindie_mm import logs
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied, error_name, error_named, os_errors_as
 from mindie_mm.processes import faults, standard_streams
+from mindie_mm.processes.interpreter import interpreter
 from mindie_mm.settings.environment import keep_python_path
 
 T = TypeVar("T")
@@ -102,17 +103,17 @@ def spawn(
         The process, and this process's end of the channel.
 
     Raises:
-        ProcessDied: The path of the Python interpreter is unknown.
+        ProcessDied: The path of the Python interpreter is unknown, or it is a frozen application.
         OSError: The process cannot be started.
 
     """
-    interpreter = _interpreter()
+    python = interpreter()
     standard_streams.open_missing()  # otherwise the channel may get descriptor 1 or 2, and libraries may print to it
     ours, theirs = socket_pair()
     with theirs:
         log_settings = msgspec.json.encode(logs.current()).decode()
         command = [
-            interpreter,
+            python,
             "-P",
             "-m",
             "mindie_mm.processes.child",
@@ -138,16 +139,6 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     ours, theirs = socket.socketpair()
     _sockets.update((ours, theirs))
     return ours, theirs
-
-
-def _interpreter() -> str:
-    """Return the path of this process's Python. Raise ProcessDied if it is unknown."""
-    if not sys.executable:
-        raise ProcessDied(
-            f"no worker process can be started: sys.executable is {sys.executable!r}, as in some programs that "
-            "embed Python. Set sys.executable to the path of this environment's Python interpreter"
-        )
-    return sys.executable
 
 
 async def exited(process: Process, timeout_s: float) -> int | None:

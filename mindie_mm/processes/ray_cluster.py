@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mindie_mm.errors import InputError
+from mindie_mm.processes.interpreter import interpreter
 from mindie_mm.processes.ray_probe import require_grpc
 from mindie_mm.settings.environment import limit_ray_connect, ray_address, ray_uses_tls
 
@@ -84,7 +85,7 @@ def _require_answer(address: str) -> None:
     """
     code = "import sys, ray; ray.init(address=sys.argv[1], include_dashboard=False, log_to_driver=False)"
     done = subprocess.run(  # noqa: S603 - our own code
-        [sys.executable, "-c", code, address], capture_output=True, text=True, errors="replace", check=False
+        [interpreter(), "-c", code, address], capture_output=True, text=True, errors="replace", check=False
     )
     if done.returncode:
         _, _, reason = (done.stderr.splitlines() or [f"status {done.returncode}"])[-1].partition(": ")

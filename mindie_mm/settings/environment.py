@@ -157,7 +157,8 @@ def restart_in_utf8() -> None:
     Rust and C++ libraries expect file names in UTF-8. Python libraries that open text files use the locale's encoding.
     """
     name = codecs.lookup(locale.getencoding()).name
-    if sys.flags.utf8_mode or name == "utf-8" or not sys.executable or os.environ.get("PYTHONUTF8") == "1":
+    is_python = sys.executable and not getattr(sys, "frozen", False)  # a frozen application ignores the variable
+    if sys.flags.utf8_mode or name == "utf-8" or not is_python or os.environ.get("PYTHONUTF8") == "1":
         return
     os.environ["PYTHONUTF8"] = "1"
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the same program

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from typing import Any
 
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.npu.doctor import programs
 from mindie_mm.device.npu.doctor.machine import Software
 from mindie_mm.device.npu.doctor.symptoms import explain
+from mindie_mm.processes.interpreter import interpreter
 
 # Importing torch_npu takes 10 s, and starting a device takes some seconds. A faulty device never answers.
 _TIMEOUT_S = 120.0
@@ -28,7 +28,7 @@ def finding(software: Software, timeout_s: float = _TIMEOUT_S) -> Finding:
         # Name only this version, because a later version would install its own torch, which is a CUDA build on PyPI.
         advice = f"pip install torch_npu=={software.torch.partition('+')[0]}"
         return Finding(subject, "error", "torch_npu is not installed", advice)
-    command = [sys.executable, "-P", "-m", "mindie_mm.device.npu.doctor.probe"]
+    command = [interpreter(), "-P", "-m", "mindie_mm.device.npu.doctor.probe"]
     ended = programs.run(command, timeout_s)
     if ended is None:
         advice = "check npu-smi info -t health -i NPU; reset the NPU when no process uses it, or reboot"
