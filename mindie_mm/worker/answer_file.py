@@ -37,15 +37,18 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     versions: Mapping[str, str] = {}
     device: str = ""
     """Kind of device that computed the answers. Empty until the engine has started."""
+    dtype: str = ""
+    """Data type of the model. Until the engine has started and resolved it, this is the data type that the call states,
+    or an empty string."""
 
     def parts(self) -> dict[str, Any]:
         """Return the settings that determine the answers, as a dict, without `model`.
 
-        The device is left out, too, because it is not known until the engine starts.
+        The device and the data type are left out, too, because the engine resolves them when it starts.
         """
         values: dict[str, Any] = msgspec.to_builtins(self)
         sampling = values.pop("sampling")
-        return {name: value for name, value in (values | sampling).items() if name not in {"model", "device"}}
+        return {name: value for name, value in (values | sampling).items() if name not in {"model", "device", "dtype"}}
 
     @staticmethod
     def path(output: Path) -> Path:
@@ -59,24 +62,26 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     def require(self, output: Path) -> None:
         """Raise InputError unless the answers in `output` have this origin. The message lists the differences."""
-        changes = differences(self._read(output).parts(), self.parts())
+        earlier = self._read(output)
+        changes = differences(earlier.parts(), self.parts())
+        if self.dtype and earlier.device:
+            changes |= differences({"dtype": earlier.dtype}, {"dtype": self.dtype})
         if changes:
             raise InputError(f"{output} has answers of another run: {'; '.join(changes.values())}. {_GO_ON}")
 
-    def require_device(self, output: Path, device: str) -> None:
-        """Record the device of the started engine.
+    def require_engine(self, output: Path, device: str, dtype: str) -> None:
+        """Record the device of the started engine and the data type that it has resolved.
 
         Raises:
-            InputError: Another kind of device computed the answers in `output`.
-            StorageError: The device cannot be recorded.
+            InputError: Another kind of device, or another data type, computed the answers in `output`.
+            StorageError: The values cannot be recorded.
 
         """
-        kind = device.partition(":")[0]
-        earlier = self._read(output).device
-        if earlier and earlier != kind:
-            raise InputError(f"{output} has answers of another run: device was {earlier} and is now {kind}. {_GO_ON}")
-        if not earlier:
-            msgspec.structs.replace(self, device=kind).begin(output)
+        earlier, actual = self._read(output), {"device": device.partition(":")[0], "dtype": dtype}
+        if not earlier.device:
+            msgspec.structs.replace(self, **actual).begin(output)
+        elif changes := differences({name: getattr(earlier, name) for name in actual}, actual):
+            raise InputError(f"{output} has answers of another run: {'; '.join(changes.values())}. {_GO_ON}")
 
     def _read(self, output: Path) -> Origin:
         file = self.path(output)

@@ -44,8 +44,9 @@ Line = dict[str, Any]
 """An answer as a JSON object, as it is written to the output."""
 
 _ENGINE_FAILED = (ProcessDied, NoProcess, DeviceError)
-_DECIDING = ("dtype", "max_model_len", "vision_device", "vision_bits", "projector_device", "projector_bits")
-"""Fields of `EngineConfig` that affect answers. The device is recorded later, when the engine has selected it."""
+_DECIDING = ("weights", "max_model_len", "vision_device", "vision_bits", "projector_device", "projector_bits")
+"""Fields of `EngineConfig` that affect answers. The device and the data type are recorded later, when the engine has
+selected them."""
 _BACK_S = 900.0
 """Time in seconds that rows wait for a restarted engine. It is long, because loading a large model takes minutes."""
 
@@ -83,8 +84,9 @@ async def generate(
         The number of rows in `output`, and the number of errors among them.
 
     Raises:
-        InputError: `output` belongs to another run or device, the checkpoint differs from that of the run, or a
-            sampling setting is invalid. Everything except the device is checked before the model is loaded.
+        InputError: `output` belongs to another run, device or data type, the checkpoint differs from that of the run,
+            or a sampling setting is invalid. Everything except the device and its data type is checked before the model
+            is loaded.
         StorageError: `output` cannot be written.
         CorruptReference, SegmentMissing: A shard is damaged or missing.
         NoProcess, ProcessDied, DeviceError: The engine does not restart, or every request makes it fail.
@@ -103,6 +105,7 @@ async def generate(
         sampling=params,
         settings=_deciding(config),
         versions=versions(LIBRARIES),
+        dtype="" if config.engine.dtype == "auto" else config.engine.dtype,
     )
     with continued(output, origin) as (append, begun, earlier_errors, last_id):
         if begun > stop:
@@ -119,7 +122,7 @@ async def generate(
             await Worker.start(config, in_process=True, loading=loading) as worker,
             aclosing(_answers(dataset, range(begun, stop), worker, params)) as answers,
         ):
-            origin.require_device(output, worker.engine.info.device)
+            origin.require_engine(output, worker.engine.info.device, worker.engine.info.dtype)
             earlier = Progress(begun, earlier_errors, share=begun / stop)
             show(earlier, earlier)
             try:
@@ -138,9 +141,7 @@ def _deciding(config: WorkerConfig) -> dict[str, Any]:
     engine = config.engine
     deciding = {name: getattr(engine, name) for name in _DECIDING}
     deciding = {name: kind_of_name(value) if isinstance(value, str) else value for name, value in deciding.items()}
-    settings = {"family": config.family or ""} | deciding
-    # Files of answers from before this setting existed lack it.
-    return settings | ({} if engine.weights == "auto" else {"weights": engine.weights})
+    return {"family": config.family or ""} | deciding
 
 
 async def _answers(dataset: Dataset, rows: range, worker: Worker, params: SamplingParams) -> AsyncGenerator[Line, None]:

@@ -35,7 +35,7 @@ from service.http import errors
 from service.http.access import OPEN_PATHS, RELOAD, key_digest, require_key
 from service.ray.content import Route, route_of
 from service.ray.metrics import merged
-from service.ray.plan import LOST, configuration_of
+from service.ray.plan import LOST, calling, configuration_of
 from service.request.admission import Admission
 from service.request.sse import DONE, last_words
 from service.telemetry.metrics import Metrics
@@ -109,7 +109,7 @@ class Ingress:
             route_of(body, owner) if len(body) < _IN_THREAD_BYTES else await asyncio.to_thread(route_of, body, owner)
         )
         sending = _Sending(send, self._config.send_timeout_s)
-        passed = {name: scope[name] for name in _SCOPE if name in scope}
+        passed = calling({name: scope[name] for name in _SCOPE if name in scope})
         try:
             if scope["path"] == "/metrics" and scope["method"] == "GET":
                 page = await self._metrics(passed)

@@ -10,14 +10,16 @@ from typing import Any
 
 import msgspec
 
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, NoProcess
 from mindie_mm.settings.sources import PARTS, Configuration, checked_settings, configuration
 from mindie_mm.shm.format import layout
 
-_CALLS = 1
+_CALLS = 2
 """Version of the calls between ingress and worker (`WorkerReplica.answer`)."""
 LOST = "lost"
 """Key in an ASGI message that begins the answer to a request that a worker's processes did not survive."""
+_CALLER = "mindie_mm.caller"
+"""Key in an ASGI scope for the versions of the ingress that passes the request to a worker."""
 
 
 class _Versions(msgspec.Struct, frozen=True):
@@ -37,6 +39,26 @@ class _Plan(_Versions, frozen=True):
 def versions() -> _Versions:
     """Return the versions of this installation."""
     return _Versions(version("mindie_mm"), f"{layout.VERSION}.{_CALLS}")
+
+
+def calling(scope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of an ASGI scope that contains the versions of this ingress."""
+    return {**scope, _CALLER: msgspec.to_builtins(versions())}
+
+
+def refusal_of(scope: Mapping[str, Any]) -> NoProcess | None:
+    """Return the error for a call from an ingress with other calls, as during a rolling update. Otherwise, return None.
+
+    The ingress passes the request on to another worker.
+    """
+    theirs = msgspec.convert(scope[_CALLER], _Versions) if _CALLER in scope else "an earlier version of mindie_mm"
+    ours = versions()
+    if isinstance(theirs, _Versions) and theirs.wire == ours.wire:
+        return None
+    return NoProcess(
+        f"the ingress has {theirs}, but the worker on node {socket.gethostname()} has {ours}; try again when the "
+        "update of the application is complete, or install the same version of mindie_mm on all nodes"
+    )
 
 
 def plan_of(settings: Mapping[str, Any]) -> bytes:

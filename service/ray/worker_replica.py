@@ -20,7 +20,7 @@ from mindie_mm.worker.worker import Worker
 from service.app import create_app, require_places
 from service.http.errors import error_response
 from service.ray.content import Route
-from service.ray.plan import LOST, configuration_of
+from service.ray.plan import LOST, configuration_of, refusal_of
 from service.request.state import Service
 from service.telemetry.tracing import Tracer
 
@@ -63,7 +63,8 @@ class WorkerReplica:
     ) -> AsyncGenerator[bytes, None]:
         """Run the application on a request, and yield its ASGI messages in pickled lists.
 
-        If the generator is closed, the application receives a disconnect.
+        If the generator is closed, the application receives a disconnect. A call from an ingress of another version
+        gets status 503.
 
         Args:
             scope: ASGI scope of the request.
@@ -90,7 +91,9 @@ class WorkerReplica:
                 message[LOST] = True
             messages.put_nowait(message)
 
-        task = asyncio.create_task(self._app(scope, receive, send))
+        refusal = refusal_of(scope)
+        app = self._app if refusal is None else error_response(refusal)
+        task = asyncio.create_task(app(scope, receive, send))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: messages.put_nowait(None))

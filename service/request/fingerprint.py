@@ -12,7 +12,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import kind_of_name
 from mindie_mm.worker.worker import Worker
 
-_DECIDING = ("dtype", "tensor_parallel", "vision_device", "vision_bits", "projector_device", "projector_bits")
+_DECIDING = ("weights", "tensor_parallel", "vision_device", "vision_bits", "projector_device", "projector_bits")
 """Fields of `EngineConfig` that may change answers."""
 
 
@@ -28,6 +28,7 @@ def fingerprint(worker: Worker, model_name: str) -> str:
         dict(Checkpoint.open(worker.config.model).config),
         worker.config.family,
         kind_of_name(worker.engine.info.device),
+        worker.engine.info.dtype,
         msgspec.to_builtins(worker.default_sampling, str_keys=True),
         [kind_of_name(value) if isinstance(value := getattr(engine, name), str) else value for name in _DECIDING],
     ]

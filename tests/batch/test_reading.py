@@ -256,7 +256,10 @@ def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp
     output, copy = tmp_path / "out.jsonl", tmp_path / "copy.jsonl"
     arguments = ["--output", str(output), "--max-tokens", "4", "--limit", "1"]
     assert CliRunner().invoke(main, ["generate", "--tokenized", str(folder), *arguments]).exit_code == 0
-    before = output.read_bytes()
+    before, origin = output.read_bytes(), json.loads(Path(f"{output}.origin.json").read_bytes())
+    assert (origin["device"], origin["dtype"], origin["settings"]["weights"]) == ("cpu", "float32", "auto")
+    same = CliRunner().invoke(main, ["generate", "--tokenized", str(folder), *arguments, "--dtype", "float32"])
+    assert same.exit_code == 0, "auto has selected this data type"
     run_in_process(settings(folder.parent / "rows.jsonl", shard_rows=5), tmp_path / "run")
     copy.write_text("a line without an end")
     for other, differing in (
@@ -267,7 +270,11 @@ def test_generate_refuses_to_append_to_answers_of_another_call(folder: Path, tmp
         ),
         (
             ["--tokenized", str(folder), *arguments, "--dtype", "bfloat16"],
-            "was dtype auto and is now dtype bfloat16. Choose",
+            "another run: dtype was float32 and is now bfloat16. Choose",
+        ),
+        (
+            ["--tokenized", str(folder), *arguments, "--weights", "int8"],
+            "was weights auto and is now weights int8. Choose",
         ),
         (["--tokenized", str(folder), *arguments, "--output", str(copy)], f"there is no {copy}.origin.json"),
         (["--tokenized", str(folder), *arguments, "--output", "-"], "is not supported, because an interrupted run"),

@@ -55,13 +55,13 @@ def test_a_second_call_cannot_write_the_same_file(tmp_path: Path) -> None:
     ("part", "value", "message"),
     [
         ("weights_digest", "other", "weights_digest was  and is now other"),
-        ("settings", {"dtype": "float32"}, "settings was dtype auto and is now dtype float32"),
+        ("settings", {"weights": "int8"}, "settings was weights auto and is now weights int8"),
         ("versions", {"torch": "3"}, "versions was torch 2 and is now torch 3"),
         ("sampling", SamplingParams(top_p=0.5), "top_p was 1.0 and is now 0.5"),
     ],
 )
 def test_answers_of_another_origin_are_refused(part: str, value: object, message: str, tmp_path: Path) -> None:
-    first = msgspec.structs.replace(ORIGIN, settings={"dtype": "auto", "family": ""}, versions={"torch": "2"})
+    first = msgspec.structs.replace(ORIGIN, settings={"weights": "auto", "family": ""}, versions={"torch": "2"})
     with continued(tmp_path / "out.jsonl", first) as (append, *_):
         append(LINE % 0)
     if isinstance(value, dict):
@@ -79,10 +79,20 @@ def test_answers_of_another_origin_are_refused(part: str, value: object, message
         assert begun == 1
 
 
-def test_answers_of_another_device_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "dtype", "message"),
+    [
+        ("cpu", "float16", "device was npu and is now cpu"),
+        ("npu:2", "float32", "dtype was float16 and is now float32"),
+        ("cpu", "float32", "device was npu and is now cpu; dtype was float16 and is now float32"),
+    ],
+)
+def test_answers_of_another_device_or_data_type_are_refused(
+    device: str, dtype: str, message: str, tmp_path: Path
+) -> None:
     answer(tmp_path / "out.jsonl", 0)
-    ORIGIN.require_device(tmp_path / "out.jsonl", "npu:0")
-    ORIGIN.require_device(tmp_path / "out.jsonl", "npu:1")
-    with pytest.raises(InputError, match="has answers of another run: device was npu and is now cpu"):
-        ORIGIN.require_device(tmp_path / "out.jsonl", "cpu")
+    ORIGIN.require_engine(tmp_path / "out.jsonl", "npu:0", "float16")
+    ORIGIN.require_engine(tmp_path / "out.jsonl", "npu:1", "float16")
+    with pytest.raises(InputError, match=f"has answers of another run: {message}"):
+        ORIGIN.require_engine(tmp_path / "out.jsonl", device, dtype)
     assert answer(tmp_path / "out.jsonl", 1) == [1, 0, None]

@@ -7,11 +7,14 @@ import pickle
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from service.http.errors import ErrorBody
+from service.ray import plan
 from service.ray.content import Route
 from service.ray.plan import LOST, plan_of
+from service.ray.worker_replica import WorkerReplica
 
 pytest.importorskip("ray.serve", exc_type=ImportError)
 
@@ -50,6 +53,41 @@ class Handle:
 
     def cancel(self) -> None:
         self.num_cancelled += 1
+
+
+class Workers(Handle):
+    """Passes each call to the next of some worker replicas, which answer with the app `answered`."""
+
+    def __init__(self, *versions: str) -> None:
+        super().__init__(replicas=len(versions))
+        self.versions = [*versions]
+
+    def remote(self, scope: Any, body: bytes, *, num_tokens: int, route: Route) -> Any:
+        super().remote(scope, body, num_tokens=num_tokens, route=route)
+        return _Answers(self.versions.pop(0), scope, body)
+
+
+class _Answers:
+    """The messages of a worker replica of a version, which starts no processes."""
+
+    def __init__(self, version: str, scope: Any, body: bytes) -> None:
+        self._version, self._call = version, (scope, body, 1)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        replica = WorkerReplica.__new__(WorkerReplica)
+        replica._app, replica._tasks, replica._queued_tokens = answered, set(), 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan, "versions", lambda: plan._Versions(self._version, f"wire {self._version}"))
+            async for batch in replica.answer(*self._call):
+                yield batch
+
+    def cancel(self) -> None:
+        pass
+
+
+async def answered(scope: Any, receive: Any, send: Any) -> None:
+    await send(OK)
+    await send(BODY)
 
 
 async def ask(
@@ -211,3 +249,34 @@ async def test_an_open_service_can_be_refused():
 
     with pytest.raises(InputError, match="without an API key"):
         await ask(Handle(), host="0.0.0.0", allow_open=False)
+
+
+@pytest.fixture
+def old_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = plan._Versions("0.1", "wire 0.1")
+    monkeypatch.setattr("service.ray.ingress.calling", lambda scope: {**scope, plan._CALLER: msgspec.to_builtins(old)})
+
+
+@pytest.mark.filterwarnings("ignore:.*__del__:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("old_ingress")
+async def test_an_ingress_of_another_version_is_refused_with_both_versions():
+    answer = await ask(Workers("0.2", "0.2", "0.2"), b"{}")
+    assert error(answer) == (503, "ServiceUnavailableError")
+    assert "the ingress has mindie_mm 0.1 with wire format wire 0.1, but the worker on node " in answer[2]
+    assert " has mindie_mm 0.2 with wire format wire 0.2; try again when the update" in answer[2]
+
+
+@pytest.mark.filterwarnings("ignore:.*__del__:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("old_ingress")
+async def test_a_request_is_passed_on_to_a_worker_of_the_same_version_during_an_update():
+    handle = Workers("0.2", "0.1")
+    assert (await ask(handle, b"{}"))[0] == 200
+    assert len(handle.bodies) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*__del__:pytest.PytestUnraisableExceptionWarning")
+async def test_an_ingress_that_does_not_state_its_version_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("service.ray.ingress.calling", dict)
+    answer = await ask(Workers("0.2", "0.2", "0.2"), b"{}")
+    assert error(answer) == (503, "ServiceUnavailableError")
+    assert "the ingress has an earlier version of mindie_mm, but the worker" in answer[2]

@@ -15,7 +15,7 @@ import pytest
 
 from mindie_mm.errors import ProcessDied
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
-from service.ray.plan import LOST, plan_of
+from service.ray.plan import LOST, calling, plan_of
 from service.ray.worker_replica import WorkerReplica
 
 MiB = 2**20
@@ -27,6 +27,7 @@ async def begin(replica: WorkerReplica, method: str, path: str, body: bytes = b"
     """Return the first message of the answer to a request."""
     headers = [(b"content-type", b"application/json")]
     scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
+    scope = calling(scope)
     async with aclosing(replica.answer(scope, body, 1)) as messages:
         first, *_ = pickle.loads(await anext(messages))
     assert isinstance(first, dict)
