@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import psutil
@@ -64,10 +64,32 @@ class Cluster:
 
     def remove_node_of(self, worker: psutil.Process) -> None:
         """End the node that runs `worker` as if its machine had failed."""
-        raylets = {node.all_processes["raylet"][0].process.pid: node for node in self.others}
-        node = next(raylets[parent.pid] for parent in worker.parents() if parent.pid in raylets)
+        node, _ = self._node_of(worker)
         self.others.remove(node)
         self._nodes.remove_node(node, allow_graceful=False)
+
+    @contextmanager
+    def frozen_node_of(self, worker: psutil.Process) -> Iterator[None]:
+        """Stop the node that runs `worker` as if its machine had lost power: its connections stay open, but are silent.
+
+        The node is removed afterwards.
+        """
+        node, raylet = self._node_of(worker)
+        processes = [raylet, *raylet.children(recursive=True)]
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.kill()
+            self.others.remove(node)
+            self._nodes.remove_node(node, allow_graceful=False)
+
+    def _node_of(self, worker: psutil.Process) -> tuple[Any, psutil.Process]:
+        """Return the node that runs `worker`, and its raylet, which is the ancestor of all workers of the node."""
+        raylets = {node.all_processes["raylet"][0].process.pid: node for node in self.others}
+        return next((raylets[parent.pid], parent) for parent in worker.parents() if parent.pid in raylets)
 
     def num_workers(self) -> int:
         """Return the number of worker replicas that run."""

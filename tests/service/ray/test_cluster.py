@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import psutil
@@ -162,6 +165,59 @@ def test_streams_are_finished_while_replicas_are_added_and_removed(cluster: Clus
         assert '"error"' not in body
     wait(lambda: len(workers()) == 2, "the removed replica does not end")
     assert not dead_arenas()
+
+
+class Stream:
+    """A streamed chat in a thread of its own."""
+
+    def __init__(self, port: int, text: str) -> None:
+        self.has_begun = threading.Event()
+        self.events: list[str] = []
+        self._port, self._text = port, text
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        body = {"messages": [{"role": "user", "content": self._text}], "max_tokens": 2000, "ignore_eos": True}
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=WAIT_S)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body | {"stream": True}), headers)
+        with closing(connection), connection.getresponse() as response:
+            for line in response:
+                if line.startswith(b"data: "):
+                    self.events.append(line.decode().removeprefix("data: ").strip())
+                    self.has_begun.set()
+
+    def ended_by(self) -> str:
+        """Return "length" for a whole answer, or the type of the error in the last event but one."""
+        *_, last, done = self.events
+        assert done == "[DONE]"
+        event = json.loads(last)
+        return str(event["error"]["type"] if "error" in event else event["choices"][0]["finish_reason"])
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_each_of_20_streams_ends_or_goes_on_when_the_node_of_a_worker_dies(cluster: Cluster, how: str) -> None:
+    cluster.fill()
+    streams = [Stream(cluster.port, f"{number} hi") for number in range(20)]
+    for stream in streams:
+        assert stream.has_begun.wait(WAIT_S)
+    with contextlib.ExitStack() as frozen:
+        if how == "killed":
+            cluster.remove_node_of(busiest())
+        else:
+            frozen.enter_context(cluster.frozen_node_of(busiest()))
+        deadline = time.monotonic() + WAIT_S
+        for stream in streams:
+            stream.thread.join(deadline - time.monotonic())
+        assert not [stream for stream in streams if stream.thread.is_alive()], "a stream hangs"
+    ends = Counter(stream.ended_by() for stream in streams)
+    assert ends["ServiceUnavailableError"] > 0
+    assert ends.keys() <= {"ServiceUnavailableError", "length"}
+    cluster.fill()
+    wait(lambda: len(workers()) == cluster.num_workers() == 2, "the replicas are not replaced")
+    assert tokens(ask(cluster.port, "hi", max_tokens=5)) == 5
+    wait(lambda: not dead_arenas(), "an arena is left")
 
 
 def test_a_worker_leaves_neither_process_nor_arena_however_it_ends(cluster: Cluster) -> None:
