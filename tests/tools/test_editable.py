@@ -33,7 +33,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the interpreter of a new environment with the clone installed in it. Its dependencies are those of ours."""
+    """Return the interpreter of a new environment with the clone and our dependencies installed in it."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
