@@ -31,6 +31,7 @@ def join(address: str, extra: str, **options: Any) -> None:
 
     Raises:
         InputError: Ray is not installed, or the cluster cannot be joined.
+        ProcessDied: This process has no Python interpreter that could start other processes.
 
     """
     named = address
@@ -46,6 +47,7 @@ def join(address: str, extra: str, **options: Any) -> None:
     imported = "ray" in sys.modules
     if imported and sys.modules["ray"].is_initialized():
         return
+    interpreter()  # Ray starts its processes with this interpreter
     if address != LOCAL:
         _probe(address, named)
         limit_ray_connect()
