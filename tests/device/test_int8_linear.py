@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,8 +37,14 @@ def rows(count: int = 6) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("vnni", ["no", "yes"])
 @torch.inference_mode()
-def test_each_row_is_as_precise_as_8_bits_allow(engine: str, bias: bool) -> None:
+def test_each_row_is_as_precise_as_8_bits_allow(
+    engine: str, bias: bool, vnni: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if vnni == "yes" and not torch.cpu._is_vnni_supported():
+        pytest.skip("without VNNI, 8-bit activations overflow")
+    monkeypatch.setenv("MINDIE_MM_KERNELS", f"vnni={vnni}")
     plain = linear(bias=bias)
     off = (Int8Linear(plain, engine)(rows()) - plain(rows())).norm(dim=1) / plain(rows()).norm(dim=1)
     assert off.max() <= 0.03
@@ -70,6 +78,28 @@ def test_making_a_layer_leaves_the_process_wide_engine_as_it_was() -> None:
     before = torch.backends.quantized.engine
     assert isinstance(int8_linear(linear()), Int8Linear)
     assert torch.backends.quantized.engine == before
+
+
+@pytest.mark.skipif(len(ENGINES) < 2, reason="torch has only one library")
+def test_a_trial_chooses_the_library_if_none_is_forced(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An attribute of the package has the same name as the module.
+    module = sys.modules[Int8Linear.__module__]
+    libraries: dict[int, str] = {}
+
+    class Recorded(Int8Linear):
+        def __init__(self, linear: nn.Linear, library: str) -> None:
+            super().__init__(linear, library)
+            libraries[id(self)] = library
+
+    def seconds(layer: Int8Linear, _: Tensor) -> float:
+        return 0.5 if libraries[id(layer)] == engine else 1.0
+
+    monkeypatch.delenv("MINDIE_MM_KERNELS")
+    monkeypatch.setattr(module, "_fastest_engine", module._fastest_engine.__wrapped__)  # its result is kept
+    monkeypatch.setattr(module, "seconds", seconds)
+    monkeypatch.setattr(module, "Int8Linear", Recorded)
+    layer = int8_linear(linear())
+    assert libraries[id(layer)] == engine
 
 
 @torch.inference_mode()

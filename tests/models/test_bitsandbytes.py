@@ -24,6 +24,7 @@ from mindie_mm.nn.weights.quantized import check_own_layers, check_quantization
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import request_directory
 from mindie_mm.tokenize import Tokenizer
+from tests.conftest import KERNELS
 from tests.models.contract import picture, run
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 from tests.models.packing import pack
@@ -147,8 +148,9 @@ def test_the_published_nf4_checkpoint_is_served(tmp_path, tokenized):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_transformers_layers_of_any_size_stored_in_16_bits_are_served(bits, random_checkpoint, tmp_path):
+def test_transformers_layers_of_any_size_stored_in_16_bits_are_served(bits, random_checkpoint, tmp_path, monkeypatch):
     """Layers with 144 inputs or outputs work, although bitsandbytes' AVX512-BF16 kernel does not support this size."""
+    monkeypatch.setenv("MINDIE_MM_KERNELS", f"{KERNELS},4bit=yes")
     config = Qwen2VLConfig.from_pretrained(random_checkpoint)
     config.text_config.intermediate_size = 144
     settings = SETTINGS["nf4" if bits == 4 else "int8"]
@@ -171,8 +173,9 @@ def test_transformers_layers_of_any_size_stored_in_16_bits_are_served(bits, rand
     assert largest_difference(model.logits(ids), expected) <= 0.2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_multiply_in_the_dtype_that_the_checkpoint_names(dtype, tmp_path):
+@pytest.mark.parametrize(("dtype", "kernel"), [("float32", "no"), ("bfloat16", "no"), ("bfloat16", "yes")])
+def test_layers_multiply_in_the_dtype_that_the_checkpoint_names(dtype, kernel, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINDIE_MM_KERNELS", f"{KERNELS},4bit={kernel}")
     packed, _ = pair("molmo", {**SETTINGS["nf4"], "bnb_4bit_compute_dtype": dtype}, tmp_path)
     assert {layer.compute_dtype for layer in packed.module.modules() if type(layer) is Linear4bit} == {
         getattr(torch, dtype)
