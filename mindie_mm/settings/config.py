@@ -35,6 +35,7 @@ Colour = tuple[_Byte, _Byte, _Byte]
 """Red, green and blue."""
 TowerParallel = Literal["replicate", "items"]
 ContentFormat = Literal["auto", "string", "openai"]
+Switch = Literal["on", "off"]
 Replicas = Count | Literal["auto"]
 
 
@@ -211,6 +212,10 @@ class WorkerConfig:
     chat_template_content_format: ContentFormat = "auto"
     """Format in which the chat template gets the content of messages. string: one text that begins with the markers of
     the media items. openai: a list of content parts. auto: the format that the template expects."""
+    parse_special: Switch = "on"
+    """Treatment of control tokens, such as `<|im_start|>`, in the text of prompts without a template. on: they are
+    control tokens, except those of media items. off: they are plain text, as in chats. A request may set
+    `parse_special` itself."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaCaps = field(default_factory=MediaCaps)
 

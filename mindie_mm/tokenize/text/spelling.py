@@ -36,6 +36,8 @@ class Rendered:
     prompts."""
     items: Sequence[tuple[int, int]] = ()
     """Range [start, stop) of each media item in `text`."""
+    has_control_text: bool = False
+    """Whether a user's text may contain control tokens, except those of media items."""
 
 
 @dataclass(frozen=True, slots=True)
