@@ -94,9 +94,11 @@ class TextEncoder:
         markers = {placeholder.marker for placeholder in processor.placeholders.values() if placeholder.marker}
         self._spelled = sorted(sorted(self._control_ids.keys() | markers), key=len, reverse=True)
         self._spelling = ControlSpelling(self._spelled)
-        media = [text for text in self._spelled if self._control_ids.get(text) in {*placeholder_ids, *pieces, None}]
+        of_media = {*placeholder_ids, *pieces}
+        media = markers | {text for text, index in self._control_ids.items() if index in of_media}
+        self._media_ids = {self._control_ids[text] for text in media & self._control_ids.keys()}
         self._media = _one_of(frozenset(media))
-        self._media_spelling = ControlSpelling(media)
+        self._media_spelling = ControlSpelling([text for text in self._spelled if text in media])
         self._sources = TemplateSources.of(checkpoint, tokenizer)
         self._templates: dict[str, ChatTemplate] = {}
         self.has_template = self._template(()) is not None
@@ -274,18 +276,22 @@ class TextEncoder:
     def _encoded(self, rendered: Rendered) -> Encoded:
         """Encode a prompt without the special tokens that the tokenizer adds."""
         encoding = None if rendered.restore else self._encoding(rendered.text)
-        if encoding is None or not self._as_meant(rendered.text, encoding.ids):
+        if encoding is None or not self._as_meant(rendered, encoding.ids):
             pieces = self._control.split(rendered.text)
             pieces[::2] = [piece.translate(rendered.restore) for piece in pieces[::2]]
             encoding = self._sealed.encode(pieces)
         return Encoded(encoding.ids, [_touched(encoding.offsets, *item) for item in rendered.items])
 
-    def _as_meant(self, text: str, ids: Sequence[int]) -> bool:
-        """Return whether `ids` contain exactly the control tokens in `text`. A normalizer may produce other tokens."""
+    def _as_meant(self, rendered: Rendered, ids: Sequence[int]) -> bool:
+        """Return whether `ids` contain exactly the control tokens in the text. A normalizer may produce other tokens.
+
+        If texts may contain control tokens, only those of media items are compared.
+        """
         if self._backend.normalizer is None:
             return True
-        spelled = [self._control_ids[match[0]] for match in self._control.finditer(text)]
-        return [i for i in spelled if i in self._never_text] == [i for i in ids if i in self._never_text]
+        compared = self._never_text & self._media_ids if rendered.has_control_text else self._never_text
+        spelled = [self._control_ids[match[0]] for match in self._control.finditer(rendered.text)]
+        return [i for i in spelled if i in compared] == [i for i in ids if i in compared]
 
     def _template(self, kinds: Collection[Kind], *, with_tools: bool = False) -> ChatTemplate | None:
         """Return the template for conversations with items of `kinds`, or None."""
