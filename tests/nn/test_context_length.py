@@ -83,7 +83,13 @@ def test_a_prompt_beyond_the_original_context_is_served_as_in_transformers(rando
     assert rotary.rope_type == "yarn"
     expected = reference.generate(prompt, max_new_tokens=8, do_sample=False)[0, 600:].tolist()
     body = {"prompt": prompt[0].tolist(), "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-    settings = {"device": "cpu", "dtype": "float32", "max_model_len": 1024, "arena_bytes": 2**22}
+    settings = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "arena_bytes": 2**22,
+        "kv_cache_bytes": 2**24,
+    }
     with running_service(settings, tmp_path / "log", folder) as running:
         (model,) = httpx2.get(f"{running.url}/v1/models").json()["data"]
         assert model["max_model_len"] == 1024

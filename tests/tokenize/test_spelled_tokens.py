@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Backend
 from tokenizers import Regex, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 
 from mindie_mm.tokenize import Tokenizer
 from tests.models.small_checkpoints import save_tokenizer

@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Literal
 
-from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
+from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint, panics_as
 from mindie_mm.inputs import PROMPT, Item, Kind, Message, Text, media_of_messages
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
@@ -275,11 +275,12 @@ class TextEncoder:
 
     def _encoded(self, rendered: Rendered) -> Encoded:
         """Encode a prompt without the special tokens that the tokenizer adds."""
-        encoding = None if rendered.restore else self._encoding(rendered.text)
-        if encoding is None or not self._as_meant(rendered, encoding.ids):
-            pieces = self._control.split(rendered.text)
-            pieces[::2] = [piece.translate(rendered.restore) for piece in pieces[::2]]
-            encoding = self._sealed.encode(pieces)
+        with panics_as(InputError, "the tokenizer cannot encode the prompt"):
+            encoding = None if rendered.restore else self._encoding(rendered.text)
+            if encoding is None or not self._as_meant(rendered, encoding.ids):
+                pieces = self._control.split(rendered.text)
+                pieces[::2] = [piece.translate(rendered.restore) for piece in pieces[::2]]
+                encoding = self._sealed.encode(pieces)
         return Encoded(encoding.ids, [_touched(encoding.offsets, *item) for item in rendered.items])
 
     def _as_meant(self, rendered: Rendered, ids: Sequence[int]) -> bool:
