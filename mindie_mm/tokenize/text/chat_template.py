@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from mindie_mm.settings.config import ContentFormat
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings, unused_character
 
+_log = logging.getLogger(__name__)
+
 _REMEMBERED = 256
 """Number of conversations whose prompts are cached, because requests or rows often repeat them."""
 _REMEMBERED_BYTES = 4096
@@ -35,7 +38,7 @@ _SHOWN_PROMPT = "Final message to continue"
 """Words that precede the whole prompt in transformers' error about a message that cannot be continued."""
 _LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - splits sources; renders nothing
 """Lexer with the whitespace settings of transformers."""
-_PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
+_PLACED = ("tools", "tool_calls", "function_call")
 """Variables and keys of messages that are refused unless the template uses them."""
 _PROBE = "a text"
 _NO_ROLE = "norole0"
@@ -91,6 +94,7 @@ class ChatTemplate:
             self._content_format = "string"
         self._wraps_strings = self._content_format == "openai"
         self._placeless = [name for name in _PLACED if not re.search(rf"\b{name}\b", source)]
+        self._ignores_effort = re.search(r"\breasoning_effort\b", source) is None
         self._knows_developer = re.search(r"\bdeveloper\b", source) is not None
         shown = {role: self._shows_messages(tried) for role, tried in _TRIED.items()}
         self._lost_roles = [role for role, is_shown in shown.items() if is_shown is False]
@@ -129,6 +133,7 @@ class ChatTemplate:
         if reserved := _RESERVED_KWARGS & template_kwargs.keys():
             raise InputError(f"chat_template_kwargs must not contain {min(reserved)!r}", param="chat_template_kwargs")
         self._check_placed(template_kwargs)
+        self._warn_of_effort(template_kwargs)
         conversation = [self._turn(message) for message in messages]
         if self._is_deterministic and not template_kwargs and not any(message.extra for message in messages):
             key = msgspec.json.encode(conversation)
@@ -226,9 +231,17 @@ class ChatTemplate:
 
     def _check_placed(self, given: Mapping[str, Any], field: str | None = None) -> None:
         for name in self._placeless:
-            if given.get(name) and given[name] != "none":  # OpenAI's word for no effort
+            if given.get(name):
                 detail = f"not supported: the model's chat template does not use {name}"
                 raise InputError(detail, param=field or name)
+
+    def _warn_of_effort(self, given: Mapping[str, Any]) -> None:
+        """Log once that a reasoning effort has no effect. Clients send it to every model, as a wish."""
+        if self._ignores_effort and given.get("reasoning_effort") not in (None, "", "none"):
+            self._ignores_effort = False
+            _log.warning(
+                "ignoring reasoning_effort, which the model's chat template does not use; this warning is not repeated"
+            )
 
     def _reads(self, wraps_strings: bool) -> bool | None:
         """Return whether the template writes a user's text.
