@@ -234,7 +234,10 @@ class Prompts:
     def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem], special_tokens: SpecialTokens) -> Encoded:
         rendered = replace(rendered, text=self._processor.prompt_text(rendered.text))
         if self._markers:
-            rendered = self._text.replace_markers(rendered, self._markers, *self._spellings(planned))
+            spellings = self._spellings(planned, rendered.embeds_mark)
+            rendered = self._text.replace_markers(rendered, self._markers, *spellings)
+        elif rendered.embeds_mark:  # the items are inserted as ids
+            rendered = replace(rendered, text=rendered.text.replace(rendered.embeds_mark, ""))
         return self._text.encode(rendered, special_tokens)
 
     def _expanded(self, encoded: Encoded, planned: Sequence[PlannedItem]) -> Prompt:
@@ -266,10 +269,15 @@ class Prompts:
     def _spelled_marker(self, placeholder: Placeholder) -> str:
         return placeholder.marker or self._text.spell((placeholder.token,))
 
-    def _spellings(self, planned: Sequence[PlannedItem]) -> tuple[list[str], list[str]]:
-        """Return the marker of each item in the prompt's text, and the text that replaces each marker."""
+    def _spellings(self, planned: Sequence[PlannedItem], embeds_mark: str = "") -> tuple[list[str], list[str]]:
+        """Return the marker of each item in the prompt's text, and the text that replaces each marker.
+
+        `embeds_mark` has the same meaning as in `Rendered`.
+        """
         items = [item.expansion for item in planned] if self._inserted_at is None else []
-        markers = [self._marker_of[item.placeholder] for item in items]
+        markers = [
+            embeds_mark if embeds_mark and item.kind == PROMPT else self._marker_of[item.placeholder] for item in items
+        ]
         texts = [
             self._text.spell((item.placeholder.token,)) if item.kind == PROMPT else item.spelling.text for item in items
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -151,43 +151,31 @@ class ChatTemplate:
     ) -> Rendered:
         texts = [*strings(conversation), *strings(template_kwargs)]
         kinds = [part["type"] for turn in conversation for part in _parts(turn) if part["type"] != "text"]
-        embeddings = [item for kind, item in zip(kinds, items, strict=False) if kind == PROMPT]
         items = [item for kind, item in zip(kinds, items, strict=False) if kind != PROMPT]
-        text_mark = unused_character([*texts, self._source]) if embeddings else ""
+        text_mark = unused_character([*texts, self._source]) if PROMPT in kinds else ""
         texts.append(text_mark)
-        media_first = conversation
-        if embeddings:
-            media_first = [_with_texts(_media_first(turn), text_mark) for turn in conversation]
+        if text_mark:
             conversation = [_with_texts(turn, text_mark) for turn in conversation]
         is_string = self._content_format == "string"
         mark = unused_character([*texts, self._source]) if is_string and any(items) else ""
         escapes = self._spelling.escapes([*texts, mark], self._source)
 
-        def run(turns: Any) -> str:
-            if is_string:
-                turns = [{**turn, "content": _joined(turn["content"], mark)} for turn in turns]
-            return self._run(
-                escapes.apply(turns),
+        if is_string:
+            conversation = [{**turn, "content": _joined(turn["content"], mark)} for turn in conversation]
+        try:
+            text = self._run(
+                escapes.apply(conversation),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **{name: escapes.apply(value) for name, value in template_kwargs.items()},
             )
-
-        try:
-            text = run(conversation)
-            keeps_order = media_first == conversation or run(media_first) != text
         except RecursionError as error:
             raise InputError("the chat template refuses these messages: they are nested too deeply") from error
         except Exception as error:  # a template is a program and can raise anything
             reason, *_ = str(error).split(_SHOWN_PROMPT)
             raise InputError(f"the chat template refuses these messages: {reason}") from error
-        if not keeps_order:
-            raise InputError(
-                "a message has media after prompt_embeds, but the model's chat template writes media first; put the "
-                "media before prompt_embeds"
-            )
-        text = _with_items(text, text_mark, embeddings) if embeddings else text
-        return escapes.rendered(_with_items(text, mark, items) if mark else text)
+        rendered = escapes.rendered(_with_items(text, mark, items) if mark else text)
+        return replace(rendered, embeds_mark=text_mark)
 
     def _turn(self, message: Message) -> dict[str, Any]:
         """Convert a message for the template. Raise InputError if the template would skip a part of the message."""
@@ -343,15 +331,6 @@ def _with_texts(turn: Mapping[str, Any], mark: str) -> dict[str, Any]:
     given = {"type": "text", "text": mark}
     parts = [given if part["type"] == PROMPT else part for part in _parts(turn)]
     return {**turn, "content": parts or turn["content"]}
-
-
-def _media_first(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Move media that follow embeddings of text tokens to the beginning of their message."""
-    parts = _parts(turn)
-    kinds = [part["type"] for part in parts if part["type"] != "text"]
-    if kinds == sorted(kinds, key=lambda kind: kind == PROMPT):
-        return turn
-    return {**turn, "content": sorted(parts, key=lambda part: part["type"] in ("text", PROMPT))}
 
 
 def _joined(content: Any, mark: str) -> Any:

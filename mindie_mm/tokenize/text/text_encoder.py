@@ -186,14 +186,21 @@ class TextEncoder:
         Args:
             rendered: Prompt with markers.
             names: All markers that the model has.
-            markers: Expected markers, in order.
+            markers: Expected markers, in order. `rendered.embeds_mark` stands for embeddings of text tokens.
             texts: Replacements of `markers`, in the same order.
 
         Raises:
             InputError: The markers in the prompt differ from `markers`.
 
         """
-        pieces = _one_of(names).split(rendered.text)
+        pieces = _one_of(names | {*filter(None, [rendered.embeds_mark])}).split(rendered.text)
+        if rendered.embeds_mark and pieces[1::2] != [*markers] and sorted(pieces[1::2]) == sorted(markers):
+            wants_last = pieces[1] != rendered.embeds_mark
+            raise InputError(
+                "a message has media and prompt_embeds, but the model's chat template writes media "
+                f"{'before' if wants_last else 'after'} text; put the media {'before' if wants_last else 'after'} "
+                "prompt_embeds"
+            )
         check_order(pieces[1::2], markers, len(markers))
         pieces[1::2] = texts
         return replace(rendered, text="".join(pieces), items=_odd_ones(pieces))
