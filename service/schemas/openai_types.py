@@ -159,7 +159,7 @@ class ChatBody(ToolFields, GenerationBody):
     """Whether the answer may have several tool calls. Default: true."""
     reasoning_effort: str | None = None
     """Variable of the chat template. For a template that has only `enable_thinking`, "none" turns thinking off and any
-    other value turns it on. "none" is accepted with any template."""
+    other value turns it on. Ignored if the template has neither variable, unless `--strict` is set."""
     include_reasoning: bool | None = None
     """Whether the answer includes the reasoning. Default: true."""
     separate_reasoning: bool | None = None
