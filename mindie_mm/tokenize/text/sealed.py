@@ -166,4 +166,5 @@ class SealedTokenizer:
             names[text] = (index,)
             tokens.append(token)
         copy.add_tokens(tokens)
-        return copy, {copy.token_to_id(name): ids for name, ids in names.items()}
+        known = copy.get_added_tokens_decoder().items()
+        return copy, {index: names[token.content] for index, token in known}
