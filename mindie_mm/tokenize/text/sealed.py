@@ -15,22 +15,40 @@ from __future__ import annotations
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 from tokenizers import AddedToken, Tokenizer
 
 from mindie_mm.errors import InputError
 
 
+class Encoding(Protocol):
+    """A prompt as ids, with the attributes of an encoding of the `tokenizers` library."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+    @property
+    def offsets(self) -> Sequence[tuple[int, int]]:
+        """Range [start, stop) of the characters of each id."""
+
+
 @dataclass(frozen=True, slots=True)
-class Sealed:
-    """A prompt as ids. The attributes are those of an encoding of the `tokenizers` library."""
+class _Sealed:
+    """An encoding of the copy, with the ids and characters of the prompt."""
 
     ids: Sequence[int]
-    offsets: Sequence[tuple[int, int]]
-    """Range [start, stop) of the characters of each id."""
+    places: Sequence[tuple[int, int]]
+    """Range of the written characters of each id."""
+    place: Callable[[int], int]
+    """Function from the number of a written character to that of a character of the prompt."""
+
+    @property
+    def offsets(self) -> Sequence[tuple[int, int]]:
+        return [(self.place(start), self.place(stop)) for start, stop in self.places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +86,7 @@ class SealedTokenizer:
         if unseen:  # the normalizer writes something before each text, such as a space, and so before a name
             self._copy, self._id_of = self._copied(unseen)
 
-    def encode(self, pieces: Sequence[str]) -> Sealed:
+    def encode(self, pieces: Sequence[str]) -> Encoding:
         """Encode a prompt that was split at its control tokens.
 
         Args:
@@ -92,7 +110,7 @@ class SealedTokenizer:
             raise InputError(f"the text contains the character {text!r}, which becomes a control token; remove it")
         return sealed
 
-    def _encoded(self, segments: Sequence[_Segment]) -> tuple[Sealed, list[int]]:
+    def _encoded(self, segments: Sequence[_Segment]) -> tuple[_Sealed, list[int]]:
         """Encode a prompt. Return the encoding, and the offsets of control tokens that a text has produced."""
         encoding = self._copy.encode("".join(segment.written for segment in segments), add_special_tokens=False)
         written = [0, *accumulate(len(segment.written) for segment in segments)]
@@ -102,16 +120,10 @@ class SealedTokenizer:
             index = bisect_right(written, at) - 1
             return chars[-1] if index == len(segments) else min(chars[index] + at - written[index], chars[index + 1])
 
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
-        made: list[int] = []
-        for index, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-            if index in self._never_text and index not in self._id_of:
-                made.append(place(start))
-            for own in self._id_of.get(index, (index,)):
-                ids.append(own)
-                offsets.append((place(start), place(stop)))
-        return Sealed(ids, offsets), made
+        found = [*zip(encoding.ids, encoding.offsets, strict=True)]
+        made = [place(at) for index, (at, _) in found if index in self._never_text and index not in self._id_of]
+        kept = [(own, span) for index, span in found for own in self._id_of.get(index, (index,))]
+        return _Sealed([own for own, _ in kept], [span for _, span in kept], place), made
 
     def _cut_at(self, segments: Sequence[_Segment], made: Sequence[int]) -> Iterator[_Segment]:
         """Cut the texts after each character in `made`, and after the first character of each spelled control token."""

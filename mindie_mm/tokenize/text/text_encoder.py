@@ -30,7 +30,7 @@ from mindie_mm.settings.config import ContentFormat
 from mindie_mm.tokenize.placeholders import check_order
 from mindie_mm.tokenize.text.chat_template import ChatTemplate, TemplateSources, as_dict
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
-from mindie_mm.tokenize.text.sealed import Sealed, SealedTokenizer
+from mindie_mm.tokenize.text.sealed import Encoding, SealedTokenizer
 from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings
 
 _ALWAYS_ENCODED = 2**18
@@ -288,7 +288,8 @@ class TextEncoder:
                 pieces = self._control.split(rendered.text)
                 pieces[::2] = [piece.translate(rendered.restore) for piece in pieces[::2]]
                 encoding = self._sealed.encode(pieces)
-        return Encoded(encoding.ids, [_touched(encoding.offsets, *item) for item in rendered.items])
+        offsets = encoding.offsets if rendered.items else ()
+        return Encoded(encoding.ids, [_touched(offsets, *item) for item in rendered.items])
 
     def _as_meant(self, rendered: Rendered, ids: Sequence[int]) -> bool:
         """Return whether `ids` contain exactly the control tokens in the text. A normalizer may produce other tokens.
@@ -318,10 +319,10 @@ class TextEncoder:
             )
         return self._templates[source]
 
-    def _encoding(self, text: str) -> Sealed:
+    def _encoding(self, text: str) -> Encoding:
         self._backend.encode_special_tokens = False  # transformers may have changed it
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        return Sealed(encoding.ids, encoding.offsets)
+        encoding: Encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding
 
     def _frame(self) -> tuple[list[int], list[int]]:
         """Return the ids that the tokenizer adds before and after a text."""
