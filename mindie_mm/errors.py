@@ -192,6 +192,21 @@ def os_errors_as(kind: type[MindieMMError], what: str) -> Iterator[None]:
         raise kind(f"{what}: {error.strerror or error}") from error
 
 
+@contextmanager
+def panics_as(kind: type[MindieMMError], what: str) -> Iterator[None]:
+    """Turn a panic of a library written in Rust into an error of `kind`. The message is `what` and the panic's message.
+
+    A panic is a BaseException, so that `except Exception` does not catch it. Every extension module has its own class
+    of panics.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise kind(f"{what}: {error}") from error
+
+
 def error_name(error: MindieMMError) -> str:
     """Return the name under which the error can be sent to another process: its nearest class in this module."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)

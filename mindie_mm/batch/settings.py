@@ -22,7 +22,7 @@ from mindie_mm.batch.versions import versions
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.settings.config import MediaCaps, MiB
+from mindie_mm.settings.config import MediaCaps, MiB, Switch
 from mindie_mm.settings.limits import PromptLimits
 
 FORMAT = 2
@@ -58,6 +58,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     `{media}`, the media precede the text."""
     chat: bool = True
     """Whether rows of items are formatted as one user turn, if the checkpoint has a chat template."""
+    parse_special: Switch = "on"
+    """Whether texts without a template may contain control tokens, except those of media items. A row may set this
+    itself."""
     max_tokens: int = 0
     """Maximum number of tokens of a row, or 0 for no limit. A row with more tokens fails."""
     truncate: bool = False

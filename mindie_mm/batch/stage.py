@@ -68,6 +68,7 @@ class Stage:
             family=settings.family or None,
             caps=settings.media,
             limit_mm_per_prompt=settings.limit_mm_per_prompt,
+            parse_special=settings.parse_special,
         )
 
     def run(self, chunk: Chunk, doomed: Mapping[int, str]) -> Iterator[Step | Finished]:
@@ -133,7 +134,7 @@ class Stage:
 
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings
-        options = PromptOptions(settings.max_tokens, settings.truncate)
+        options = PromptOptions(settings.max_tokens, settings.truncate, parse_special=row.parse_special)
         pages = Pages(tokenizer.prompts.stage)
         template = (row.add_generation_prompt, row.template_kwargs, options)
         if row.messages is not None:

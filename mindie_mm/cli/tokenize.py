@@ -34,6 +34,9 @@ from mindie_mm.settings.config import MediaCaps, MiB
               help="Prompt for each item of a folder or tar file, with {media} where the item belongs.")  # fmt: skip
 @click.option("--chat-template/--no-chat-template", "chat", default=True, show_default=True,
               help="Apply the checkpoint's chat template to rows of items, as one user turn.")  # fmt: skip
+@click.option("--parse-special", type=click.Choice(["on", "off"]), default="on", show_default=True,
+              help="Treatment of control tokens in texts without a chat template. on: they are control tokens, except "
+              "those of media items. off: they are plain text.")  # fmt: skip
 @click.option("--max-tokens", type=click.IntRange(0), default=0,
               help="Maximum number of tokens of a row. A longer row fails.  [default: no limit]")  # fmt: skip
 @click.option("--truncate", is_flag=True,

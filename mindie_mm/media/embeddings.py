@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, panics_as
 from mindie_mm.inputs import Embeddings
 from mindie_mm.media.image.encoded_image import Data
 
@@ -81,8 +81,9 @@ def _read_safetensors(data: bytes, what: str) -> Tensor:
     if head_bytes > _MAX_HEAD_BYTES:
         raise LimitExceeded(f"{what} has a safetensors header of {head_bytes} bytes; the limit is {_MAX_HEAD_BYTES}")
     try:
-        tensors = load_safetensors(data)
-    except MemoryError:
+        with panics_as(MediaError, f"{what} cannot be read as safetensors"):
+            tensors = load_safetensors(data)
+    except (MemoryError, MediaError):
         raise
     except Exception as error:  # the library raises errors of many types
         raise MediaError(f"{what} cannot be read as safetensors: {str(error)[:200]}") from error

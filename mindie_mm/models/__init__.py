@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from mindie_mm.device import Device, open_device
-from mindie_mm.errors import DeviceError, InputError, MindieMMError, UnsupportedCheckpoint
+from mindie_mm.errors import DeviceError, InputError, MindieMMError, UnsupportedCheckpoint, panics_as
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family
 from mindie_mm.nn.int8 import quantize
@@ -168,7 +168,8 @@ def reading(checkpoint: Checkpoint, family: type[Family]) -> Iterator[None]:
 
     """
     try:
-        yield
+        with panics_as(UnsupportedCheckpoint, f"{checkpoint.path} cannot be read as {family.__name__}"):
+            yield
     except (MindieMMError, torch.OutOfMemoryError):
         raise
     except OSError as error:

@@ -22,6 +22,7 @@ from mindie_mm.media.video.encoded_video import open_video
 from mindie_mm.media.video.frames import Sampling, comes_sampled, stepped
 from mindie_mm.models._internvl_original import CHAT_TEMPLATE, ORIGINAL, translated
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.mindie import PLANES, InSegment, Layout
 from mindie_mm.nn.model import ModelSpec
@@ -92,7 +93,7 @@ class InternVLProcessor(Processor):
         }
         self._shift: bool | float = video["initial_shift"]
         # Each frame also needs a start token and an end token.
-        positions: int = config.get_text_config().max_position_embeddings
+        positions = context_length(config.get_text_config())
         self._sampling = Sampling.read(video, positions // (self.tile_features + 2))
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:

@@ -32,6 +32,7 @@ from mindie_mm.media.video.frames import Sampling, evenly
 from mindie_mm.models._anyres import AnyresProcessor
 from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
@@ -91,7 +92,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         check_output_size(self._frame.output_size, self.side, f"{where} (videos)")
         self.normalizations["video"] = Normalization.read(settings)
         self._frame_features = math.ceil(self.rows / 2) ** 2
-        positions = config.get_text_config().max_position_embeddings
+        positions = context_length(config.get_text_config())
         self._sampling = Sampling.read(settings, (positions - 1) // self._frame_features)
 
     def max_tokens(self, kind: Kind) -> int:

@@ -24,6 +24,7 @@ from mindie_mm.media.video.encoded_video import Video, open_video
 from mindie_mm.media.video.frames import check_asked, comes_sampled, num_taken, stepped
 from mindie_mm.models._crops import Geometry, choose_tiling, cut_crops, cut_patches, only_tiling
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization
@@ -90,7 +91,7 @@ class Molmo2Processor(Processor):
         self._max_crops: int = image["max_crops"]
         rows, columns = self.geometries["video"].square_cells
         self._frame_features = rows * columns
-        positions: int = config.get_text_config().max_position_embeddings
+        positions = context_length(config.get_text_config())
         self._max_frames: int = max(1, min(video["num_frames"], positions // self._frame_features))
         self._max_fps: float = video["max_fps"]
         self._bos = checkpoint.token_id(checkpoint.require_special_token("bos_token", "eos_token"))

@@ -19,6 +19,7 @@ from mindie_mm.media.video.encoded_video import Video, open_video
 from mindie_mm.media.video.frames import check_asked, comes_sampled, num_taken
 from mindie_mm.models._idefics import DEFAULTS, IdeficsModel, IdeficsProcessor, read_size, resized, tile_side
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.shm import ArraySpec
@@ -71,7 +72,7 @@ class SmolVLMProcessor(IdeficsProcessor):
         self._num_frames: int | None = sampling.get("max_frames", settings.get("num_frames"))
         self._fps: float | None = sampling.get("fps", settings.get("fps"))
         # In addition to its features, each frame has three tokens in the prompt.
-        positions: int = self.config.get_text_config().max_position_embeddings
+        positions = context_length(self.config.get_text_config())
         self._limit = positions // (self.tile_features + 3)
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:

@@ -35,6 +35,7 @@ Colour = tuple[_Byte, _Byte, _Byte]
 """Red, green and blue."""
 TowerParallel = Literal["replicate", "items"]
 ContentFormat = Literal["auto", "string", "openai"]
+Switch = Literal["on", "off"]
 Replicas = Count | Literal["auto"]
 
 
@@ -54,8 +55,8 @@ class EngineConfig:
     CPU and data type float32."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Maximum number of tokens in prompt and answer together; for an encoder-decoder model, in each of them. The engine
-    does not start if the KV cache is too small for this number. Default: the checkpoint's maximum, reduced if the KV
-    cache is smaller."""
+    does not start if the KV cache is too small for this number. Default: the checkpoint's maximum, with the factor of
+    YaRN or linear scaling, reduced if the KV cache is smaller."""
     max_num_seqs: Count = 64
     """Maximum number of requests in one step. A higher value increases the throughput, and uses more of the KV
     cache."""
@@ -211,6 +212,10 @@ class WorkerConfig:
     chat_template_content_format: ContentFormat = "auto"
     """Format in which the chat template gets the content of messages. string: one text that begins with the markers of
     the media items. openai: a list of content parts. auto: the format that the template expects."""
+    parse_special: Switch = "on"
+    """Treatment of control tokens, such as `<|im_start|>`, in the text of prompts without a template. on: they are
+    control tokens, except those of media items. off: they are plain text, as in chats. A request may set
+    `parse_special` itself."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaCaps = field(default_factory=MediaCaps)
 
@@ -282,8 +287,8 @@ class ServiceConfig:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is logged: debug, info, warning or error."""
     strict: bool = False
-    """Refuse requests with unknown fields, and chats with unknown keys in messages or content parts. Off: ignore them,
-    with one warning per name."""
+    """Refuse requests with unknown fields, and chats with unknown keys in messages or content parts or with a
+    `reasoning_effort` that the chat template does not use. Off: ignore them, with one warning per name."""
     json_additional_properties: Literal["allow", "close"] = "close"
     """Rule for JSON schemas without additionalProperties. close: objects have only the properties in the schema. allow:
     objects may have other properties, as in JSON Schema. Schemas with `strict` are always closed."""

@@ -11,7 +11,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, panics_as
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.structured.translate import grammar_of
 
@@ -66,10 +66,14 @@ class Grammars:
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if i not in eos_token_ids}
         self._added = {token.content: i for i, token in added.items()}
         self._shown = {token.content: i for i, token in added.items() if not token.special}
+        unfit = "structured outputs cannot be used with this checkpoint's tokenizer"
         try:
-            self._vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=list(eos_token_ids))
+            with panics_as(InputError, unfit):  # a token is too long for llguidance
+                self._vocabulary = LLTokenizer(tokenizer.to_str(), eos_token=list(eos_token_ids))
         except ValueError as error:
-            self._unfit = f"structured outputs cannot be used with this checkpoint's tokenizer: {error}"
+            self._unfit = f"{unfit}: {error}"
+        except InputError as error:
+            self._unfit = str(error)
 
     def __contains__(self, wanted: StructuredOutputs) -> bool:
         """Return whether `wanted` has been compiled."""
@@ -133,8 +137,9 @@ class Grammars:
 
     def _matcher(self, wanted: StructuredOutputs) -> LLMatcher:
         wanted.check()
-        grammar = grammar_of(wanted, self._added, self._shown)
-        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
+        with panics_as(InputError, f"{wanted.noun} is not supported"):  # a matcher catches the panics of later calls
+            grammar = grammar_of(wanted, self._added, self._shown)
+            matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise InputError(f"{wanted.noun} is not supported: {matcher.get_error()[:_MAX_SAID]}")
         matcher.compute_logit_bias()

@@ -24,7 +24,7 @@ from mindie_mm.nn.family import Processor
 from mindie_mm.nn.splice import ITEM
 from mindie_mm.processes import faults
 from mindie_mm.processes.tasks import gather_in_order, in_thread, off_loop
-from mindie_mm.settings.config import ContentFormat, MediaCaps
+from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import Block
 from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
@@ -42,6 +42,7 @@ def read_prompts(
     checkpoint: Checkpoint,
     family_name: str | None,
     content_format: ContentFormat,
+    parse_special: Switch,
     caps: MediaCaps,
     decoders: Decoders,
     room: Room,
@@ -59,7 +60,7 @@ def read_prompts(
     def make_stage(processor: Processor) -> Decoded:
         return Decoded(Planner(processor, family.__name__, limits), decoders, room, caps, preprocessed)
 
-    return Prompts(checkpoint, family, make_stage, content_format)
+    return Prompts(checkpoint, family, make_stage, content_format, parse_special)
 
 
 class Decoded(MediaStage):

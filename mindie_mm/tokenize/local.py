@@ -127,9 +127,9 @@ class DecodingTokenizer(_InCaller):
             decoders = Decoders(DecoderSetup(str(checkpoint.path), config.family, config.media), arena.capacity_bytes)
             await decoders.open(config.decoders)
             undo.push_async_callback(decoders.close)
-            content_format = config.chat_template_content_format
+            rules = (config.chat_template_content_format, config.parse_special)
             limits = config.limit_mm_per_prompt
-            read = partial(read_prompts, checkpoint, config.family, content_format, config.media)
+            read = partial(read_prompts, checkpoint, config.family, *rules, config.media)
             tokenizer = cls(await in_thread(lambda: read(decoders, room, preprocessed, limits)), decoders)
             undo.pop_all()
         return tokenizer
@@ -158,6 +158,7 @@ def _tokenizer(path: Path, config: WorkerConfig) -> Tokenizer:
             family=config.family,
             caps=config.media,
             content_format=config.chat_template_content_format,
+            parse_special=config.parse_special,
             limit_mm_per_prompt=config.limit_mm_per_prompt,
         )
         undo.pop_all()

@@ -83,11 +83,17 @@ class PromptOptions:
     are preprocessed."""
     truncate: bool = False
     """Whether a longer prompt is truncated instead: the oldest text and the oldest media items are removed."""
+    is_counted: bool = False
+    """Whether a prompt of more tokens is accepted, because its tokens are only counted. Even then, the number of
+    characters is limited."""
     cache_salt: str = ""
     """Salt of the digests of media. Prompts with different salts do not share cached media."""
     add_special_tokens: bool = True
     """Whether special tokens of the tokenizer or family, such as BOS, are added to a text without media and without a
     template."""
+    parse_special: bool | None = None
+    """Whether the text of a prompt without a template may contain control tokens, except those of media items. If not,
+    they are encoded as plain text, as in chats. None stands for the setting of the tokenizer."""
     repeat_special_tokens: bool = False
     """Whether the tokenizer's special tokens are added to a chat even if its template has written a BOS."""
     cut_to: int = 0

@@ -20,14 +20,14 @@ from mindie_mm.models import reading
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family, Placeholder, Processor
 from mindie_mm.processes import faults
-from mindie_mm.settings.config import ContentFormat
+from mindie_mm.settings.config import ContentFormat, Switch
 from mindie_mm.tokenize.media_stage import MediaStage
 from mindie_mm.tokenize.placeholders import Expansion, insert
 from mindie_mm.tokenize.placeholders import expand as expand_items
 from mindie_mm.tokenize.planning import PlannedItem, text_placeholder
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.text.spelling import Rendered
-from mindie_mm.tokenize.text.text_encoder import Encoded, TextEncoder
+from mindie_mm.tokenize.text.text_encoder import Encoded, SpecialTokens, TextEncoder
 from mindie_mm.tokenize.truncate import cut, truncate
 
 _PLAIN = PromptOptions()
@@ -53,6 +53,7 @@ class Prompts:
         family: type[Family],
         make_stage: Callable[[Processor], MediaStage],
         content_format: ContentFormat = "auto",
+        parse_special: Switch = "on",
     ) -> None:
         """Read the checkpoint.
 
@@ -61,6 +62,7 @@ class Prompts:
             family: Family of the checkpoint.
             make_stage: Function that creates the media stage.
             content_format: Format in which the chat template receives the content of messages.
+            parse_special: Same as `PromptOptions.parse_special`, for prompts that do not set it.
 
         Raises:
             UnsupportedCheckpoint: The checkpoint is not supported.
@@ -84,6 +86,7 @@ class Prompts:
         spelled = [*placeholders, text_placeholder(self._processor)] if self._inserted_at is None else []
         self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
         self._markers = frozenset(self._marker_of.values())
+        self._parse_special = parse_special == "on"
         self.chat_traits = self._text.chat_traits
         """Traits of the chat template for conversations with tools."""
         self.stage = make_stage(self._processor)
@@ -100,6 +103,7 @@ class Prompts:
         """
         if options.max_prompt_tokens:
             self._text.check_items(items, options.max_prompt_tokens)
+        parse_special = self._parse_special if options.parse_special is None else options.parse_special
 
         def expand(planned: Sequence[PlannedItem]) -> Prompt:
             if planned and len(planned) == len(items) and all(item.shape.kind == PROMPT for item in planned):
@@ -107,10 +111,10 @@ class Prompts:
                 return expand_items([item.placeholder.token for item in expansions], expansions, self._tokens)
             spelled = self._spell(planned)
             pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
-            rendered = self._text.render_items(pieces)
+            rendered = self._text.render_items(pieces, parse_special=parse_special)
             if not (options.add_special_tokens or planned):
-                return Prompt(np.array(self._text.bare_ids(rendered), np.int64))
-            return self._expanded(self._encode(rendered, planned), planned)
+                return Prompt(np.array(self._text.encode(rendered, "none").ids, np.int64))
+            return self._expanded(self._encode(rendered, planned, "missing"), planned)
 
         return Draft(media_of(items), expand, options)
 
@@ -129,9 +133,15 @@ class Prompts:
 
         Raises:
             ContextLengthExceeded: The texts are too long.
-            InputError: A template variable is not a JSON value.
+            InputError: A template variable is not a JSON value, or `options.parse_special` is set.
 
         """
+        if options.parse_special:
+            raise InputError(
+                "parse_special is true, but the prompt is a chat, whose texts never contain control tokens; leave "
+                "parse_special out, or apply the chat template yourself",
+                param="parse_special",
+            )
         variables = template_kwargs or {}
         if options.max_prompt_tokens:
             self._text.check_messages(messages, variables, options.max_prompt_tokens)
@@ -146,7 +156,7 @@ class Prompts:
             )
             if options.max_prompt_tokens:
                 self._text.check_rendered(rendered, options.max_prompt_tokens)
-            encoded = self._encode(rendered, planned, framed=options.repeat_special_tokens)
+            encoded = self._encode(rendered, planned, "all" if options.repeat_special_tokens else "unless_begun")
             return self._expanded(encoded, planned)
 
         return Draft(media_of_messages(messages), expand, options)
@@ -221,12 +231,14 @@ class Prompts:
             faults.point("planned")
             return await media.fill(prompts, kept, path_file)
 
-    def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem], *, framed: bool = False) -> Encoded:
-        rendered = Rendered(self._processor.prompt_text(rendered.text), rendered.restore)
+    def _encode(self, rendered: Rendered, planned: Sequence[PlannedItem], special_tokens: SpecialTokens) -> Encoded:
+        rendered = replace(rendered, text=self._processor.prompt_text(rendered.text))
         if self._markers:
-            rendered = self._text.replace_markers(rendered, self._markers, *self._spellings(planned))
-        encoded = self._text.encode(rendered)
-        return self._text.framed(rendered, encoded) if framed else encoded
+            spellings = self._spellings(planned, rendered.embeds_mark)
+            rendered = self._text.replace_markers(rendered, self._markers, *spellings)
+        elif rendered.embeds_mark:  # the items are inserted as ids
+            rendered = replace(rendered, text=rendered.text.replace(rendered.embeds_mark, ""))
+        return self._text.encode(rendered, special_tokens)
 
     def _expanded(self, encoded: Encoded, planned: Sequence[PlannedItem]) -> Prompt:
         processor, tokens = self._processor, self._tokens
@@ -257,10 +269,15 @@ class Prompts:
     def _spelled_marker(self, placeholder: Placeholder) -> str:
         return placeholder.marker or self._text.spell((placeholder.token,))
 
-    def _spellings(self, planned: Sequence[PlannedItem]) -> tuple[list[str], list[str]]:
-        """Return the marker of each item in the prompt's text, and the text that replaces each marker."""
+    def _spellings(self, planned: Sequence[PlannedItem], embeds_mark: str = "") -> tuple[list[str], list[str]]:
+        """Return the marker of each item in the prompt's text, and the text that replaces each marker.
+
+        `embeds_mark` has the same meaning as in `Rendered`.
+        """
         items = [item.expansion for item in planned] if self._inserted_at is None else []
-        markers = [self._marker_of[item.placeholder] for item in items]
+        markers = [
+            embeds_mark if embeds_mark and item.kind == PROMPT else self._marker_of[item.placeholder] for item in items
+        ]
         texts = [
             self._text.spell((item.placeholder.token,)) if item.kind == PROMPT else item.spelling.text for item in items
         ]
@@ -275,7 +292,7 @@ def _cut(prompt: Prompt, options: PromptOptions) -> Prompt:
 
 def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
     """Return the prompt, truncated to its limit if necessary. If truncation is off, raise ContextLengthExceeded."""
-    if not 0 < options.max_prompt_tokens < len(prompt):
+    if options.is_counted or not 0 < options.max_prompt_tokens < len(prompt):
         return prompt
     if not options.truncate:
         raise ContextLengthExceeded(f"the prompt has {len(prompt)} tokens; the limit is {options.max_prompt_tokens}")

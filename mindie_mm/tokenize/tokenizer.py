@@ -29,7 +29,7 @@ from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Family, Processor
 from mindie_mm.processes.loop_thread import LoopThread
-from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
+from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch, WorkerConfig
 from mindie_mm.settings.limits import PromptLimits, converted
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
@@ -40,7 +40,7 @@ from mindie_mm.tokenize.media_stage import MediaStage
 from mindie_mm.tokenize.mindie_wires import mindie_wire
 from mindie_mm.tokenize.planning import Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
-from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.prompts import Draft, Prompts
 from mindie_mm.tokenize.room import Room
 from mindie_mm.tokenize.stage.answer import answer
@@ -80,6 +80,7 @@ class Tokenizer:
         family: str | None = None,
         caps: MediaCaps | None = None,
         content_format: ContentFormat = "auto",
+        parse_special: Switch = "on",
         decoders: int = 0,
         limit_mm_per_prompt: PromptLimits | None = None,
     ) -> Self:
@@ -94,6 +95,7 @@ class Tokenizer:
             family: Same as in `family_of`.
             caps: Limits on media items.
             content_format: Format in which the chat template receives the content of messages.
+            parse_special: Default of this argument of `tokenize`: "on" or "off".
             decoders: Number of processes that decode the items of a prompt in parallel. With 0, this process decodes,
                 and `caps.max_decode_bytes` and `caps.max_decode_s` do not apply.
             limit_mm_per_prompt: Maximum number of items in one prompt, such as {"image": 4, "video": 1}.
@@ -106,6 +108,8 @@ class Tokenizer:
         """
         if not isinstance(wire, Wire) and wire not in get_args(WireName):
             raise InputError(f"wire is {wire!r}; it must be one of {', '.join(get_args(WireName))}")
+        if parse_special not in get_args(Switch):
+            raise InputError(f"parse_special is {parse_special!r}; it must be one of {', '.join(get_args(Switch))}")
         if arena is not None and wire != "native":
             raise InputError(
                 f"arena is given, but the wire {wire!r} stores every array in its own segment; leave arena out"
@@ -119,7 +123,7 @@ class Tokenizer:
             if arena is not None:
                 wire = NativeWire(arena)
             make = partial(_in_process, checkpoint, model_family, wire=wire, caps=caps, limits=limits)
-            return cls(Prompts(checkpoint, model_family, make, content_format))
+            return cls(Prompts(checkpoint, model_family, make, content_format, parse_special))
         with ExitStack() as undo:
             room = Room(arena or Arena.create(ARENA_BYTES), WorkerConfig().arena_wait_s, is_own=arena is None)
             undo.callback(room.close)
@@ -127,7 +131,8 @@ class Tokenizer:
             loop = LoopThread("tokenizer")
             undo.callback(loop.close, processes.close)
             loop.run(processes.open(decoders))
-            prompts = read_prompts(checkpoint, family, content_format, caps, processes, room, Preprocessed(), limits)
+            read = partial(read_prompts, checkpoint, family, content_format, parse_special, caps)
+            prompts = read(processes, room, Preprocessed(), limits)
             tokenizer = cls(prompts, loop, processes)
             undo.pop_all()
         return tokenizer
@@ -143,6 +148,7 @@ class Tokenizer:
         shm_name_save_path: str | Path | None = None,
         *,
         webui: bool = False,
+        parse_special: bool | None = None,
     ) -> torch.Tensor:
         """Join items without a template, and return their ids.
 
@@ -152,6 +158,9 @@ class Tokenizer:
                 are no longer needed. The default is dirname(dirname(first media path))/shm_name.txt.
             webui: Whether texts may contain pictures in the format of text-generation-webui, `<img
                 src="data:image/jpeg;base64,...">`.
+            parse_special: Whether control tokens in texts, such as `<|im_start|>`, are control tokens, except those of
+                media items. If it is false, they are encoded as plain text. By default, the value that
+                `from_pretrained` got.
 
         Returns:
             int64 [T] on the CPU. The first placeholders of each media item are replaced with its handle words.
@@ -165,7 +174,8 @@ class Tokenizer:
         parsed = webui_items(parse_inputs(inputs), webui=webui)
         items = self.run(Pages(self.prompts.stage).of_items(parsed))
         media = media_of(items)
-        prompt = self.make(self.prompts.draft_items(items), _path_file(media, shm_name_save_path))
+        options = PromptOptions(parse_special=parse_special)
+        prompt = self.make(self.prompts.draft_items(items, options), _path_file(media, shm_name_save_path))
         return torch.from_numpy(prompt.ids)
 
     def tokenize_chat(

@@ -18,6 +18,7 @@ from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.settings.paths import working_directory
+from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.token_ids import TokenIds, is_token_ids
 from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
@@ -110,6 +111,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         chat_template: bool = True,
+        parse_special: bool | None = None,
         webui: bool = False,
         on_error: OnError = "raise",
     ) -> list[Output]:
@@ -123,6 +125,9 @@ class LLM:
             params: Sampling settings. By default, those of `get_default_sampling_params`.
             chat_template: Whether to format each input as one user turn with the checkpoint's chat template. Token ids
                 are not changed.
+            parse_special: Whether control tokens in texts, such as `<|im_start|>`, are control tokens, except those of
+                media items. If it is false, they are encoded as plain text, as with a template. By default, the setting
+                `WorkerConfig.parse_special`. True requires `chat_template=False`.
             webui: Whether texts may contain pictures in the format of text-generation-webui, `<img
                 src="data:image/jpeg;base64,...">`.
             on_error: "raise" raises the first error after all inputs are done. "return" stores the error of an input in
@@ -136,10 +141,16 @@ class LLM:
                 input is run.
 
         """
-        return self._outputs(_requests(inputs, chat_template, webui), params, on_error)
+        return self._outputs(_requests(inputs, chat_template, parse_special, webui), params, on_error)
 
     def beam_search(
-        self, prompts: Sequence[Any], params: BeamSearchParams, *, chat_template: bool = True, webui: bool = False
+        self,
+        prompts: Sequence[Any],
+        params: BeamSearchParams,
+        *,
+        chat_template: bool = True,
+        parse_special: bool | None = None,
+        webui: bool = False,
     ) -> list[BeamSearchOutput]:
         """Find the most likely outputs for each prompt. Prompts are batched.
 
@@ -147,6 +158,7 @@ class LLM:
             prompts: Texts, or lists of items, as in `generate`.
             params: Settings of the beam search.
             chat_template: Whether to format each prompt as one user turn with the checkpoint's chat template.
+            parse_special: Same as in `generate`.
             webui: Same as in `generate`.
 
         Returns:
@@ -166,10 +178,16 @@ class LLM:
                 found = beam_search(self._worker, source, checked, width, length_penalty, uuid.uuid4().hex)
                 return BeamSearchOutput(await found)
 
-        return _successful(self._run(_requests(prompts, chat_template, webui), search))
+        return _successful(self._run(_requests(prompts, chat_template, parse_special, webui), search))
 
     def stream(
-        self, prompt: Any, params: SamplingParams | None = None, *, chat_template: bool = True, webui: bool = False
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        chat_template: bool = True,
+        parse_special: bool | None = None,
+        webui: bool = False,
     ) -> Generator[Delta, None, None]:
         """Yield the output for one prompt in parts, as the engine generates it.
 
@@ -180,6 +198,7 @@ class LLM:
             prompt: A text, a list of items or token ids, as in `generate`.
             params: Sampling settings. By default, those of `get_default_sampling_params`.
             chat_template: Same as in `generate`.
+            parse_special: Same as in `generate`.
             webui: Same as in `generate`.
 
         Raises:
@@ -187,7 +206,7 @@ class LLM:
             MindieMMError: The prompt failed. This is raised by the iterator.
 
         """
-        request = _request("prompt", prompt, chat_template, webui)
+        request = _request("prompt", prompt, chat_template, parse_special, webui)
         return self._parts(self._worker.answer(request, self._checked(params), uuid.uuid4().hex))
 
     @overload
@@ -380,13 +399,17 @@ def _successful(outputs: Sequence[T | MindieMMError]) -> list[T]:
     return found
 
 
-def _requests(inputs: Sequence[Any], chat_template: bool, webui: bool) -> list[TokenizeRequest | TokenIds]:
+def _requests(
+    inputs: Sequence[Any], chat_template: bool, parse_special: bool | None, webui: bool
+) -> list[TokenizeRequest | TokenIds]:
     if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
         raise InputError(f"inputs is a {type(inputs).__name__}; {_ONE_LIST_PER_PROMPT}")
-    return [_request(f"inputs[{i}]", one, chat_template, webui) for i, one in enumerate(inputs)]
+    return [_request(f"inputs[{i}]", one, chat_template, parse_special, webui) for i, one in enumerate(inputs)]
 
 
-def _request(name: str, prompt: Any, chat_template: bool, webui: bool) -> TokenizeRequest | TokenIds:
+def _request(
+    name: str, prompt: Any, chat_template: bool, parse_special: bool | None, webui: bool
+) -> TokenizeRequest | TokenIds:
     """Return the request for the argument `name` of a call."""
     if isinstance(prompt, str):
         prompt = [{"text": prompt}]
@@ -396,4 +419,7 @@ def _request(name: str, prompt: Any, chat_template: bool, webui: bool) -> Tokeni
         raise InputError(f"{name} is one item of a prompt; {_ONE_LIST_PER_PROMPT}")
     if not isinstance(prompt, list | tuple):
         raise InputError(f"{name} is a {type(prompt).__name__}; {_ONE_LIST_PER_PROMPT}")
-    return TokenizeRequest(items=list(prompt), chat=chat_template, webui=webui, folder=working_directory())
+    options = PromptOptions(parse_special=parse_special)
+    return TokenizeRequest(
+        items=list(prompt), chat=chat_template, webui=webui, folder=working_directory(), options=options
+    )

@@ -41,6 +41,8 @@ class ChatFormat:
     """Text and id of each added token of the tokenizer."""
     special: frozenset[int]
     """Ids of the special tokens, which answers do not show."""
+    strict: bool = False
+    """Whether a reasoning effort is refused if the template has no place for it. Otherwise it is ignored."""
 
     @classmethod
     def of(cls, worker: Worker, config: ServiceConfig) -> ChatFormat:
@@ -66,6 +68,7 @@ class ChatFormat:
             config.tools_without_template,
             vocabulary,
             frozenset(index for index, token in added.items() if token.special),
+            config.strict,
         )
         _log.debug(
             "parser of tool calls: %s; end of the reasoning: %s",
@@ -84,13 +87,21 @@ class ChatFormat:
         """Return the messages and the variables for the chat template.
 
         Raises:
-            InputError: A variable is not valid, or the request requires a tool call although tools are ignored.
+            InputError: A variable is not valid, the request requires a tool call although tools are ignored, or the
+                template does not use the reasoning effort and the service is strict.
 
         """
         given, tools = dict(variables or {}), use.offered
         if reasoning_effort and not self.traits.names("reasoning_effort") and self.traits.names("enable_thinking"):
             given.setdefault("enable_thinking", reasoning_effort != "none")
             reasoning_effort = None
+        effort = reasoning_effort or given.get("reasoning_effort")
+        if self.strict and effort and effort != "none" and not self.traits.names("reasoning_effort"):
+            raise InputError(
+                f"reasoning_effort is {effort!r}, but the model's chat template does not use it; leave it out, or "
+                "start the service without --strict",
+                param="reasoning_effort",
+            )
         if not self.traits.names("function_call"):
             messages = with_tool_calls(messages)
         try:

@@ -84,7 +84,11 @@ class _Completion(Form):
                 "in total"
             )
             raise LimitExceeded(message, param="prompt")
-        options = replace(self.body.prompt_options, add_special_tokens=self.body.add_special_tokens is not False)
+        options = replace(
+            self.body.prompt_options,
+            add_special_tokens=self.body.add_special_tokens is not False,
+            parse_special=self.body.parse_special,
+        )
         texts = [
             *(TokenizeRequest(items=[{"prompt_embeds": one}], chat=False, options=options) for one in embeddings),
             *(TokenizeRequest(text=text, options=options) for text in given if isinstance(text, str)),

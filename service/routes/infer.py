@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF
+from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.worker import Answer
 from service.request.call import Call
@@ -77,6 +78,9 @@ class InferParameters(Settings):
     stop: Stop | None = None
     cache_salt: CacheSalt | None = None
     """Has the same meaning as in `GenerationBody`."""
+    parse_special: bool | None = None
+    """Whether control tokens in texts without a chat template are control tokens, except those of media items. If not,
+    they are plain text. Default: `--parse-special`."""
     details: bool | None = None
     timeout: Annotated[int, Field(ge=1, le=3600), WHOLE] | None = None
     """Maximum time for the answer, in seconds."""
@@ -118,6 +122,7 @@ class InputsBody(Body):
     """A text that is used without a chat template, or a `List[Dict]` that becomes one user turn of a chat."""
     chat_template: Templated | None = None
     """Whether a list becomes a chat turn. If it is false, the items are joined without a template. Default: true."""
+    parameters: InferParameters | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -130,18 +135,18 @@ class InputsBody(Body):
 
     def request(self) -> TokenizeRequest:
         """Return the request to the tokenizer process. Raise InputError if `inputs` is an empty text."""
+        options = PromptOptions(parse_special=self.parameters.parse_special if self.parameters else None)
         if isinstance(self.inputs, str):
             if not self.inputs:
                 raise InputError("inputs is empty", param="inputs")
-            return TokenizeRequest(text=self.inputs)
-        return TokenizeRequest(items=self.inputs, chat=self.chat_template is not False)
+            return TokenizeRequest(text=self.inputs, options=options)
+        return TokenizeRequest(items=self.inputs, chat=self.chat_template is not False, options=options)
 
 
 class InferBody(InputsBody):
     """POST /infer."""
 
     stream: bool | None = None
-    parameters: InferParameters | None = None
 
 
 MindieFinishReason = Literal["length", "eos_token", "stop_sequence"]

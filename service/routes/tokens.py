@@ -43,6 +43,8 @@ class TokenizeBody(ToolFields, Body):
     add_special_tokens: bool | None = None
     """Add the tokenizer's special tokens, such as BOS. The default is true for `prompt` and false for `messages`, whose
     template usually writes these tokens. Not supported with `inputs`."""
+    parse_special: bool | None = None
+    """Has the same meaning as in a completion. Not supported with `messages` and with `inputs` that become a chat."""
     continue_final_message: bool | None = None
     """Has the same meaning as in a chat completion."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -125,8 +127,10 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
         chat_template_kwargs=variables,
         options=PromptOptions(
             service.worker.engine.info.max_model_len,
+            is_counted=True,
             cache_salt=body.cache_salt or "",
             add_special_tokens=body.prompt is None or body.add_special_tokens is not False,
+            parse_special=body.parse_special,
             repeat_special_tokens=body.messages is not None and bool(body.add_special_tokens),
         ),
         media_defaults=defaults,

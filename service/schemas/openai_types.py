@@ -133,7 +133,7 @@ class GenerationBody(Body, StructureFields, ExtraFields):
 class ChatBody(ToolFields, GenerationBody):
     """POST /v1/chat/completions."""
 
-    not_served: ClassVar[NotServed] = {**NOT_SERVED, **MINDIES}
+    not_served: ClassVar[NotServed] = {**NOT_SERVED, **MINDIES, "parse_special": (None, False)}
 
     messages: Array[AnyMessage]
     media_spans: bool | None = None
@@ -159,7 +159,7 @@ class ChatBody(ToolFields, GenerationBody):
     """Whether the answer may have several tool calls. Default: true."""
     reasoning_effort: str | None = None
     """Variable of the chat template. For a template that has only `enable_thinking`, "none" turns thinking off and any
-    other value turns it on. "none" is accepted with any template."""
+    other value turns it on. Ignored if the template has neither variable, unless `--strict` is set."""
     include_reasoning: bool | None = None
     """Whether the answer includes the reasoning. Default: true."""
     separate_reasoning: bool | None = None
@@ -237,7 +237,10 @@ class CompletionBody(GenerationBody):
     """If the value is 0, only the prompt is returned. This requires `echo`."""
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    """Add the tokenizer's special tokens, such as BOS, to texts. Default: true."""
+    """Add the tokenizer's special tokens, such as BOS, to texts that do not have them. Default: true."""
+    parse_special: bool | None = None
+    """Whether control tokens in a text, such as `<|im_start|>`, are control tokens, except those of media items. If
+    not, they are plain text. Default: `--parse-special`."""
     logprobs: Logprobs | None = None
 
     def prompts(self) -> list[str | list[int]]:

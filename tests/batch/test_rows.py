@@ -297,6 +297,21 @@ def test_variables_that_a_prompt_cannot_use_are_refused(tmp_path: Path) -> None:
     ]
 
 
+def test_control_tokens_of_raw_rows_are_parsed_unless_they_are_refused(tmp_path: Path) -> None:
+    raw = "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
+    chat = written(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
+    rows = written(tmp_path / "rows.jsonl", [{"text": raw}, {"text": raw, "parse_special": False}])
+
+    def counts(name: str, path: Path, **others: Any) -> list[int]:
+        run_in_process(settings(path, **others), tmp_path / name)
+        return [len(sample.ids) for sample in Dataset(tmp_path / name)]
+
+    (expected,) = counts("chat", chat)
+    parsed, escaped = counts("on", rows, chat=False)
+    assert parsed == expected < escaped
+    assert counts("off", rows, chat=False, parse_special="off") == [escaped, escaped]
+
+
 def parsed(row: Any) -> Row:
     """Encode `row` as JSON, and return the parsed row."""
     return parse(json.dumps(row).encode(), Path("/"), "")

@@ -62,6 +62,23 @@ def test_inputs_run_in_one_batch_and_the_outputs_keep_their_order(llm, picture):
     assert all(output.finish_reason == "length" and output.timings for output in together)
 
 
+def test_control_tokens_of_a_raw_prompt_are_parsed(llm):
+    raw = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    params = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
+    (chat,) = llm.generate(["What?"], params)
+
+    def length(**options):
+        (output,) = llm.generate([raw], params, chat_template=False, **options)
+        return len(output.prompt_logprobs), output.token_ids
+
+    assert length() == length(parse_special=True) == (len(chat.prompt_logprobs), chat.token_ids)
+    assert length(parse_special=False)[0] > length()[0]
+    streamed = [*llm.stream(raw, params, chat_template=False)]
+    assert [token for delta in streamed for token in delta.token_ids] == chat.token_ids
+    with pytest.raises(InputError, match="parse_special is true, but the prompt is a chat"):
+        llm.generate([raw], params, parse_special=True)
+
+
 def test_the_picture_changes_the_answer(llm, picture):
     black = Image.new("RGB", picture.size)
     (one,), (other,) = (llm.generate([[{"image": image}, {"text": "What?"}]], GREEDY) for image in (picture, black))

@@ -166,6 +166,13 @@ def answer(url: str, items: Items, count: int) -> list[int]:
     return found
 
 
+def media_texts(processor: Processor, encode: Any) -> set[str]:
+    """Return the texts of the tokens of media items, and the markers of items."""
+    placeholders = processor.placeholders.values()
+    ids = {index for one in placeholders for index in (*one.before, one.token, *one.after, *one.control_ids)}
+    return {*encode.convert_ids_to_tokens([*ids])} | {one.marker for one in placeholders if one.marker}
+
+
 def items_of(prompt: Prompt) -> list[list[int]]:
     """Return the token ids of each item, including the tokens that frame the item."""
     return [prompt.plain_ids[span.start - span.lead : span.stop + span.tail].tolist() for span in prompt.spans]
@@ -680,6 +687,39 @@ class FamilyContract:
                 tokenizer.prompts.draft_items([Text(text)], PromptOptions(add_special_tokens=False)), None
             )
             assert prompt.ids.tolist() == encode(text, add_special_tokens=False)["input_ids"]
+
+    def test_a_raw_prompt_is_encoded_as_in_transformers(self, path, processor, tokenizer):
+        """Control tokens are parsed, except those of media items. Special tokens are not added a second time."""
+        encode = family_named(self.name).tokenizer(Checkpoint.open(path))
+        hidden = media_texts(processor, encode)
+        tokens = [one.content for one in encode.added_tokens_decoder.values() if one.special]
+        raw = "".join(f"{token}user\n a {token} {token}" for token in tokens if token not in hidden)
+        bare, framed = encode("a", add_special_tokens=False)["input_ids"], encode("a")["input_ids"]
+        start = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+        prefix, suffix = framed[:start], framed[start + len(bare) :]
+        for text in (raw, f"{encode.bos_token or ''}{raw}", f"{raw}{encode.eos_token or ''}", "a red square"):
+            ids = encode(text, add_special_tokens=False)["input_ids"]
+            drafts = [
+                tokenizer.prompts.draft_items([Text(text)], PromptOptions(add_special_tokens=add))
+                for add in (False, True)
+            ]
+            assert tokenizer.make(drafts[0], None).ids.tolist() == ids
+            ids = ids if ids[: len(prefix)] == prefix else prefix + ids
+            ids = ids if ids[len(ids) - len(suffix) :] == suffix else ids + suffix
+            assert tokenizer.make(drafts[1], None).ids.tolist() == processor.frame(ids, 0)
+
+    @pytest.mark.parametrize("parse_special", [True, False])
+    def test_the_text_of_a_raw_prompt_never_becomes_media(self, parse_special, path, processor, tokenizer):
+        encode = family_named(self.name).tokenizer(Checkpoint.open(path))
+        media = {index for one in processor.placeholders.values() for index in (one.token, *one.control_ids)}
+        for spelled in media_texts(processor, encode):
+            cuts = [[spelled], [f"a {spelled} b{spelled}", spelled], [spelled[:1], spelled[1:]], [spelled[:-1], ">"]]
+            for texts in cuts:
+                ids = tokenizer.tokenize([{"text": text} for text in texts], parse_special=parse_special).tolist()
+                assert not media.intersection(ids), texts
+                assert min(ids, default=0) >= 0, texts
+                letters = re.sub(r"\W", "", encode.decode(ids, skip_special_tokens=True))
+                assert re.sub(r"\W", "", "".join(texts)).lower() in letters.lower(), texts
 
     def test_ids_whose_placeholders_do_not_match_the_media_are_refused(self, path, reference, tokenizer, path_file):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))

@@ -128,10 +128,11 @@ class TestFlorence2(Seq2SeqContract):
         with pytest.raises(InputError, match="one message"):
             tokenizer.tokenize_chat([{"role": "system", "content": "Be brief."}, message], path_file)
 
-    def test_text_can_spell_location_tokens_and_no_other_control_token(self, tokenizer, path_file):
-        ids = tokenizer.tokenize([{"image": picture(30, 30)}, {"text": "<loc_7></s><image><s><loc_8>"}], path_file)
-        text = ids[FEATURES:].tolist()
-        assert [token for token in text if token < len(TOKENS)] == [BOS, PLACE, PLACE + 1, EOS]
+    @pytest.mark.parametrize(("parse_special", "parsed"), [(False, []), (True, [EOS, BOS])])
+    def test_text_can_spell_location_tokens(self, parse_special, parsed, tokenizer, path_file):
+        items = [{"image": picture(30, 30)}, {"text": "<loc_7></s><image><s><loc_8>"}]
+        text = tokenizer.tokenize(items, path_file, parse_special=parse_special)[FEATURES:].tolist()
+        assert [token for token in text if token < len(TOKENS)] == [BOS, PLACE, *parsed, PLACE + 1, EOS]
 
     def test_the_first_and_last_tokens_are_forced(self, model, tokenized):
         """BOS is forced as the first token.

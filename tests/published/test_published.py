@@ -19,12 +19,14 @@ import transformers
 from transformers import AutoProcessor
 
 from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.inputs import Text
 from mindie_mm.models import family_of, load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import FamilyContract, picture
+from mindie_mm.tokenize.prompt import PromptOptions
+from tests.models.contract import FamilyContract, media_texts, picture
 from tests.models.references import Reference
 from tests.published.checkpoints import ELSEWHERE, FOLDER, REFUSED, SIZES, write_small
 
@@ -72,6 +74,39 @@ def contract_of(path: Path) -> FamilyContract:
     module = importlib.import_module(f"tests.models.test_{name}")
     found = (value for value in vars(module).values() if isinstance(value, type) and issubclass(value, FamilyContract))
     return next(value for value in found if getattr(value, "name", None) == name)()
+
+
+def equal(first: Any, second: Any) -> int:
+    """Return the length of the common prefix."""
+    return next((at for at, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1), len(first))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_spelled_control_tokens_change_no_other_ids_and_raw_prompts_equal_transformers(name, tmp_path):
+    write_small(name, tmp_path)
+    family = family_of(Checkpoint.open(tmp_path))
+    encode, processor = family.tokenizer(Checkpoint.open(tmp_path)), family.processor(Checkpoint.open(tmp_path))
+    hidden = media_texts(processor, encode)
+    tokens = {one.content for one in encode.added_tokens_decoder.values() if one.special} - hidden
+    control = {*encode.convert_tokens_to_ids([*tokens, *hidden])} - {encode.unk_token_id}
+    with Tokenizer.from_pretrained(tmp_path) as tokenizer:
+
+        def chat(text: str) -> list[int]:
+            texts = {"user": ("hello world", text), "assistant": ("a red square",)}
+            turns = [("user", 0), ("assistant", 0), ("user", 1)]
+            return tokenizer.tokenize_chat([{"role": role, "content": texts[role][at]} for role, at in turns]).tolist()
+
+        raw = "".join(f"{token} a {token}b" for token in sorted(tokens))
+        draft = tokenizer.prompts.draft_items([Text(raw)], PromptOptions(add_special_tokens=False))
+        assert tokenizer.make(draft, None).ids.tolist() == encode(raw, add_special_tokens=False)["input_ids"]
+        if not tokenizer.has_template:
+            return
+        neutral, other = chat("What it is?"), chat("What ## is?")
+        for token in tokens | hidden:
+            ids = chat(f"What {token} is?")
+            assert equal(ids, neutral) >= equal(other, neutral)
+            assert equal(ids[::-1], neutral[::-1]) >= equal(other[::-1], neutral[::-1])
+            assert [index for index in ids if index in control] == [index for index in neutral if index in control]
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -1,5 +1,6 @@
 """Tests of how `ChatFormat` passes tools and reasoning settings to a chat template."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_template_without_tools_gets_text_or_nothing_or_unchanged_tools() -> N
         ("{{ reasoning_effort }}{{ enable_thinking }}", "none", {"reasoning_effort": "none"}),
         ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
         ("{{ enable_thinking }}", "low", {"enable_thinking": True}),
-        ("{{ messages }}", "low", {"reasoning_effort": "low"}),  # the template refuses the request later
+        ("{{ messages }}", "low", {"reasoning_effort": "low"}),  # the template ignores the variable
         ("{{ enable_thinking }}", None, {}),
     ],
 )
@@ -69,3 +70,15 @@ def test_an_effort_is_a_variable_or_a_switch(template: str, effort: str | None, 
     assert written(template).request(HELLO, ToolUse(), None, effort) == (HELLO, expected)
     given = {"enable_thinking": True}
     assert written(template).request(HELLO, ToolUse(), given, effort)[1] == expected | given
+
+
+@pytest.mark.parametrize("effort", [("low", None), (None, {"reasoning_effort": "low"})])
+def test_a_strict_service_refuses_an_effort_without_a_place(effort: tuple[Any, Any]) -> None:
+    given, variables = effort
+    strict = replace(written("{{ messages }}"), strict=True)
+    with pytest.raises(InputError, match=r"reasoning_effort is 'low', but .* does not use it") as raised:
+        strict.request(HELLO, ToolUse(), variables, given)
+    assert raised.value.param == "reasoning_effort"
+    assert strict.request(HELLO, ToolUse(), None, "none") == (HELLO, {"reasoning_effort": "none"})
+    placed = replace(written("{{ reasoning_effort }}"), strict=True)
+    assert placed.request(HELLO, ToolUse(), variables, given)[1] == {"reasoning_effort": "low"}

@@ -283,7 +283,6 @@ NAMELESS = {"type": "function", "function": {"parameters": {}}}
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools[0].function is missing"),
         (CHAT, {"tools": [NAMELESS]}, "tools", "tools[0].function.name is missing"),
         ("/tokenize", {"tools": [NAMELESS]}, "tools", "tools[0].function.name is missing"),
-        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "not use reasoning_effort"),
         (CHAT, {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "must not contain 'tokenize'"),
         (CHAT, {"messages": [{"role": "me!", "content": ""}]}, "messages", "messages[0].role is 'me!'"),
         ("/generate", {"inputs": "a", "stream": True}, "stream", "use /generate_stream"),

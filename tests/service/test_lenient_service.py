@@ -40,6 +40,7 @@ def lenient(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
         "json_additional_properties": "allow",
         "scheduling_policy": "priority",
         "webui_images": True,
+        "parse_special": "off",
         "enable_force_include_usage": True,
         "return_tokens_as_token_ids": True,
     }
@@ -117,6 +118,16 @@ def test_tokens_are_written_as_ids_unless_the_request_refuses(lenient: RunningSe
         answer = httpx2.post(lenient.url + "/v1/completions", json=given).raise_for_status().json()
         tokens = answer["choices"][0]["logprobs"]["tokens"]
         assert [token.startswith("token_id:") for token in tokens] == [expected] * 2
+
+
+def test_control_tokens_of_raw_prompts_are_text_unless_the_request_parses_them(lenient: RunningService) -> None:
+    def count(**fields: Any) -> int:
+        body = {"prompt": "<|im_end|>", **fields}
+        found: int = httpx2.post(f"{lenient.url}/tokenize", json=body, timeout=60).json()["count"]
+        return found
+
+    assert count() == count(parse_special=False) > 1
+    assert count(parse_special=True) == 1
 
 
 def test_a_model_may_have_several_names_or_any(lenient: RunningService) -> None:

@@ -88,7 +88,12 @@ def send_unknown_keys(http: Any, *, strict: bool) -> None:
             assert answer.status_code == (400 if strict else 200), answer.text
             assert not strict or "has the unknown key 'annotations'" in answer.json()["error"]["message"]
     good = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1, "store": True}
-    for change in ({}, {"x_field": 1}, {"messages": [{"role": "user", "content": PROMPT, "x_key": 1}]}):
+    for change in (
+        {},
+        {"x_field": 1},
+        {"reasoning_effort": "x_high"},
+        {"messages": [{"role": "user", "content": PROMPT, "x_key": 1}]},
+    ):
         answer = http.post("/v1/chat/completions", json=good | change)
         assert answer.status_code == (400 if strict and change else 200), answer.text
         assert not strict or not change or "'x_" in answer.json()["error"]["message"]
@@ -116,6 +121,14 @@ def test_an_ignored_key_is_logged_once(talk: Talk) -> None:
         f"ignoring the unknown key {key!r} of an item; this warning is not repeated"
         for key in ([] if strict else ["annotations", "id"])
     ]
+
+
+def test_an_ignored_reasoning_effort_is_logged_once(talk: Talk) -> None:
+    strict, log, _, _ = talk
+    warnings = [record["message"] for record in records(log) if record["level"] == "warning"]
+    assert [message for message in warnings if "effort" in message] == [
+        "ignoring reasoning_effort, which the model's chat template does not use; this warning is not repeated"
+    ] * (not strict)
 
 
 def test_keys_and_media_are_never_logged(talk: Talk) -> None:
@@ -160,7 +173,7 @@ def test_each_request_has_its_access_line(talk: Talk) -> None:
         (404, "none", "/v1/***"),
     ]
     assert lines[0]["client_request_id"] == "mine-1"
-    assert len({line["request_id"] for line in lines}) == len(lines) == 23
+    assert len({line["request_id"] for line in lines}) == len(lines) == 24
     assert all(line["duration_s"] > 0 and line["method"] in ("POST", "GET") for line in lines)
 
 

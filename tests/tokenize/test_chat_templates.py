@@ -92,20 +92,24 @@ MEDIA_FIRST = (
     "<|vision_end|>{% endfor %}{% for c in m.content if c.type == 'text' %}{{ c.text }}{% endfor %}{% endfor %}"
 )
 """A template like LLaVA's, which writes images before texts in any order of the parts."""
+MEDIA_LAST = (
+    "{% for m in messages %}{{ m.role }}: {% for c in m.content if c.type == 'text' %}{{ c.text }}{% endfor %}"
+    "{% for c in m.content if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% endfor %}{% endfor %}"
+)
 IN_ORDER = (
     "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c.type == 'image' %}<|vision_start|>"
     "<|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}{% endfor %}"
 )
 
 
-@pytest.mark.parametrize("name", [*STRING_TEMPLATES, "media first", "in order"])
+@pytest.mark.parametrize("name", [*STRING_TEMPLATES, "media first", "media last", "in order"])
 def test_embeddings_of_tokens_keep_their_place_or_are_refused(
     copy: Path, reference: Any, tmp_path: Path, name: str
 ) -> None:
     """An item's features must not take the place of another item, even though all items have one placeholder."""
     file = tmp_path / "red.png"
     Image.new("RGB", (64, 48), (220, 40, 40)).save(file)
-    templates = {**STRING_TEMPLATES, "media first": MEDIA_FIRST, "in order": IN_ORDER}
+    templates = {**STRING_TEMPLATES, "media first": MEDIA_FIRST, "media last": MEDIA_LAST, "in order": IN_ORDER}
     width = Checkpoint.open(copy).config["text_config"]["hidden_size"]
     forms = {"image": {"image": str(file)}, "prompt": {"prompt_embeds": np.ones((3, width), np.float32)}}
     forms["text"] = {"text": "What?"}
@@ -114,8 +118,9 @@ def test_embeddings_of_tokens_keep_their_place_or_are_refused(
         for order in set(permutations(["image", "prompt", "prompt", "text"])):
             message = {"role": "user", "content": [forms[kind] for kind in order]}
             given = [kind for kind in order if kind != "text"]
-            if given[0] == "prompt" and name != "in order":
-                with pytest.raises(InputError, match="put the media before prompt_embeds"):
+            where = "after" if name == "media last" else "before"
+            if given[-1 if where == "after" else 0] == "prompt" and name != "in order":
+                with pytest.raises(InputError, match=f"writes media {where} text; put the media {where} prompt_embeds"):
                     tokenizer.tokenize_chat([message], tmp_path / "shm_name.txt")
                 continue
             ids = tokenizer.tokenize_chat([message], tmp_path / "shm_name.txt")

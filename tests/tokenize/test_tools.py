@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,13 +41,22 @@ def test_a_template_with_a_place_for_tools_writes_the_tools(tmp_path: Path) -> N
     assert end not in given, "a control token that a tool spells must stay text"
 
 
+def test_a_template_without_a_place_for_an_effort_ignores_it_with_one_warning(caplog: Any) -> None:
+    with Tokenizer.from_pretrained() as tokenizer:
+        expected = tokenizer.answer(request()).ids.tolist()
+        assert tokenizer.answer(request(reasoning_effort="none")).ids.tolist() == expected
+        assert not caplog.messages
+        for effort in ("low", "high"):
+            assert tokenizer.answer(request(reasoning_effort=effort)).ids.tolist() == expected
+    assert caplog.messages == [
+        "ignoring reasoning_effort, which the model's chat template does not use; this warning is not repeated"
+    ]
+
+
 def test_a_template_without_a_place_for_tools_refuses_the_tools() -> None:
     with Tokenizer.from_pretrained() as tokenizer:
-        for given in ({"tools": TOOLS}, {"reasoning_effort": "low"}):
-            with pytest.raises(InputError, match=f"not supported: .* does not use {min(given)}"):
-                tokenizer.answer(request(**given))
-        none = tokenizer.answer(request(reasoning_effort="none"))
-        assert none.ids.tolist() == tokenizer.answer(request()).ids.tolist()
+        with pytest.raises(InputError, match=r"not supported: .* does not use tools"):
+            tokenizer.answer(request(tools=TOOLS))
         called = TokenizeRequest(messages=[{"role": "assistant", "content": None, "tool_calls": [CALL]}])
         with pytest.raises(InputError, match=r"not supported: .* does not use tool_calls"):
             tokenizer.answer(called)

@@ -41,7 +41,9 @@ _TEXTS = ("text", "prompt")
 _SOURCES = (*KINDS, *(f"{kind}_url" for kind in KINDS), "input_audio")
 _MEDIA = frozenset({*_SOURCES, *(f"{source}s" for source in _SOURCES)})
 _FLAT = _MEDIA.union(_TEXTS)
-_VARIABLES = frozenset({"tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt"})
+_VARIABLES = frozenset(
+    {"tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "parse_special"}
+)
 _NOT_SERVED = {**PROMPT_FIELDS, "add_special_tokens": OFF}
 _KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
 _FILE_KEYS = frozenset({"file_name", "img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
@@ -66,6 +68,8 @@ class Row:
     """Whether the prompt ends with the header of the assistant's turn."""
     template_kwargs: Mapping[str, Any] | None = None
     """Further variables for the chat template, such as `tools`."""
+    parse_special: bool | None = None
+    """Same as `PromptOptions.parse_special`."""
 
 
 def row_id(record: Record) -> str | None:
@@ -141,9 +145,9 @@ def parse(record: Record, folder: Path, template: str) -> Row:
     media, the media replace parts such as `{"type": "image"}`.
 
     An object may also contain `tools`, `tool_choice`, `chat_template_kwargs` and `add_generation_prompt`, as in the
-    body of a chat request. A null at any depth counts as a missing key, because a table has a column for each key of
-    any row. A media object in which all values are null also counts as missing. All other keys are ignored, unless a
-    key seems to contain half of the prompt.
+    body of a chat request, and `parse_special`, as in the body of a completion. A null at any depth counts as a missing
+    key, because a table has a column for each key of any row. A media object in which all values are null also counts
+    as missing. All other keys are ignored, unless a key seems to contain half of the prompt.
 
     Args:
         record: Record to convert.
@@ -312,7 +316,7 @@ def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Row` that the chat template uses. They are read as in the body of a chat request.
+    """Return the fields of a `Row` besides its items and messages. They are read as in the body of a request.
 
     Raises:
         InputError: A field is not valid or not supported.
@@ -326,7 +330,11 @@ def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = _typed(record, "chat_template_kwargs", dict[str, Any])
     tools = _typed(record, "tools", list[dict[str, Any]])
     variables = template_variables(kwargs, tools, record.get("tool_choice"), record.get("reasoning_effort"))
-    return {"add_generation_prompt": opens is not False, "template_kwargs": variables}
+    return {
+        "add_generation_prompt": opens is not False,
+        "template_kwargs": variables,
+        "parse_special": _typed(record, "parse_special", bool),
+    }
 
 
 def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
+from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as, panics_as
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.checkpoint.folder_errors import check_adapter, check_link, check_pointer, no_checkpoint
 from mindie_mm.nn.checkpoint.missing_files import VOCABULARIES, also_missing
@@ -219,7 +219,8 @@ class Checkpoint:
 
         described = self.tokenizer_json()
         added = [{**token, "special": is_special(token)} for token in described.get("added_tokens", ())]
-        return Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
+        with panics_as(UnsupportedCheckpoint, f"{self.path / 'tokenizer.json'} cannot be read"):
+            return Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
 
     def special_token(self, name: str) -> str | None:
         """Return the text of the special token under a key of tokenizer_config.json, such as sep_token, or None."""

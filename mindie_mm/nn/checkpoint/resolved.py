@@ -14,6 +14,8 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 _PLAIN_ROPE = frozenset({"rope_type", "type", "rope_theta", "factor", "partial_rotary_factor"})
 _PARTS = ("rope_parameters", "rope_scaling")
+_LENGTHENED = frozenset({"yarn", "linear"})
+"""Types of rotary frequencies that are made for more positions than `max_position_embeddings`."""
 
 
 def settle(checkpoint: Checkpoint, config: Any, default_theta: float | None = None) -> None:
@@ -100,3 +102,20 @@ def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
         if rope_type == "dynamic":
             entry["rope_type"] = "default"
             entry.pop("factor", None)
+
+
+def context_length(text: Any) -> int:
+    """Return the maximum number of positions of a text model, as vLLM does.
+
+    YaRN and linear scaling multiply the positions by `factor`. For YaRN, the positions are those of the original model
+    if they are given. With all other types, `max_position_embeddings` is the limit: in llama3 it includes the factor,
+    and dynamic frequencies are replaced by default frequencies. It also includes the factor if each type of layer has
+    its own frequencies.
+    """
+    positions: int = text.max_position_embeddings
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in _LENGTHENED or not rope.get("factor"):
+        return positions
+    if rope["rope_type"] == "yarn":
+        positions = rope.get("original_max_position_embeddings") or positions
+    return int(positions * rope["factor"])

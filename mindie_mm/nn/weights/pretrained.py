@@ -23,7 +23,7 @@ from mindie_mm.nn.angles import AngleTable
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights
-from mindie_mm.nn.checkpoint.resolved import settle
+from mindie_mm.nn.checkpoint.resolved import context_length, settle
 from mindie_mm.nn.decoder_layer import DecoderLayer, fuse
 from mindie_mm.nn.layers import FewOperatorNorm
 from mindie_mm.nn.model import Model, ModelSpec
@@ -365,7 +365,7 @@ def _spec(checkpoint: Checkpoint, text: Any, device: Device, dtype: torch.dtype)
     return ModelSpec(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
-        max_model_len=text.max_position_embeddings,
+        max_model_len=context_length(text),
         num_layers=text.num_hidden_layers,
         num_kv_heads=(getattr(text, "num_key_value_heads", None) or heads) // num_shares(),
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.errors import UnsupportedCheckpoint, panics_as
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.weights.shards import weight_files
 
@@ -100,6 +100,7 @@ def _load(file: Path) -> dict[str, Tensor]:
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
     try:
-        yield
+        with panics_as(UnsupportedCheckpoint, f"{file} cannot be read"):
+            yield
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UnsupportedCheckpoint(f"{file} cannot be read: {error}") from error

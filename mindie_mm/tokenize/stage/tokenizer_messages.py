@@ -11,7 +11,7 @@ import numpy as np
 
 from mindie_mm.inputs import MediaDefaults
 from mindie_mm.processes.ipc import Failure
-from mindie_mm.settings.config import ContentFormat, MediaCaps, WorkerConfig
+from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch, WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
@@ -61,6 +61,7 @@ class Setup(msgspec.Struct, frozen=True):
     arena_wait_s: float
     preprocessed_cache_bytes: int
     chat_template_content_format: ContentFormat
+    parse_special: Switch
     media: MediaCaps
     limit_mm_per_prompt: PromptLimits
 

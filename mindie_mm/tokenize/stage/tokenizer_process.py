@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 import torch
@@ -158,5 +159,5 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
 
 def _read_checkpoint(setup: Setup, decoders: Decoders, room: Room) -> Prompts:
     checkpoint, preprocessed = Checkpoint.open(setup.model), Preprocessed(setup.preprocessed_cache_bytes)
-    content_format, limits = setup.chat_template_content_format, setup.limit_mm_per_prompt
-    return read_prompts(checkpoint, setup.family, content_format, setup.media, decoders, room, preprocessed, limits)
+    read = partial(read_prompts, checkpoint, setup.family, setup.chat_template_content_format, setup.parse_special)
+    return read(setup.media, decoders, room, preprocessed, setup.limit_mm_per_prompt)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tokenizers import Tokenizer
 
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, panics_as
 
 
 def bad_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> Iterator[tuple[int, ...]]:
@@ -21,7 +21,8 @@ def bad_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> Iterator[tuple[
     """
     for word in words:
         bare = word.lstrip()
-        plain, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (bare, f" {bare}"))
+        with panics_as(InputError, f"bad_words contains {word!r}, which the tokenizer cannot encode"):
+            plain, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (bare, f" {bare}"))
         if not plain:
             raise InputError(f"bad_words contains {word!r}, which has no tokens; leave it out", param="bad_words")
         yield plain

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,8 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import ContentFormat
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings, unused_character
+
+_log = logging.getLogger(__name__)
 
 _REMEMBERED = 256
 """Number of conversations whose prompts are cached, because requests or rows often repeat them."""
@@ -35,7 +38,7 @@ _SHOWN_PROMPT = "Final message to continue"
 """Words that precede the whole prompt in transformers' error about a message that cannot be continued."""
 _LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa: S701 - splits sources; renders nothing
 """Lexer with the whitespace settings of transformers."""
-_PLACED = ("tools", "reasoning_effort", "tool_calls", "function_call")
+_PLACED = ("tools", "tool_calls", "function_call")
 """Variables and keys of messages that are refused unless the template uses them."""
 _PROBE = "a text"
 _NO_ROLE = "norole0"
@@ -91,6 +94,7 @@ class ChatTemplate:
             self._content_format = "string"
         self._wraps_strings = self._content_format == "openai"
         self._placeless = [name for name in _PLACED if not re.search(rf"\b{name}\b", source)]
+        self._ignores_effort = re.search(r"\breasoning_effort\b", source) is None
         self._knows_developer = re.search(r"\bdeveloper\b", source) is not None
         shown = {role: self._shows_messages(tried) for role, tried in _TRIED.items()}
         self._lost_roles = [role for role, is_shown in shown.items() if is_shown is False]
@@ -129,6 +133,7 @@ class ChatTemplate:
         if reserved := _RESERVED_KWARGS & template_kwargs.keys():
             raise InputError(f"chat_template_kwargs must not contain {min(reserved)!r}", param="chat_template_kwargs")
         self._check_placed(template_kwargs)
+        self._warn_of_effort(template_kwargs)
         conversation = [self._turn(message) for message in messages]
         if self._is_deterministic and not template_kwargs and not any(message.extra for message in messages):
             key = msgspec.json.encode(conversation)
@@ -146,43 +151,31 @@ class ChatTemplate:
     ) -> Rendered:
         texts = [*strings(conversation), *strings(template_kwargs)]
         kinds = [part["type"] for turn in conversation for part in _parts(turn) if part["type"] != "text"]
-        embeddings = [item for kind, item in zip(kinds, items, strict=False) if kind == PROMPT]
         items = [item for kind, item in zip(kinds, items, strict=False) if kind != PROMPT]
-        text_mark = unused_character([*texts, self._source]) if embeddings else ""
+        text_mark = unused_character([*texts, self._source]) if PROMPT in kinds else ""
         texts.append(text_mark)
-        media_first = conversation
-        if embeddings:
-            media_first = [_with_texts(_media_first(turn), text_mark) for turn in conversation]
+        if text_mark:
             conversation = [_with_texts(turn, text_mark) for turn in conversation]
         is_string = self._content_format == "string"
         mark = unused_character([*texts, self._source]) if is_string and any(items) else ""
         escapes = self._spelling.escapes([*texts, mark], self._source)
 
-        def run(turns: Any) -> str:
-            if is_string:
-                turns = [{**turn, "content": _joined(turn["content"], mark)} for turn in turns]
-            return self._run(
-                escapes.apply(turns),
+        if is_string:
+            conversation = [{**turn, "content": _joined(turn["content"], mark)} for turn in conversation]
+        try:
+            text = self._run(
+                escapes.apply(conversation),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **{name: escapes.apply(value) for name, value in template_kwargs.items()},
             )
-
-        try:
-            text = run(conversation)
-            keeps_order = media_first == conversation or run(media_first) != text
         except RecursionError as error:
             raise InputError("the chat template refuses these messages: they are nested too deeply") from error
         except Exception as error:  # a template is a program and can raise anything
             reason, *_ = str(error).split(_SHOWN_PROMPT)
             raise InputError(f"the chat template refuses these messages: {reason}") from error
-        if not keeps_order:
-            raise InputError(
-                "a message has media after prompt_embeds, but the model's chat template writes media first; put the "
-                "media before prompt_embeds"
-            )
-        text = _with_items(text, text_mark, embeddings) if embeddings else text
-        return escapes.rendered(_with_items(text, mark, items) if mark else text)
+        rendered = escapes.rendered(_with_items(text, mark, items) if mark else text)
+        return replace(rendered, embeds_mark=text_mark)
 
     def _turn(self, message: Message) -> dict[str, Any]:
         """Convert a message for the template. Raise InputError if the template would skip a part of the message."""
@@ -226,9 +219,17 @@ class ChatTemplate:
 
     def _check_placed(self, given: Mapping[str, Any], field: str | None = None) -> None:
         for name in self._placeless:
-            if given.get(name) and given[name] != "none":  # OpenAI's word for no effort
+            if given.get(name):
                 detail = f"not supported: the model's chat template does not use {name}"
                 raise InputError(detail, param=field or name)
+
+    def _warn_of_effort(self, given: Mapping[str, Any]) -> None:
+        """Log once that a reasoning effort has no effect. Clients send it to every model, as a wish."""
+        if self._ignores_effort and given.get("reasoning_effort") not in (None, "", "none"):
+            self._ignores_effort = False
+            _log.warning(
+                "ignoring reasoning_effort, which the model's chat template does not use; this warning is not repeated"
+            )
 
     def _reads(self, wraps_strings: bool) -> bool | None:
         """Return whether the template writes a user's text.
@@ -330,15 +331,6 @@ def _with_texts(turn: Mapping[str, Any], mark: str) -> dict[str, Any]:
     given = {"type": "text", "text": mark}
     parts = [given if part["type"] == PROMPT else part for part in _parts(turn)]
     return {**turn, "content": parts or turn["content"]}
-
-
-def _media_first(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Move media that follow embeddings of text tokens to the beginning of their message."""
-    parts = _parts(turn)
-    kinds = [part["type"] for part in parts if part["type"] != "text"]
-    if kinds == sorted(kinds, key=lambda kind: kind == PROMPT):
-        return turn
-    return {**turn, "content": sorted(parts, key=lambda part: part["type"] in ("text", PROMPT))}
 
 
 def _joined(content: Any, mark: str) -> Any:

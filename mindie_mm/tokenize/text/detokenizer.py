@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from tokenizers import Tokenizer
 
+from mindie_mm.errors import UnsupportedCheckpoint, panics_as
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 _UNFINISHED = 64
@@ -193,7 +194,8 @@ def load_tokenizer(checkpoint: Checkpoint, family: str | None = None, shown_toke
     file = checkpoint.path / "tokenizer.json"
     if file.is_file():
         if not shown_tokens:
-            return Tokenizer.from_file(str(file))
+            with panics_as(UnsupportedCheckpoint, f"{file} cannot be read"):
+                return Tokenizer.from_file(str(file))
         stated = {token["content"] for token in checkpoint.json("tokenizer.json").get("added_tokens", ())}
         if stated.issuperset(shown_tokens):
             return checkpoint.tokenizer(lambda token: token["special"] and token["content"] not in shown_tokens)

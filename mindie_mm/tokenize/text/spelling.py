@@ -36,6 +36,11 @@ class Rendered:
     prompts."""
     items: Sequence[tuple[int, int]] = ()
     """Range [start, stop) of each media item in `text`."""
+    embeds_mark: str = ""
+    """Character that stands for each item of embeddings of text tokens in `text`, or empty if the items' own marker
+    stands for them. A template treats the character as text, so it may write the item before or after media."""
+    has_control_text: bool = False
+    """Whether a user's text may contain control tokens, except those of media items."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,22 +5,24 @@ that the template or a media item writes are intended. A user's text may also sp
 several texts may form a control token where they are joined. These spellings must be encoded as plain text. They are
 escaped before rendering (`spelling.py`), so that every control token in the string is intended.
 
-The string is then split at its control tokens. In the text between them, escapes are undone, and the text is encoded
-without recognizing control tokens. Most prompts do not contain escapes. They are encoded as a whole, exactly as in
-transformers.
+Most prompts do not contain escapes. They are encoded as in transformers. In other prompts, the intended control tokens
+get secret names, escapes are undone, and the prompt is encoded in one piece (`sealed.py`).
+
+A prompt without a template may be written by a caller who has applied the template. Its texts may contain all control
+tokens, except those of media items.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, Literal
 
-from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint
+from mindie_mm.errors import ContextLengthExceeded, InputError, UnsupportedCheckpoint, panics_as
 from mindie_mm.inputs import PROMPT, Item, Kind, Message, Text, media_of_messages
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
@@ -28,6 +30,7 @@ from mindie_mm.settings.config import ContentFormat
 from mindie_mm.tokenize.placeholders import check_order
 from mindie_mm.tokenize.text.chat_template import ChatTemplate, TemplateSources, as_dict
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
+from mindie_mm.tokenize.text.sealed import Encoding, SealedTokenizer
 from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings
 
 _ALWAYS_ENCODED = 2**18
@@ -46,23 +49,9 @@ class Encoded:
     """For each media item, the range [start, stop) of ids that encode its spelling. Two items may share an id."""
 
 
-class _Encoding(Protocol):
-    """An encoded text, with the attributes of an encoding of the `tokenizers` library."""
-
-    @property
-    def ids(self) -> Sequence[int]: ...
-
-    @property
-    def offsets(self) -> Sequence[tuple[int, int]]:
-        """Range [start, stop) of the characters of each id."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Control:
-    """The encoding of one control token."""
-
-    ids: Sequence[int]
-    offsets: Sequence[tuple[int, int]]
+SpecialTokens = Literal["unless_begun", "missing", "all", "none"]
+"""Which of the tokenizer's special tokens, such as BOS, are added to a prompt: all unless the prompt begins with BOS,
+those that the prompt does not have, all, or none."""
 
 
 class TextEncoder:
@@ -100,11 +89,16 @@ class TextEncoder:
         self._control_ids = _control_ids(checkpoint, tokenizer, placeholder_ids, pieces)
         # Text outside the vocabulary is encoded as the unknown token, so text may produce that token.
         self._never_text = {*self._control_ids.values()} - {tokenizer.unk_token_id}
-        self._control = _one_of(frozenset(self._control_ids))
+        self._control = _control_pattern(self._control_ids, tokenizer)
         # A marker represents an item even if it is not a token, so a user's text must not contain a marker.
         markers = {placeholder.marker for placeholder in processor.placeholders.values() if placeholder.marker}
         self._spelled = sorted(sorted(self._control_ids.keys() | markers), key=len, reverse=True)
         self._spelling = ControlSpelling(self._spelled)
+        of_media = {*placeholder_ids, *pieces}
+        media = markers | {text for text, index in self._control_ids.items() if index in of_media}
+        self._media_ids = {self._control_ids[text] for text in media & self._control_ids.keys()}
+        self._media = _one_of(frozenset(media))
+        self._media_spelling = ControlSpelling([text for text in self._spelled if text in media])
         self._sources = TemplateSources.of(checkpoint, tokenizer)
         self._templates: dict[str, ChatTemplate] = {}
         self.has_template = self._template(()) is not None
@@ -149,11 +143,16 @@ class TextEncoder:
         """Return the text that represents control tokens in a rendered prompt."""
         return "".join(self._tokenizer.convert_ids_to_tokens(list(ids)))
 
-    def render_items(self, items: Sequence[Item | str]) -> Rendered:
-        """Join `items` without a template. A `str` is inserted unchanged, with its control tokens."""
-        escapes = self._spelling.escapes(item.text for item in items if isinstance(item, Text))
+    def render_items(self, items: Sequence[Item | str], *, parse_special: bool) -> Rendered:
+        """Join `items` without a template. A `str` is inserted unchanged, with its control tokens.
+
+        With `parse_special`, texts may contain control tokens, except those of media items.
+        """
+        spelling = self._media_spelling if parse_special else self._spelling
+        escapes = spelling.escapes(item.text for item in items if isinstance(item, Text))
         pieces = [escapes.apply(item.text) if isinstance(item, Text) else item for item in items]
-        return escapes.rendered("".join(str(piece) for piece in pieces))
+        rendered = escapes.rendered("".join(str(piece) for piece in pieces))
+        return replace(rendered, has_control_text=parse_special)
 
     def render_messages(
         self,
@@ -187,17 +186,24 @@ class TextEncoder:
         Args:
             rendered: Prompt with markers.
             names: All markers that the model has.
-            markers: Expected markers, in order.
+            markers: Expected markers, in order. `rendered.embeds_mark` stands for embeddings of text tokens.
             texts: Replacements of `markers`, in the same order.
 
         Raises:
             InputError: The markers in the prompt differ from `markers`.
 
         """
-        pieces = _one_of(names).split(rendered.text)
+        pieces = _one_of(names | {*filter(None, [rendered.embeds_mark])}).split(rendered.text)
+        if rendered.embeds_mark and pieces[1::2] != [*markers] and sorted(pieces[1::2]) == sorted(markers):
+            wants_last = pieces[1] != rendered.embeds_mark
+            raise InputError(
+                "a message has media and prompt_embeds, but the model's chat template writes media "
+                f"{'before' if wants_last else 'after'} text; put the media {'before' if wants_last else 'after'} "
+                "prompt_embeds"
+            )
         check_order(pieces[1::2], markers, len(markers))
         pieces[1::2] = texts
-        return Rendered("".join(pieces), rendered.restore, _odd_ones(pieces))
+        return replace(rendered, text="".join(pieces), items=_odd_ones(pieces))
 
     def replace_marker_ids(
         self, ids: Sequence[int], names: Collection[str], markers: Sequence[str], texts: Sequence[str]
@@ -224,7 +230,7 @@ class TextEncoder:
         pieces.append(ids[behind:])
         check_order(marker_texts, markers, len(markers))
         pieces[1::2] = [
-            self._encode(text, plain=False) if marker in replaced else spelled[marker]
+            self._encoding(text).ids if marker in replaced else spelled[marker]
             for marker, text in zip(markers, texts, strict=True)
         ]
         return Encoded([index for piece in pieces for index in piece], _odd_ones(pieces))
@@ -235,95 +241,66 @@ class TextEncoder:
         Unless `whole` is set, return only the ids from the first to the last control token, if the marker has control
         tokens.
         """
-        ids = self._encode(marker, plain=False)
+        ids = [*self._encoding(marker).ids]
         control = {*self._control_ids.values()}
         places = [at for at, index in enumerate(ids) if index in control]
         return ids if whole or not places else ids[places[0] : places[-1] + 1]
 
-    def encode(self, rendered: Rendered) -> Encoded:
-        """Encode a prompt. Add the tokenizer's special tokens, such as BOS, unless the text begins with BOS."""
+    def encode(self, rendered: Rendered, special_tokens: SpecialTokens = "unless_begun") -> Encoded:
+        """Encode a prompt, and add the tokenizer's special tokens."""
+        pattern = self._media if rendered.has_control_text else self._control
         if rendered.restore:
-            plain = Rendered(rendered.text.translate(rendered.restore), {}, rendered.items)
-            if self._spelled_in(plain.text) == self._spelled_in(rendered.text):  # restoring does not add a spelling
+            plain = replace(rendered, text=rendered.text.translate(rendered.restore), restore={})
+            if _places(pattern, plain.text) == _places(pattern, rendered.text):  # restoring does not add a spelling
                 rendered = plain
         if rendered.restore or len(rendered.text) > _REMEMBERED_CHARS:
-            return self._encoded(rendered)
-        return self._remembered(rendered.text, tuple(rendered.items))
+            encoded = self._encoded(rendered)
+        else:
+            encoded = self._remembered(rendered.text, tuple(rendered.items))
+        prefix, suffix = self._around(rendered, encoded.ids, special_tokens)
+        items = [(start + len(prefix), stop + len(prefix)) for start, stop in encoded.items]
+        return Encoded([*prefix, *encoded.ids, *suffix], items)
 
-    def framed(self, rendered: Rendered, encoded: Encoded) -> Encoded:
-        """Add the tokenizer's special tokens if a prompt begins with BOS. `encode` does not add them in this case."""
-        if not (self._bos and rendered.text.startswith(self._bos)):
-            return encoded
-        ahead = len(self._prefix)
-        items = [(start + ahead, stop + ahead) for start, stop in encoded.items]
-        return Encoded([*self._prefix, *encoded.ids, *self._suffix], items)
+    def _around(
+        self, rendered: Rendered, ids: Sequence[int], special_tokens: SpecialTokens
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the special tokens to add before and after `ids`."""
+        prefix, suffix = self._prefix, self._suffix
+        if special_tokens == "none":
+            return [], []
+        if special_tokens == "unless_begun" and self._bos and rendered.text.startswith(self._bos):
+            return [], []
+        if special_tokens == "missing":
+            has_prefix = [*ids[: len(prefix)]] == prefix
+            has_suffix = len(ids) >= len(suffix) and [*ids[len(ids) - len(suffix) :]] == suffix
+            return [] if has_prefix else prefix, [] if has_suffix else suffix
+        return prefix, suffix
 
-    def bare_ids(self, rendered: Rendered) -> Sequence[int]:
-        """Encode a prompt without the special tokens that the tokenizer adds."""
-        ids, ahead = self.encode(rendered).ids, len(self._prefix)
-        return ids[ahead : len(ids) - len(self._suffix)] if [*ids[:ahead]] == self._prefix else ids
-
-    def _spelled_in(self, text: str) -> list[tuple[int, int]]:
-        """Return the ranges [start, stop) of the control tokens in `text`."""
-        return [match.span() for match in self._control.finditer(text)]
+    @cached_property
+    def _sealed(self) -> SealedTokenizer:
+        return SealedTokenizer(self._backend, self._control_ids, self._never_text)
 
     def _encoded(self, rendered: Rendered) -> Encoded:
-        pieces = [(0, self._encoding(rendered.text, plain=False))] if not rendered.restore else []
-        if not pieces or not self._as_meant(rendered.text, pieces[0][1].ids):
-            pieces = [*self._pieces(rendered)]
-        ids = [index for _, piece in pieces for index in piece.ids]
-        items: list[tuple[int, int]] = []
-        if rendered.items:
-            places = [(at + start, at + stop) for at, piece in pieces for start, stop in piece.offsets]
-            items = [_touched(places, *item) for item in rendered.items]
-        if self._bos and rendered.text.startswith(self._bos):
-            return Encoded(ids, items)
-        ahead = len(self._prefix)
-        return Encoded([*self._prefix, *ids, *self._suffix], [(start + ahead, stop + ahead) for start, stop in items])
+        """Encode a prompt without the special tokens that the tokenizer adds."""
+        with panics_as(InputError, "the tokenizer cannot encode the prompt"):
+            encoding = None if rendered.restore else self._encoding(rendered.text)
+            if encoding is None or not self._as_meant(rendered, encoding.ids):
+                pieces = self._control.split(rendered.text)
+                pieces[::2] = [piece.translate(rendered.restore) for piece in pieces[::2]]
+                encoding = self._sealed.encode(pieces)
+        offsets = encoding.offsets if rendered.items else ()
+        return Encoded(encoding.ids, [_touched(offsets, *item) for item in rendered.items])
 
-    def _pieces(self, rendered: Rendered) -> Iterator[tuple[int, _Encoding]]:
-        """Split a prompt at its control tokens. Yield each piece's offset in characters and its encoding."""
-        at = 0
-        for index, piece in enumerate(self._control.split(rendered.text)):
-            if index % 2:
-                yield at, _Control([self._control_ids[piece]], [(0, len(piece))])
-            elif piece:
-                yield from ((at + start, own) for start, own in self._encode_plain(piece.translate(rendered.restore)))
-            at += len(piece)
+    def _as_meant(self, rendered: Rendered, ids: Sequence[int]) -> bool:
+        """Return whether `ids` contain exactly the control tokens in the text. A normalizer may produce other tokens.
 
-    def _encode_plain(self, text: str) -> list[tuple[int, _Encoding]]:
-        """Encode `text` without control tokens. Return pieces as `_pieces` does.
-
-        The vocabulary of a Unigram model includes its control tokens, so the model finds them even if they are not
-        recognized as added tokens. Its normalizer may also turn other characters into a control token. The text is
-        split after the first character of each such token.
-
-        Raises:
-            InputError: A single character produces a control token.
-
+        If texts may contain control tokens, only those of media items are compared.
         """
-        whole = self._encoding(text, plain=True)
-        if self._never_text.isdisjoint(whole.ids):
-            return [(0, whole)]
-        starts_of_tokens = (
-            start for index, (start, _) in zip(whole.ids, whole.offsets, strict=True) if index in self._never_text
-        )
-        starts = {*starts_of_tokens, *(match.start() for match in self._control.finditer(text))}
-        cuts = [0, *sorted(start + 1 for start in starts), len(text)]
-        pieces = [(start, self._encoding(text[start:stop], plain=True)) for start, stop in pairwise(cuts)]
-        if made := self._never_text.intersection(index for _, piece in pieces for index in piece.ids):
-            raise InputError(
-                f"the text contains a character that becomes the control token {self.spell(sorted(made)[:1])}; remove "
-                "this character"
-            )
-        return pieces
-
-    def _as_meant(self, text: str, ids: Sequence[int]) -> bool:
-        """Return whether `ids` contain exactly the control tokens in `text`. A normalizer may produce other tokens."""
         if self._backend.normalizer is None:
             return True
-        spelled = [self._control_ids[match[0]] for match in self._control.finditer(text)]
-        return [i for i in spelled if i in self._never_text] == [i for i in ids if i in self._never_text]
+        compared = self._never_text & self._media_ids if rendered.has_control_text else self._never_text
+        spelled = [self._control_ids[match[0]] for match in self._control.finditer(rendered.text)]
+        return [i for i in spelled if i in compared] == [i for i in ids if i in compared]
 
     def _template(self, kinds: Collection[Kind], *, with_tools: bool = False) -> ChatTemplate | None:
         """Return the template for conversations with items of `kinds`, or None."""
@@ -342,13 +319,9 @@ class TextEncoder:
             )
         return self._templates[source]
 
-    def _encode(self, text: str, plain: bool) -> list[int]:
-        return list(self._encoding(text, plain).ids)
-
-    def _encoding(self, text: str, plain: bool) -> _Encoding:
-        """Encode `text`. If `plain` is set, do not recognize special tokens."""
-        self._backend.encode_special_tokens = plain
-        encoding: _Encoding = self._backend.encode(text, add_special_tokens=False)
+    def _encoding(self, text: str) -> Encoding:
+        self._backend.encode_special_tokens = False  # transformers may have changed it
+        encoding: Encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding
 
     def _frame(self) -> tuple[list[int], list[int]]:
@@ -362,7 +335,23 @@ class TextEncoder:
 @lru_cache
 def _one_of(names: frozenset[str]) -> re.Pattern[str]:
     longest_first = sorted(sorted(names), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def _control_pattern(control_ids: Mapping[str, int], tokenizer: Any) -> re.Pattern[str]:
+    """Return a pattern for all control tokens, as the group 1."""
+    added = tokenizer.added_tokens_decoder
+    alone = {text for text, index in control_ids.items() if index in added and added[index].single_word}
+    tokens = [
+        rf"(?<!\w){re.escape(text)}(?!\w)" if text in alone else re.escape(text)
+        for text in sorted(sorted(control_ids), key=len, reverse=True)
+    ]
+    return re.compile(f"({'|'.join(tokens) or '(?!)'})")
+
+
+def _places(pattern: re.Pattern[str], text: str) -> list[tuple[int, int]]:
+    """Return the ranges [start, stop) of the control tokens in `text`."""
+    return [match.span() for match in pattern.finditer(text)]
 
 
 def _control_ids(
