@@ -47,6 +47,7 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
         "w64": ".w64",
         "au": ".au .snd",
         "nistsphere": ".sph",
+        "amr": ".amr .awb",
     },
 }
 """File name extensions of each supported image format (`FORMATS`) and of each video and audio container (`CONTAINERS`).
