@@ -252,7 +252,7 @@ def test_a_track_that_cannot_be_decoded_is_passed_over(codec, other):
     """FFmpeg's av_find_best_stream passes over such tracks if its caller needs a decoder."""
     data = two_tracks(Disposition.default, other).replace(b"A_PCM/INT/LIT", codec, 1)
     assert set(decode(data)) == {np.float32(200 / 2**15)}
-    with pytest.raises(MediaError, match="the audio stream has an unknown codec|a codec that is not supported"):
+    with pytest.raises(MediaError, match=r"the audio stream has an unknown codec|a codec that is not supported"):
         decode(data.replace(b"A_PCM/INT/LIT", codec))
 
 

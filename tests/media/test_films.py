@@ -8,11 +8,12 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from av.stream import Disposition
 
 from mindie_mm.errors import MediaError
 from mindie_mm.media.audio.encoded_audio import open_audio
 from mindie_mm.media.video.encoded_video import EncodedVideo, open_video
-from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
+from tests.media_samples import decode_all, moving_frames, photograph
 from tests.sound_samples import tone
 
 CASES = Path(__file__).parents[1] / "cases/films"
@@ -39,6 +40,7 @@ def test_a_larger_track_whose_codec_is_not_allowed_is_passed_over():
         streams = [output.add_stream(codec, rate=10) for codec in ("libx264", "png")]
         for stream, scale, pixel_format in zip(streams, (1, 2), ("yuv420p", "rgb24"), strict=True):
             stream.width, stream.height, stream.pix_fmt = 112 * scale, 84 * scale, pixel_format
+        streams[0].disposition = Disposition(0)
         for pixels in frames:
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             for stream in streams:
@@ -55,7 +57,7 @@ def test_cover_art_is_no_video():
     with av.open(file, "w", format="mp4") as output:
         sound, cover = output.add_stream("aac", rate=16_000, layout="mono"), output.add_stream("mjpeg", rate=1)
         cover.width, cover.height, cover.pix_fmt = 64, 64, "yuvj420p"
-        cover.disposition = av.stream.Disposition.attached_pic
+        cover.disposition = Disposition.attached_pic
         frame = av.AudioFrame.from_ndarray(tone(1.0)[None], format="flt", layout="mono")
         frame.sample_rate = 16_000
         for piece in av.AudioResampler("fltp", "mono", 16_000, frame_size=1024).resample(frame):
