@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import av
@@ -26,7 +27,7 @@ from mindie_mm.media.image.encoded_image import Data
 
 CONTAINERS = (
     *("wav", "flac", "mp3", "aac", "ogg", "aiff", "caf", "w64", "au", "nistsphere", "amr"),
-    *("mov", "matroska", "asf", "avi", "mpegts", "flv", "mpeg"),
+    *("mov", "matroska", "asf", "avi", "mpegts", "flv", "mpeg", "dv"),
 )
 """Supported containers, detected by content. They include video containers with an audio stream.
 
@@ -177,6 +178,17 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
     if rate is not None:
         raise InputError(f"sampling_rate is {rate}, but an encoded clip has its own rate; leave sampling_rate out")
     return EncodedAudio.open(data)
+
+
+def has_sound(data: bytes) -> bool:
+    """Return whether a video has an audio track that FFmpeg finds. Return False if the data cannot be read."""
+    with (
+        suppress(MediaError),
+        reading(lambda: MediaError("unreadable")),
+        open_container(data, CONTAINERS, caps().max_video_pixels) as container,
+    ):
+        return bool(container.streams.audio)
+    return False
 
 
 def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
