@@ -11,6 +11,7 @@ from PIL import Image
 from mindie_mm.media.image.encoded_image import FORMATS
 from tests.attacks import clips, pictures
 from tests.media.test_audio import LOSSLESS
+from tests.media.test_films import FORMATS_WITH_ALPHA, animate, encode_rgba, moving_square
 from tests.media.test_formats import FILES
 from tests.media_samples import encode_video, encoded, jpeg_variants, moving_frames, photograph
 from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
@@ -71,6 +72,10 @@ def _pictures() -> Iterator[Sample]:
 def _videos() -> Iterator[Sample]:
     for container, codec in _VIDEOS:
         yield "video", f"{codec} in {container}", encode_video(moving_frames(12), container=container, codec=codec)
+    for container, codec, pixel_format in FORMATS_WITH_ALPHA:
+        yield "video", f"alpha of {codec} in {container}", encode_rgba(moving_square(), container, codec, pixel_format)
+    for name in ("PNG", "WEBP"):
+        yield "video", f"animated {name}", animate(moving_square(), name, duration=100)
     large = np.stack([np.asarray(photograph(size=(1280, 720)).rotate(angle)) for angle in range(4)])
     for codec in ("libx264", "libx265", "libvpx-vp9", "libsvtav1"):
         yield "video", f"large {codec}", encode_video(large, container="matroska", codec=codec)

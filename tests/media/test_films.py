@@ -23,6 +23,19 @@ from tests.sound_samples import tone
 CASES = Path(__file__).parents[1] / "cases/films"
 
 
+FORMATS_WITH_ALPHA = (
+    ("mov", "qtrle", "argb"),
+    ("mov", "prores_ks", "yuva444p10le"),
+    ("mov", "rawvideo", "argb"),
+    ("matroska", "ffv1", "bgra"),
+    ("matroska", "ffv1", "yuva420p"),
+    ("webm", "libvpx", "yuva420p"),
+    ("matroska", "libvpx", "yuva420p"),
+    ("webm", "libvpx-vp9", "yuva420p"),
+)
+"""Containers, encoders and pixel formats of videos with an alpha channel."""
+
+
 def case(name: str) -> bytes:
     return (CASES / name).read_bytes()
 
@@ -100,19 +113,7 @@ def encode_rgba(frames: np.ndarray, container: str, codec: str, pixel_format: st
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("container", "codec", "pixel_format"),
-    [
-        ("mov", "qtrle", "argb"),
-        ("mov", "prores_ks", "yuva444p10le"),
-        ("mov", "rawvideo", "argb"),
-        ("matroska", "ffv1", "bgra"),
-        ("matroska", "ffv1", "yuva420p"),
-        ("webm", "libvpx", "yuva420p"),
-        ("matroska", "libvpx", "yuva420p"),
-        ("webm", "libvpx-vp9", "yuva420p"),
-    ],
-)
+@pytest.mark.parametrize(("container", "codec", "pixel_format"), FORMATS_WITH_ALPHA)
 def test_every_format_with_alpha_shows_the_background(container, codec, pixel_format):
     data = encode_rgba(moving_square(), container, codec, pixel_format)
     video = open_video(data, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import av
 import numpy as np
+from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
@@ -31,6 +32,7 @@ class AlphaTrack:
         self._context: av.VideoCodecContext = av.CodecContext.create(stream.codec_context.name, "r")
         self._context.options = dict(stream.codec_context.options)
         self._context.thread_count = 1
+        self._scaler = VideoReformatter()
         self._planes: dict[int | None, NDArray[np.uint8]] = {}
         """Alpha channels of frames that the decoder of the colors still keeps, by time."""
 
@@ -52,7 +54,9 @@ class AlphaTrack:
                 f"the alpha channel has {alpha.shape[1]}x{alpha.shape[0]} pixels, but the video has "
                 f"{frame.width}x{frame.height}"
             )
-        return av.VideoFrame.from_ndarray(np.dstack([frame.to_ndarray(format="rgb24"), alpha]), format="rgba")
+        # By default, the scaler starts threads, which a locked-in decoder is not allowed to do.
+        colors = self._scaler.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        return av.VideoFrame.from_ndarray(np.dstack([colors, alpha]), format="rgba")
 
 
 def _luma(frame: av.VideoFrame) -> NDArray[np.uint8]:
