@@ -363,6 +363,48 @@ def test_a_big_endian_file_with_other_codecs_is_refused():
         decode(file.getvalue())
 
 
+CONTAINERS_WITH_LENGTH = {
+    **{name: (encode_sound, RATE, name, "PCM_16") for name in ("WAV", "RF64", "AIFF", "AU", "NIST")},
+    "WAVEX": (encode_sound, RATE, "WAVEX", "PCM_24"),
+    "MP3": (encode_sound, RATE, "MP3", "MPEG_LAYER_III"),
+    "Matroska": (encode_with_ffmpeg, RATE, "matroska", "libmp3lame"),
+    "WebM": (encode_with_ffmpeg, 48_000, "webm", "libopus"),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS_WITH_LENGTH)
+def test_a_truncated_file_is_refused(name):
+    encode, rate, *form = CONTAINERS_WITH_LENGTH[name]
+    data = encode(tone(3.0, rate), rate, *form)
+    assert len(decode(data)) == pytest.approx(3.0 * RATE, abs=0.1 * RATE)
+    with pytest.raises(
+        MediaError, match=r"the audio clip is truncated: its header declares [23]\.\d s, but it has 1\.\d s"
+    ):
+        decode(data[: len(data) // 2])
+    assert len(decode(data[: len(data) * 97 // 100])) < 3.0 * RATE, "a damaged end may be missing, as of a video"
+
+
+@pytest.mark.parametrize("size", [0, 0x7FFFF000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
+def test_a_size_that_a_writer_did_not_know_is_ignored(size):
+    data = encode_sound(tone(0.5), RATE)
+    at = data.index(b"data") + 4
+    assert np.array_equal(decode(data[:at] + struct.pack("<I", size) + data[at + 4 :]), decode(data))
+
+
+def test_the_sound_of_a_longer_film_is_complete():
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output:
+        pictures, sound = output.add_stream("libx264", rate=2), output.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        pictures.width, pictures.height, pictures.pix_fmt = 112, 84, "yuv420p"
+        for pixels in moving_frames(20):
+            output.mux(pictures.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(pictures.encode())
+        frame = av.AudioFrame.from_ndarray(np.ones((1, RATE), np.int16), format="s16", layout="mono")
+        frame.sample_rate = RATE
+        output.mux([*sound.encode(frame), *sound.encode()])
+    assert len(decode(file.getvalue())) == RATE
+
+
 LYRICS = b"LYRICSBEGININD0000200" + b"000021LYRICS200" + b"TAG" + bytes(125)
 
 

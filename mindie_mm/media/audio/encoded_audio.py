@@ -20,6 +20,7 @@ from av.container import InputContainer
 from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.media.audio.declared_length import declared_length_s, is_truncated
 from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.guard.caps import caps
 from mindie_mm.media.guard.container import BARE, best_stream, check_codec, frames_of, open_container, reading
@@ -72,6 +73,8 @@ class EncodedAudio:
     """Length in seconds according to the container. 0 if the container states none. It may be wrong."""
     padding_s: float
     """Maximum length in seconds of the silence that the encoder may have added."""
+    declared_s: float
+    """Length in seconds that the file must have if it is complete, or 0 if this is unknown."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedAudio:
@@ -89,6 +92,7 @@ class EncodedAudio:
         with reading(lambda: unreadable), open_container(data, CONTAINERS, limits.max_video_pixels) as container:
             stream, num_channels = _stream_of(container)
             rate, padding_s = stream.rate, 0.0 if stream.codec_context.codec.lossless else _PADDING_S
+            declared_s = declared_length_s(container, stream, data)
             durations = [container.duration and container.duration / av.time_base]
             durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
         _check_rate(rate)
@@ -96,13 +100,13 @@ class EncodedAudio:
             raise LimitExceeded(f"the audio clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
         if (stated := max(filter(None, durations), default=0.0)) > limits.max_audio_seconds:
             raise LimitExceeded(f"the audio clip lasts {stated:.1f} s; the limit is {limits.max_audio_seconds:g} s")
-        return cls(rate, data, limits.max_audio_samples, limits.max_video_pixels, stated, padding_s)
+        return cls(rate, data, limits.max_audio_samples, limits.max_video_pixels, stated, padding_s, declared_s)
 
     def decode(self, rate: int, max_samples: int) -> Samples:
         """Return the samples at `rate` Hz. The clip is not decoded beyond `max_samples`, apart from a margin.
 
         Raises:
-            MediaError: The clip is broken.
+            MediaError: The clip is broken or truncated.
             LimitExceeded: The clip has more than `max_samples`, apart from padding of a lossy format, or more than
                 `max_source_samples` must be decoded.
 
@@ -128,6 +132,11 @@ class EncodedAudio:
             raise MediaError("the audio clip has no samples")
         if num_samples > math.ceil(max_samples * own_rate / rate) + self.padding_s * own_rate:
             raise _too_long(max(self.stated_s, num_samples / own_rate), max_samples / rate)
+        if is_truncated(num_samples / own_rate, self.declared_s):
+            raise MediaError(
+                f"the audio clip is truncated: its header declares {self.declared_s:.1f} s, but it has "
+                f"{num_samples / own_rate:.1f} s"
+            )
         return _resample(np.concatenate(pieces), own_rate, rate, max_samples)
 
     def _frames(self) -> Iterator[av.AudioFrame]:
