@@ -21,6 +21,8 @@ _MP3_HEAD = 2**21
 """Number of bytes at the beginning of an MP3, with its tags, in which its first frame is searched."""
 _PLACEHOLDER = 0x7FFF0000
 """Sizes from this one on are placeholders of writers that did not know the size, as is 0."""
+_MAX_CHUNKS = 2**12
+"""Maximum number of chunks of a WAV file to read before its samples."""
 _LONGEST_TAIL = 0.1
 """Maximum fraction of a clip that may be missing at its end, as of a video."""
 _LEAST_TAIL_S = 0.2
@@ -51,7 +53,7 @@ def is_truncated(length_s: float, declared_s: float) -> bool:
 def _of_truncated_wav(data: bytes) -> float:
     """Return the declared length of a WAV file that has fewer samples than it declares, or 0 for other files."""
     place, bytes_per_s = 12, 0
-    while place + 8 <= len(data):
+    for _ in range(_MAX_CHUNKS):
         name, size = data[place : place + 4], int.from_bytes(data[place + 4 : place + 8], "little")
         if name == b"fmt ":
             bytes_per_s = int.from_bytes(data[place + 16 : place + 20], "little")

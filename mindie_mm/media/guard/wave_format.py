@@ -14,7 +14,7 @@ import numpy as np
 from mindie_mm.errors import LimitExceeded, MediaError
 
 MAX_FORMATS = 2**10
-"""Maximum number of extensible formats in a file. Files have one for each audio track."""
+"""Maximum number of extensible formats in a file, and of chunks of a RIFX file to read before its samples."""
 
 _SUBFORMAT = bytes.fromhex("000000001000800000aa00389b71")
 """End of the GUID of a subformat, after the two bytes of the codec. The GUID ends the format."""
@@ -60,7 +60,7 @@ def as_little_endian(data: bytes) -> bytes:
     if data[:4] != b"RIFX" or data[8:12] != b"WAVE":
         return data
     chunks, width, place = [], 0, 12
-    while place + 8 <= len(data):
+    for _ in range(MAX_FORMATS):
         name, size = data[place : place + 4], int.from_bytes(data[place + 4 : place + 8])
         content = data[place + 8 : place + 8 + size]
         if name == b"fmt ":
