@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mindie_mm.models._clips import SPECTROGRAM, num_features_of
 from mindie_mm.models._mrope import Block, grid_axes
 from mindie_mm.models._qwen_windows import PICOSECONDS
-from mindie_mm.nn.family import Plan, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, Spelling
 
 Grid = tuple[int, ...]
 _GRID_NUMBERS = 5
@@ -70,10 +70,10 @@ class FilmLayout:
         runs = self._runs(grid)
         return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
 
-    def spelling(self, token: int, sound: int, before: int, after: int, grid: Grid) -> Spelling:
-        """Return the spelling of a film: `before`, the placeholders `token` and `sound` in turn, and `after`."""
-        ids = np.where(self.is_sound(grid), sound, token)
-        return Spelling(runs=[[before, *ids.tolist(), after]], second_token=sound)
+    def spelling(self, video: Placeholder, audio: Placeholder, grid: Grid) -> Spelling:
+        """Return the spelling of a film: the placeholders of both kinds in turn, inside the frame of the sound."""
+        ids = np.where(self.is_sound(grid), audio.token, video.token)
+        return Spelling(runs=[[*audio.before, *ids.tolist(), *audio.after]], second_token=audio.token)
 
     def block(self, first: int, grid: Grid) -> Block:
         """Return the positions of a film whose first placeholder is at `first`, with the two tokens on each side.

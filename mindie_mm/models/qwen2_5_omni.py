@@ -90,8 +90,7 @@ class Qwen25OmniProcessor(QwenProcessor):
             return None
         if super().spelling("video", num_features - num_sounds, grid[:4]) is None:
             return None
-        video, audio = self.placeholders["video"], self.placeholders["audio"]
-        return self.films.spelling(video.token, audio.token, *audio.before, *audio.after, grid)
+        return self.films.spelling(self.placeholders["video"], self.placeholders["audio"], grid)
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         return 1 if kind == "video" else 0

@@ -325,8 +325,11 @@ class TestFilms:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def tokenizer(cls, path):
+    def tokenizer(cls, path, tmp_path_factory):
+        path_file = tmp_path_factory.mktemp("first") / "shm_name.txt"
         with Tokenizer.from_pretrained(path) as tokenizer:
+            tokenizer.tokenize([{"audio": tone(0.4)}], path_file)  # creates the arena
+            release(path_file)
             yield tokenizer
 
     def inputs(self, reference, name, fps, text="Look: {}Which way?"):

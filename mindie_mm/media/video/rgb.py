@@ -122,4 +122,5 @@ def _sdr_of() -> NDArray[np.uint8]:
     slope = 1 / room - 1 / (_BRIGHTEST - _KNEE)
     shown = np.where(light <= _KNEE, light, _KNEE + above / (1 + above * slope))
     encoded = np.where(shown < 0.018, 4.5 * shown, 1.099 * shown**0.45 - 0.099)  # ITU-R BT.709
-    return np.rint(encoded * 255).astype(np.uint8)
+    values: NDArray[np.uint8] = np.rint(encoded * 255).astype(np.uint8)
+    return values
