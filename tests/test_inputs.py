@@ -88,7 +88,7 @@ def test_items_with_replaced_sources_are_otherwise_the_same():
     """Three items cover all options, because some options exclude each other."""
     options = (
         MediaOptions(min_pixels=1, max_pixels=2, min_frames=3, num_frames=4, max_frames=5, detail="low"),
-        MediaOptions(fps=0.5, sample_fps=3.0),
+        MediaOptions(fps=0.5, sample_fps=3.0, use_audio_in_video=True),
         MediaOptions(sampling_rate=8000),
     )
     assert all(any(getattr(one, name) is not None for one in options) for name in MediaOptions.__slots__)

@@ -118,7 +118,8 @@ def under_caps(plan: Plan, caps: MediaCaps) -> Plan:
     """Return `plan` with a `write` function that applies the limits of `caps`.
 
     The limits must apply to `write`, too, because it opens encoded images again if they are the frames of a video. If
-    the background color is not the default, it becomes part of `Plan.settings`, because it changes the arrays.
+    the background color or `hdr_to_sdr` is not the default, it becomes part of `Plan.settings`, because it changes the
+    arrays.
     """
     counted = replace(caps, max_request_pixels=sys.maxsize)  # planning has already counted all pixels
 
@@ -126,6 +127,7 @@ def under_caps(plan: Plan, caps: MediaCaps) -> Plan:
         with under(counted):
             plan.write(arrays)
 
-    background = tuple(caps.rgba_background_color)
-    is_usual = background == MediaCaps().rgba_background_color
-    return replace(plan, write=write, settings=plan.settings if is_usual else f"{plan.settings}, on {background}")
+    background, usual = tuple(caps.rgba_background_color), MediaCaps()
+    settings = plan.settings if background == usual.rgba_background_color else f"{plan.settings}, on {background}"
+    settings = settings if caps.hdr_to_sdr == usual.hdr_to_sdr else f"{settings}, hdr_to_sdr {caps.hdr_to_sdr}"
+    return replace(plan, write=write, settings=settings)

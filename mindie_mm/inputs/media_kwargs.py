@@ -21,7 +21,8 @@ MediaDefaults = dict[str, MediaOptions]
 """Options by kind of media, or under the key `FRAMES`."""
 _SCOPES: Mapping[str, Kind] = {"images_kwargs": "image", "videos_kwargs": "video"}
 _OF_IMAGES = ("min_pixels", "max_pixels")
-_OF_VIDEOS = (*_OF_IMAGES, "fps", "num_frames", "min_frames", "max_frames")
+_OF_FRAMES = ("fps", "num_frames", "min_frames", "max_frames")
+_OF_VIDEOS = (*_OF_IMAGES, *_OF_FRAMES, "use_audio_in_video")
 _OF_READING = ("fps", "num_frames")
 _OWN = {
     "fps": ("num_frames",),
@@ -50,7 +51,7 @@ def media_defaults(mm_processor_kwargs: Any, media_io_kwargs: Any) -> MediaDefau
     with blaming("media_io_kwargs"):
         reading = _of_reading(_given(media_io_kwargs, "media_io_kwargs"))
         pixels = {name: videos[name] for name in _OF_IMAGES if name in videos}
-        if reading and len(pixels) < len(videos):
+        if reading and any(name in videos for name in _OF_FRAMES):
             raise InputError(
                 "mm_processor_kwargs and media_io_kwargs both choose frames of videos; use only one of these fields "
                 "to choose frames"

@@ -12,7 +12,10 @@ from mindie_mm.inputs.unknown_keys import pass_over
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "image": ("min_pixels", "max_pixels", "detail"),
-    "video": ("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames", "sample_fps", "detail"),
+    "video": (
+        *("min_pixels", "max_pixels", "fps", "num_frames", "min_frames", "max_frames", "sample_fps", "detail"),
+        "use_audio_in_video",
+    ),
     "audio": ("sampling_rate",),
 }
 _ORDERED = (
@@ -46,6 +49,10 @@ def parse_options(kind: Kind, given: Mapping[str, Any], where: str, *, strict: b
         if name == "detail":
             if value not in _DETAILS:
                 raise InputError(f"{where}.detail is {value!r}; it must be one of {', '.join(_DETAILS)}")
+            values[name] = value
+        elif name == "use_audio_in_video":
+            if not isinstance(value, bool):
+                raise InputError(f"{where}.{name} is {value!r}; it must be true or false")
             values[name] = value
         elif name in {"fps", "sample_fps"}:
             values[name] = _number(value, _MIN_FPS, _MAX_FPS, f"{where}.{name}")

@@ -32,6 +32,8 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
         "dv": ".dv .dif",
         "ogg": ".ogv",
         "ivf": ".ivf",
+        "h264": ".h264 .264 .avc",
+        "hevc": ".h265 .265 .hevc",
     },
     "audio": {
         "wav": ".wav",
@@ -47,13 +49,14 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
         "w64": ".w64",
         "au": ".au .snd",
         "nistsphere": ".sph",
+        "amr": ".amr .awb",
     },
 }
 """File name extensions of each supported image format (`FORMATS`) and of each video and audio container (`CONTAINERS`).
 
-A `.gif` file counts as an image. A file with an extension such as `.mp4` or `.mkv` counts as a video, even if it
-contains only audio. If a request passes a GIF as a video, its frames are read. If a request passes a video as audio,
-its audio is read.
+A `.gif`, `.apng` or `.webp` file counts as an image. A file with an extension such as `.mp4` or `.mkv` counts as a
+video, even if it contains only audio. If a request passes an animated image as a video, its frames are read. If a
+request passes a video as audio, its audio is read.
 """
 _KINDS: Mapping[str, Kind] = {
     ending: kind for kind, formats in ENDINGS.items() for endings in formats.values() for ending in endings.split()

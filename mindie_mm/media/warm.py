@@ -22,6 +22,7 @@ from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.media.image.encoded_image import FORMATS, RESAMPLES, open_image, resize
 from mindie_mm.media.video.encoded_video import open_video
+from mindie_mm.media.video.rgb import BT2020, HLG, PQ, hdr_to_sdr
 
 _MODES = ("RGB", "RGBA", "P", "1", "CMYK", "LAB", "I;16", "F")
 """Image modes that Pillow converts to RGB in different ways."""
@@ -82,10 +83,16 @@ def _encoded(picture: Image.Image, file_format: str) -> bytes:
 
 
 def _warm_up_video() -> None:
-    """Decode a GIF with FFmpeg, which also decodes all other videos."""
-    video = open_video(_encoded(Image.new("RGB", (40, 30)), "GIF"), None)
-    for frame in video.decode(range(video.num_frames)):
-        resize(frame, 9, 13)
+    """Decode a GIF with FFmpeg, which also decodes all other videos, and animations with Pillow. Convert HDR."""
+    pictures = [Image.new("RGBA", (40, 30), (grey, grey, grey, grey)) for grey in (0, 99)]
+    for name in ("GIF", "PNG", "WEBP"):
+        file = io.BytesIO()
+        pictures[0].save(file, name, save_all=True, append_images=pictures[1:], duration=100)
+        video = open_video(file.getvalue(), None)
+        for frame in video.decode(range(video.num_frames)):
+            resize(frame, 9, 13)
+    for curve in (HLG, PQ):
+        hdr_to_sdr(np.zeros((64, 64, 3), np.uint16), curve, BT2020)
 
 
 def _warm_up_embeddings() -> None:

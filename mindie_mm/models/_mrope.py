@@ -9,15 +9,29 @@ largest position before the item. Text after the item starts one past the larges
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mindie_mm.nn.model import Positions
 
 Grid = tuple[int, int, int]
 """Number of tokens along time, height and width, after patches are merged."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Positions of consecutive tokens that belong to a media item."""
+
+    start: int
+    """Index of the first token."""
+    axes: NDArray[np.int64]
+    """Positions, [3, tokens], relative to the position that a text token would have at `start`."""
+    after: int
+    """Relative position of the token after the block."""
 
 
 def mrope_positions(
@@ -37,17 +51,37 @@ def mrope_positions(
             the order affects rounding.
 
     """
+    blocks = []
+    for (start, stop, grid), interval in zip(spans, repeat(1.0) if intervals is None else intervals, strict=False):
+        assert stop - start == grid[0] * grid[1] * grid[2], (start, stop, grid)
+        blocks.append(grid_block(start, grid, interval, scale))
+    return positions_of(num_tokens, blocks)
+
+
+def grid_block(start: int, grid: Grid, interval: float = 1.0, scale: float = 1.0) -> Block:
+    """Return the block of an item with the grid `grid`, whose first token is at `start`."""
+    axes = grid_axes(grid, interval, scale)
+    return Block(start, axes, int(axes.max()) + 1)
+
+
+def grid_axes(grid: Grid, interval: float, scale: float) -> NDArray[np.int64]:
+    """Return the positions in a grid, [3, tokens]. `mrope_positions` describes the arguments."""
+    axes: NDArray[np.int64] = np.indices(grid).reshape(3, -1)
+    axes[0] = axes[0].astype(np.float32) * np.float32(interval) * np.float32(scale)
+    return axes
+
+
+def positions_of(num_tokens: int, blocks: Iterable[Block]) -> Positions:
+    """Return the positions of a prompt with `blocks`, in ascending order. All other tokens are text."""
     positions = np.empty((3, num_tokens), np.int64)
     index = next_position = 0
-    for (start, stop, grid), interval in zip(spans, repeat(1.0) if intervals is None else intervals, strict=False):
+    for block in blocks:
+        start, stop = block.start, block.start + block.axes.shape[1]
         assert index <= start < stop <= num_tokens, (index, start, stop, num_tokens)
-        assert stop - start == grid[0] * grid[1] * grid[2], (start, stop, grid)
         positions[:, index:start] = np.arange(next_position, next_position + start - index)
         next_position += start - index
-        axes = np.indices(grid).reshape(3, -1)
-        axes[0] = axes[0].astype(np.float32) * np.float32(interval) * np.float32(scale)
-        positions[:, start:stop] = axes + next_position
-        next_position += int(axes.max()) + 1
+        positions[:, start:stop] = block.axes + next_position
+        next_position += block.after
         index = stop
     positions[:, index:] = np.arange(next_position, next_position + num_tokens - index)
-    return Positions(torch.from_numpy(positions), next_position - index)
+    return Positions(torch.from_numpy(positions), int(positions.max(initial=-1)) + 1 - num_tokens)

@@ -1,14 +1,16 @@
 """The thinker of Qwen2.5-Omni: images, videos, audio and text in, text out.
 
 Source: arXiv 2503.20215. Token ids, grids, pixels and spectrograms match transformers' `qwen2_5_omni`. The talker,
-which speaks the answer, is not supported. The sound track of a video is ignored, but it can be sent as a separate audio
-item.
+which speaks the answer, is not supported. As in transformers and vLLM, the sound of a video is left out unless
+`use_audio_in_video` is set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,19 +18,24 @@ import torch
 from torch import Tensor
 
 from mindie_mm.device import Device, upload
+from mindie_mm.errors import CorruptReference, naming
 from mindie_mm.inputs import Kind, Media, MediaOptions
+from mindie_mm.media.audio.encoded_audio import has_sound
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
-from mindie_mm.models._clips import SPECTROGRAM, num_features_of, plan_audio, read_mel, spell_clip
+from mindie_mm.models._clips import LEAST_FRAMES, SPECTROGRAM, num_features_of, plan_audio, read_mel, spell_clip
+from mindie_mm.models._films import FilmLayout, film_plan, is_film
+from mindie_mm.models._mrope import Block, grid_block, positions_of
 from mindie_mm.models._qwen import INTERVAL_GRIDS, QwenModel, QwenProcessor
 from mindie_mm.models._qwen_windows import PICOSECONDS, window_places
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.model import ModelSpec, Positions
-from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
+from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.weights.pretrained import load_pretrained, read_config
 
+_log = logging.getLogger(__name__)
 _DEFAULT_FPS = 2.0
 _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 _THINKER = "thinker_config"
@@ -40,9 +47,11 @@ class Qwen25OmniProcessor(QwenProcessor):
     Blocks of images and videos are the same as in Qwen2-VL. Blocks of audio clips are the same as in Qwen2-Audio. The
     grid of a video is (t, h, w, interval), where `interval` is the time between two steps of t in picoseconds. The grid
     of a clip is (frames,).
+
+    The block of a video with its sound contains the arrays of both. Its grid is (t, h, w, interval, frames).
     """
 
-    traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS, mindie_layouts={})
+    traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS, mindie_layouts={}, hears_videos=True)
     config_name = "Qwen2_5OmniThinkerConfig"
     image_types = ("Qwen2VLImageProcessor",)
     video_type = "Qwen2VLVideoProcessor"
@@ -62,6 +71,8 @@ class Qwen25OmniProcessor(QwenProcessor):
             "video": Placeholder(vision[0], config.get("video_token_index", 151656), vision[1]),
             "audio": Placeholder(audio[0], config.get("audio_token_index", 151646), audio[1]),
         }
+        seconds = config.get("position_id_per_seconds", 25), config.get("seconds_per_chunk", 2)
+        self.films = FilmLayout(self.video.merge_size, *seconds)
 
     def max_tokens(self, kind: Kind) -> int:
         return num_features_of(self.mel.max_frames) if kind == "audio" else super().max_tokens(kind)
@@ -69,7 +80,17 @@ class Qwen25OmniProcessor(QwenProcessor):
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if kind == "audio":
             return spell_clip(self, num_features, grid)
+        if kind == "video" and is_film(grid):
+            return self._spell_film(num_features, grid)
         return super().spelling(kind, num_features, grid)
+
+    def _spell_film(self, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        num_sounds = num_features_of(grid[4])
+        if not LEAST_FRAMES <= grid[4] <= self.mel.max_frames or min(grid) < 1:
+            return None
+        if super().spelling("video", num_features - num_sounds, grid[:4]) is None:
+            return None
+        return self.films.spelling(self.placeholders["video"], self.placeholders["audio"], grid)
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         return 1 if kind == "video" else 0
@@ -78,7 +99,16 @@ class Qwen25OmniProcessor(QwenProcessor):
         return np.zeros(self.mel.max_samples, np.float32) if kind == "audio" else super().worst_case(kind)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        return plan_audio(media, data, self.mel) if media.kind == "audio" else super().plan(media, data, counts)
+        if media.kind == "audio":
+            return plan_audio(media, data, self.mel)
+        plan = super().plan(media, data, counts)
+        if media.kind != "video" or not isinstance(data, bytes) or not has_sound(data):
+            return plan
+        if not media.options.use_audio_in_video:
+            _warn_of_sound()
+            return plan
+        with naming("the sound of the video"):
+            return film_plan(plan, plan_audio(Media("audio", None), data, self.mel))
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
@@ -99,21 +129,54 @@ class Qwen25OmniModel(QwenModel):
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen25OmniProcessor) -> None:
         super().__init__(module, spec, processor)
         self.time_scale = module.config.position_id_per_seconds
+        self._films, self._sound_token = processor.films, processor.placeholders["audio"].token
+
+    def _describe(self, view: ItemView) -> MediaShape:
+        shape = super()._describe(view)
+        if shape.kind != "video" or not is_film(shape.grid):
+            return shape
+        if min(shape.grid) < 1 or self._films.num_features(shape.grid) != shape.num_features:
+            raise CorruptReference(f"the block states {shape.num_features} features, but the grid {shape.grid}")
+        return replace(shape, second_token=self._sound_token)
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
-        """Return the positions of a prompt. Each audio token advances the position by one, like a text token."""
-        return super().positions(length, [item for item in items if item.shape.kind != "audio"])
+        """Return the positions of a prompt. Each token of an audio clip advances the position by one, as text does."""
+        return positions_of(length, [self._block(item) for item in items if item.shape.kind != "audio"])
+
+    def _block(self, item: MediaItem) -> Block:
+        grid = item.shape.grid
+        if item.shape.second_token is not None:
+            return self._films.block(item.start, grid)
+        t, h, w = grid[:3]
+        merged = (t, h // self._merge, w // self._merge)
+        return grid_block(item.start, merged, self.interval(item.shape), self.time_scale)
 
     def interval(self, shape: MediaShape) -> float:
         """Return the distance between two steps on the time axis of the item's grid, in seconds for a video."""
         return shape.grid[3] / PICOSECONDS if shape.kind == "video" else 1.0
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        sounds = [item for item in items if item.shape.kind == "audio"]
+        sounds = [item for item in items if item.shape.kind == "audio" or item.shape.second_token is not None]
         sights = [item for item in items if item.shape.kind != "audio"]
         heard = iter(self._hear(sounds) if sounds else ())
-        seen = iter(super().tower(sights) if sights else ())
-        return [next(heard if item.shape.kind == "audio" else seen) for item in items]
+        seen = iter(self._see(sights) if sights else ())
+        return [self._perceived(item, seen, heard) for item in items]
+
+    def _perceived(self, item: MediaItem, seen: Iterator[Tensor], heard: Iterator[Tensor]) -> Tensor:
+        """Return the features of `item`, from the next features of each tower that it needs."""
+        if item.shape.kind == "audio":
+            return next(heard)
+        if item.shape.second_token is None:
+            return next(seen)
+        pictures, sound = next(seen), next(heard)
+        is_sound = upload(self._films.is_sound(item.shape.grid), self.spec.device)
+        features = pictures.new_empty(item.shape.num_features, pictures.shape[1])
+        features[~is_sound], features[is_sound] = pictures, sound.to(features.dtype)
+        return features
+
+    def _see(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        features: Tensor = self.run_visual(items).pooler_output
+        return list(features.flatten(0, -2).split([self._films.num_pictures(item.shape.grid) for item in items]))
 
     def places(self, grids: Tensor) -> dict[str, Tensor]:
         return super().places(grids) | window_places(self.module.model.visual, grids, self.spec.device)
@@ -124,7 +187,8 @@ class Qwen25OmniModel(QwenModel):
         # Indices are computed on the host. The tower would compute them on the device and synchronize in each layer.
         from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as theirs
 
-        lengths = torch.tensor([item.shape.grid[0] for item in items])
+        frames = [item.shape.grid[-1] for item in items]
+        lengths = torch.tensor(frames)
         tower = self.module.model.audio_tower
         chunks, chunk_lengths = theirs.chunk_and_pad_features(torch.cat(spectrograms, dim=1), lengths, tower.n_window)
         features: Tensor = tower(
@@ -134,7 +198,13 @@ class Qwen25OmniModel(QwenModel):
             pool_indices=upload(theirs.get_pool_indices(lengths), device),
             cu_seqlens=theirs.get_audio_cu_seqlens(chunk_lengths),
         ).last_hidden_state
-        return split_features(features, items)
+        return list(features.flatten(0, -2).split([num_features_of(count) for count in frames]))
+
+
+@cache
+def _warn_of_sound() -> None:
+    """Log a warning, once in a process."""
+    _log.warning("a video has sound, which is left out; set use_audio_in_video to include it")
 
 
 class Qwen25Omni(PretrainedFamily):

@@ -72,6 +72,8 @@ class Spelling:
     The embedding of each placeholder id among them is replaced by a feature. Other ids keep their embeddings. None
     means that a single token is replaced by one placeholder id per feature.
     """
+    second_token: int | None = None
+    """A second placeholder id in `runs`, such as that of a film's sound. Its embeddings are replaced, too."""
 
 
 @dataclass(frozen=True, slots=True)

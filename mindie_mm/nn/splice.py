@@ -37,6 +37,9 @@ class MediaShape:
     """Number of features that the tower returns."""
     grid: tuple[int, ...] = ()
     """Geometry that only the family interprets, such as patches (t, h, w)."""
+    second_token: int | None = None
+    """A second placeholder id of the item, such as that of a film's sound. Only the family knows it: it is not stored.
+    Handle words never replace it."""
 
     def to_array(self) -> NDArray[np.int64]:
         """Return the block's `item` array, int64 [3 + len(grid)]."""
@@ -164,13 +167,17 @@ def read_media(
             continue
         end = int(rest[0]) if len(rest) else len(ids)
         own = ids[start:end]
-        slots = start + np.flatnonzero((own < 0) | (own == shape.token))
+        is_first = (own < 0) | (own == shape.token)
+        first_slots = start + np.flatnonzero(is_first)
+        slots = first_slots
+        if shape.second_token is not None:
+            slots = start + np.flatnonzero(is_first | (own == shape.second_token))
         if len(slots) != shape.num_features:
             raise FeatureCountMismatch(
                 f"the {shape.kind} at token {start} has {len(slots)} placeholder tokens, but {shape.num_features} "
                 "features; the numbers must be equal"
             )
-        if not np.array_equal(words[:num_words], slots[:num_words]):
+        if not np.array_equal(words[:num_words], first_slots[:num_words]):
             raise CorruptReference(
                 f"the handle words of the {shape.kind} at token {start} are not at its first placeholder positions"
             )
@@ -226,7 +233,8 @@ def plain_ids(ids: NDArray[np.int64], items: Sequence[MediaItem]) -> NDArray[np.
     """Return a copy of `ids` in which the placeholder ids of `items` replace all handle words."""
     plain = next((item.prompt_ids for item in items if item.prompt_ids is not None), ids).copy()
     for item in items:
-        plain[item.slots if item.placeholders is None else item.placeholders] = item.shape.token
+        places = item.slots if item.placeholders is None else item.placeholders
+        plain[places if item.shape.second_token is None else places[plain[places] < 0]] = item.shape.token
     return plain
 
 

@@ -25,6 +25,8 @@ class Traits:
 
     If not, they are refused.
     """
+    hears_videos: bool = False
+    """Processor: whether `use_audio_in_video` is supported. If not, it is refused."""
     has_grid_thw: bool = False
     """Processor: whether the grid of an image or a video begins with the numbers of transformers' `image_grid_thw`."""
     grids: Mapping[Kind, str] = field(default_factory=dict)

@@ -162,7 +162,10 @@ class MediaCaps:
     """Maximum CPU time for decoding one media item, rounded up to whole seconds. If an item needs more, only its
     request fails."""
     rgba_background_color: Colour = (255, 255, 255)
-    """Background color of transparent images: red, green and blue, each from 0 to 255."""
+    """Background color of transparent images and videos: red, green and blue, each from 0 to 255."""
+    hdr_to_sdr: bool = True
+    """Convert HDR videos (HLG and PQ) to SDR colors. Off: keep the values of the file, as torchcodec does, which makes
+    colors pale."""
 
     def __post_init__(self) -> None:
         require(self)

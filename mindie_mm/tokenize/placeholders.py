@@ -80,7 +80,8 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
         tail = item.tail + _adjoining(flat[last + 1 + item.tail :], item.placeholder.after)
         lead = min(lead, first - taken)  # an id that two spellings share belongs to the first item
         taken = last + 1 + tail
-        spans.append(MediaSpan(start, length, item.kind, item.placeholder.token, lead, tail))
+        token, second = item.placeholder.token, item.spelling.second_token
+        spans.append(MediaSpan(start, length, item.kind, token, lead, tail, second))
     return Prompt(np.concatenate([*pieces, flat[behind:]]), tuple(spans), (0, opening))
 
 

@@ -97,6 +97,10 @@ class Planner:
                     f"{name} is set, but {self._family} does not support it, because the model determines the "
                     "image size; leave it out"
                 )
+        if options.use_audio_in_video and not self.processor.traits.hears_videos:
+            raise InputError(
+                f"use_audio_in_video is set, but {self._family} does not hear the sound of videos; leave it out"
+            )
 
     def require_makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> None:
         """Raise OperationalError unless the model can have an item of `kind` with this grid and number of features."""

@@ -147,7 +147,8 @@ def usage(
 def _features(prompt: Prompt, span: MediaSpan) -> int:
     """Return the number of tokens in an item's span that are replaced by features."""
     ids = prompt.ids[span.start : span.stop]
-    return int(np.count_nonzero((ids < 0) | (ids == span.token)))
+    tokens = [span.token] if span.second_token is None else [span.token, span.second_token]
+    return int(np.count_nonzero((ids < 0) | np.isin(ids, tokens)))
 
 
 def media_spans(prompt: Prompt) -> list[SpanEntry]:

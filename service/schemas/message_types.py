@@ -25,6 +25,7 @@ class ItemOptions(TypedDict, total=False):
     sample_fps: float | None
     detail: Detail | None
     sampling_rate: int | None
+    use_audio_in_video: bool | None
 
 
 class Address(ItemOptions, total=False):

@@ -11,13 +11,14 @@ from PIL import Image
 from mindie_mm.media.image.encoded_image import FORMATS
 from tests.attacks import clips, pictures
 from tests.media.test_audio import LOSSLESS
+from tests.media.test_films import FORMATS_WITH_ALPHA, animate, encode_rgba, moving_square
 from tests.media.test_formats import FILES
 from tests.media_samples import encode_video, encoded, jpeg_variants, moving_frames, photograph
 from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
 
 Sample = tuple[str, str, bytes]
 """Kind, name and contents of a media file."""
-CASES = Path(__file__).parents[1] / "cases/media"
+CASES = tuple(Path(__file__).parents[1] / "cases" / name for name in ("media", "films"))
 _TIFF_COMPRESSIONS = ("tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits", "jpeg", "zstd", "lzma")
 _MODES = ("L", "P", "1", "CMYK", "YCbCr", "LAB", "F", "RGBA")
 _VIDEOS = (
@@ -39,6 +40,7 @@ _SOUNDS = (
     *(("matroska", "libmp3lame"), ("matroska", "eac3"), ("asf", "wmav2"), ("mpegts", "mp2"), ("mpegts", "ac3")),
     *(("mpeg", "mp2"), ("flv", "libmp3lame"), ("avi", "pcm_s16le")),
 )
+_KINDS_OF_CASES = {".png": "picture", ".avif": "picture", ".wav": "sound", ".flac": "sound", ".amr": "sound"}
 _ATTACKS = (pictures.OF_FORMATS, pictures.BROKEN, pictures.HARMLESS, pictures.OTHER_FORMATS)
 
 
@@ -70,13 +72,18 @@ def _pictures() -> Iterator[Sample]:
 def _videos() -> Iterator[Sample]:
     for container, codec in _VIDEOS:
         yield "video", f"{codec} in {container}", encode_video(moving_frames(12), container=container, codec=codec)
+    for container, codec, pixel_format in FORMATS_WITH_ALPHA:
+        yield "video", f"alpha of {codec} in {container}", encode_rgba(moving_square(), container, codec, pixel_format)
+    for name in ("PNG", "WEBP"):
+        yield "video", f"animated {name}", animate(moving_square(), name, duration=100)
     large = np.stack([np.asarray(photograph(size=(1280, 720)).rotate(angle)) for angle in range(4)])
     for codec in ("libx264", "libx265", "libvpx-vp9", "libsvtav1"):
         yield "video", f"large {codec}", encode_video(large, container="matroska", codec=codec)
     tracks = clips.matroska_track(1, b"V_VP8") + clips.matroska_track(2, b"S_TEXT/UTF8", kind=17)
     yield "video", "VP8 with subtitles", clips.matroska(tracks, [(1, frame) for frame in clips.vp8()])
-    for path in sorted(CASES.iterdir()):
-        yield "picture" if path.suffix in {".png", ".avif"} else "video", path.name, path.read_bytes()
+    for path in sorted(path for folder in CASES for path in folder.iterdir()):
+        kind = "video" if path.name == "animation.png" else _KINDS_OF_CASES.get(path.suffix, "video")
+        yield kind, path.name, path.read_bytes()
 
 
 def _sounds() -> Iterator[Sample]:
@@ -85,7 +92,7 @@ def _sounds() -> Iterator[Sample]:
         yield "sound", f"{subtype} in {form}", encode_sound(tone(1.3, 48_000, channels=2), 48_000, form, subtype)
     for container, codec in _SOUNDS:
         yield "sound", f"{codec} in {container}", encode_with_ffmpeg(tone(1.5, 48_000), 48_000, container, codec)
-    yield "sound", "half a minute", encode_sound(tone(31, 44_100), 44_100)
+    yield "sound", "half a minute", encode_sound(tone(30, 44_100), 44_100)
 
 
 def _hostile() -> Iterator[Sample]:

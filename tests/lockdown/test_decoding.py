@@ -76,7 +76,7 @@ def test_media_decode_to_the_same_arrays_as_without_locks(media, locked, kind):
 
 @pytest.mark.slow
 def test_each_familys_processor_gives_the_same_arrays_as_without_locks(checkpoints):
-    given = {"image": encoded(photograph()), "video": encode_video(moving_frames(12)), "audio": speech()}
+    given = {"image": encoded(photograph()), "video": encode_video(moving_frames(12)), "audio": speech(2)}
     found, noticed, expected = run("tests.lockdown.families", given, checkpoints)
     assert found == expected
     assert {kind for _, kind in found} == set(given)

@@ -10,6 +10,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+import soundfile
 from av.container import InputContainer
 from av.stream import Disposition
 from transformers.audio_utils import load_audio
@@ -26,6 +27,7 @@ from tests.media_samples import encode_video, moving_frames
 from tests.sound_samples import SPEECH_RATE, encode_sound, encode_with_ffmpeg, speech, tone
 
 CASES = Path(__file__).parents[1] / "cases/media"
+FILMS = Path(__file__).parents[1] / "cases/films"
 RATE = 16_000
 LOSSLESS = [
     ("WAV", "PCM_U8"),
@@ -150,6 +152,19 @@ def test_formats_that_libsndfile_cannot_read_are_decoded(container, codec):
     assert best > 0.99, "no shift aligns the decoded samples with the original"
 
 
+def test_voice_messages_in_amr_are_decoded():
+    found = decode((FILMS / "voice.amr").read_bytes())
+    loud = np.abs(found).reshape(-1, 80).max(axis=1) > 0.1
+    beeps = np.count_nonzero(np.diff(np.flatnonzero(loud)) > 8) + 1
+    assert (len(found) / RATE, beeps) == (1.02, 3)
+
+
+def test_wideband_amr_is_decoded():
+    silence = b"#!AMR-WB\n" + 50 * (b"\x44" + bytes(60))  # frames of 20 ms at 23.85 kbit/s
+    assert EncodedAudio.open(silence).rate == RATE
+    assert len(decode(silence)) == RATE
+
+
 def test_a_transport_stream_with_only_sound_is_decoded():
     data = (CASES / "tone.ts").read_bytes()
     with av.open(io.BytesIO(data)) as container:
@@ -214,16 +229,31 @@ def test_a_video_without_sound_is_refused():
         open_audio(silent)
 
 
-def test_the_default_track_is_decoded():
+def two_tracks(first: Disposition, second: Disposition) -> bytes:
+    """Encode a file with two tracks, whose samples are 100 and 200."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
-        commentary, sound = (output.add_stream("pcm_s16le", rate=RATE, layout="mono") for _ in range(2))
-        commentary.disposition, sound.disposition = Disposition(0), Disposition.default
-        for stream, value in ((commentary, 100), (sound, 200)):
+        streams = [output.add_stream("pcm_s16le", rate=RATE, layout="mono") for _ in range(2)]
+        streams[0].disposition, streams[1].disposition = first, second
+        for stream, value in zip(streams, (100, 200), strict=True):
             frame = av.AudioFrame.from_ndarray(np.full((1, RATE), value, np.int16), format="s16", layout="mono")
             frame.sample_rate = RATE
             output.mux([*stream.encode(frame), *stream.encode()])
-    assert set(decode(file.getvalue())) == {np.float32(200 / 2**15)}
+    return file.getvalue()
+
+
+def test_the_default_track_is_decoded():
+    assert set(decode(two_tracks(Disposition(0), Disposition.default))) == {np.float32(200 / 2**15)}
+
+
+@pytest.mark.parametrize("codec", [b"A_UNKNOWN/LIT", b"A_REAL/COOK\0\0"])
+@pytest.mark.parametrize("other", [Disposition(0), Disposition.hearing_impaired])
+def test_a_track_that_cannot_be_decoded_is_passed_over(codec, other):
+    """FFmpeg's av_find_best_stream passes over such tracks if its caller needs a decoder."""
+    data = two_tracks(Disposition.default, other).replace(b"A_PCM/INT/LIT", codec, 1)
+    assert set(decode(data)) == {np.float32(200 / 2**15)}
+    with pytest.raises(MediaError, match=r"the audio stream has an unknown codec|a codec that is not supported"):
+        decode(data.replace(b"A_PCM/INT/LIT", codec))
 
 
 @pytest.mark.filterwarnings("error")
@@ -236,13 +266,143 @@ def test_samples_beyond_float32_are_refused_without_a_warning(channels, sample):
 
 
 @pytest.mark.parametrize("rate", [RATE, 44_100])
-def test_samples_beyond_the_limit_are_not_decoded(rate):
+def test_a_clip_that_is_longer_than_the_limit_is_refused(rate):
     data = encode_sound(tone(9.0, rate), rate, "WAV", "FLOAT")
-    found = decode(data, max_samples=5 * RATE + 7)
-    assert len(found) == 5 * RATE + 7
-    assert np.array_equal(found, reference(data)[: len(found)])
-    broken_behind = data[: int(len(data) * 0.7)]
-    assert np.array_equal(decode(broken_behind, max_samples=5 * RATE + 7), found)
+    assert np.array_equal(decode(data, max_samples=9 * RATE), reference(data))
+    with pytest.raises(LimitExceeded, match=r"lasts 9\.0 s; the limit of this model is 8.99987 s\. Cut the clip"):
+        decode(data, max_samples=9 * RATE - 2)
+    with pytest.raises(LimitExceeded, match=r"lasts 9\.0 s; the limit of this model is 5 s"):
+        open_audio(tone(9.0, rate), rate).decode(RATE, 5 * RATE)
+    broken_behind = data[: int(len(data) * 0.8)]
+    with pytest.raises(LimitExceeded, match=r"the limit of this model is 5 s"):
+        decode(broken_behind, max_samples=5 * RATE)
+
+
+@pytest.mark.parametrize(
+    ("container", "codec"), [("adts", "aac"), ("mp3", "libmp3lame"), ("mp4", "aac"), ("amr", "libopencore_amrnb")]
+)
+def test_the_padding_of_a_lossy_format_does_not_count(container, codec):
+    rate = 8000 if container == "amr" else RATE
+    data = encode_with_ffmpeg(tone(3.0, rate), rate, container, codec)
+    assert 0 <= len(decode(data)) - 3 * RATE < 0.2 * RATE
+    assert len(decode(data, 3 * RATE)) == 3 * RATE
+    with pytest.raises(LimitExceeded, match=r"the limit of this model is 2\.5 s"):
+        decode(data, 5 * RATE // 2)
+
+
+@pytest.mark.parametrize(
+    ("container", "valid"),
+    [
+        (8, 6),
+        (16, 10),
+        (16, 12),
+        (16, 24),
+        (24, 16),
+        (24, 20),
+        (32, 8),
+        (32, 16),
+        (32, 20),
+        (32, 24),
+        (32, 28),
+        (32, 0),
+    ],
+)
+def test_samples_are_read_by_the_size_of_their_container(container, valid):
+    data = encode_extensible(tone(0.5, RATE, channels=2), container, valid)
+    assert np.array_equal(decode(data), reference(data))
+
+
+def test_24_bits_in_containers_of_32_bits_equal_packed_samples():
+    found, packed = (decode((FILMS / name).read_bytes()) for name in ("valid_24_of_32.wav", "plain_24.wav"))
+    assert np.array_equal(found, packed)
+
+
+def test_valid_bits_count_in_other_containers_of_the_format():
+    data = encode_with_ffmpeg(tone(0.5, channels=6), RATE, "w64", "pcm_s32le", "5.1")
+    extensible = data.find(struct.pack("<HHI", 22, 32, 0x3F))
+    assert extensible > 0
+    changed = bytearray(data)
+    changed[extensible + 2] = 24
+    assert np.array_equal(decode(bytes(changed)), decode(data))
+
+
+def encode_extensible(samples: np.ndarray, container: int, valid: int) -> bytes:
+    """Encode float32 [samples, 2] as a WAV file with left-justified samples of `valid` bits."""
+    bits, width = min(valid or container, container), container // 8
+    numbers = np.rint(samples * (2 ** (bits - 1) - 1)).astype("<i8") << (container - bits)
+    numbers += 128 if container == 8 else 0
+    data = numbers.reshape(-1, 1).view(np.uint8)[:, :width].tobytes()
+    head = struct.pack("<HHIIHHHHIH", 0xFFFE, 2, RATE, RATE * 2 * width, 2 * width, container, 22, valid, 3, 1)
+    head += bytes.fromhex("000000001000800000aa00389b71")
+    body = b"WAVEfmt " + struct.pack("<I", len(head)) + head + b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+@pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"])
+@pytest.mark.parametrize("channels", [1, 2, 3])
+def test_big_endian_files_are_equal_to_the_reference(subtype, channels):
+    file = io.BytesIO()
+    soundfile.write(file, tone(0.3, channels=channels), RATE, format="WAV", subtype=subtype, endian="BIG")
+    data = file.getvalue()
+    assert data[:4] == b"RIFX"
+    assert np.array_equal(decode(data), reference(data))
+
+
+@pytest.mark.parametrize("endian", ["LITTLE", "BIG"])
+def test_the_byte_order_of_aiff_is_kept(endian):
+    file = io.BytesIO()
+    soundfile.write(file, tone(0.3), RATE, format="AIFF", subtype="PCM_16", endian=endian)
+    assert (b"sowt" in file.getvalue()) == (endian == "LITTLE")
+    assert np.array_equal(decode(file.getvalue()), reference(file.getvalue()))
+
+
+def test_a_big_endian_file_with_other_codecs_is_refused():
+    file = io.BytesIO()
+    soundfile.write(file, tone(0.3), RATE, format="WAV", subtype="MS_ADPCM", endian="BIG")
+    with pytest.raises(MediaError, match="RIFX file has samples with the codec 2 of 4 bits; supported: PCM"):
+        decode(file.getvalue())
+
+
+CONTAINERS_WITH_LENGTH = {
+    **{name: (encode_sound, RATE, name, "PCM_16") for name in ("WAV", "RF64", "AIFF", "AU", "NIST")},
+    "WAVEX": (encode_sound, RATE, "WAVEX", "PCM_24"),
+    "MP3": (encode_sound, RATE, "MP3", "MPEG_LAYER_III"),
+    "Matroska": (encode_with_ffmpeg, RATE, "matroska", "libmp3lame"),
+    "WebM": (encode_with_ffmpeg, 48_000, "webm", "libopus"),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS_WITH_LENGTH)
+def test_a_truncated_file_is_refused(name):
+    encode, rate, *form = CONTAINERS_WITH_LENGTH[name]
+    data = encode(tone(3.0, rate), rate, *form)
+    assert len(decode(data)) == pytest.approx(3.0 * RATE, abs=0.1 * RATE)
+    with pytest.raises(
+        MediaError, match=r"the audio clip is truncated: its header declares [23]\.\d s, but it has 1\.\d s"
+    ):
+        decode(data[: len(data) // 2])
+    assert len(decode(data[: len(data) * 97 // 100])) < 3.0 * RATE, "a damaged end may be missing, as of a video"
+
+
+@pytest.mark.parametrize("size", [0, 0x7FFFF000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
+def test_a_size_that_a_writer_did_not_know_is_ignored(size):
+    data = encode_sound(tone(0.5), RATE)
+    at = data.index(b"data") + 4
+    assert np.array_equal(decode(data[:at] + struct.pack("<I", size) + data[at + 4 :]), decode(data))
+
+
+def test_the_sound_of_a_longer_film_is_complete():
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output:
+        pictures, sound = output.add_stream("libx264", rate=2), output.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        pictures.width, pictures.height, pictures.pix_fmt = 112, 84, "yuv420p"
+        for pixels in moving_frames(20):
+            output.mux(pictures.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(pictures.encode())
+        frame = av.AudioFrame.from_ndarray(np.ones((1, RATE), np.int16), format="s16", layout="mono")
+        frame.sample_rate = RATE
+        output.mux([*sound.encode(frame), *sound.encode()])
+    assert len(decode(file.getvalue())) == RATE
 
 
 LYRICS = b"LYRICSBEGININD0000200" + b"000021LYRICS200" + b"TAG" + bytes(125)
@@ -278,7 +438,7 @@ def test_a_damaged_file_in_a_container_is_refused():
 
 def test_given_samples_are_resampled_from_their_rate():
     samples = tone(1.0, 48_000)
-    assert np.array_equal(open_audio(samples).decode(RATE, 500), samples[:500])
+    assert np.array_equal(open_audio(samples).decode(RATE, 48_000), samples)
     data = encode_sound(samples, 48_000, "WAV", "FLOAT")
     assert np.array_equal(open_audio(samples, 48_000).decode(RATE, 60 * RATE), reference(data))
     with pytest.raises(InputError, match="sampling_rate is 16000, but an encoded clip has its own rate"):

@@ -1,9 +1,11 @@
 """Tests of Qwen2.5-Omni's thinker against transformers, on random weights."""
 
+import io
 import json
 from fractions import Fraction
 from typing import ClassVar
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -17,14 +19,17 @@ from transformers import (
 )
 from transformers import WhisperFeatureExtractor as FeatureExtractor
 
-from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.models import family_of, load_model
+from mindie_mm.engine.core import Engine
+from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.models import family_of, load_model, qwen2_5_omni
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.model import packed_logits
 from mindie_mm.nn.splice import plain_ids
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import FamilyContract, clip, picture
+from tests.models.contract import FamilyContract, clip, picture, run
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import save_model, save_tokenizer
 from tests.models.test_qwen2_vl import TestQwen2VL as Qwen2VLContract
@@ -268,6 +273,169 @@ class TestQwen25Omni(FamilyContract):
         encoded = [{"image": Image.fromarray(picture(40, 50))}, {"audio": sound}, {"text": "?"}]
         first, second = (model.logits(tokenizer.tokenize(items, path_file)) for items in (decoded, encoded))
         assert torch.equal(first, second)
+
+
+FILMS = {
+    "one second": (8, 8, 1.0),
+    "several chunks": (40, 8, 4.9),
+    "more pictures than sound": (40, 8, 1.3),
+    "more sound than pictures": (8, 8, 4.4),
+    "a short sound": (12, 8, 0.04),
+}
+"""Number of frames, frames per second, and length of the sound in seconds."""
+
+
+def film(frames: int, rate: int, seconds: float, width: int = 112, height: int = 84) -> bytes:
+    """Encode a film with sound without losses."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output:
+        pictures, sound = (
+            output.add_stream("ffv1", rate=rate),
+            output.add_stream("pcm_f32le", rate=16_000, layout="mono"),
+        )
+        pictures.width, pictures.height, pictures.pix_fmt = width, height, "bgr0"
+        for pixels in clip(frames, height, width):
+            output.mux(pictures.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        output.mux(pictures.encode())
+        samples = av.AudioFrame.from_ndarray(tone(seconds)[None], format="flt", layout="mono")
+        samples.sample_rate = 16_000
+        output.mux([*sound.encode(samples), *sound.encode()])
+    return file.getvalue()
+
+
+class TestFilms:
+    """Videos whose sound is part of the item (`use_audio_in_video`)."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def path(cls, tmp_path_factory):
+        path = tmp_path_factory.mktemp("films")
+        write_checkpoint(path)
+        return path
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def reference(cls, path):
+        return make_reference(path)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls, path):
+        return load_model(path, device="cpu", dtype="float32")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def tokenizer(cls, path, tmp_path_factory):
+        path_file = tmp_path_factory.mktemp("first") / "shm_name.txt"
+        with Tokenizer.from_pretrained(path) as tokenizer:
+            tokenizer.tokenize([{"audio": tone(0.4)}], path_file)  # creates the arena
+            release(path_file)
+            yield tokenizer
+
+    def inputs(self, reference, name, fps, text="Look: {}Which way?"):
+        frames, rate, seconds = FILMS[name]
+        video = reference.processor.video_processor
+        metadata = VideoMetadata(total_num_frames=frames, fps=float(rate))
+        indices = video.sample_frames(metadata, fps=fps).tolist()
+        return reference.processor(
+            text=[text.format(reference.markers["video"])],
+            videos=[clip(frames, 84, 112)[indices]],
+            audio=[tone(seconds)],
+            audio_from_video_indices=[0],
+            load_audio_from_video=True,
+            return_tensors="pt",
+            videos_kwargs={"fps": fps, "do_sample_frames": False},
+        )
+
+    def prompt(self, name, fps=None):
+        options = {"use_audio_in_video": True} | ({} if fps is None else {"fps": fps})
+        return [{"text": "Look: "}, {"video": film(*FILMS[name]), **options}, {"text": "Which way?"}]
+
+    @pytest.mark.parametrize("fps", [None, 0.7, 1.0, 3.0, 6.0])
+    @pytest.mark.parametrize("name", FILMS)
+    def test_ids_and_positions_equal_the_references(self, name, fps, reference, model, tokenizer, path_file):
+        inputs = self.inputs(reference, name, fps or 2.0)
+        ids = tokenizer.tokenize(self.prompt(name, fps), path_file).numpy()
+        (item,) = items = model.read(ids)
+        assert plain_ids(ids, items).tolist() == inputs["input_ids"][0].tolist()
+        expected, delta = reference.model.model.get_rope_index(
+            inputs["input_ids"],
+            None,
+            inputs["video_grid_thw"],
+            use_audio_in_video=True,
+            audio_seqlens=inputs["feature_attention_mask"].sum(-1),
+            second_per_grids=inputs["video_second_per_grid"],
+        )
+        found = model.positions(len(ids), items)
+        assert found.prompt.tolist() == expected[:, 0].tolist()
+        assert found.delta == delta.item()
+        assert item.shape.grid[4] == inputs["feature_attention_mask"].sum()
+
+    @pytest.mark.parametrize("name", FILMS)
+    def test_logits_equal_the_references(self, name, reference, model, tokenizer, path_file):
+        inputs = self.inputs(reference, name, 2.0)
+        with torch.inference_mode():
+            expected = reference.model(**inputs, use_audio_in_video=True).logits[0]
+        found = model.logits(tokenizer.tokenize(self.prompt(name), path_file))
+        assert (found - expected).abs().max() <= TestQwen25Omni.tolerance
+        silent = [{"text": "Look: "}, {"video": film(*FILMS[name])}, {"text": "Which way?"}]
+        without = model.logits(tokenizer.tokenize(silent, path_file))
+        assert len(without) < len(found)
+        assert (without[-1] - found[-1]).abs().max() > 100 * TestQwen25Omni.tolerance
+
+    def test_films_beside_other_media_in_a_batch_have_the_same_logits(self, model, tokenizer, path_file):
+        alone = [self.prompt("several chunks"), self.prompt("one second"), [{"audio": tone(0.4)}, {"text": "?"}]]
+        mixed = [*alone[0], {"image": picture(61, 83)}, *alone[1], {"audio": tone(0.7)}, {"text": "and?"}]
+        prompts = [tokenizer.tokenize(items, path_file) for items in (*alone, mixed)]
+        together = packed_logits(model, prompts)
+        for ids, found in zip(prompts, together, strict=True):
+            assert (model.logits(ids) - found).abs().max() <= TestQwen25Omni.tolerance
+        ids = prompts[-1].numpy()
+        kinds = [item.shape.kind for item in model.read(ids)]
+        assert kinds == ["video", "image", "video", "audio"]
+        positions = model.positions(len(ids), model.read(ids)).prompt
+        assert (positions[:, -1] > positions[:, :-6].max()).all()
+
+    def test_the_engine_answers_as_the_reference(self, reference, model, tokenizer, path_file):
+        inputs = self.inputs(reference, "several chunks", 2.0)
+        expected = reference.model.generate(
+            **inputs, use_audio_in_video=True, max_new_tokens=12, do_sample=False, pad_token_id=0
+        )[0, inputs["input_ids"].shape[1] :].tolist()
+        prompts = [tokenizer.tokenize(self.prompt(name), path_file) for name in ("several chunks", "one second")]
+        for chunk in (2048, 64):
+            engine = Engine(model, EngineConfig(max_num_batched_tokens=chunk, kv_cache_bytes=64 * 2**20))
+            outputs, errors = run(engine, prompts, max_tokens=12)
+            assert not errors
+            assert outputs[0] == expected
+
+    def test_words_replace_no_token_of_the_sound(self, model, tokenizer, path_file):
+        """With one token per picture, the second token of the item belongs to the sound."""
+        data = film(2, 1, 4.0, 28, 28)
+        items = [{"video": data, "use_audio_in_video": True, "max_pixels": 784, "min_pixels": 784, "fps": 0.5}]
+        ids = tokenizer.tokenize(items, path_file).numpy()
+        (item,) = model.read(ids)
+        assert np.count_nonzero(plain_ids(ids, [item]) == item.shape.second_token) == item.shape.num_features - 1
+
+    def test_a_silent_film_is_a_video(self, model, tokenizer, path_file):
+        data = encode_video(moving_frames(12))
+        ids = [tokenizer.tokenize([{"video": data, **more}], path_file) for more in ({"use_audio_in_video": True}, {})]
+        plain = [plain_ids(one.numpy(), model.read(one.numpy())).tolist() for one in ids]
+        assert plain[0] == plain[1]
+
+    def test_sound_above_the_window_is_refused(self, tokenizer, path_file):
+        items = [{"video": film(8, 8, WINDOW_S + 1.0), "use_audio_in_video": True}]
+        with pytest.raises(LimitExceeded, match=r"the sound of the video: the audio clip lasts 6\.0 s; .* is 5 s"):
+            tokenizer.tokenize(items, path_file)
+        tokenizer.tokenize([{"video": items[0]["video"]}], path_file)
+
+    def test_sound_that_is_left_out_is_logged_once(self, tokenizer, path_file, caplog):
+        qwen2_5_omni._warn_of_sound.cache_clear()
+        for _ in range(2):
+            tokenizer.tokenize([{"video": film(*FILMS["one second"])}], path_file)
+            tokenizer.tokenize([{"video": encode_video(moving_frames(4))}], path_file)
+        assert [record.getMessage() for record in caplog.records] == [
+            "a video has sound, which is left out; set use_audio_in_video to include it"
+        ]
 
 
 ITEMS = [{"image": picture(61, 83)}, {"text": "and"}, {"audio": tone(0.4)}, {"text": "?"}]

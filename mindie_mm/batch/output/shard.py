@@ -36,7 +36,12 @@ MAX_BLOCKS = 2048
 """Maximum number of media items of a shard. If a shard has more than half of this number, the next row goes into a new
 shard."""
 
-_SPAN = pa.struct([("kind", pa.string()), *((name, pa.int64()) for name in ("start", "stop", "token", "lead", "tail"))])
+_SPAN = pa.struct(
+    [
+        ("kind", pa.string()),
+        *((name, pa.int64()) for name in ("start", "stop", "token", "lead", "tail", "second_token")),
+    ]
+)
 _ARRAY = pa.struct([("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int64()))])
 SCHEMA = pa.schema(
     [

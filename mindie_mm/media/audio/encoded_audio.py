@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import av
@@ -19,14 +20,15 @@ from av.container import InputContainer
 from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
+from mindie_mm.media.audio.declared_length import declared_length_s, is_truncated
 from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.guard.caps import caps
 from mindie_mm.media.guard.container import BARE, best_stream, check_codec, frames_of, open_container, reading
 from mindie_mm.media.image.encoded_image import Data
 
 CONTAINERS = (
-    *("wav", "flac", "mp3", "aac", "ogg", "aiff", "caf", "w64", "au", "nistsphere"),
-    *("mov", "matroska", "asf", "avi", "mpegts", "flv", "mpeg"),
+    *("wav", "flac", "mp3", "aac", "ogg", "aiff", "caf", "w64", "au", "nistsphere", "amr"),
+    *("mov", "matroska", "asf", "avi", "mpegts", "flv", "mpeg", "dv"),
 )
 """Supported containers, detected by content. They include video containers with an audio stream.
 
@@ -47,8 +49,10 @@ _MAX_PLANES = 7
 PyAV expects an end marker after the planes. If there are more planes, FFmpeg's list has no space for this marker.
 """
 
-# Number of seconds to decode beyond a cut, so that the cut does not affect the resampling filter.
+# Number of seconds to decode beyond the limit, so that the cut does not affect the resampling filter.
 _MARGIN_S = 1.0
+_PADDING_S = 0.2
+"""Maximum length in seconds of the silence that encoders of lossy formats add, for example to complete a block."""
 
 Samples = NDArray[np.float32]
 """Samples of one channel, float32 [samples], mostly within [-1, 1]."""
@@ -65,6 +69,12 @@ class EncodedAudio:
     """Maximum number of samples per channel to decode. Decoded samples are kept as float32 until they are resampled."""
     max_pixels: int
     """Maximum number of pixels of an embedded cover picture."""
+    stated_s: float
+    """Length in seconds according to the container. 0 if the container states none. It may be wrong."""
+    padding_s: float
+    """Maximum length in seconds of the silence that the encoder may have added."""
+    declared_s: float
+    """Length in seconds that the file must have if it is complete, or 0 if this is unknown."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedAudio:
@@ -81,7 +91,8 @@ class EncodedAudio:
         )
         with reading(lambda: unreadable), open_container(data, CONTAINERS, limits.max_video_pixels) as container:
             stream, num_channels = _stream_of(container)
-            rate = stream.rate
+            rate, padding_s = stream.rate, 0.0 if stream.codec_context.codec.lossless else _PADDING_S
+            declared_s = declared_length_s(container, stream, data)
             durations = [container.duration and container.duration / av.time_base]
             durations += [stream.duration and stream.time_base and float(stream.duration * stream.time_base)]
         _check_rate(rate)
@@ -89,14 +100,15 @@ class EncodedAudio:
             raise LimitExceeded(f"the audio clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
         if (stated := max(filter(None, durations), default=0.0)) > limits.max_audio_seconds:
             raise LimitExceeded(f"the audio clip lasts {stated:.1f} s; the limit is {limits.max_audio_seconds:g} s")
-        return cls(rate, data, limits.max_audio_samples, limits.max_video_pixels)
+        return cls(rate, data, limits.max_audio_samples, limits.max_video_pixels, stated, padding_s, declared_s)
 
     def decode(self, rate: int, max_samples: int) -> Samples:
-        """Return at most the first `max_samples` samples at `rate` Hz. The rest of the clip is not decoded.
+        """Return the samples at `rate` Hz. The clip is not decoded beyond `max_samples`, apart from a margin.
 
         Raises:
-            MediaError: The clip is broken.
-            LimitExceeded: More than `max_source_samples` must be decoded.
+            MediaError: The clip is broken or truncated.
+            LimitExceeded: The clip has more than `max_samples`, apart from padding of a lossy format, or more than
+                `max_source_samples` must be decoded.
 
         """
         pieces: list[Samples] = []
@@ -118,6 +130,13 @@ class EncodedAudio:
                     break
         if not num_samples:
             raise MediaError("the audio clip has no samples")
+        if num_samples > math.ceil(max_samples * own_rate / rate) + self.padding_s * own_rate:
+            raise _too_long(max(self.stated_s, num_samples / own_rate), max_samples / rate)
+        if is_truncated(num_samples / own_rate, self.declared_s):
+            raise MediaError(
+                f"the audio clip is truncated: its header declares {self.declared_s:.1f} s, but it has "
+                f"{num_samples / own_rate:.1f} s"
+            )
         return _resample(np.concatenate(pieces), own_rate, rate, max_samples)
 
     def _frames(self) -> Iterator[av.AudioFrame]:
@@ -141,8 +160,11 @@ class DecodedAudio:
     """Sampling rate in Hz. None means the sampling rate of the model."""
 
     def decode(self, rate: int, max_samples: int) -> Samples:
-        """Return at most the first `max_samples` samples at `rate` Hz."""
-        return _resample(self.samples, self.rate or rate, rate, max_samples)
+        """Return the samples at `rate` Hz. Raise LimitExceeded if there are more than `max_samples`."""
+        own_rate = self.rate or rate
+        if len(self.samples) > math.ceil(max_samples * own_rate / rate):
+            raise _too_long(len(self.samples) / own_rate, max_samples / rate)
+        return _resample(self.samples, own_rate, rate, max_samples)
 
 
 def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAudio:
@@ -165,6 +187,17 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
     if rate is not None:
         raise InputError(f"sampling_rate is {rate}, but an encoded clip has its own rate; leave sampling_rate out")
     return EncodedAudio.open(data)
+
+
+def has_sound(data: bytes) -> bool:
+    """Return whether a video has an audio track that FFmpeg finds. Return False if the data cannot be read."""
+    with (
+        suppress(MediaError),
+        reading(lambda: MediaError("unreadable")),
+        open_container(data, CONTAINERS, caps().max_video_pixels) as container,
+    ):
+        return bool(container.streams.audio)
+    return False
 
 
 def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
@@ -198,6 +231,13 @@ def _check_rate(rate: int) -> int:
             f"the audio clip has a sampling rate of {rate} Hz; it must be from {MIN_RATE} to {MAX_RATE}"
         )
     return rate
+
+
+def _too_long(length_s: float, limit_s: float) -> LimitExceeded:
+    return LimitExceeded(
+        f"the audio clip lasts {length_s:.1f} s; the limit of this model is {limit_s:g} s. Cut the clip into parts "
+        "of at most this length, and send each part as an audio item"
+    )
 
 
 def _num_source_samples(max_samples: int, source_rate: int, rate: int) -> int:

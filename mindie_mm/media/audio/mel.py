@@ -39,7 +39,7 @@ class MelSettings:
     hop: int
     """Distance between frames in samples."""
     max_samples: int
-    """Maximum length of a clip in samples. Further samples are cut off, as in the reference."""
+    """Maximum length of a clip in samples. The reference cuts longer clips off, but this package refuses them."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> MelSettings:

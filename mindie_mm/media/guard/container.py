@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import av
 from av.audio.stream import AudioStream
 from av.container import InputContainer
-from av.stream import Discard
+from av.stream import Discard, Disposition
 from av.video.stream import VideoStream
 
 from mindie_mm.errors import LimitExceeded, MediaError
@@ -21,6 +21,7 @@ from mindie_mm.media.guard.matroska import without_compression
 from mindie_mm.media.guard.metadata import check_metadata
 from mindie_mm.media.guard.sample_tables import check_tables
 from mindie_mm.media.guard.transport import whole_packets
+from mindie_mm.media.guard.wave_format import as_little_endian, with_container_bits
 
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 
@@ -158,7 +159,7 @@ def open_container(data: bytes, formats: Sequence[str], max_pixels: int) -> Inpu
     check_tables(data)
     others = [name for name in formats if name != _TRANSPORT_STREAM]
     try:
-        return _open(without_compression(data), others, max_pixels, began)
+        return _open(with_container_bits(as_little_endian(without_compression(data))), others, max_pixels, began)
     except av.ArgumentError:  # none of these formats matches
         if _TRANSPORT_STREAM not in formats:
             raise
@@ -197,14 +198,22 @@ def _adding_streams() -> Iterator[None]:
 def best_stream(container: InputContainer, kind: Literal["video", "audio"]) -> Any:
     """Return the stream of `kind` that players choose, and not, for example, a preview or a commentary.
 
+    Streams without an allowed decoder are passed over, as av_find_best_stream does if its caller needs a decoder. Cover
+    art is no video stream. If no stream can be decoded, the result is a stream that `check_codec` refuses.
+
     Raises:
         MediaError: The container has no stream of this kind.
 
     """
+    streams = [one for one in container.streams if one.type == kind and not one.disposition & Disposition.attached_pic]
+    usable = {one.index for one in streams if _is_allowed(one.codec_context)}
+    for one in container.streams:
+        if usable and one.type == kind and one.index not in usable:
+            one.disposition = Disposition.hearing_impaired  # FFmpeg's lowest rank
     stream = container.streams.best(kind)
-    if stream is None:
-        raise MediaError(f"the file has no {kind} stream")
-    return stream
+    if stream is None or not streams:
+        raise MediaError(f"the file has no {kind} stream" + (", only cover art" if stream is not None else ""))
+    return stream if not usable or stream.index in usable else container.streams[min(usable)]
 
 
 def packets_of(container: InputContainer, stream: _Stream, num_bytes: int) -> Iterator[av.Packet[_Stream]]:
@@ -264,5 +273,9 @@ def check_codec(context: av.CodecContext | None, what: str) -> None:
     """Raise MediaError unless the decoder of a stream is in `CODECS`. `what` is the name of the stream in the error."""
     if context is None:
         raise MediaError(f"{what} has an unknown codec")
-    if context.name not in CODECS:
+    if not _is_allowed(context):
         raise MediaError(f"{what} has a codec that is not supported")
+
+
+def _is_allowed(context: av.CodecContext | None) -> bool:
+    return context is not None and context.name in CODECS

@@ -12,7 +12,7 @@ from PIL import Image
 
 from mindie_mm.settings.config import Colour
 
-_ORIENTATION_TAG = 0x0112
+ORIENTATION_TAG = 0x0112
 _TURNS: Mapping[Any, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -45,23 +45,23 @@ def pil_to_rgb(image: Image.Image, background: Colour | None, significant_bits: 
       an entry has a wrong type.
     """
     image.load()  # for a TIFF, this applies the orientation and removes it from the EXIF data
-    if (turn := _TURNS.get(image.getexif().get(_ORIENTATION_TAG))) is not None:
+    if (turn := _TURNS.get(image.getexif().get(ORIENTATION_TAG))) is not None:
         image = image.transpose(turn)
     if image.mode in _DEEP_MODES:
         image = _shallow(image, significant_bits)
     if background is not None and image.has_transparency_data and image.mode in _WITH_ALPHA:
-        return _on_background(image, background)
+        return on_background(image, background)
     return image if image.mode == "RGB" else image.convert("RGB")  # `convert` would copy an RGB image
 
 
 def orientation_of(image: Image.Image) -> Any:
     """Return the EXIF orientation of `image`, or 1 if the image has none."""
-    return image.getexif().get(_ORIENTATION_TAG, 1)
+    return image.getexif().get(ORIENTATION_TAG, 1)
 
 
 def states_orientation_in_tiff(image: Image.Image) -> bool:
     """Return whether a TIFF tag states the orientation. Pillow then reports the upright size."""
-    return _ORIENTATION_TAG in getattr(image, "tag_v2", ())
+    return ORIENTATION_TAG in getattr(image, "tag_v2", ())
 
 
 def mend_transparency(image: Image.Image) -> None:
@@ -92,7 +92,7 @@ def significant_bits_of(png: bytes) -> int | None:
     return bits if 1 <= bits <= 16 else None
 
 
-def _on_background(image: Image.Image, background: Colour) -> Image.Image:
+def on_background(image: Image.Image, background: Colour) -> Image.Image:
     if image.mode == "La":  # Pillow converts La only to LA
         image = image.convert("LA")
     rgba = image if image.mode == "RGBA" else image.convert("RGBA")

@@ -11,7 +11,6 @@ import av
 import numpy as np
 import torch
 from av.container import InputContainer
-from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
@@ -30,7 +29,10 @@ from mindie_mm.media.guard.container import (
 from mindie_mm.media.guard.sample_tables import may_be_turned
 from mindie_mm.media.image.encoded_image import Data, Frames, Pixels, open_image
 from mindie_mm.media.video import seek
+from mindie_mm.media.video.alpha_track import has_alpha_track
+from mindie_mm.media.video.animation import Animation, is_animation
 from mindie_mm.media.video.display_matrix import Orientation
+from mindie_mm.media.video.rgb import FrameConverter
 from mindie_mm.media.video.seek import Keyframes
 from mindie_mm.media.video.timeline import (
     AVI,
@@ -43,11 +45,12 @@ from mindie_mm.media.video.timeline import (
 )
 from mindie_mm.settings.config import MediaCaps
 
-CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg", "gif", "dv", "ogg", "ivf")
+CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg", "gif", "dv", "ogg", "ivf", "h264", "hevc")
 """Supported containers, detected by content.
 
-`mov` includes MP4, `matroska` includes WebM, and `mpeg` is the MPEG program stream. Playlists are not supported,
-because with a playlist, the client could choose files and URLs for FFmpeg to open.
+`mov` includes MP4, `matroska` includes WebM, and `mpeg` is the MPEG program stream. `h264` and `hevc` are streams
+without a container, as cameras write them, which FFmpeg assumes to have 25 frames per second. Playlists are not
+supported, because with a playlist, the client could choose files and URLs for FFmpeg to open.
 """
 _FEW_FRAMES = 64
 """Number of further frames that may always be decoded to check that a video is complete, even if few are sampled."""
@@ -76,6 +79,10 @@ class EncodedVideo:
     """Whether `num_frames` is the number of packets instead of the number of decoded frames."""
     work: Work
     """Decoding work of the request that the video belongs to."""
+    codec: str
+    """FFmpeg's name of the decoder."""
+    has_alpha_track: bool
+    """Whether the transparency of the frames is a second video, which is decoded, too."""
 
     @classmethod
     def open(cls, data: bytes) -> EncodedVideo:
@@ -96,6 +103,7 @@ class EncodedVideo:
             stream = best_stream(container, "video")
             check_codec(stream.codec_context, "the video")
             height, width, stated, name = stream.height, stream.width, stream.frames, container.format.name
+            codec, alpha_track = stream.codec_context.name, has_alpha_track(stream)
             _check_size(height, width, max_pixels)
             packets = Packets.read(
                 packets_of(container, stream, len(data)), stream.codec_context, max_frames, max_pixels
@@ -127,9 +135,22 @@ class EncodedVideo:
         if orientation.transposed:
             height, width = width, height
         keyframes = None
-        if times is not None and name in seek.CONTAINERS:
+        if times is not None and name in seek.CONTAINERS and not alpha_track:
             keyframes = Keyframes.of(times, packets.key_times)
-        return cls(height, width, num_frames, fps, orientation, data, max_pixels, keyframes, is_counted, of_request)
+        return cls(
+            height=height,
+            width=width,
+            num_frames=num_frames,
+            fps=fps,
+            orientation=orientation,
+            data=data,
+            max_pixels=max_pixels,
+            keyframes=keyframes,
+            is_counted=is_counted,
+            work=of_request,
+            codec=codec,
+            has_alpha_track=alpha_track,
+        )
 
     def count(self, indices: Sequence[int]) -> None:
         """Count the pixels that `decode` will decode for `indices`, without decoding them.
@@ -138,7 +159,7 @@ class EncodedVideo:
             LimitExceeded: The request would decode too many pixels.
 
         """
-        self.work.add_video(self._num_decoded(indices) * self.height * self.width)
+        self.work.add_video(self._num_decoded(indices) * self._frame_pixels)
 
     def decode(self, indices: Sequence[int]) -> Iterator[Pixels]:
         """Yield the frame for each of the ascending `indices` as RGB pixels, uint8 [height, width, 3].
@@ -160,12 +181,13 @@ class EncodedVideo:
             decoded = min(taken, len(indices))
             return kind(f"the video is broken: only {decoded} of {len(indices)} sampled frames could be decoded")
 
-        scaler = VideoReformatter()  # used for all frames, because its setup takes longer than scaling a small frame
+        settings = self.work.caps
+        converter = FrameConverter(self.codec, settings.rgba_background_color, hdr_to_sdr=settings.hdr_to_sdr)
         wanted = self._up_to_end(indices)
         with reading(broken):
             for frame in self._frames_at(wanted):
                 if taken < len(indices):
-                    yield self._upright(frame, scaler)
+                    yield self._upright(frame, converter)
                 taken += 1
         if taken < len(wanted):
             raise broken()
@@ -186,7 +208,7 @@ class EncodedVideo:
         if taken == len(indices):
             return
         if self.keyframes is not None and self.keyframes.spare(indices):  # `count` has assumed that seeking works
-            self.work.add_video((indices[-1] + 1) * self.height * self.width)
+            self.work.add_video((indices[-1] + 1) * self._frame_pixels)
         with open_container(self.data, CONTAINERS, self.max_pixels) as container:
             stream = _stream_to_decode(container, self.max_pixels)
             for index, frame in enumerate(frames_of_video(container, stream, len(self.data))):
@@ -199,6 +221,11 @@ class EncodedVideo:
                 if taken == len(indices) and not is_last:
                     return
 
+    @property
+    def _frame_pixels(self) -> int:
+        """Number of pixels to decode for a frame."""
+        return self.height * self.width * (2 if self.has_alpha_track else 1)
+
     def _num_decoded(self, indices: Sequence[int]) -> int:
         return indices[-1] + 1 if self.keyframes is None else self.keyframes.num_decoded(indices)
 
@@ -207,7 +234,7 @@ class EncodedVideo:
         wanted = [*indices, self.num_frames - 1]
         before = self._num_decoded(indices)
         further = self._num_decoded(wanted) - before
-        num_pixels = further * self.height * self.width
+        num_pixels = further * self._frame_pixels
         left = self.work.caps.max_request_video_pixels - self.work.video_pixels
         if not self.is_counted or further > max(before, _FEW_FRAMES) or num_pixels > left:
             return indices
@@ -228,11 +255,10 @@ class EncodedVideo:
             stream = _stream_to_decode(container, self.max_pixels)
             yield from seek.sought(container, stream, self.keyframes, indices, len(self.data))
 
-    def _upright(self, frame: av.VideoFrame, scaler: VideoReformatter) -> Pixels:
+    def _upright(self, frame: av.VideoFrame, converter: FrameConverter) -> Pixels:
         _check_size(frame.height, frame.width, self.max_pixels)
         height, width = (self.width, self.height) if self.orientation.transposed else (self.height, self.width)
-        pixels = scaler.reformat(frame, width, height, "rgb24", threads=torch.get_num_threads()).to_ndarray()
-        return self.orientation.apply(pixels.astype(np.uint8, copy=False))
+        return self.orientation.apply(converter.rgb(frame, width, height))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,8 +315,8 @@ class SampledVideo:
             yield pixels
 
 
-Video = EncodedVideo | SampledVideo
-"""An encoded video, or frames that the caller has sampled."""
+Video = EncodedVideo | Animation | SampledVideo
+"""An encoded video, an animated image, or frames that the caller has sampled."""
 
 
 def open_video(data: Data, sample_fps: float | None) -> Video:
@@ -311,7 +337,7 @@ def open_video(data: Data, sample_fps: float | None) -> Video:
         return SampledVideo.open(data, sample_fps)
     if sample_fps is not None:
         raise InputError(f"sample_fps is {sample_fps:g}, but an encoded video has its own rate; leave sample_fps out")
-    return EncodedVideo.open(data)
+    return Animation.open(data) if is_animation(data) else EncodedVideo.open(data)
 
 
 def _num_missing(stream: VideoStream, container: str, num_packets: int, data: bytes) -> int:
@@ -364,7 +390,10 @@ def _stream_to_decode(container: InputContainer, max_pixels: int) -> VideoStream
 
 
 def _unreadable(data: bytes) -> MediaError:
-    return MediaError(f"the {len(data)} bytes cannot be read as a video (supported formats: {', '.join(CONTAINERS)})")
+    return MediaError(
+        f"the {len(data)} bytes cannot be read as a video (supported formats: {', '.join(CONTAINERS)}, animated "
+        "PNG and WebP)"
+    )
 
 
 def _check_size(height: int, width: int, max_pixels: int) -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from mindie_mm.errors import MediaError
 from mindie_mm.media.guard.container import packets_of
 from mindie_mm.media.guard.segments import check_scans
+from mindie_mm.media.video.alpha_track import AlphaTrack, has_alpha_track
 from mindie_mm.media.video.bitstreams import has_fields, is_idr, is_whole
 
 AVI = "avi"
@@ -157,16 +158,19 @@ def frames_of_video(container: InputContainer, stream: VideoStream, num_bytes: i
 
     """
     has_begun = False
+    alpha = AlphaTrack(stream) if has_alpha_track(stream) else None
     for packet in packets_of(container, stream, num_bytes):
         try:
             frames = packet.decode()
+            if alpha is not None:
+                alpha.read(packet)
         except av.InvalidDataError:
             if has_begun:
                 raise
             continue
         has_begun = has_begun or bool(frames)
-        yield from frames
-    yield from stream.decode(None)
+        yield from frames if alpha is None else map(alpha.merged, frames)
+    yield from stream.decode(None) if alpha is None else map(alpha.merged, stream.decode(None))
 
 
 def longest_tail(num_packets: int) -> int:
