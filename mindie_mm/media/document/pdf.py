@@ -51,6 +51,8 @@ class PdfPage:
     """Width in pixels."""
     num_pages: int
     """Number of pages of the PDF."""
+    max_pixels: int
+    """Maximum number of pixels of all images on the page (`max_request_pixels`)."""
 
     @classmethod
     def open(cls, data: bytes, index: int) -> PdfPage:
@@ -70,7 +72,7 @@ class PdfPage:
             raise MediaError(f"page {index + 1} of the PDF has no valid size")
         scale = min(DPI / _POINTS_PER_INCH, math.sqrt(caps().max_pdf_page_pixels / points))
         width, height = (max(1, int(side * scale)) for side in (size.width, size.height))
-        return cls(data, index, height, width, num_pages)
+        return cls(data, index, height, width, num_pages, caps().max_request_pixels)
 
     @property
     def settings(self) -> str:
@@ -88,7 +90,7 @@ class PdfPage:
         pdfium = _pdfium()
         pixels = np.full((self.height, self.width, 3), 255, np.uint8)
         with _document(self.data) as document, _page(document, self.index) as page, _forms(document) as forms:
-            _check_images(page)
+            _check_images(page, self.max_pixels)
             bitmap = pdfium.FPDFBitmap_CreateEx(self.width, self.height, _RGB, pixels.ctypes.data, 3 * self.width)
             if not bitmap:
                 raise MediaError(f"page {self.index + 1} of the PDF cannot be rendered")
@@ -169,8 +171,8 @@ def _forms(document: Any) -> Iterator[Any]:
             pdfium.FPDFDOC_ExitFormFillEnvironment(forms)
 
 
-def _check_images(page: Any) -> None:
-    """Raise LimitExceeded if an image on a page has too many pixels, or if all its images together have too many."""
+def _check_images(page: Any, max_pixels: int) -> None:
+    """Raise LimitExceeded if an image on a page has too many pixels, or if all have more than `max_pixels`."""
     pdfium, total = _pdfium(), 0
     waiting = [(pdfium.FPDFPage_GetObject(page, i), 0) for i in range(pdfium.FPDFPage_CountObjects(page))]
     width, height = ctypes.c_uint(), ctypes.c_uint()
@@ -183,7 +185,8 @@ def _check_images(page: Any) -> None:
         elif kind == _IMAGE and pdfium.FPDFImageObj_GetImagePixelSize(item, width, height):
             check_pixels(width.value, height.value)
             total += width.value * height.value
-            if total > (limit := caps().max_request_pixels):
+            if total > max_pixels:
                 raise LimitExceeded(
-                    f"the images on a page of the PDF have {total} pixels or more; the limit is {limit}"
+                    f"the images on a page of the PDF have {total} pixels or more; the limit is {max_pixels} "
+                    "(--max-request-pixels)"
                 )

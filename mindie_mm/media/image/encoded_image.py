@@ -16,7 +16,9 @@ from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.document.pdf import PdfPage, open_page
+from mindie_mm.media.document.tiff import TiffPage, image_of_tiff, is_tiff
 from mindie_mm.media.guard.boxes import check_boxes
 from mindie_mm.media.guard.caps import add_picture, caps, check_pixels
 from mindie_mm.media.guard.segments import JPEG_START, MAX_SCANS, PNG_START, check_parts, check_scans, jpeg_head
@@ -29,6 +31,7 @@ from mindie_mm.media.image.colours import (
     states_orientation_in_tiff,
 )
 from mindie_mm.media.image.icons import ICON_START, picture_of_icon
+from mindie_mm.media.image.png_chunks import without_texts
 from mindie_mm.settings.config import MAX_IMAGE_PIXELS, Colour
 
 # Each strip of a TIFF may be a JPEG. libtiff reads this variable when it decodes a JPEG. By default, it allows 100
@@ -47,8 +50,8 @@ Pixels = NDArray[np.uint8]
 """RGB pixels, uint8 [height, width, 3] for an image and [frames, height, width, 3] for a video."""
 Frames = tuple[bytes | Pixels, ...]
 """Frames of a video, each as an encoded image or as pixels."""
-Data = bytes | NDArray[Any] | Frames | PdfPage
-"""Input of preprocessing: encoded bytes, pixels, audio samples, frames of a video, or a page of a PDF."""
+Data = bytes | NDArray[Any] | Frames | DocumentPage
+"""Input of preprocessing: encoded bytes, pixels, audio samples, frames of a video, or a page of a document."""
 
 Resample = Literal["bilinear", "bicubic", "lanczos"]
 RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -68,19 +71,27 @@ class EncodedImage:
     """Color behind transparent pixels. None means that the alpha channel is dropped."""
     significant_bits: int | None = None
     """Number of significant bits of 16-bit grayscale samples, if a PNG states it."""
+    is_negative: bool = False
+    """Whether 0 is white in `file`, although its header says that 0 is black."""
 
     @classmethod
-    def open(cls, data: bytes, *, drop_alpha: bool = False) -> EncodedImage:
+    def open(cls, data: bytes | TiffPage, *, drop_alpha: bool = False) -> EncodedImage:
         """Read the header of `data`. `drop_alpha` has the same meaning as in `open_image`.
 
         Raises:
-            MediaError: The data are not a readable image.
+            MediaError: The data are not a readable image, or are a TIFF with several pages.
             LimitExceeded: The image exceeds a limit.
 
         """
+        is_negative = False
+        if isinstance(data, TiffPage) or is_tiff(data):
+            tiff = data.image() if isinstance(data, TiffPage) else image_of_tiff(data)
+            data, is_negative = tiff.data, tiff.is_negative
         try:
             if data.startswith(ICON_START):
                 data = picture_of_icon(data)
+            elif data.startswith(PNG_START):
+                data = without_texts(data)
             file = _open_file(data)
             width, height = file.size
             add_picture(width, height)  # before reading the orientation, which may decode the image
@@ -101,7 +112,7 @@ class EncodedImage:
             width, height = height, width
         significant_bits = significant_bits_of(data) if data.startswith(PNG_START) else None
         background = None if drop_alpha else caps().rgba_background_color
-        return cls(height, width, file, background, significant_bits)
+        return cls(height, width, file, background, significant_bits, is_negative)
 
     def decode(self) -> Pixels:
         """Return RGB pixels, uint8 [height, width, 3]. Call this method only once.
@@ -111,7 +122,7 @@ class EncodedImage:
 
         """
         try:
-            return np.asarray(pil_to_rgb(self.file, self.background, self.significant_bits))
+            return np.asarray(pil_to_rgb(self.file, self.background, self.significant_bits, negative=self.is_negative))
         except MemoryError:
             raise
         except Exception:  # noqa: BLE001 - for broken data, a decoder may raise any exception
@@ -162,7 +173,7 @@ def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | 
     """Read the size of an image. Call `decode` on the result to decode the pixels.
 
     Args:
-        data: An encoded image, pixels as uint8 [height, width, 3], or a page of a PDF.
+        data: An encoded image, pixels as uint8 [height, width, 3], or a page of a document.
         drop_alpha: Whether transparent pixels keep the colors that they have in the file. If False, they show the
             background.
 
@@ -174,6 +185,8 @@ def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | 
     assert not isinstance(data, tuple), "frames are a video's"
     if isinstance(data, PdfPage):
         return open_page(data)
+    if isinstance(data, TiffPage):
+        return EncodedImage.open(data, drop_alpha=drop_alpha)
     if not isinstance(data, bytes):
         check_pixels(data.shape[1], data.shape[0])
         return DecodedImage(data)
