@@ -30,6 +30,8 @@ from mindie_mm.media.image.colours import (
     significant_bits_of,
     states_orientation_in_tiff,
 )
+from mindie_mm.media.image.heic import HeicImage
+from mindie_mm.media.image.heif_boxes import is_heif
 from mindie_mm.media.image.icons import ICON_START, picture_of_icon
 from mindie_mm.media.image.png_chunks import without_texts
 from mindie_mm.settings.config import MAX_IMAGE_PIXELS, Colour
@@ -38,13 +40,13 @@ from mindie_mm.settings.config import MAX_IMAGE_PIXELS, Colour
 # scans.
 os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO", "PPM")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIC", "JPEG2000", "ICO", "PPM")
 """Supported formats, detected by content.
 
 Pillow can read more formats. Some of its decoders are written in Python, and take minutes for a few megabytes. Some
 formats cannot be detected by content.
 """
-_FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
+_FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name not in {"HEIC", "PPM"})
 
 Pixels = NDArray[np.uint8]
 """RGB pixels, uint8 [height, width, 3] for an image and [frames, height, width, 3] for a video."""
@@ -169,7 +171,10 @@ class DecodedImage:
         return self.pixels
 
 
-def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | EncodedImage | DecodedImage | PdfPage:
+Opened = PlainJpeg | Anymap | HeicImage | EncodedImage | DecodedImage | PdfPage
+
+
+def open_image(data: Data, *, drop_alpha: bool = False) -> Opened:
     """Read the size of an image. Call `decode` on the result to decode the pixels.
 
     Args:
@@ -192,6 +197,8 @@ def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | 
         return DecodedImage(data)
     if ANYMAP_START.match(data):
         return Anymap.open(data)
+    if is_heif(data) and (heic := HeicImage.open(data, drop_alpha=drop_alpha)) is not None:
+        return heic
     if (size := _plain_jpeg_size(data)) is None:
         return EncodedImage.open(data, drop_alpha=drop_alpha)
     add_picture(size[1], size[0])
