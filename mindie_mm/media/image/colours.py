@@ -28,6 +28,8 @@ _DEEP_MODES = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I", "F"})
 """Grayscale modes with more than 8 bits per sample, which Pillow would clip at 255."""
 _WITH_ALPHA = frozenset({"RGBA", "RGBa", "LA", "La", "PA", "P", "RGB", "L", "1"})
 """Modes in which pixels can be transparent, because of an alpha channel, a palette or a transparent color."""
+_LITTLE_ENDIAN: Mapping[Any, str] = {"I;16BS": "I;16S", "I;32BS": "I;32S", "F;32BF": "F;32F", "F;64BF": "F;64F"}
+"""Pillow's raw modes for little-endian samples, by those for big-endian samples."""
 _PNG_DEPTH = re.compile(r"(?:L|RGB);(\d+)B?")
 """Pillow's raw modes for PNG samples that do not have 8 bits."""
 
@@ -93,6 +95,19 @@ def mend_transparency(image: Image.Image) -> None:
         image.info["transparency"] = in_eight_bits(colour)
     elif isinstance(colour, tuple):
         image.info["transparency"] = tuple(map(in_eight_bits, colour))
+
+
+def mend_byte_order(image: Image.Image) -> None:
+    """Correct the byte order of a compressed TIFF with signed integers or floats. Call this before the image is loaded.
+
+    libtiff returns samples in the byte order of the machine, which is little-endian on all supported machines. Pillow
+    reads the samples of a big-endian file as big-endian.
+    """
+    tiles = getattr(image, "tile", ())
+    if image.format == "TIFF" and tiles and tiles[0].codec_name == "libtiff" and tiles[0].args[0] in _LITTLE_ENDIAN:
+        image.tile = [  # type: ignore[attr-defined] # an attribute of ImageFile
+            tile._replace(args=(_LITTLE_ENDIAN[tile.args[0]], *tile.args[1:])) for tile in tiles
+        ]
 
 
 def significant_bits_of(png: bytes) -> int | None:

@@ -24,6 +24,7 @@ from mindie_mm.media.guard.caps import add_picture, caps, check_pixels
 from mindie_mm.media.guard.segments import JPEG_START, MAX_SCANS, PNG_START, check_parts, check_scans, jpeg_head
 from mindie_mm.media.image.anymap import ANYMAP_START, Anymap
 from mindie_mm.media.image.colours import (
+    mend_byte_order,
     mend_transparency,
     orientation_of,
     pil_to_rgb,
@@ -100,6 +101,7 @@ class EncodedImage:
             if data.startswith(JPEG_START):  # `file.format` is MPO for a JPEG with several images
                 check_scans(data, width, height, up_to_end=True)
             mend_transparency(file)
+            mend_byte_order(file)
             orientation = orientation_of(file) if _has_exif(file, data) else 1
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise _beyond_pillows_limit() from None
@@ -195,6 +197,10 @@ def open_image(data: Data, *, drop_alpha: bool = False) -> Opened:
     if not isinstance(data, bytes):
         check_pixels(data.shape[1], data.shape[0])
         return DecodedImage(data)
+    return _open_bytes(data, drop_alpha=drop_alpha)
+
+
+def _open_bytes(data: bytes, *, drop_alpha: bool) -> PlainJpeg | Anymap | HeicImage | EncodedImage:
     if ANYMAP_START.match(data):
         return Anymap.open(data)
     if is_heif(data) and (heic := HeicImage.open(data, drop_alpha=drop_alpha)) is not None:
