@@ -194,7 +194,10 @@ def _decoder(setup: bytes, num_pixels: int) -> VideoCodecContext:
 
 def _frame(context: VideoCodecContext, data: bytes) -> VideoFrame:
     """Decode one image. Raise ValueError if it is broken."""
-    frames = [*context.decode(av.Packet(data)), *context.decode(None)]
+    try:
+        frames = [*context.decode(av.Packet(data)), *context.decode(None)]
+    except av.error.MemoryError:  # FFmpeg's error for a frame above `max_pixels`
+        raise ValueError("a tile is larger than the file states") from None
     context.flush_buffers()
     if len(frames) != 1 or frames[0].is_corrupt:
         raise ValueError("a tile has no image")
