@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import io
+import re
 import struct
 from collections.abc import Sequence
+from fractions import Fraction
+from typing import cast
 
 import av
 import numpy as np
+from av.video.codeccontext import VideoCodecContext
 from numpy.typing import NDArray
 
 ALPHA = b"urn:mpeg:mpegB:cicp:systems:auxiliary:alpha\0"
 FULL_BT_601 = b"nclx" + struct.pack(">HHHB", 1, 13, 6, 0x80)
+_PARAMETER_SETS = range(32, 35)  # VPS, SPS and PPS
 Property = tuple[bytes, bytes]
 
 
@@ -26,18 +30,21 @@ def full_box(kind: bytes, *content: bytes, version: int = 0, flags: int = 0) -> 
 
 def hevc(pixels: NDArray[np.uint8]) -> tuple[bytes, bytes]:
     """Encode RGB or gray pixels. Return the decoder configuration (hvcC) and the frame."""
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("libx265", rate=1, options={"x265-params": "log-level=none:qp=4:range=full"})
-        stream.height, stream.width = pixels.shape[:2]
-        stream.pix_fmt = "yuvj444p" if pixels.ndim == 3 else "gray"
-        frame = av.VideoFrame.from_ndarray(pixels, "rgb24" if pixels.ndim == 3 else "gray")
-        if pixels.ndim == 3:
-            frame = frame.reformat(format="yuvj444p", dst_colorspace=5, dst_color_range=2)
-        container.mux([*stream.encode(frame), *stream.encode(None)])
-    with av.open(io.BytesIO(file.getvalue())) as container:
-        (packet,) = (bytes(packet) for packet in container.demux(video=0) if packet.size)
-        return container.streams.video[0].codec_context.extradata or b"", packet
+    encoder = cast("VideoCodecContext", av.CodecContext.create("libx265", "w"))
+    encoder.height, encoder.width = pixels.shape[:2]
+    encoder.pix_fmt = "yuvj444p" if pixels.ndim == 3 else "gray"
+    encoder.time_base = Fraction(1)
+    encoder.options = {"x265-params": "log-level=none:qp=4:range=full:repeat-headers=1:pools=none:frame-threads=1"}
+    frame = av.VideoFrame.from_ndarray(pixels, "rgb24" if pixels.ndim == 3 else "gray")
+    if pixels.ndim == 3:
+        frame = frame.reformat(format="yuvj444p", dst_colorspace=5, dst_color_range=2)
+    stream = b"".join(map(bytes, [*encoder.encode(frame), *encoder.encode(None)]))
+    units = [unit for unit in re.split(rb"\x00\x00\x00?\x01", stream) if unit]
+    sets = [unit for unit in units if unit[0] >> 1 in _PARAMETER_SETS]
+    arrays = b"".join(struct.pack(">BHH", 0x80 | unit[0] >> 1, 1, len(unit)) + unit for unit in sets)
+    setup = b"\1" + bytes(20) + b"\3" + bytes([len(sets)]) + arrays  # the last 3 says that lengths have 4 bytes
+    slices = [unit for unit in units if unit[0] >> 1 not in _PARAMETER_SETS]
+    return setup, b"".join(struct.pack(">I", len(unit)) + unit for unit in slices)
 
 
 def size_of(height: int, width: int) -> Property:
