@@ -83,7 +83,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("shard_rows", 1, 2**31),
             ("max_tokens", 0, 2**31),
         ):
-            object.__setattr__(self, name, python_number(getattr(self, name)))
+            msgspec.structs.force_setattr(self, name, python_number(getattr(self, name)))
             if not least <= getattr(self, name) <= most:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be from {least} to {most}")
         require_streams_once(self.inputs)

@@ -23,15 +23,14 @@ _COLLECTION = int.from_bytes(b"ttcf")
 
 
 class FontMapper:
-    """Object that chooses faces for PDFium. It must exist as long as PDFium is used."""
+    """Object that chooses faces for PDFium. There is one, and it exists as long as the process."""
 
     def __init__(self, pdfium: Any, faces: Sequence[Face]) -> None:
         """Register the mapper with PDFium, after PDFium was initialized."""
-        self.faces = faces
+        self.use(faces)
         self.unmapped: set[str] = set()
         """Names of Chinese, Japanese and Korean fonts for which no face was found."""
         self._fallback: Face | None = None
-        self._found: dict[int, Face | None] = {}
         types = dict(pdfium.FPDF_SYSFONTINFO._fields_)
         self._info = pdfium.FPDF_SYSFONTINFO(
             version=1,
@@ -45,6 +44,11 @@ class FontMapper:
             DeleteFont=types["DeleteFont"](lambda *_: None),
         )
         pdfium.FPDF_SetSystemFontInfo(self._info)
+
+    def use(self, faces: Sequence[Face]) -> None:
+        """Choose among `faces` from now on."""
+        self.faces = faces
+        self._found: dict[int, Face | None] = {}
 
     @contextmanager
     def falling_back(self, characters: Collection[str]) -> Iterator[None]:
@@ -91,7 +95,7 @@ class FontMapper:
         return size
 
     def _name(self, _: Any, handle: int, buffer: Any, nbytes: int) -> int:
-        name = f"face {handle}".encode() + b"\0"
+        name = f"face at {self.faces[handle - 1].address + self.faces[handle - 1].offset}".encode() + b"\0"
         if buffer and nbytes >= len(name):
             ctypes.memmove(buffer, name, len(name))
         return len(name)
