@@ -23,7 +23,7 @@ from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import MediaCaps, MiB, Switch
-from mindie_mm.settings.limits import PromptLimits
+from mindie_mm.settings.limits import PromptLimits, python_number
 
 FORMAT = 2
 """Version of the output's layout. Output of other versions cannot be read."""
@@ -86,6 +86,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("shard_rows", 1, 2**31),
             ("max_tokens", 0, 2**31),
         ):
+            msgspec.structs.force_setattr(self, name, python_number(getattr(self, name)))
             if not least <= getattr(self, name) <= most:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be from {least} to {most}")
         require_streams_once(self.inputs)

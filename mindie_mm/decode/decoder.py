@@ -14,7 +14,7 @@ from mindie_mm.decode.planning import page_of, plan_item
 from mindie_mm.decode.scratch import Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, OperationalError
 from mindie_mm.lockdown import limit_processor_time
-from mindie_mm.media.document.pdf import PdfPage
+from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.guard.caps import decoding_to_count, under
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.processes.ipc import Failure
@@ -65,7 +65,7 @@ class Decoder:
                 caps.enter_context(decoding_to_count())
             data = page_of(item.media, data)
             self._plan = plan_item(self._processor, item.media, data, item.counts, self.caps)
-        num_pages = data.num_pages if isinstance(data, PdfPage) else 0
+        num_pages = data.num_pages if isinstance(data, DocumentPage) else 0
         return Facts.of(self._plan, of_item.picture_pixels, of_item.video_pixels, num_pages)
 
     def limit_s(self, message: ToDecoder) -> float:

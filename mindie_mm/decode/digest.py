@@ -8,7 +8,7 @@ import numpy as np
 
 from mindie_mm.decode.parcel import Parcel, Part
 from mindie_mm.errors import MediaError
-from mindie_mm.media.document.pdf import PdfPage
+from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.salt import salted
 
@@ -30,7 +30,7 @@ def content_digest(settings: str, data: Data, salt: str = "") -> bytes:
     """
     digest = salted(salt)
     digest.update(settings.encode())
-    assert not isinstance(data, PdfPage), "a page has the digest of its PDF, with settings of its own"
+    assert not isinstance(data, DocumentPage), "a page has the digest of its document, with settings of its own"
     if isinstance(data, tuple):
         digest.update(_list_head(len(data)))
         for frame in data:

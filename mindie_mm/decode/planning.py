@@ -11,7 +11,7 @@ import numpy as np
 
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import EMBEDDINGS_KEYS, GRID, GRID_KEYS, KINDS, PROMPT, Embeddings, Kind, Media
-from mindie_mm.media.document.pdf import PdfPage
+from mindie_mm.media.document.pages import DocumentPage, page_of_document
 from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.image.encoded_image import Data
@@ -34,7 +34,7 @@ def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Ki
             raise LimitExceeded(f"the embeddings have {rows} rows; the limit of this model is {most}")
         return under_caps(plan_embeddings(processor, media.kind, embeddings, in_file=True), caps)
     plan = under_caps(processor.plan(media, data, counts), caps)
-    return replace(plan, settings=f"{plan.settings}, {data.settings}") if isinstance(data, PdfPage) else plan
+    return replace(plan, settings=f"{plan.settings}, {data.settings}") if isinstance(data, DocumentPage) else plan
 
 
 def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings, *, in_file: bool = False) -> Plan:
@@ -100,18 +100,18 @@ def _grid(
 
 
 def page_of(media: Media, data: Data) -> Data:
-    """Return the page of the PDF `data` that `media` refers to. If `media` does not refer to a page, return `data`.
+    """Return the page of the document `data` that `media` refers to. If `media` refers to no page, return `data`.
 
     Raises:
-        InputError: `data` are pixels instead of the bytes of a PDF.
-        MediaError: In the same cases as `PdfPage.open`.
+        InputError: `data` are pixels instead of the bytes of a document.
+        MediaError: In the same cases as `page_of_document`.
 
     """
     if media.page is None:
         return data
     if not isinstance(data, bytes):
-        raise InputError("a document is given as pixels; it must be the bytes of a PDF")
-    return PdfPage.open(data, media.page)
+        raise InputError("a document is given as pixels; it must be the bytes of a PDF or TIFF")
+    return page_of_document(data, media.page)
 
 
 def under_caps(plan: Plan, caps: MediaCaps) -> Plan:

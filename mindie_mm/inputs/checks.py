@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindie_mm.errors import InputError
+from mindie_mm.settings.limits import python_number
 
 
 def require_list(value: Any, where: str) -> None:
@@ -34,8 +35,9 @@ def require_unicode(text: str, where: str) -> str:
 def whole(value: Any) -> Any:
     """Convert a float without a fraction, such as JSON's 16.0, to an integer of at most 64 bits.
 
-    Return any other value unchanged.
+    Convert other numbers as in `python_number`, and return any other value unchanged.
     """
+    value = python_number(value)
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**64 else value
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError
+from mindie_mm.settings.limits import python_number
 
 _FLOATS = {"float16", "bfloat16", "float32"}
 
@@ -96,6 +97,7 @@ def _grids(given: Any, count: int) -> list[tuple[int, ...]]:
     grids = [_listed(grid) for grid in listed] if isinstance(listed, list) else []
     if count == 1 and grids and not any(isinstance(grid, list) for grid in grids):
         grids = [grids]
+    grids = [[*map(python_number, grid)] if isinstance(grid, list) else grid for grid in grids]
     if len(grids) != count or not all(isinstance(grid, list) and all(type(n) is int for n in grid) for grid in grids):
         wanted = "a list of integers" if count == 1 else f"a list of {count} lists of integers, one for each item"
         raise InputError(f"the grid of the embeddings is {str(given)[:200]}; it must be {wanted}")

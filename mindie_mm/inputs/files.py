@@ -1,7 +1,7 @@
 """Files in content parts of chat messages, in OpenAI's form: `{"file": {"file_data": ..., "filename": ...}}`.
 
-A text file becomes a text that begins with the file's name. A PDF becomes a document, whose pages the model receives as
-pictures. The type of a file is detected by its content, because clients state wrong types or none.
+A text file becomes a text that begins with the file's name. A PDF or TIFF becomes a document, whose pages the model
+receives as pictures. The type of a file is detected by its content, because clients state wrong types or none.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import pybase64
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs.checks import require_dict, require_unicode, type_of
 from mindie_mm.inputs.items import Media, MediaOptions, Text
+from mindie_mm.inputs.text_file import stated_charset, text_of_file
 from mindie_mm.inputs.unknown_keys import pass_over
 
 MAX_TEXT_FILE_BYTES = 2**23
 """Maximum size of a text file in bytes. So much text does not fit into the context of any model."""
 _PDF = b"%PDF-"
+TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+"""Beginnings of TIFFs and BigTIFFs in both byte orders."""
 _PDF_HEAD_BYTES = 1024
 """Number of bytes at the start of a file in which to search for `%PDF-`. Some programs write other bytes before it."""
 _MAX_NAME = 255
@@ -34,12 +37,12 @@ def parse_file(file: Any, options: MediaOptions, where: str, *, strict: bool) ->
 
     Args:
         file: The value.
-        options: Options of the pages of a PDF.
+        options: Options of the pages of a document.
         where: Name of the value in error messages.
         strict: Whether to refuse unknown keys.
 
     Raises:
-        InputError: The request does not contain the file's content, or the file is empty or is neither text nor a PDF.
+        InputError: The request does not contain the file's content, or the file is empty or is no text, PDF or TIFF.
         LimitExceeded: The name or the text is too long.
 
     """
@@ -56,14 +59,15 @@ def parse_file(file: Any, options: MediaOptions, where: str, *, strict: bool) ->
         raise InputError(f"{where}.file_data is {type_of(data)}; it must be a string: {_NO_DATA}")
     name = _name(given.get("filename"), where)
     start = _start(data, f"{where}.file_data")
-    if (
-        _PDF
-        in _decoded(data[start : start + 2 * _PDF_HEAD_BYTES], f"{where}.file_data", is_head=True)[:_PDF_HEAD_BYTES]
-    ):
+    head = _decoded(data[start : start + 2 * _PDF_HEAD_BYTES], f"{where}.file_data", is_head=True)[:_PDF_HEAD_BYTES]
+    if _PDF in head or head.startswith(TIFF_STARTS):
         return Media("image", data, options, is_document=True)
     if len(data) - start > MAX_TEXT_FILE_BYTES * 4 // 3 + 4:
         raise LimitExceeded(f"{where} is larger than the limit of {MAX_TEXT_FILE_BYTES} bytes for text files")
-    text = _text(_decoded(data[start:], f"{where}.file_data"), where)
+    charset = stated_charset(data[: max(0, start - 1)]) or stated_charset(f"{given.get('mime_type', '')}")
+    text = text_of_file(_decoded(data[start:], f"{where}.file_data"), charset, where)
+    if not text.strip():
+        raise InputError(f"{where} is empty")
     return Text(f"File {name}:\n{text}\n" if name else f"{text}\n")
 
 
@@ -94,18 +98,3 @@ def _decoded(encoded: str, where: str, *, is_head: bool = False) -> bytes:
         return pybase64.b64decode(text[: len(text) // 4 * 4] if is_head else text, validate=True)
     except ValueError:
         raise InputError(f"{where} is not valid base64; {_NO_DATA}") from None
-
-
-def _text(data: bytes, where: str) -> str:
-    encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
-    try:
-        text = data.decode(encoding)
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
-        raise InputError(
-            f"{where} is neither a PDF nor text in UTF-8; send pictures as image_url and audio as input_audio"
-        )
-    if not text.strip():
-        raise InputError(f"{where} is empty")
-    return text

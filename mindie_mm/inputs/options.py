@@ -9,6 +9,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs.checks import shown, whole
 from mindie_mm.inputs.items import Detail, Kind, MediaOptions
 from mindie_mm.inputs.unknown_keys import pass_over
+from mindie_mm.settings.limits import python_number
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "image": ("min_pixels", "max_pixels", "detail"),
@@ -85,6 +86,7 @@ def _integer(value: Any, low: int, high: int, where: str) -> int:
 
 
 def _number(value: Any, above: float, high: float, where: str) -> float:
+    value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"{where} is {value!r}; it must be a number")
     if not above < value <= high:

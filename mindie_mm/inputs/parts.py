@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -150,7 +151,7 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool, by_uuid: b
             f"{where} has {min(both)!r} both next to {key!r} and inside {key!r}; give this option only once"
         )
     if key == DOCUMENT and not isinstance(source, (str, bytes)):
-        raise InputError(f"{where}.{key} is {type_of(source)}; it must be a path, bytes or a URL of a PDF")
+        raise InputError(f"{where}.{key} is {type_of(source)}; it must be a path, bytes or a URL of a PDF or TIFF")
     parsed = parse_options(kind, options | nested, where, strict=strict)
     return Media(kind, source, parsed, is_document=key == DOCUMENT, uuid=uuid)
 
@@ -263,7 +264,7 @@ def _parse_embeddings(
             return Embeddings(value.array if isinstance(value, Embeddings) else value, () if grid is None else grid)
     files = (value,) if grid is None else (value, grid)
     for file, what in zip(files, (where, f"{where} is a file, but its {name}"), strict=False):
-        if not isinstance(file, (str, bytes, bytearray, memoryview, os.PathLike)):
+        if not isinstance(file, (str, bytes, bytearray, memoryview, io.BytesIO, os.PathLike)):
             raise InputError(
                 f"{what} is {type_of(file)}; it must be base64 of safetensors or of torch.save's output, a file, or "
                 "an array"
@@ -316,6 +317,8 @@ def _parse_value(value: Any, key: str, where: str) -> Any:
         value = _as_url(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if isinstance(value, io.BytesIO):
+        value = value.getvalue()
     if isinstance(value, (bytearray, memoryview)):
         value = bytes(value)
     if not isinstance(value, (str, bytes)) and not hasattr(value, "__array__") and not hasattr(value, "getexif"):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
 from mindie_mm.inputs import Item, Media, Message, with_media
 from mindie_mm.media.audio.encoded_audio import Samples
-from mindie_mm.media.document.pdf import PdfPage
+from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
 from mindie_mm.media.guard import cancellation
 from mindie_mm.media.guard.caps import caps
@@ -32,6 +32,7 @@ FETCH_TIMEOUT_S = 30.0
 
 _MIN_BASE64_CHARS = 64
 _PIECE_BYTES = 2**20
+_NUM_CHANNELS = (1, 3)
 
 
 def read_source(media: Media) -> Data:
@@ -116,7 +117,7 @@ def _read_parts(media: Media) -> Frames:
     for index, source in enumerate(media.source):
         with naming(media.part_name(index)):
             frame = read_source(Media("image", source))
-        assert not isinstance(frame, (tuple, PdfPage)), "a frame is not a list"
+        assert not isinstance(frame, (tuple, DocumentPage)), "a frame is not a list"
         frames.append(frame)
         num_bytes += len(frame) if isinstance(frame, bytes) else 0
         if num_bytes > MAX_SOURCE_BYTES:
@@ -202,14 +203,31 @@ def _read_pipe(path: Path) -> bytes:
 
 def _pixels(source: Any, kind: str) -> Pixels:
     array = _array(source)
-    num_dims = 4 if kind == "video" else 3
-    shape = "[frames, height, width, 3]" if kind == "video" else "[height, width, 3]"
-    if array.dtype != np.uint8 or array.ndim != num_dims or array.shape[-1] != 3 or 0 in array.shape:
+    given, is_video = array, kind == "video"
+    if array.ndim == 2 and not is_video:
+        array = array[..., None]
+    if array.ndim == 3 + is_video and array.shape[-1] not in _NUM_CHANNELS and array.shape[-3] in _NUM_CHANNELS:
+        array = np.moveaxis(array, -3, -1)
+    is_image = array.ndim == 3 + is_video and array.shape[-1] in _NUM_CHANNELS and 0 not in array.shape
+    if not is_image or (array.dtype != np.uint8 and array.dtype.kind != "f"):
+        shapes = "[frames, height, width, 3] or [frames, 3, height, width]"
+        shapes = shapes if is_video else "[height, width, 3], [3, height, width] or [height, width]"
         raise InputError(
-            f"{kind} pixels have dtype {array.dtype} and shape {array.shape}; they must be uint8 RGB values of "
-            f"shape {shape}"
+            f"{kind} pixels have dtype {given.dtype} and shape {given.shape}; they must be uint8 values, or floats "
+            f"from 0 to 1, of shape {shapes}"
         )
-    return np.ascontiguousarray(array)
+    array = _from_floats(array, kind) if array.dtype.kind == "f" else array
+    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:-1], 3)))
+
+
+def _from_floats(array: NDArray[Any], kind: str) -> Pixels:
+    low, high = float(array.min()), float(array.max())
+    if not (low >= 0 and high <= 1):  # also if one of them is NaN
+        raise InputError(
+            f"{kind} pixels are floats from {low:g} to {high:g}; floats must be from 0 to 1. Pass pixels that are not "
+            "normalized, or uint8 values"
+        )
+    return np.rint(array * np.float32(255)).astype(np.uint8)
 
 
 def _samples(source: Any) -> Samples:

@@ -136,12 +136,13 @@ class MediaCaps:
     """Maximum number of pixels of all images in one request, before resizing. Frames that are sent as images count,
     too."""
     max_pdf_pages: CountOrNone = 32
-    """Maximum number of pages of all PDFs in one request. Each page becomes an image. 0 refuses PDFs."""
+    """Maximum number of pages of all PDFs and TIFF documents in one request. Each page becomes an image. 0 refuses
+    documents."""
     max_pdf_page_pixels: Annotated[int, Meta(ge=1, le=MAX_IMAGE_PIXELS)] = 2**22
     """Maximum number of pixels of a rendered page. A page that is larger at 144 dpi is rendered at a lower
     resolution."""
     max_pdf_page_s: Seconds = 10.0
-    """Maximum CPU time for rendering one page of a PDF, rounded up to whole seconds."""
+    """Maximum CPU time for rendering one page of a document, rounded up to whole seconds."""
     max_video_pixels: Count = 2**25
     """Maximum number of pixels of one video frame."""
     max_video_frames: Count = 2**18

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -23,6 +26,27 @@ _SHOWN = (str, int, float, list, tuple, dict)
 _NAMES = {str: "a string", Path: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
+def python_number(value: Any) -> Any:
+    """Return a number of numpy or another library as `bool`, `int` or `float`. Return any other value unchanged."""
+    if isinstance(value, int | str) or not (isinstance(value, Real) or getattr(value, "ndim", None) == 0):
+        return value
+    if "bool" in str(getattr(value, "dtype", "")):  # numpy's bool is not a Real
+        return bool(value)
+    with suppress(TypeError):
+        return operator.index(value)
+    with suppress(TypeError, ValueError):
+        return float(value)
+    return value
+
+
+def _with_python_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: python_number(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(python_number, value))
+    return python_number(value)
+
+
 def converted(name: str, value: object, hint: Any, *, strict: bool = True, secret: bool = False) -> Any:
     """Convert `value` to the type `hint`.
 
@@ -35,6 +59,7 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
             unless `secret` is set.
 
     """
+    value = _with_python_numbers(value)
     if isinstance(value, str) and not value.strip():
         raise InputError(f"{name} is {value!r}, which is empty; leave it out, or give a value")
     if isinstance(value, str) and not strict and hint is not Path:
@@ -49,11 +74,15 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
 
 
 def require(settings: Any) -> None:
-    """Raise InputError if a field of a settings dataclass has the wrong type or exceeds its limits."""
+    """Raise InputError if a field of a settings dataclass has the wrong type or exceeds its limits.
+
+    Replace numbers of numpy by Python's numbers.
+    """
     hints = get_type_hints(type(settings), include_extras=True)
     for field in fields(settings):
         if not is_dataclass(value := getattr(settings, field.name)):
             converted(field.name, value, hints[field.name], secret="secret" in field.metadata)
+            object.__setattr__(settings, field.name, _with_python_numbers(value))
 
 
 def complete_paths(settings: Any) -> None:

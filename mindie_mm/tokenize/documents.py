@@ -1,4 +1,4 @@
-"""Replacement of each PDF in a prompt with one image per page."""
+"""Replacement of each document in a prompt, a PDF or a TIFF, with one image per page."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mindie_mm.tokenize.media_stage import MediaStage
 
 
 class Pages:
-    """The pages of all PDFs of one request."""
+    """The pages of all documents of one request."""
 
     def __init__(self, stage: MediaStage) -> None:
-        """Count pages with `stage`, whose limit applies to all PDFs together."""
+        """Count pages with `stage`, whose limit applies to all documents together."""
         self._stage = stage
         self._num_documents = self._num_pages = 0
 
     async def of_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Return `messages` with PDFs replaced as in `of_items`, which also lists the errors."""
+        """Return `messages` with documents replaced as in `of_items`, which also lists the errors."""
         return [
             replace(message, content=tuple(await self.of_items(message.content)))
             if isinstance(message.content, tuple)
@@ -28,11 +28,12 @@ class Pages:
         ]
 
     async def of_items(self, items: Sequence[Item]) -> list[Item]:
-        """Return `items` with each PDF replaced by the images of its pages, in order.
+        """Return `items` with each document replaced by the images of its pages, in order.
 
         Raises:
-            InputError: A PDF cannot be read, or the model does not accept images. The message says which PDF.
-            LimitExceeded: The PDFs have too many pages.
+            InputError: A document cannot be read, or the model does not accept images. The message says which
+                document.
+            LimitExceeded: The documents have too many pages.
 
         """
         expanded: list[Item] = []
@@ -43,13 +44,14 @@ class Pages:
     async def _pages(self, document: Media) -> list[Item]:
         limit = self._stage.caps.max_pdf_pages
         self._num_documents += 1
-        with naming(f"PDF {self._num_documents}"):
+        with naming(f"document {self._num_documents}"):
             if not limit:
-                raise LimitExceeded("this service does not accept PDFs (--max-pdf-pages is 0)")
+                raise LimitExceeded("this service does not accept documents (--max-pdf-pages is 0)")
             num_pages = await self._stage.num_pages(document)
             self._num_pages += num_pages
             if self._num_pages > limit:
                 raise LimitExceeded(
-                    f"the request's PDFs have {self._num_pages} pages or more; the limit is {limit} (--max-pdf-pages)"
+                    f"the request's documents have {self._num_pages} pages or more; the limit is {limit} "
+                    "(--max-pdf-pages)"
                 )
         return [replace(document, is_document=False, page=index) for index in range(num_pages)]

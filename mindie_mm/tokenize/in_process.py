@@ -15,7 +15,7 @@ from mindie_mm.decode.digest import content_digest
 from mindie_mm.decode.planning import page_of, plan_embeddings, plan_item, under_caps
 from mindie_mm.errors import InputError, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
-from mindie_mm.media.document.pdf import PdfPage
+from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.source import read_source
@@ -44,7 +44,7 @@ class InProcess(MediaStage):
         self._planner.counts([document])
         with under(self.caps):
             page = page_of(replace(document, page=0), read_source(document))
-        assert isinstance(page, PdfPage)
+        assert isinstance(page, DocumentPage)
         return page.num_pages
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, MAX_LOGPROBS, 
 from mindie_mm.errors import ContextLengthExceeded, InputError
 from mindie_mm.inputs import shown
 from mindie_mm.processes.tasks import gather
+from mindie_mm.settings.limits import python_number
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Answer, Worker
 
@@ -54,6 +55,10 @@ class BeamSearchParams:
     """Whether the text includes the special token that ends the output, if `skip_special_tokens` is False."""
     skip_special_tokens: bool = True
     """Whether to leave special tokens out of the output's text."""
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens", "temperature", "length_penalty"):
+            object.__setattr__(self, name, python_number(getattr(self, name)))
 
     def sampling_params(self, vocab_size: int) -> SamplingParams:
         """Convert the settings to `SamplingParams` that request the log-probabilities of all candidates.

@@ -116,9 +116,9 @@ def test_the_number_and_the_size_of_pages_are_limited(strict: Tokenizer, tmp_pat
     path_file = tmp_path / "shm_name.txt"
     pdf = tmp_path / "two.pdf"
     pdf.write_bytes(two_pages())
-    with pytest.raises(LimitExceeded, match=r"PDF 2: .* 4 pages or more; the limit is 2 \(--max-pdf-pages\)"):
+    with pytest.raises(LimitExceeded, match=r"document 2: .* 4 pages or more; the limit is 2 \(--max-pdf-pages\)"):
         strict.tokenize([{"document": str(pdf)}, {"document": str(pdf)}], path_file)
-    with pytest.raises(InputError, match="must be a path, bytes or a URL of a PDF"):
+    with pytest.raises(InputError, match="must be a path, bytes or a URL of a PDF or TIFF"):
         strict.tokenize([{"document": np.zeros((9, 9, 3), np.uint8)}], path_file)
     with pytest.raises(MediaError, match="cannot be read"):
         strict.tokenize([{"document": b"no PDF"}], path_file)

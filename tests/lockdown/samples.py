@@ -52,7 +52,8 @@ def _pictures() -> Iterator[Sample]:
     photo = photograph()
     for name, data in [*FILES.items(), *jpeg_variants()]:
         yield "picture", name, data
-    for name in FORMATS:
+    yield "picture", "HEIC", (CASES.with_name("media3") / "photo.heic").read_bytes()
+    for name in (name for name in FORMATS if name != "HEIC"):
         yield "picture", f"large {name}", encoded(photo.resize((1400, 900)) if name != "ICO" else photo, name)
     yield "picture", "WEBP of two frames", encoded(photo, "WEBP", save_all=True, append_images=[photo.rotate(180)])
     for compression in _TIFF_COMPRESSIONS:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from mindie_mm.errors import InputError
@@ -207,3 +208,72 @@ def test_floats_and_32_bit_integers_are_scaled(values, expected):
     right = grey(expected(values))
     assert np.array_equal(decoded(encoded(Image.fromarray(values), "TIFF")), right)
     assert np.array_equal(np.asarray(pil_to_rgb(Image.fromarray(values), WHITE)), right)
+
+
+MEDIA3 = CASES.with_name("media3")
+OPAQUE = np.asarray(photograph("chelsea.png", (90, 60)))
+
+
+def bitmap(alpha: int, *, mask: bool = True) -> bytes:
+    """Return a BMP with 32 bits per pixel. Its header declares an alpha channel if `mask` is true."""
+    photo = photograph("chelsea.png", (90, 60))
+    photo.putalpha(alpha)
+    pixels = np.asarray(photo)[::-1, :, [2, 1, 0, 3]].tobytes()
+    masks = struct.pack("<4I", 0xFF0000, 0xFF00, 0xFF, 0xFF000000) if mask else b""
+    size = 40 + (68 if mask else 0)
+    head = struct.pack("<IiiHHIIiiII", size, 90, 60, 1, 32, 3 if mask else 0, len(pixels), 0, 0, 0, 0)
+    head += masks + bytes(size - 40 - len(masks))
+    return b"BM" + struct.pack("<IHHI", 14 + len(head) + len(pixels), 0, 0, 14 + len(head)) + head + pixels
+
+
+def icon_of_bitmap(*, alpha: int, masked_rows: int) -> bytes:
+    """Return an icon of 32x32 pixels with 32 bits. Its mask hides the first `masked_rows` rows."""
+    photo = photograph("chelsea.png", (32, 32))
+    photo.putalpha(alpha)
+    pixels = np.asarray(photo)[::-1, :, [2, 1, 0, 3]].tobytes()
+    mask = bytes(4 * (32 - masked_rows)) + b"\xff" * 4 * masked_rows
+    head = struct.pack("<IiiHHIIiiII", 40, 32, 64, 1, 32, 0, len(pixels) + len(mask), 0, 0, 0, 0)
+    data = head + pixels + mask
+    return b"\0\0\1\0\1\0" + struct.pack("<BBBBHHII", 32, 32, 0, 0, 1, 32, len(data), 22) + data
+
+
+def test_an_alpha_channel_that_is_0_everywhere_is_unused():
+    """Windows and image viewers ignore such a channel. Pillow would return transparent pixels."""
+    plain = decoded((MEDIA3 / "plain.png").read_bytes())
+    assert np.array_equal(decoded((MEDIA3 / "unused_alpha.bmp").read_bytes()), plain)
+    assert np.array_equal(read_source(Media("image", Image.open(MEDIA3 / "unused_alpha.bmp"))), plain)
+    for data in (bitmap(0), bitmap(255), bitmap(0, mask=False), bitmap(128, mask=False)):
+        assert np.array_equal(decoded(data), OPAQUE)
+    assert abs(decoded(bitmap(128)).astype(int) - composed(np_image(OPAQUE, 128), WHITE)).max() <= 1
+
+
+def np_image(rgb: np.ndarray, alpha: int) -> Image.Image:
+    image = Image.fromarray(rgb)
+    image.putalpha(alpha)
+    return image
+
+
+@pytest.mark.parametrize("masked_rows", [0, 10])
+def test_the_mask_of_an_icon_replaces_an_unused_alpha_channel(masked_rows):
+    photo = np.array(photograph("chelsea.png", (32, 32)))
+    photo[:masked_rows] = WHITE
+    assert np.array_equal(decoded(icon_of_bitmap(alpha=0, masked_rows=masked_rows)), photo)
+    without_mask = icon_of_bitmap(alpha=0, masked_rows=0)
+    size = len(without_mask) - 22 - 128
+    cut = without_mask[:14] + struct.pack("<I", size) + without_mask[18 : 22 + size]
+    assert np.array_equal(decoded(cut), np.asarray(photograph("chelsea.png", (32, 32))))
+
+
+def test_a_fourth_channel_of_unknown_meaning_in_a_tiff_is_unused_if_it_is_0_everywhere():
+    samples = np.dstack([OPAQUE, np.zeros(OPAQUE.shape[:2], np.uint8)])
+    file = io.BytesIO()
+    tifffile.imwrite(file, samples, photometric="rgb", extrasamples=["unassalpha"], metadata=None)
+    declared = file.getvalue()
+    assert (decoded(declared) == 255).all(), "the file says that the channel is alpha"
+    undeclared = declared.replace(struct.pack("<HHI", 338, 3, 1), struct.pack("<HHI", 60000, 3, 1))
+    assert np.array_equal(decoded(undeclared), OPAQUE)
+
+
+def test_formats_that_always_declare_alpha_may_be_transparent_everywhere():
+    for file_format in ("PNG", "WEBP"):
+        assert (decoded(encoded(np_image(OPAQUE, 0), file_format)) == 255).all()

@@ -84,16 +84,53 @@ def test_pixels_are_returned_as_arrays():
 @pytest.mark.parametrize(
     ("kind", "array"),
     [
-        ("image", np.zeros((10, 20, 3), np.float32)),
-        ("image", np.zeros((3, 10, 20), np.uint8)),
-        ("image", np.zeros((10, 20), np.uint8)),
+        ("image", np.zeros((10, 20, 3), np.int64)),
+        ("image", np.zeros((10, 20, 4), np.uint8)),
+        ("image", np.zeros((10, 3, 20), np.uint8)),
+        ("image", np.zeros(10, np.uint8)),
         ("image", np.zeros((0, 20, 3), np.uint8)),
         ("video", np.zeros((10, 20, 3), np.uint8)),
     ],
 )
 def test_pixels_of_another_shape_or_dtype_are_refused(kind, array):
-    with pytest.raises(InputError, match=r"must be uint8 RGB values of shape \["):
+    with pytest.raises(InputError, match=r"must be uint8 values, or floats from 0 to 1, of shape \["):
         read_source(Media(kind, array))
+
+
+RGB = np.asarray(photograph(size=(20, 10)))
+GREY = np.asarray(photograph(size=(20, 10)).convert("L"))
+THREE_GREYS = np.stack([GREY] * 3, axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (RGB.transpose(2, 0, 1), RGB),
+        (GREY, THREE_GREYS),
+        (GREY[..., None], THREE_GREYS),
+        (GREY[None], THREE_GREYS),
+        (RGB / 255, RGB),
+        ((RGB / 255).astype(np.float32), RGB),
+        (torch.from_numpy((RGB / np.float32(255)).transpose(2, 0, 1)), RGB),
+        ((GREY / 255).astype(np.float16), THREE_GREYS),
+        (RGB[:, :3], RGB[:, :3]),  # both ends could be the channels, which are last by default
+        (RGB.transpose(2, 0, 1)[:, :, :3], RGB.transpose(2, 0, 1)[:, :, :3]),
+    ],
+    ids=["CHW", "gray", "HW1", "1HW", "float64", "float32", "CHW tensor", "float16", "10x3x3", "3x10x3"],
+)
+def test_pixels_may_be_gray_channels_first_or_floats(array, expected):
+    """The values are those of torchvision's `to_dtype` and `to_pil_image`, and of diffusers' `numpy_to_pil`."""
+    assert np.array_equal(read_source(Media("image", array)), expected)
+    frames = np.stack([array, array]) if isinstance(array, np.ndarray) and array.ndim == 3 else None
+    if frames is not None:
+        assert np.array_equal(read_source(Media("video", frames)), np.stack([expected, expected]))
+
+
+@pytest.mark.parametrize("factor", [1.01, -0.1, 255, np.nan])
+def test_floats_above_1_are_refused(factor):
+    array = np.full((10, 20, 3), factor, np.float32)
+    with pytest.raises(InputError, match=f"image pixels are floats from {array[0, 0, 0]:g} to .* must be from 0 to 1"):
+        read_source(Media("image", array))
 
 
 def cut_image(close=False):
@@ -245,7 +282,7 @@ def test_each_frame_is_read_as_an_image(tmp_path):
     [
         ("/no/such/file.jpg", "frame 1: there is no file /no/such/file.jpg"),
         ("http://127.0.0.1:9/a.jpg", "frame 1: .*not public"),
-        (np.zeros((30, 40), np.uint8), r"frame 1: image pixels have dtype uint8 and shape \(30, 40\)"),
+        (np.zeros((30, 40), np.int8), r"frame 1: image pixels have dtype int8 and shape \(30, 40\)"),
         ("data:image/jpeg;base64,", "frame 1: the source is empty"),
     ],
     ids=str,

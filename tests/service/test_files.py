@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,6 +14,7 @@ from tests.media_samples import raw_pdf
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
+CASES = Path(__file__).parents[1] / "cases/media3"
 CHAT = "/v1/chat/completions"
 QUESTION = {"type": "text", "text": "What is in the image?"}
 RED, GREEN = picture("red", (220, 40, 40), "square", x=0.4), picture("green", (40, 160, 60), "star", x=0.5)
@@ -61,6 +63,54 @@ def test_a_text_file_becomes_text(http: Any, data: bytes, text: str) -> None:
         for kind in ("text/plain", "application/pdf", "text/markdown;charset=utf-8"):
             found = prompt(http, QUESTION, file_part(data, name, kind))
             assert found == prompt(http, QUESTION, {"type": "text", "text": f"{head}{text}\n"})
+
+
+@pytest.mark.parametrize("head", ["text/plain;charset=gbk", "text/plain", "application/octet-stream"])
+def test_a_text_file_in_gbk_becomes_text(http: Any, head: str) -> None:
+    data = (CASES / "gbk.txt").read_bytes()
+    assert prompt(http, file_part(data, "a.txt", head)) == prompt(
+        http, {"type": "text", "text": f"File a.txt:\n{data.decode('gbk')}\n"}
+    )
+    message = post(http, file_part("台北市".encode("big5"), "a.txt"), status=400)
+    assert "state the charset, as in data:text/plain;charset=big5;base64,<data>" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("unused_alpha.bmp", "plain.png"),
+        ("white_is_zero_16.tif", "plain_grey.png"),
+        ("thumbnail_first.tif", "plain.png"),
+        ("long_text.png", "plain.png"),
+        ("photo.heic", "plain.png"),
+    ],
+)
+def test_an_image_in_any_format_gets_the_same_answer(http: Any, name: str, plain: str) -> None:
+    answers = []
+    for file in (name, plain):
+        url = "data:;base64," + base64.b64encode((CASES / file).read_bytes()).decode()
+        image = {"type": "image_url", "image_url": {"url": url}}
+        answers.append(post(http, image, QUESTION)["choices"][0]["message"]["content"])
+    assert answers[0] == answers[1] != ""
+
+
+def test_all_pages_of_a_tiff_are_pictures(http: Any) -> None:
+    """As an image, which is one picture, the file is refused."""
+    data, plain = ((CASES / name).read_bytes() for name in ("pages.tif", "plain.png"))
+    image = {"type": "image_url", "image_url": {"url": "data:;base64," + base64.b64encode(plain).decode()}}
+    expected = post(http, image, image, QUESTION)["usage"]["prompt_tokens"]
+    assert post(http, file_part(data, kind="image/tiff"), QUESTION)["usage"]["prompt_tokens"] == expected
+    image["image_url"] = {"url": "data:image/tiff;base64," + base64.b64encode(data).decode()}
+    assert "the TIFF has 2 pages" in post(http, image, QUESTION, status=400)
+
+
+def test_a_page_whose_font_is_missing_is_refused(http: Any) -> None:
+    font = (
+        "5 0 obj <</Type/Font/Subtype/Type0/BaseFont/Rare/Encoding/Identity-H/DescendantFonts[<</Type/Font/Subtype"
+        "/CIDFontType2/BaseFont/Rare/CIDSystemInfo<</Registry(Adobe)/Ordering(Identity)/Supplement 0>>>>]>> endobj\n"
+    )
+    page = raw_pdf("/MediaBox[0 0 99 99]/Resources<</Font<</F 5 0 R>>>>", "BT /F 24 Tf 9 9 Td <00240025> Tj ET", font)
+    assert "'Rare', which is not embedded" in post(http, file_part(page), QUESTION, status=400)
 
 
 def test_the_pages_of_a_pdf_are_pictures_in_its_place(service: RunningService, http: Any, red_square: str) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.inputs import shown, whole
 from mindie_mm.msgspec_errors import in_words
+from mindie_mm.settings.limits import python_number
 from mindie_mm.structured.outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
@@ -182,7 +183,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _typed(self) -> SamplingParams:
         """Convert each setting to its type, such as 16.0 to 16. Raise InputError if a setting has a wrong type."""
         given = {
-            name: whole(value) if name in _INTEGERS else value for name, value in msgspec.structs.asdict(self).items()
+            name: whole(value) if name in _INTEGERS else python_number(value)
+            for name, value in msgspec.structs.asdict(self).items()
         }
         if isinstance(self.stop, str):
             given["stop"] = (self.stop,)
@@ -190,7 +192,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(ids := given[name], list | tuple):
                 given[name] = tuple(map(whole, ids))
         if isinstance(self.logit_bias, dict):
-            given["logit_bias"] = {whole(token): bias for token, bias in self.logit_bias.items()}
+            given["logit_bias"] = {whole(token): python_number(bias) for token, bias in self.logit_bias.items()}
         if isinstance(self.structured_outputs, StructuredOutputs):
             given["structured_outputs"] = msgspec.structs.asdict(self.structured_outputs)
         try:
@@ -222,7 +224,7 @@ _ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 def _require_ranges(params: SamplingParams) -> None:
     """Raise InputError if a number is outside its range. Call this before the conversion to 64 bits."""
     for name, low, high in _RANGES:
-        value = getattr(params, name)
+        value = python_number(getattr(params, name))
         if isinstance(value, int | float) and not low <= value <= high:
             raise InputError(f"{name} is {shown(value)}; it must be in [{low}, {high}]", param=name)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.media.audio.declared_length import declared_length_s, is_truncated
-from mindie_mm.media.document.pdf import PdfPage
+from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.guard.caps import caps
 from mindie_mm.media.guard.container import BARE, best_stream, check_codec, frames_of, open_container, reading
 from mindie_mm.media.image.encoded_image import Data
@@ -181,7 +181,7 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
         LimitExceeded: The clip exceeds a limit.
 
     """
-    assert not isinstance(data, (tuple, PdfPage)), "frames are a video's, and pages are images"
+    assert not isinstance(data, (tuple, DocumentPage)), "frames are a video's, and pages are images"
     if not isinstance(data, bytes):
         return DecodedAudio(data, rate)
     if rate is not None:

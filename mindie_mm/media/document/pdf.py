@@ -1,7 +1,8 @@
 """Pages of PDFs as images, rendered by PDFium.
 
 PDFium is built without JavaScript and XFA. It runs no actions of a PDF, and fetches no files or URLs that a PDF refers
-to. Fonts that are not embedded are replaced by PDFium's built-in fonts, so a page looks the same on every machine.
+to. Fonts that are not embedded are replaced by PDFium's built-in fonts, so a page looks the same on every machine. For
+characters that these fonts do not have, fonts of the system are used.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.document.font_mapper import FontMapper
+from mindie_mm.media.document.fonts import find_faces
+from mindie_mm.media.document.glyphs import IMAGE, fonts_not_embedded, missing_characters, objects
 from mindie_mm.media.guard.caps import add_picture, caps, check_pixels
 
 DPI = 144
@@ -28,11 +32,11 @@ If a page would have more pixels than `max_pdf_page_pixels`, it is rendered at a
 """
 _POINTS_PER_INCH = 72
 _PASSWORD, _SECURITY = 4, 5  # FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY
-_FORM, _IMAGE = 5, 3  # FPDF_PAGEOBJ_FORM, FPDF_PAGEOBJ_IMAGE
+_XFA_FULL = 2  # FORMTYPE_XFA_FULL
 _RGB = 2  # FPDFBitmap_BGR, with the bytes in the reverse order
 _FLAGS = 0x01 | 0x10  # FPDF_ANNOT, FPDF_REVERSE_BYTE_ORDER
-_MAX_DEPTH = 8
-"""Maximum nesting depth of form objects whose images are counted before rendering."""
+_FONT_PACKAGE = "fonts-wqy-microhei"
+_SHOWN = 20
 _lock = threading.RLock()
 """Lock that guards all use of PDFium, which has global state and is not thread-safe."""
 
@@ -51,6 +55,8 @@ class PdfPage:
     """Width in pixels."""
     num_pages: int
     """Number of pages of the PDF."""
+    max_pixels: int
+    """Maximum number of pixels of all images on the page (`max_request_pixels`)."""
 
     @classmethod
     def open(cls, data: bytes, index: int) -> PdfPage:
@@ -70,7 +76,7 @@ class PdfPage:
             raise MediaError(f"page {index + 1} of the PDF has no valid size")
         scale = min(DPI / _POINTS_PER_INCH, math.sqrt(caps().max_pdf_page_pixels / points))
         width, height = (max(1, int(side * scale)) for side in (size.width, size.height))
-        return cls(data, index, height, width, num_pages)
+        return cls(data, index, height, width, num_pages, caps().max_request_pixels)
 
     @property
     def settings(self) -> str:
@@ -81,14 +87,34 @@ class PdfPage:
         """Return RGB pixels, uint8 [height, width, 3].
 
         Raises:
-            MediaError: The page is broken.
+            MediaError: The page is broken, or no font has some of its characters.
             LimitExceeded: The images on the page have too many pixels.
 
         """
-        pdfium = _pdfium()
+        with _lock:
+            pixels, missing = self._rendered("")
+            if missing and all(missing.values()):
+                pixels, missing = self._rendered("".join(set().union(*missing.values())))
+        if missing:
+            raise self._font_error(missing)
+        return pixels
+
+    def _rendered(self, characters: str) -> tuple[NDArray[np.uint8], dict[str, set[str]]]:
+        """Render the page, with a font of the system for `characters` that other fonts do not have.
+
+        If glyphs are missing, do not render the page. Return the missing characters by the name of their font.
+        """
+        pdfium, mapper = _pdfium(), _mapper()
+        mapper.unmapped.clear()
         pixels = np.full((self.height, self.width, 3), 255, np.uint8)
         with _document(self.data) as document, _page(document, self.index) as page, _forms(document) as forms:
-            _check_images(page)
+            _check_images(page, self.max_pixels)
+            if names := fonts_not_embedded(pdfium, page):
+                # PDFium asks for a fallback font when the first glyph is missing, and keeps it with the document.
+                with mapper.falling_back(characters):
+                    missing = missing_characters(pdfium, page)
+                if missing:
+                    return pixels, missing
             bitmap = pdfium.FPDFBitmap_CreateEx(self.width, self.height, _RGB, pixels.ctypes.data, 3 * self.width)
             if not bitmap:
                 raise MediaError(f"page {self.index + 1} of the PDF cannot be rendered")
@@ -99,7 +125,27 @@ class PdfPage:
                     pdfium.FPDF_FFLDraw(forms, bitmap, page, *place)
             finally:
                 pdfium.FPDFBitmap_Destroy(bitmap)
-        return pixels
+        # Text of the page has been checked. Fonts that it does not use belong to annotations and form fields.
+        if others := [name for name in mapper.unmapped if not any(name in own for own in names)]:
+            raise self._font_error({name: {""} for name in others})
+        return pixels, {}
+
+    def _font_error(self, missing: dict[str, set[str]]) -> MediaError:
+        names = ", ".join(sorted(repr(name) for name, found in missing.items() if found))
+        where = f"page {self.index + 1} of the PDF"
+        if not names:
+            names = ", ".join(sorted(map(repr, missing)))
+            return MediaError(
+                f"{where} uses the font {names}, which is not embedded, and does not state which characters it shows; "
+                "embed the font"
+            )
+        characters = "".join(sorted(set().union(*missing.values())))[:_SHOWN]
+        shown = f" ({characters})" if characters else ""
+        return MediaError(
+            f"{where} uses the font {names}, which is not embedded, and no installed font has its characters{shown}; "
+            f"embed the font in the PDF, or install a font with these characters where decoders run, such as the "
+            f"package {_FONT_PACKAGE} for Chinese, Japanese and Korean"
+        )
 
 
 def open_page(page: PdfPage) -> PdfPage:
@@ -110,13 +156,18 @@ def open_page(page: PdfPage) -> PdfPage:
 
 @cache
 def _pdfium() -> Any:
-    """Return the PDFium library, initialized without the fonts of the system."""
+    """Return the PDFium library, initialized without a search for fonts, which would open files while it renders."""
     import pypdfium2_raw  # late, because it loads a library of 8 MB that only decoders need
 
     no_fonts = (ctypes.POINTER(ctypes.c_char) * 1)()
     config = pypdfium2_raw.FPDF_LIBRARY_CONFIG(version=2, m_pUserFontPaths=no_fonts)
     pypdfium2_raw.FPDF_InitLibraryWithConfig(config)
     return pypdfium2_raw
+
+
+@cache
+def _mapper() -> FontMapper:
+    return FontMapper(_pdfium(), find_faces())
 
 
 @contextmanager
@@ -157,9 +208,11 @@ def _forms(document: Any) -> Iterator[Any]:
 
     """
     pdfium = _pdfium()
-    if not pdfium.FPDF_GetFormType(document):
+    if not (kind := pdfium.FPDF_GetFormType(document)):
         yield None
         return
+    if kind == _XFA_FULL:
+        raise MediaError("the PDF is an XFA form, whose pages are made by a program inside it; print it to a PDF first")
     callbacks = pdfium.FPDF_FORMFILLINFO(version=2)
     forms = pdfium.FPDFDOC_InitFormFillEnvironment(document, callbacks)
     try:
@@ -169,21 +222,16 @@ def _forms(document: Any) -> Iterator[Any]:
             pdfium.FPDFDOC_ExitFormFillEnvironment(forms)
 
 
-def _check_images(page: Any) -> None:
-    """Raise LimitExceeded if an image on a page has too many pixels, or if all its images together have too many."""
+def _check_images(page: Any, max_pixels: int) -> None:
+    """Raise LimitExceeded if an image on a page has too many pixels, or if all have more than `max_pixels`."""
     pdfium, total = _pdfium(), 0
-    waiting = [(pdfium.FPDFPage_GetObject(page, i), 0) for i in range(pdfium.FPDFPage_CountObjects(page))]
     width, height = ctypes.c_uint(), ctypes.c_uint()
-    while waiting:
-        item, depth = waiting.pop()
-        kind = pdfium.FPDFPageObj_GetType(item)
-        if kind == _FORM and depth < _MAX_DEPTH:
-            count = pdfium.FPDFFormObj_CountObjects(item)
-            waiting += [(pdfium.FPDFFormObj_GetObject(item, i), depth + 1) for i in range(count)]
-        elif kind == _IMAGE and pdfium.FPDFImageObj_GetImagePixelSize(item, width, height):
+    for item, kind in objects(pdfium, page):
+        if kind == IMAGE and pdfium.FPDFImageObj_GetImagePixelSize(item, width, height):
             check_pixels(width.value, height.value)
             total += width.value * height.value
-            if total > (limit := caps().max_request_pixels):
+            if total > max_pixels:
                 raise LimitExceeded(
-                    f"the images on a page of the PDF have {total} pixels or more; the limit is {limit}"
+                    f"the images on a page of the PDF have {total} pixels or more; the limit is {max_pixels} "
+                    "(--max-request-pixels)"
                 )

@@ -1,4 +1,4 @@
-"""Limits on the boxes of JPEG 2000 and AVIF files, checked before a decoder runs."""
+"""Limits on the boxes of JPEG 2000, AVIF and HEIC files, checked before a decoder runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_BOXES = 1000
 MAX_JPEG2000_PIXELS = 2**26
 """Maximum number of pixels of a JPEG 2000 image. OpenJPEG takes 20 bytes and 30 ns per pixel, even for a tiny file."""
 MAX_TABLE_BYTES = 2**17
-"""Maximum size in bytes of the tables of an AVIF file, including its color profile.
+"""Maximum size in bytes of the tables of an AVIF or HEIC file, including its color profile.
 
 For each item or chunk, libavif searches the tables from the beginning. Real tables have a few hundred bytes.
 """
@@ -25,7 +25,7 @@ _TABLES = (b"meta", b"moov")
 
 
 def check_boxes(data: bytes) -> tuple[int, int] | None:
-    """Check the limits of a JPEG 2000 or AVIF file. Other files pass.
+    """Check the limits of a JPEG 2000, AVIF or HEIC file. Other files pass.
 
     Returns:
         Width and height of the codestream of a JPEG 2000 file. None for any other file.
@@ -41,20 +41,22 @@ def check_boxes(data: bytes) -> tuple[int, int] | None:
     if data.startswith(_JP2_START):
         return _check_codestream(data, _find_codestream(data))
     if data[4:8] == b"ftyp":
-        num_bytes = sum(stop - start for kind, start, stop in _boxes(data, 0, len(data)) if kind in _TABLES)
+        num_bytes = sum(stop - start for kind, start, stop in boxes(data, 0, len(data)) if kind in _TABLES)
         if num_bytes > MAX_TABLE_BYTES:
-            raise LimitExceeded(f"the AVIF image has {num_bytes} bytes of tables; the limit is {MAX_TABLE_BYTES}")
+            raise LimitExceeded(
+                f"the AVIF or HEIC image has {num_bytes} bytes of tables; the limit is {MAX_TABLE_BYTES}"
+            )
     return None
 
 
 def _find_codestream(data: bytes) -> int:
     num_boxes = 0
-    for kind, start, stop in _boxes(data, 0, len(data)):
+    for kind, start, stop in boxes(data, 0, len(data)):
         if kind == b"jp2c":
             return start
         num_boxes += 1
         if kind == b"jp2h":
-            num_boxes += sum(1 for _ in _boxes(data, start, stop))
+            num_boxes += sum(1 for _ in boxes(data, start, stop))
         if num_boxes > MAX_BOXES:
             raise LimitExceeded(f"the JPEG 2000 image has {num_boxes} or more boxes; the limit is {MAX_BOXES}")
     raise ValueError("no codestream")
@@ -76,7 +78,7 @@ def _check_codestream(data: bytes, start: int) -> tuple[int, int]:
     return width, height
 
 
-def _boxes(data: bytes, start: int, stop: int) -> Iterator[tuple[bytes, int, int]]:
+def boxes(data: bytes, start: int, stop: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield the kind of each box and the start and stop of its content, up to the first broken box.
 
     ISO/IEC 14496-12, 4.2 defines boxes.

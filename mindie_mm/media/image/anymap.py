@@ -35,6 +35,14 @@ _BLANKS = bytes.maketrans(_WHITE_SPACE, b" " * len(_WHITE_SPACE))
 _PIECE_BYTES = 2**20
 
 
+def _raster_bytes(kind: bytes, width: int, height: int, scale: bytes) -> int:
+    """Return the size of the binary samples of PBM, PGM and PPM. For other kinds, which have one image, return 0."""
+    if kind == b"4":
+        return -(-width // 8) * height
+    channels = {b"5": 1, b"6": 3}.get(kind, 0)
+    return channels * width * height * (1 if channels and int(scale) < 256 else 2)
+
+
 @dataclass(frozen=True, slots=True)
 class Anymap:
     """A portable anymap whose header has been read and checked against the limits. The samples are not decoded yet."""
@@ -71,6 +79,8 @@ class Anymap:
             raise LimitExceeded(f"the portable anymap has {num_comments} comments; the limit is {MAX_COMMENTS}")
         add_picture(width, height)
         scale = match[4] if match.re.groups == 4 else b""
+        if (nbytes := _raster_bytes(match[1], width, height, scale)) and ANYMAP_START.match(data, match.end() + nbytes):
+            raise MediaError("the portable anymap has several images; send each image as a file")
         return cls(height, width, match[1], scale, memoryview(data)[match.end() :])
 
     def decode(self) -> NDArray[np.uint8]:

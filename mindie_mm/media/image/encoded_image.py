@@ -16,39 +16,45 @@ from PIL import Image
 from torch.utils.dlpack import from_dlpack
 
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.document.pdf import PdfPage, open_page
+from mindie_mm.media.document.tiff import TiffPage, image_of_tiff, is_tiff
 from mindie_mm.media.guard.boxes import check_boxes
 from mindie_mm.media.guard.caps import add_picture, caps, check_pixels
 from mindie_mm.media.guard.segments import JPEG_START, MAX_SCANS, PNG_START, check_parts, check_scans, jpeg_head
 from mindie_mm.media.image.anymap import ANYMAP_START, Anymap
 from mindie_mm.media.image.colours import (
+    mend_byte_order,
     mend_transparency,
     orientation_of,
     pil_to_rgb,
     significant_bits_of,
     states_orientation_in_tiff,
 )
+from mindie_mm.media.image.heic import HeicImage
+from mindie_mm.media.image.heif_boxes import is_heif
 from mindie_mm.media.image.icons import ICON_START, picture_of_icon
+from mindie_mm.media.image.png_chunks import without_texts
 from mindie_mm.settings.config import MAX_IMAGE_PIXELS, Colour
 
 # Each strip of a TIFF may be a JPEG. libtiff reads this variable when it decodes a JPEG. By default, it allows 100
 # scans.
 os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "ICO", "PPM")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIC", "JPEG2000", "ICO", "PPM")
 """Supported formats, detected by content.
 
 Pillow can read more formats. Some of its decoders are written in Python, and take minutes for a few megabytes. Some
 formats cannot be detected by content.
 """
-_FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name != "PPM")
+_FORMATS_OF_PILLOW = tuple(name for name in FORMATS if name not in {"HEIC", "PPM"})
 
 Pixels = NDArray[np.uint8]
 """RGB pixels, uint8 [height, width, 3] for an image and [frames, height, width, 3] for a video."""
 Frames = tuple[bytes | Pixels, ...]
 """Frames of a video, each as an encoded image or as pixels."""
-Data = bytes | NDArray[Any] | Frames | PdfPage
-"""Input of preprocessing: encoded bytes, pixels, audio samples, frames of a video, or a page of a PDF."""
+Data = bytes | NDArray[Any] | Frames | DocumentPage
+"""Input of preprocessing: encoded bytes, pixels, audio samples, frames of a video, or a page of a document."""
 
 Resample = Literal["bilinear", "bicubic", "lanczos"]
 RESAMPLES: Mapping[int, Resample] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
@@ -68,25 +74,34 @@ class EncodedImage:
     """Color behind transparent pixels. None means that the alpha channel is dropped."""
     significant_bits: int | None = None
     """Number of significant bits of 16-bit grayscale samples, if a PNG states it."""
+    is_negative: bool = False
+    """Whether 0 is white in `file`, although its header says that 0 is black."""
 
     @classmethod
-    def open(cls, data: bytes, *, drop_alpha: bool = False) -> EncodedImage:
+    def open(cls, data: bytes | TiffPage, *, drop_alpha: bool = False) -> EncodedImage:
         """Read the header of `data`. `drop_alpha` has the same meaning as in `open_image`.
 
         Raises:
-            MediaError: The data are not a readable image.
+            MediaError: The data are not a readable image, or are a TIFF with several pages.
             LimitExceeded: The image exceeds a limit.
 
         """
+        is_negative = False
+        if isinstance(data, TiffPage) or is_tiff(data):
+            tiff = data.image() if isinstance(data, TiffPage) else image_of_tiff(data)
+            data, is_negative = tiff.data, tiff.is_negative
         try:
             if data.startswith(ICON_START):
                 data = picture_of_icon(data)
+            elif data.startswith(PNG_START):
+                data = without_texts(data)
             file = _open_file(data)
             width, height = file.size
             add_picture(width, height)  # before reading the orientation, which may decode the image
             if data.startswith(JPEG_START):  # `file.format` is MPO for a JPEG with several images
                 check_scans(data, width, height, up_to_end=True)
             mend_transparency(file)
+            mend_byte_order(file)
             orientation = orientation_of(file) if _has_exif(file, data) else 1
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise _beyond_pillows_limit() from None
@@ -101,7 +116,7 @@ class EncodedImage:
             width, height = height, width
         significant_bits = significant_bits_of(data) if data.startswith(PNG_START) else None
         background = None if drop_alpha else caps().rgba_background_color
-        return cls(height, width, file, background, significant_bits)
+        return cls(height, width, file, background, significant_bits, is_negative)
 
     def decode(self) -> Pixels:
         """Return RGB pixels, uint8 [height, width, 3]. Call this method only once.
@@ -111,7 +126,7 @@ class EncodedImage:
 
         """
         try:
-            return np.asarray(pil_to_rgb(self.file, self.background, self.significant_bits))
+            return np.asarray(pil_to_rgb(self.file, self.background, self.significant_bits, negative=self.is_negative))
         except MemoryError:
             raise
         except Exception:  # noqa: BLE001 - for broken data, a decoder may raise any exception
@@ -158,11 +173,14 @@ class DecodedImage:
         return self.pixels
 
 
-def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | EncodedImage | DecodedImage | PdfPage:
+Opened = PlainJpeg | Anymap | HeicImage | EncodedImage | DecodedImage | PdfPage
+
+
+def open_image(data: Data, *, drop_alpha: bool = False) -> Opened:
     """Read the size of an image. Call `decode` on the result to decode the pixels.
 
     Args:
-        data: An encoded image, pixels as uint8 [height, width, 3], or a page of a PDF.
+        data: An encoded image, pixels as uint8 [height, width, 3], or a page of a document.
         drop_alpha: Whether transparent pixels keep the colors that they have in the file. If False, they show the
             background.
 
@@ -174,11 +192,19 @@ def open_image(data: Data, *, drop_alpha: bool = False) -> PlainJpeg | Anymap | 
     assert not isinstance(data, tuple), "frames are a video's"
     if isinstance(data, PdfPage):
         return open_page(data)
+    if isinstance(data, TiffPage):
+        return EncodedImage.open(data, drop_alpha=drop_alpha)
     if not isinstance(data, bytes):
         check_pixels(data.shape[1], data.shape[0])
         return DecodedImage(data)
+    return _open_bytes(data, drop_alpha=drop_alpha)
+
+
+def _open_bytes(data: bytes, *, drop_alpha: bool) -> PlainJpeg | Anymap | HeicImage | EncodedImage:
     if ANYMAP_START.match(data):
         return Anymap.open(data)
+    if is_heif(data) and (heic := HeicImage.open(data, drop_alpha=drop_alpha)) is not None:
+        return heic
     if (size := _plain_jpeg_size(data)) is None:
         return EncodedImage.open(data, drop_alpha=drop_alpha)
     add_picture(size[1], size[0])

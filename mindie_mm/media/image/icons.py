@@ -6,6 +6,8 @@ import math
 import struct
 from collections.abc import Iterator
 
+import numpy as np
+
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.media.guard.segments import PNG_START
 
@@ -35,6 +37,8 @@ def picture_of_icon(data: bytes) -> bytes:
     if max(width, height) > MAX_SIDE:
         raise LimitExceeded(f"the icon's bitmap has {width}x{height} pixels; the limit is {MAX_SIDE}x{MAX_SIDE}")
     (bits,) = struct.unpack_from("<H", picture, 14 if picture[0] > 12 else 10)
+    if bits == 32:
+        picture = _with_alpha(picture[:num_bytes], width, height)
     head = ICON_START + struct.pack("<H", 1)
     entry = struct.pack(_ENTRY, width % MAX_SIDE, height % MAX_SIDE, 0, 0, 1, bits, num_bytes, len(head) + 16)
     return head + entry + picture[:num_bytes]
@@ -47,6 +51,26 @@ def _entries(data: bytes) -> Iterator[tuple[tuple[int, int], int, int]]:
         width, height, colours, _, _, bits, num_bytes, offset = struct.unpack_from(_ENTRY, data, 6 + 16 * place)
         depth = bits or (math.ceil(math.log2(colours)) if colours else 0) or 256
         yield ((width or 256) * (height or 256), -depth), num_bytes, offset
+
+
+def _with_alpha(bitmap: bytes, width: int, height: int) -> bytes:
+    """Return a bitmap with 32 bits per pixel. If its alpha channel is 0 everywhere, the mask replaces the channel.
+
+    Windows does not use an alpha channel that is 0 everywhere. The mask, whose rows have a multiple of 32 bits, follows
+    the pixels. A bit is set where a pixel is transparent. If the mask is missing, all pixels become opaque.
+    """
+    (start,) = struct.unpack_from("<I", bitmap)
+    stop = start + 4 * width * height
+    if stop > len(bitmap) or any(bitmap[start + 3 : stop : 4]):
+        return bitmap
+    row_bytes = (width + 31) // 32 * 4
+    mask = np.zeros(row_bytes * height, np.uint8)
+    given = np.frombuffer(bitmap, np.uint8, offset=stop)[: len(mask)]
+    mask[: len(given)] = given
+    transparent = np.unpackbits(mask.reshape(height, row_bytes), axis=1)[:, :width]
+    pixels = bytearray(bitmap)
+    pixels[start + 3 : stop : 4] = np.where(transparent, 0, 255).astype(np.uint8).tobytes()
+    return bytes(pixels)
 
 
 def _size_of_bitmap(bitmap: bytes) -> tuple[int, int]:

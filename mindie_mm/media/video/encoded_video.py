@@ -15,7 +15,7 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
 from mindie_mm.errors import FramesMiscounted, InputError, LimitExceeded, MediaError, naming
-from mindie_mm.media.document.pdf import PdfPage
+from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.guard import cancellation
 from mindie_mm.media.guard.caps import Work, decodes_to_count, work
 from mindie_mm.media.guard.container import (
@@ -332,7 +332,7 @@ def open_video(data: Data, sample_fps: float | None) -> Video:
         LimitExceeded: The video exceeds a limit.
 
     """
-    assert not isinstance(data, PdfPage), "pages are images"
+    assert not isinstance(data, DocumentPage), "pages are images"
     if not isinstance(data, bytes):
         return SampledVideo.open(data, sample_fps)
     if sample_fps is not None:

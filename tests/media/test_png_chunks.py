@@ -1,0 +1,94 @@
+"""Tests that texts, color profiles and EXIF data of any size do not prevent the decoding of an image."""
+
+import io
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, PngImagePlugin
+
+from mindie_mm.errors import LimitExceeded
+from mindie_mm.media.image import png_chunks
+from mindie_mm.media.image.encoded_image import open_image
+from tests.attacks.pictures import chunk
+from tests.media_samples import encoded, photograph
+
+CASES = Path(__file__).parents[1] / "cases/media3"
+PHOTO = photograph("chelsea.png", (90, 60))
+PIXELS = np.asarray(PHOTO)
+LONG = b"a workflow " * 150_000
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
+RANDOM = np.random.default_rng(0).integers(0, 256, 1_400_000, np.uint8).tobytes()
+
+
+def with_chunks(*chunks: bytes, at_end: bool = False) -> bytes:
+    """Return a PNG with further chunks after its header, or before its end."""
+    png = encoded(PHOTO, "PNG")
+    place = len(png) - 12 if at_end else 33
+    return png[:place] + b"".join(chunks) + png[place:]
+
+
+CHUNKS = {
+    "tEXt": chunk(b"tEXt", b"workflow\0" + LONG),
+    "zTXt": chunk(b"zTXt", b"workflow\0\0" + zlib.compress(LONG)),
+    "iTXt": chunk(b"iTXt", b"workflow\0\0\0\0\0" + LONG),
+    "compressed iTXt": chunk(b"iTXt", b"workflow\0\1\0\0\0" + zlib.compress(LONG)),
+    "iCCP": chunk(b"iCCP", b"profile\0\0" + zlib.compress(RANDOM)),
+    "eXIf": chunk(b"eXIf", b"II*\0\x08\0\0\0\0\0\0\0\0\0" + RANDOM),
+    "broken zTXt": chunk(b"zTXt", b"workflow\0\0not zlib"),
+    "70 MB of texts": chunk(b"tEXt", b"workflow\0" + bytes(7 * 10**6)) * 10,
+}
+
+
+def test_the_case_equals_the_plain_picture():
+    plain, long = (open_image((CASES / name).read_bytes()).decode() for name in ("plain.png", "long_text.png"))
+    assert np.array_equal(long, plain)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_a_png_with_a_long_text_is_read(name, at_end):
+    """libpng, browsers and OpenCV read these files."""
+    assert np.array_equal(open_image(with_chunks(CHUNKS[name], at_end=at_end)).decode(), PIXELS)
+
+
+@pytest.mark.parametrize("padding", [0, 1_500_000])
+@pytest.mark.parametrize("form", ["plain", "compressed", "zTXt"])
+def test_the_orientation_in_a_text_is_applied(form, padding):
+    xmp = XMP + b" " * padding
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    raw = b"Raw profile type exif\0\0" + zlib.compress(
+        b"\nexif\n%8d\n" % 99 + exif.tobytes().hex().encode() + b"\n" * padding
+    )
+    texts = {
+        "plain": chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp),
+        "compressed": chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(xmp)),
+        "zTXt": chunk(b"zTXt", raw),
+    }
+    image = open_image(with_chunks(texts[form], CHUNKS["zTXt"]))
+    assert (image.height, image.width) == (90, 60)
+    assert np.array_equal(image.decode(), np.rot90(PIXELS, -1))
+
+
+def test_a_text_with_the_orientation_is_limited(monkeypatch):
+    monkeypatch.setattr(png_chunks, "MAX_TEXT_BYTES", 1000)
+    with pytest.raises(LimitExceeded, match="more bytes than the limit of 1000"):
+        open_image(with_chunks(chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(bytes(1001)))))
+
+
+def test_pillow_keeps_its_limit():
+    """The limit is a global variable of Pillow, which the program that uses this package may rely on."""
+    open_image(with_chunks(CHUNKS["zTXt"]))
+    assert PngImagePlugin.MAX_TEXT_CHUNK == 2**20
+    with pytest.raises(ValueError, match="MAX_TEXT_CHUNK"):
+        Image.open(io.BytesIO(with_chunks(CHUNKS["zTXt"])))
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "WEBP", "TIFF"])
+def test_a_large_profile_in_another_format_does_not_change_the_pixels(file_format):
+    settings = {"lossless": True} if file_format == "WEBP" else {}
+    plain, profiled = (encoded(PHOTO, file_format, **extra, **settings) for extra in ({}, {"icc_profile": RANDOM}))
+    assert len(profiled) > len(plain) + 10**6
+    assert np.array_equal(open_image(profiled).decode(), open_image(plain).decode())
