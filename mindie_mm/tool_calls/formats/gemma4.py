@@ -61,16 +61,23 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
         return json_value(branch)
 
     def calls(self, opening: str) -> Step[None]:
-        """Parse one call."""
+        """Parse one call, or several calls between one pair of markers."""
         yield from self.space()
         yield from self.expect("call:")
-        name = yield from self.name()
-        yield from self.space()
-        yield from self.expect("{")
-        self.start_call(name)
-        yield from self.members("}", self.key)
-        self.end_call()
-        yield from self.close(*self.closings)
+        while True:
+            name = yield from self.name()
+            yield from self.space()
+            yield from self.expect("{")
+            self.start_call(name)
+            yield from self.any_members("}", self.key, self.call_ends())
+            self.end_call()
+            if (yield from self.close(*self.closings)) or not (yield from self.accept("call:")):
+                break
+
+    def finish_call(self) -> None:
+        """Complete the current call, whose arguments end with the answer."""
+        self.send_arguments(self.unfinished())
+        super().finish_call()
 
     def key(self) -> Step[None]:
         """Read a key, with or without quotes, and the colon after it."""
@@ -85,7 +92,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
 
     def literal_string(self) -> Step[bool]:
         """Read a string between markers, or a JSON string."""
-        if not (yield from self.accept(self.quote)):
+        if not (yield from self.surely_accept(self.quote)):
             return (yield from super().literal_string())
         self.send_arguments('"')
         self.taken()

@@ -76,10 +76,16 @@ class PythonicParser(ToolCallParser, LiteralScanner):
         yield from self.space()
         yield from self.expect("(")
         self.start_call(name)
-        yield from self.members(")", self._parameter)
+        yield from self.any_members(")", self._parameter, self.call_ends())
         self.end_call()
 
+    def finish_call(self) -> None:
+        """Complete the current call, whose arguments end with the answer."""
+        self.send_arguments(self.unfinished())
+        super().finish_call()
+
     def _parameter(self) -> Step[None]:
-        self.send_arguments(json.dumps((yield from self.name()), ensure_ascii=False))
+        name = yield from self.name()
         yield from self.space()
         yield from self.expect("=")
+        self.send_arguments(json.dumps(name, ensure_ascii=False))
