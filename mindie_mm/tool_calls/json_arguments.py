@@ -48,13 +48,8 @@ class JsonArguments(Scanner, ABC):
             self._at += 1
             if character == '"':
                 yield from self._rest_of_string()
-            elif character in _CLOSING:
-                nested.append(_CLOSING[character])
-            elif character in "}]":
-                while nested.pop() != character:
-                    pass
-                if not nested:
-                    break
+            elif _ends_all(character, nested):
+                break
         self.send_arguments(self.taken())
 
     def _rest_of_string(self) -> Step[None]:
@@ -83,6 +78,16 @@ class JsonArguments(Scanner, ABC):
     def _send_and_wait(self) -> Step[None]:
         self.send_arguments(self.taken())
         yield from self.more()
+
+
+def _ends_all(character: str, nested: list[str]) -> bool:
+    """Update the list of expected closing brackets, and return whether all brackets are closed."""
+    if character in _CLOSING:
+        nested.append(_CLOSING[character])
+    elif character in "}]":
+        while nested.pop() != character:
+            pass
+    return not nested
 
 
 def without_control_characters(text: str) -> str:
