@@ -11,7 +11,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.structured.grammar import Grammars
 from mindie_mm.structured.outputs import StructuredOutputs
-from mindie_mm.structured.schema_numbers import with_exact_numbers
+from mindie_mm.structured.schema_text import rewritten
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 
 VOCABULARY = 792
@@ -122,4 +122,4 @@ def test_a_number_that_would_be_rounded_is_refused(grammars: Grammars, schema: A
 
 def test_other_schemas_are_unchanged() -> None:
     schema = {"type": "object", "properties": {"é": {"minimum": 0.1, "exclusiveMaximum": 5}}, "required": ["é"]}
-    assert json.loads(with_exact_numbers(json.dumps(schema))) == schema
+    assert rewritten(json.dumps(schema)) == schema
