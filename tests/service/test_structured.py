@@ -123,6 +123,25 @@ def test_objects_have_no_other_properties(client: openai.OpenAI, strict: bool | 
 
 OPEN = {"properties": {"a": {}}}
 SHUT = {**OPEN, "additionalProperties": False}
+OTHER = {"properties": {"b": {}}}
+BOTH = {"properties": {"a": {}, "b": {}}, "additionalProperties": False}
+
+
+def test_an_object_that_several_schemas_describe_has_no_other_properties(client: openai.OpenAI) -> None:
+    def one(name: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {name: {"type": "boolean"}}, "required": [name]}
+
+    for schema in (
+        {"allOf": [{"$ref": "#/$defs/base"}, one("b")], "$defs": {"base": one("a")}},
+        {"$ref": "#/$defs/base", **one("b"), "$defs": {"base": one("a")}, "required": ["a", "b"]},
+        {"allOf": [{"$ref": "#/$defs/base"}], "properties": {"b": {"enum": [True]}}, "required": ["b"]}
+        | {"$defs": {"base": one("a")}},
+    ):
+        message: Any = {"role": "user", "content": "Hello!"}
+        form: Any = fits(schema)
+        answer = client.chat.completions.create(model="tiny", messages=[message], response_format=form, max_tokens=60)
+        assert answer.choices[0].finish_reason == "stop", schema
+        assert json.loads(answer.choices[0].message.content or "").keys() == {"a", "b"}, schema
 
 
 @pytest.mark.parametrize(
@@ -141,15 +160,37 @@ SHUT = {**OPEN, "additionalProperties": False}
         ({"allOf": [OPEN]}, {"allOf": [SHUT]}),
         ({"allOf": [OPEN, {"required": ["a"]}]}, {"allOf": [SHUT, {"required": ["a"]}]}),
         (OPEN | {"anyOf": [{"required": ["a"]}]}, SHUT | {"anyOf": [{"required": ["a"]}]}),
-        # In these cases, no single schema lists all properties of the object, so the object stays open.
-        ({"allOf": [OPEN, OPEN]}, {"allOf": [OPEN, OPEN]}),
-        (OPEN | {"oneOf": [OPEN]}, OPEN | {"oneOf": [OPEN]}),
-        (OPEN | {"allOf": [{"items": OPEN}, OPEN]}, OPEN | {"allOf": [{"items": SHUT}, OPEN]}),
+        # In these cases, several schemas describe one object together. The schema that combines them is closed.
+        ({"allOf": [OPEN, OTHER]}, {"allOf": [OPEN, OTHER], **BOTH}),
+        (OTHER | {"oneOf": [OPEN]}, {"oneOf": [OPEN], "properties": {"b": {}, "a": {}}, "additionalProperties": False}),
+        (OPEN | {"allOf": [{"items": OPEN}, OTHER]}, {"allOf": [{"items": SHUT}, OTHER], **BOTH}),
         (
-            {"allOf": [{"$ref": "#/$defs/x"}, OPEN], "$defs": {"x": OPEN, "y": OPEN}},
-            {"allOf": [{"$ref": "#/$defs/x"}, OPEN], "$defs": {"x": OPEN, "y": SHUT}},
+            {"allOf": [{"$ref": "#/$defs/x"}, OTHER], "$defs": {"x": OPEN, "y": OPEN}},
+            {"allOf": [{"$ref": "#/$defs/x"}, OTHER], "$defs": {"x": OPEN, "y": SHUT}, **BOTH},
         ),
-        (OPEN | {"$ref": "#/$defs/x", "$defs": {"x": OPEN}}, OPEN | {"$ref": "#/$defs/x", "$defs": {"x": OPEN}}),
+        (
+            OPEN | {"$ref": "#/$defs/%C3%A9", "$defs": {"é": OTHER}},
+            OPEN | {"$ref": "#/$defs/%C3%A9", "$defs": {"é": OTHER}} | BOTH,
+        ),
+        (
+            {"allOf": [{"$ref": "#/$defs/x"}, OTHER], "items": {"$ref": "#/$defs/x"}, "$defs": {"x": OPEN}},
+            {
+                "allOf": [{"$ref": "#/$defs/x"}, OTHER],
+                "items": {"$ref": "#/$defs/x"} | SHUT,
+                "$defs": {"x": OPEN},
+                **BOTH,
+            },
+        ),
+        # A part of the object says that it may have other properties.
+        (
+            {"allOf": [OPEN | {"additionalProperties": True}, OTHER]},
+            {"allOf": [OPEN | {"additionalProperties": True}, OTHER]},
+        ),
+        ({"allOf": [OPEN, OTHER | {"patternProperties": {}}]}, {"allOf": [OPEN, OTHER | {"patternProperties": {}}]}),
+        (
+            {"allOf": [{"$ref": 3}, {"$ref": "#/x"}, {"type": "string"}]},
+            {"allOf": [{"$ref": 3}, {"$ref": "#/x"}, {"type": "string"}]},
+        ),
         ([OPEN], [SHUT]),
         (True, True),
     ],
