@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
+
+from mindie_mm.errors import LimitExceeded
 
 _HOLD_SCHEMAS = frozenset({"items", "prefixItems", "additionalProperties"})
 _HOLD_NAMED_SCHEMAS = frozenset({"properties", "patternProperties"})
@@ -13,6 +15,7 @@ _DEFINITIONS = ("$defs", "definitions")
 _ALTERNATIVES = ("anyOf", "oneOf")
 _STATE_OTHERS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 """Keywords that say which other properties an object may have."""
+_MAX_READ = 2**17
 _COMBINING = frozenset({"allOf", "$ref", *_ALTERNATIVES})
 
 
@@ -25,6 +28,7 @@ def closed(schema: Any) -> Any:
 
     Raises:
         RecursionError: The schema is nested too deeply.
+        LimitExceeded: The schemas that together describe objects have too many parts and properties.
 
     """
     return _Closing(schema, frozenset(_combined_references(schema))).closed(schema, alone=True)
@@ -38,6 +42,8 @@ class _Closing:
     combined: Collection[str]
     """References to schemas that describe an object together with another schema, and therefore stay open. They are
     not percent-encoded."""
+    num_read: list[int] = field(default_factory=lambda: [0])
+    """Number of parts and properties that `_names` has read. The list has one element."""
 
     def closed(self, schema: Any, *, alone: bool) -> Any:
         """Return the closed schema. `alone` is true if no other schema describes the same value."""
@@ -88,8 +94,15 @@ class _Closing:
                 continue
             if not _STATE_OTHERS.isdisjoint(part):
                 return []
-            if isinstance(properties := part.get("properties"), dict):
-                names |= dict.fromkeys(properties)
+            properties = part.get("properties")
+            properties = properties if isinstance(properties, dict) else {}
+            names |= dict.fromkeys(properties)
+            self.num_read[0] += 1 + len(properties)
+            if self.num_read[0] > _MAX_READ:
+                raise LimitExceeded(
+                    f"the JSON schema combines schemas with more than {_MAX_READ} parts and properties; set "
+                    "additionalProperties in them"
+                )
             for key in reversed(("allOf", *_ALTERNATIVES)):
                 stack += reversed(_list(part.get(key)))
             if isinstance(reference := part.get("$ref"), str) and reference not in seen:

@@ -9,6 +9,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from mindie_mm.errors import LimitExceeded
 from service.schemas.closed_objects import closed
 from service.schemas.openai_types import ChatBody
 from tools.serving import RunningService
@@ -197,6 +198,17 @@ def test_an_object_that_several_schemas_describe_has_no_other_properties(client:
 )
 def test_which_objects_are_closed(given: Any, expected: Any) -> None:
     assert closed(given) == expected
+
+
+def test_closing_a_schema_takes_bounded_time() -> None:
+    base = {"properties": {f"p{i}": {} for i in range(2000)}}
+    with pytest.raises(LimitExceeded, match="combines schemas with more than 131072 parts and properties"):
+        closed(
+            {
+                "$defs": {"x": base},
+                "properties": {f"q{i}": {"allOf": [{"$ref": "#/$defs/x"}, OPEN]} for i in range(100)},
+            }
+        )
 
 
 def test_the_schema_then_strict_then_the_setting_decide_on_other_properties() -> None:
