@@ -8,7 +8,6 @@ from abc import ABC
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
-from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.lark import Rules, json_value
 from mindie_mm.tool_calls.literals import escaped, json_of_python
 from mindie_mm.tool_calls.parser import ToolCallParser
@@ -38,27 +37,22 @@ class TypedTextParser(ToolCallParser, ABC):
         """Return a sequence that matches the arguments of a tool in the order of the tool's schema."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, _NAMES).items():
-            values = [cls._value(name, branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
-            rule = rules.add("argument", " | ".join(dict.fromkeys(values)))
+            values = [cls._value(name, branch, schema, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
+            rule = rules.add("argument", rules.any_of(values))
             arguments.append(rule if is_required else f"{rule}?")
         return " ".join(arguments)
 
     @classmethod
-    def _value(cls, name: str, branch: Mapping[str, Any], rules: Rules) -> str:
-        value = branch.get("const", branch)
-        is_string = isinstance(value, str) or branch.get("type") == "string"
+    def _value(cls, name: str, branch: Mapping[str, Any], schema: Mapping[str, Any], rules: Rules) -> str:
+        is_string = branch.get("type") == "string"
+        states_type = any("{is_string}" in tags for tags in cls.tags_of_argument)
         before, after = (
             tags.replace("{name}", name).replace("{is_string}", "true" if is_string else "false")
             for tags in cls.tags_of_argument
         )
-        if "const" in branch:
-            if is_string and any(tag in value for tag in cls.excluded):
-                raise InputError(
-                    f"the parameter {name!r} has the value {value!r}, which this tool-call format cannot write"
-                )
-            return rules.text(before + (value if is_string else json.dumps(value, ensure_ascii=False)) + after)
         if is_string:
-            return f"{rules.text(before)} {rules.raw(branch, after, cls.excluded)}"
+            others = frozenset[str]() if states_type else types_of(schema, schema) - {"string"}
+            return f"{rules.text(before)} {rules.raw(branch, after, cls.excluded, others)}"
         return f"{rules.text(before)} {rules.add('json', json_value(branch))} {rules.text(after)}"
 
     def start_arguments(self, name: str) -> None:

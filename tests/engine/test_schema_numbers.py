@@ -92,7 +92,7 @@ def test_exactly_the_numbers_that_fit_the_schema_are_accepted(
         ({"anyOf": [{"type": "null"}, {"const": 2**53 + 1}]}, "has 9007199254740993 in const"),
         ({"items": {"properties": {"a": {"enum": [2**53 + 1]}}}}, "has 9007199254740993 in enum"),
         ({"x": {"y": {"const": 2**53 + 1}}, "$ref": "#/x/y"}, "has 9007199254740993 in const"),
-        ({"type": "integer", "minimum": 2**53 + 2, "maximum": 2**53 + 1}, "is not supported: Unsatisfiable"),
+        ({"type": "integer", "minimum": 2**53 + 2, "maximum": 2**53 + 1}, "no output can match it: Unsatisfiable"),
         (
             {"type": "integer", "minimum": 2**63},
             "has the bound 9223372036854775808; the limits are -9223372036854774784 and 9223372036854774784",
