@@ -39,8 +39,13 @@ _SOURCES: Mapping[str, Kind] = {
 }
 _TEXTS = ("text", "refusal")
 """Keys of a text. OpenAI uses `refusal` in earlier turns of the assistant."""
+_DECLARED: Mapping[str, str] = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
+"""Other values of `type` and the values that they stand for. OpenAI's Responses API uses them."""
 _FILE = "file"
 """Key of a text file or a PDF in OpenAI's messages."""
+_TYPES = (*_TEXTS, *dict.fromkeys((*KINDS, *_SOURCES)), _FILE, *_DECLARED)
+"""Values of `type`."""
+_MAX_TYPE = 40
 GRID = "grid"
 """Key of the geometry of embeddings, for all families. `GRID_KEYS` has other names for some geometries."""
 _BARE_SOURCES = ("url", "path", "base64")
@@ -119,6 +124,11 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool, by_uuid: b
     declared = part.get("type")
     if declared is not None and not isinstance(declared, str):
         raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
+    if declared in _DECLARED:
+        declared = _DECLARED[declared]
+        part = {**part, "type": declared}
+    elif declared is not None and declared not in _TYPES:
+        raise InputError(f"{where}.type is {declared[:_MAX_TYPE]!r}; it must be one of {', '.join(_TYPES)}")
     if declared == EMBEDDINGS_KEYS[PROMPT]:
         part = _without_data(part, declared, where)
     given_uuid = part.get("uuid") if by_uuid else None
