@@ -184,9 +184,10 @@ class Detokenizer:
         self._text += piece
         if self._begin is None:
             assert self._preface is not None
-            before = self._begin = self._preface.stop_of(self._text)
-        if self._begin is None:
-            return
+            self._begin = self._preface.stop_of(self._text)
+            if self._begin is None:
+                return
+            before = self._begin
         # Only stop strings that end in this piece count. An earlier stop string, before `min_tokens`, is ignored.
         places = ((self._text.find(text, max(self._begin, before - len(text) + 1)), text) for text in self._stop)
         hits = [(at, text) for at, text in places if at >= 0]
