@@ -341,6 +341,8 @@ def test_the_frames_of_all_lists_of_a_call_are_limited_together():
         ([{"video": "a", "min_frames": 5, "num_frames": 4}], "min_frames 5 is above num_frames 4"),
         ([{"video": "a", "num_frames": 5, "max_frames": 4}], "num_frames 5 is above max_frames 4"),
         ([{"type": "image", "text": "a"}], r"inputs\[0\].type is 'image', but the item has the key 'text'"),
+        ([{"type": "poem", "text": "a"}], r"inputs\[0\].type is 'poem'; it must be one of text, refusal, image, "),
+        ([{"type": "input_image", "text": "a"}], r"inputs\[0\].type is 'image_url', but the item has the key 'text'"),
         ([{"type": "text", "image": "a"}], r"inputs\[0\].type is 'text', but the item has the key 'image'"),
         ([{"type": "video", "image": "a"}], r"inputs\[0\].type is 'video', but the item has the key 'image'"),
         ([{"type": ["image"], "image": "a"}], r"inputs\[0\].type is of type list"),

@@ -40,8 +40,13 @@ _SOURCES: Mapping[str, Kind] = {
 }
 _TEXTS = ("text", "refusal")
 """Keys of a text. OpenAI uses `refusal` in earlier turns of the assistant."""
+_DECLARED: Mapping[str, str] = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
+"""Other values of `type` and the values that they stand for. OpenAI's Responses API uses them."""
 _FILE = "file"
 """Key of a text file or a PDF in OpenAI's messages."""
+_TYPES = (*_TEXTS, *dict.fromkeys((*KINDS, *_SOURCES)), _FILE, *_DECLARED)
+"""Values of `type`."""
+_MAX_TYPE = 40
 GRID = "grid"
 """Key of the geometry of embeddings, for all families. `GRID_KEYS` has other names for some geometries."""
 _BARE_SOURCES = ("url", "path", "base64")
@@ -117,9 +122,9 @@ def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:
 
 def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool, by_uuid: bool) -> Item:
     require_dict(part, where)
-    declared = part.get("type")
-    if declared is not None and not isinstance(declared, str):
-        raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
+    declared = _declared(part, where)
+    if declared is not None:
+        part = {**part, "type": declared}
     if declared == EMBEDDINGS_KEYS[PROMPT]:
         part = _without_data(part, declared, where)
     given_uuid = part.get("uuid") if by_uuid else None
@@ -154,6 +159,18 @@ def _parse_part(part: Mapping[str, Any], where: str, *, strict: bool, by_uuid: b
         raise InputError(f"{where}.{key} is {type_of(source)}; it must be a path, bytes or a URL of a PDF or TIFF")
     parsed = parse_options(kind, options | nested, where, strict=strict)
     return Media(kind, source, parsed, is_document=key == DOCUMENT, uuid=uuid)
+
+
+def _declared(part: Mapping[str, Any], where: str) -> str | None:
+    """Return the type that a part declares, in this package's words. Raise InputError if there is no such type."""
+    declared = part.get("type")
+    if declared is None:
+        return None
+    if not isinstance(declared, str):
+        raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
+    if declared not in _TYPES:
+        raise InputError(f"{where}.type is {declared[:_MAX_TYPE]!r}; it must be one of {', '.join(_TYPES)}")
+    return _DECLARED.get(declared, declared)
 
 
 def _without_data(part: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from mindie_mm.errors import InputError, panics_as
+from mindie_mm.structured.dead_rules import NO_OUTPUT, matches_nothing
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.structured.translate import grammar_of
 
@@ -137,14 +138,19 @@ class Grammars:
 
     def _matcher(self, wanted: StructuredOutputs) -> LLMatcher:
         wanted.check()
-        with panics_as(InputError, f"{wanted.noun} is not supported"):  # a matcher catches the panics of later calls
-            grammar = grammar_of(wanted, self._added, self._shown)
-            matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
+        matcher = self._try(wanted)
+        if wanted.grammar is not None and matches_nothing(matcher.get_error()):
+            matcher = self._try(wanted, check_schemas=True)  # another part of the grammar may have output
+        if not matcher.is_error():
+            matcher.compute_logit_bias()  # llguidance reports only here that a schema refers only to itself
         if matcher.is_error():
-            raise InputError(f"{wanted.noun} is not supported: {matcher.get_error()[:_MAX_SAID]}")
-        matcher.compute_logit_bias()
-        if matcher.is_error():  # llguidance reports only here that a schema refers only to itself
             error = matcher.get_error()[:_MAX_SAID]
-            reason = "no output can match it" if "NoExtension" in error else error
-            raise InputError(f"{wanted.noun} is not supported: {reason}")
+            if matches_nothing(error):
+                error = f"{NO_OUTPUT}: {error}" if "Unsatisfiable" in error else NO_OUTPUT
+            raise InputError(f"{wanted.noun} is not supported: {error}")
         return matcher
+
+    def _try(self, wanted: StructuredOutputs, *, check_schemas: bool = False) -> LLMatcher:
+        with panics_as(InputError, f"{wanted.noun} is not supported"):  # a matcher catches the panics of later calls
+            grammar = grammar_of(wanted, self._added, self._shown, _LIMITS, check_schemas=check_schemas)
+            return LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)

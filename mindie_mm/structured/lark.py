@@ -10,7 +10,7 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from mindie_mm.errors import InputError
-from mindie_mm.structured.schema_numbers import with_exact_numbers
+from mindie_mm.structured.schema_text import rewritten
 
 TEXT = "/(?s:.*)/"
 """Regular expression that matches any text. llguidance does not allow added tokens in this text."""
@@ -53,13 +53,13 @@ def regex(pattern: str) -> str:
 
 
 def schema(text: str) -> dict[str, Any]:
-    """Parse the JSON schema in `text`, rewrite its numbers by `with_exact_numbers`, and set the style of json.dumps.
+    """Parse and rewrite the JSON schema in `text`, and set the style of json.dumps.
 
     Raises:
         InputError: The text is not a schema in JSON, or has a number that llguidance would misread.
 
     """
-    read = json.loads(with_exact_numbers(text))
+    read = rewritten(text)
     if not isinstance(read, dict):
         raise InputError("the JSON schema is not a JSON object")
     style = read.get("x-guidance", {})

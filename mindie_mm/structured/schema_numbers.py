@@ -1,10 +1,12 @@
-"""Rewrites large numbers in JSON schemas. llguidance reads numbers as float64, which may change large values."""
+"""Rewrites numbers in JSON schemas.
+
+llguidance reads numbers as float64, which may change large values. It also allows an excluded integer if the other
+bound is less than 1 farther from zero: 0 in `{"exclusiveMinimum": 0, "maximum": 0.5}`.
+"""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeGuard
@@ -22,61 +24,32 @@ _MOST = 2**31 - 1
 _MAX_DIVISOR = 2**32 // 10
 """Largest supported value of multipleOf. llguidance divides digit by digit in 32 bits."""
 _NINETEEN_DIGITS = 10**18
-_MAX_SHOWN = 40
-_MAX_DIGITS = sys.get_int_max_str_digits()
+_NUM_DIGITS = 15
+"""Number of digits of a number next to an excluded integer. llguidance reads this many digits exactly."""
+_SMALLEST = 1e-64
+"""Number next to an excluded zero. llguidance cannot read a bound with many more decimal places."""
 
-_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-_ANNOTATIONS = frozenset({"default", "examples", "title", "description", "$comment"})
 _LEAST_LENGTHS = ("minLength", "minItems", "minProperties")
 _MOST_LENGTHS = ("maxLength", "maxItems", "maxProperties")
 
 
-def with_exact_numbers(schema: str) -> str:
-    """Rewrite the numbers of a JSON schema so that llguidance reads them correctly.
+def rewrite_numbers(schema: dict[str, Any]) -> None:
+    """Rewrite the numbers of a JSON schema in place, without the numbers of the schemas inside it.
 
-    A bound above 2**53 is moved inward to the next float64, so that every answer satisfies the original bound. A
-    maximum length that no answer can reach is reduced.
+    A bound above 2**53 is moved inward to the next float64, so that every answer satisfies the original bound. An
+    excluded integer is replaced by a number next to it. A maximum length that no answer can reach is reduced.
 
     Raises:
-        InputError: The schema is not valid JSON, or contains a number that llguidance would misread.
+        InputError: The schema contains a number that llguidance would misread.
 
     """
-    try:
-        return json.dumps(_rewritten(json.loads(schema, parse_float=_finite, parse_constant=_finite)))
-    except RecursionError as error:
-        raise InputError("the JSON schema is nested too deeply") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"the JSON schema is not valid JSON: {error}") from error
-    except ValueError as error:
-        raise InputError(f"the JSON schema is not valid JSON: an integer has more than {_MAX_DIGITS} digits") from error
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise InputError(f"the JSON schema is not valid JSON: {text[:_MAX_SHOWN]} is not a finite number")
-    return number
-
-
-def _rewritten(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_rewritten(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    bounds = {}
-    for key, value in schema.items():
-        if key in ("const", "enum"):
-            _require_exact(value, key)
-        if key in ("const", "enum") or key in _ANNOTATIONS:
-            bounds[key] = value
-        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
-            bounds[key] = {name: _rewritten(part) for name, part in value.items()}
-        else:
-            bounds[key] = _rewritten(value)
-    _rewrite_bounds(bounds)
-    _rewrite_lengths(bounds)
-    if _is_number(divisor := bounds.get("multipleOf")) and divisor > _MAX_DIVISOR:
+    for key in ("const", "enum"):
+        if key in schema:
+            _require_exact(schema[key], key)
+    _rewrite_bounds(schema)
+    _rewrite_lengths(schema)
+    if _is_number(divisor := schema.get("multipleOf")) and divisor > _MAX_DIVISOR:
         raise InputError(f"the JSON schema has multipleOf {shown(divisor)}; the limit is {_MAX_DIVISOR}")
-    return bounds
 
 
 def _require_exact(value: Any, keyword: str) -> None:
@@ -132,12 +105,28 @@ def _rewrite_bound(schema: dict[str, Any], name: str, exclusive: str, inwards: i
     """
     given = [(key, schema[key]) for key in (name, exclusive) if _is_number(schema.get(key))]
     if all(abs(value) < _EXACT for _, value in given):
+        if not integers:
+            _include(schema, name, exclusive, inwards)
         return
     nearest = [_innermost(value, inwards, integers, strict=key == exclusive) for key, value in given]
     for key, _ in given:
         del schema[key]
     innermost: Callable[..., int | float] = max if inwards > 0 else min
     schema[name] = innermost(nearest)
+
+
+def _include(schema: dict[str, Any], name: str, exclusive: str, inwards: int) -> None:
+    """Replace an excluded integer by an included number next to it, in place, if that number is farther from zero."""
+    bound = schema.get(exclusive)
+    if not _is_number(bound) or bound != int(bound) or inwards * bound < 0:
+        return
+    num_decimals = _NUM_DIGITS - len(str(abs(int(bound))))
+    if num_decimals < 2:
+        return
+    nearest = bound + inwards * (10**-num_decimals if bound else _SMALLEST)
+    del schema[exclusive]
+    innermost: Callable[..., int | float] = max if inwards > 0 else min
+    schema[name] = innermost(nearest, schema[name]) if _is_number(schema.get(name)) else nearest
 
 
 def _innermost(bound: float, inwards: int, integers: bool, *, strict: bool) -> int | float:

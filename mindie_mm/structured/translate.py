@@ -7,8 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from llguidance import LLParserLimits
+
 from mindie_mm.errors import InputError
 from mindie_mm.structured import lark
+from mindie_mm.structured.dead_rules import without_dead_parts
 from mindie_mm.structured.gbnf import is_gbnf, lark_of_gbnf
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.structured.structural_tag import TagWriter
@@ -19,25 +22,36 @@ but then refuses the token."""
 _ANY_OBJECT = '{"type": "object"}'
 
 
-def grammar_of(wanted: StructuredOutputs, added: Mapping[str, int], shown: Mapping[str, int]) -> str:
+def grammar_of(
+    wanted: StructuredOutputs,
+    added: Mapping[str, int],
+    shown: Mapping[str, int],
+    limits: LLParserLimits,
+    *,
+    check_schemas: bool = False,
+) -> str:
     """Translate a description to an llguidance grammar, as JSON text.
 
     Args:
         wanted: Description that has been checked.
         added: Text and id of each added token, except end-of-sequence tokens.
         shown: Text and id of each added token that decoded text shows.
+        limits: Limits for compiling a part of the grammar.
+        check_schemas: Whether to check each JSON schema in a Lark grammar for output.
 
     Raises:
         InputError: The description is not valid, or cannot be enforced exactly.
 
     """
-    first, *others = _output(wanted, shown)
+    first, *others = _output(wanted, shown, limits, check_schemas=check_schemas)
     whole = "start: @output" if wanted.after is None else _after_reasoning(wanted, added)
     grammars = [{"name": "whole", "lark_grammar": _OPTIONS + whole}, first | {"name": "output"}, *others]
     return json.dumps({"grammars": grammars})
 
 
-def _output(wanted: StructuredOutputs, shown: Mapping[str, int]) -> list[dict[str, Any]]:
+def _output(
+    wanted: StructuredOutputs, shown: Mapping[str, int], limits: LLParserLimits, *, check_schemas: bool
+) -> list[dict[str, Any]]:
     """Return the grammar of the output without its reasoning, and the grammars that it refers to."""
     if wanted.json is not None or wanted.json_object:
         return [{"json_schema": lark.schema(wanted.json if wanted.json is not None else _ANY_OBJECT)}]
@@ -46,9 +60,10 @@ def _output(wanted: StructuredOutputs, shown: Mapping[str, int]) -> list[dict[st
     if wanted.choice is not None:
         return [{"lark_grammar": f"start: X\nX: {lark.any_of(wanted.choice)}"}]
     if wanted.grammar is not None:
-        return [
-            {"lark_grammar": (lark_of_gbnf if is_gbnf(wanted.grammar) else lark.with_exact_schemas)(wanted.grammar)}
-        ]
+        if is_gbnf(wanted.grammar):
+            return [{"lark_grammar": lark_of_gbnf(wanted.grammar)}]
+        grammar = lark.with_exact_schemas(wanted.grammar)
+        return [{"lark_grammar": without_dead_parts(grammar, limits, schemas=check_schemas)}]
     assert wanted.structural_tag is not None, "check has found one"
     return TagWriter(shown).write(wanted.structural_tag)
 

@@ -40,9 +40,9 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """Event at the end of a complete call with valid arguments. A truncated call does not have this event.
+    """Event at the end of a call. A call that is cut off does not have this event.
 
-    Strings within the arguments are not checked. They may contain control characters or unknown escapes.
+    The arguments may be invalid JSON, because they are passed on as the model wrote them.
     """
 
     index: int

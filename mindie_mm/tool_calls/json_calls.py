@@ -7,6 +7,7 @@ import re
 from abc import ABC
 from typing import Any, ClassVar
 
+from mindie_mm.tool_calls.json_arguments import without_control_characters
 from mindie_mm.tool_calls.lark import Rules, json_value
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import MAX_NAME, NoMatch, Step
@@ -20,7 +21,7 @@ class JsonCallParser(ToolCallParser, ABC):
     """A parser of calls such as `{"name": "f", "arguments": {"a": 1}}`.
 
     The keys may be in any order, and `parameters` is accepted for `arguments`. If the arguments are a string that
-    contains JSON, the string is decoded.
+    contains JSON, the string is decoded. The last bracket may be missing.
     """
 
     tool_names = re.compile(".+", re.DOTALL)
@@ -74,14 +75,32 @@ class JsonCallParser(ToolCallParser, ABC):
             else:
                 yield from self.value()
             yield from self.space()
-            if (yield from self.follows(",", "}")) != "}":
-                yield from self.expect(",")
+            if not (following := (yield from self.surely_follows(",", "}"))):
+                if not self.in_call and not (name and held):
+                    raise NoMatch
+                break
+            self._at += following == ","
         if not name or (known_keys and not self.in_call and not held):
             raise NoMatch
         if not self.in_call:
             self.start_call(name)
             self.send_arguments(held or "{}")
         self.end_call()
+
+    def call_objects(self) -> Step[None]:
+        """Parse a call, and the calls that follow it without an opening of their own."""
+        yield from self.call_object()
+        while True:
+            yield from self.space()
+            if not (yield from self.follows("{")):
+                break
+            try:
+                yield from self.call_object()
+            except NoMatch:
+                if self.in_call:
+                    raise
+                break
+        self._at = self._kept
 
     def call_list(self) -> Step[None]:
         """Parse a list of calls, after its opening bracket."""
@@ -98,21 +117,24 @@ class JsonCallParser(ToolCallParser, ABC):
         return bool((yield from self.accept("}")))
 
     def _arguments(self, name: str) -> Step[str]:
-        """Read arguments. If they are an object and the tool's name is known, send them. If not, return their JSON."""
+        """Read arguments. If they are an object and the tool's name is known, send them. If not, return their JSON.
+
+        An empty string and null stand for an empty object.
+        """
         opening = yield from self.peek()
         if opening == "{" and name:
             self.start_call(name)
-            yield from self.stream(self.value())
+            yield from self.json_arguments(self.call_ends())
             return ""
         if opening == '"':
             held = yield from self._text_of(self.string())
         else:
             held = yield from self.source(self.value())
-        if held == "null":
+        if held.strip() in ("", "null"):
             held = "{}"
         if not isinstance(_decoded(held), dict):
             raise NoMatch
-        return held
+        return without_control_characters(held)
 
     def _text_of(self, string: Step[None]) -> Step[str]:
         text = _decoded((yield from self.source(string)))

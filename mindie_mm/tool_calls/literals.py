@@ -8,7 +8,7 @@ import re
 import string
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mindie_mm.tool_calls.scanner import SCALAR, WORD, Ended, NoMatch, Scanner, Step
 
@@ -24,12 +24,19 @@ _OCTAL = re.compile(r"[0-7]{1,3}")
 class LiteralScanner(Scanner, ABC):
     """A scanner of Python literals and similar literals, such as `{'a': [True, None, 1_000]}`."""
 
+    def __init__(self) -> None:
+        """Create a scanner without text."""
+        super().__init__()
+        self._open: list[str] = []
+        """Ends of the JSON strings, arrays and objects that have begun, with the outermost first."""
+
     @abstractmethod
     def send_arguments(self, text: str) -> None:
         """Receive a piece of the JSON."""
 
     def literal(self, depth: int = 0) -> Step[None]:
         """Read a literal and send it as JSON."""
+        self.taken()
         if depth > MAX_DEPTH:
             raise NoMatch
         if opening := (yield from self.accept("[", "(")):
@@ -46,29 +53,63 @@ class LiteralScanner(Scanner, ABC):
         `key` reads a key and sends it.
         """
         separator = "{"
+        self._open.append("{}")
         while not (yield from self._closes(closing)):
             self.send_arguments(separator)
+            self._open[-1] = "}"
+            self.taken()
             yield from key()
             yield from self.space()
             self.send_arguments(": ")
             yield from self.literal(depth + 1)
             yield from self._comma(closing)
             separator = ", "
-        self.send_arguments("{}" if separator == "{" else "}")
+        self.send_arguments(self._open.pop())
+
+    def any_members(self, closing: str, key: Callable[[], Step[None]], ends: Sequence[str] = ()) -> Step[None]:
+        """Read members like `members`. From the first mistake on, send the text as the model wrote it.
+
+        This text ends with `closing`, outside further brackets, or before one of the texts `ends`.
+        """
+        self._open = []
+        try:
+            yield from self.members(closing, key)
+        except NoMatch:
+            yield from self._as_written(closing, ends)
+
+    def unfinished(self) -> str:
+        """Return the text that closes the JSON sent so far."""
+        return "".join(reversed(self._open))
+
+    def _as_written(self, closing: str, ends: Sequence[str]) -> Step[None]:
+        depth = sum(end != '"' for end in self._open) - 1
+        self._open = ["}"]
+        self._at = self._kept
+        while True:
+            if self._at == len(self._text):
+                self.send_arguments(self.taken())
+            character = yield from self.peek()
+            if (character == closing and not depth) or (ends and (yield from self.surely_follows(*ends))):
+                break
+            self._at += 1
+            depth = max(0, depth + (character in "([{") - (character in ")]}"))
+        self.send_arguments(self.taken() + self._open.pop())
+        yield from self.accept(closing)
+        self.taken()
 
     def key(self) -> Step[None]:
         """Read a key and the colon after it, and send the key as JSON."""
-        if not (yield from self.literal_string()):
-            key = yield from self._scalar_literal()
-            self.send_arguments(json.dumps(key))
+        key = "" if (yield from self.literal_string()) else json.dumps((yield from self._scalar_literal()))
         yield from self.space()
         yield from self.expect(":")
+        self.send_arguments(key)
 
     def literal_string(self) -> Step[bool]:
         """If a string follows, read it and send it as JSON. Return whether a string followed."""
-        quote = yield from self.accept("'''", '"""', "'", '"')
+        quote = yield from self.surely_accept("'''", '"""', "'", '"')
         if not quote:
             return False
+        self._open.append('"')
         self.send_arguments('"')
         self.taken()
         while not (yield from self.ends_string(quote)):
@@ -86,21 +127,23 @@ class LiteralScanner(Scanner, ABC):
             self.taken()
             if self._at == len(self._text):
                 yield from self.more()
-        self.send_arguments('"')
+        self.send_arguments(self._open.pop())
         return True
 
     def ends_string(self, quote: str) -> Step[bool]:
         """If `quote` follows and ends the string, read it. Return whether it ended the string."""
-        return bool((yield from self.accept(quote)))
+        return bool((yield from self.surely_accept(quote)))
 
     def _items(self, closing: str, depth: int) -> Step[None]:
         separator = "["
+        self._open.append("[]")
         while not (yield from self._closes(closing)):
             self.send_arguments(separator)
+            self._open[-1] = "]"
             yield from self.literal(depth + 1)
             yield from self._comma(closing)
             separator = ", "
-        self.send_arguments("[]" if separator == "[" else "]")
+        self.send_arguments(self._open.pop())
 
     def _closes(self, closing: str) -> Step[bool]:
         yield from self.space()
@@ -134,7 +177,7 @@ class LiteralScanner(Scanner, ABC):
             match = WORD.match(self._text, self._at + length)
             assert match
             length = match.end() - self._at
-            if match.end() < len(self._text) or self._ended:
+            if match.end() < len(self._text) or (self._ended and self._is_whole):
                 break
             yield from self.more()
         word = self._text[self._at : self._at + length]
@@ -177,7 +220,7 @@ class _Collector(LiteralScanner):
         super().__init__()
         self.pieces: list[str] = []
         self.append(text)
-        self.end()
+        self.end(whole=True)
 
     def send_arguments(self, text: str) -> None:
         self.pieces.append(text)

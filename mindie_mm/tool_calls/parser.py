@@ -11,17 +11,21 @@ from typing import ClassVar
 
 from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.events import CallArguments, CallEnd, CallStart, Content, Event
+from mindie_mm.tool_calls.json_arguments import JsonArguments
 from mindie_mm.tool_calls.lark import MAX_CALLS, Rules
-from mindie_mm.tool_calls.scanner import MAX_NAME, NAME, Ended, NoMatch, Scanner, Step
+from mindie_mm.tool_calls.scanner import MAX_NAME, NAME, Ended, NoMatch, Step
 from mindie_mm.tool_calls.tool import Tool
 
 
-class ToolCallParser(Scanner, ABC):
+class ToolCallParser(JsonArguments, ABC):
     """A parser that separates calls from content while text arrives.
 
     Text that may be the beginning of a call is held back, and becomes content if it turns out not to be a call. The
     arguments of a call are sent as JSON while they arrive. Methods "send" something by appending an event to the result
     of `push`. The answer that the events describe does not depend on the pieces in which the text arrives.
+
+    A call that has started is completed, however invalid its arguments are, unless the answer is cut off within it. A
+    call that has not started when it turns out to be invalid, or when the model ends its answer, becomes content.
 
     A subclass defines the `openings` of its calls. Its method `calls` parses the text after an opening.
     """
@@ -33,7 +37,7 @@ class ToolCallParser(Scanner, ABC):
     starts: ClassVar[tuple[str, ...]] = ()
     """Texts with which an answer may begin if it consists of calls without an opening."""
     closings: ClassVar[tuple[str, ...]] = ()
-    """Texts with which calls end. After an invalid call, all text up to the next closing text is dropped."""
+    """Texts with which calls end. Text between the arguments of a call and the next closing text is dropped."""
 
     ends_reasoning: ClassVar[bool] = False
     """Whether the model may call a tool within its reasoning, without ending the reasoning first."""
@@ -161,9 +165,15 @@ class ToolCallParser(Scanner, ABC):
         self.append(text)
         return self._resume()
 
-    def finish(self) -> list[Event]:
-        """Finish parsing. Call this method after the last piece."""
-        self.end()
+    def finish(self, *, whole: bool = False) -> list[Event]:
+        """Finish parsing. Call this method after the last piece.
+
+        Args:
+            whole: Whether the model ended the answer. If not, the answer was cut off, and a call at its end stays
+                incomplete.
+
+        """
+        self.end(whole=whole)
         return self._resume()
 
     def _resume(self) -> list[Event]:
@@ -216,19 +226,19 @@ class ToolCallParser(Scanner, ABC):
         if text:
             self._events.append(CallArguments(self.num_calls - 1, text))
 
-    def stream(self, step: Step[None], encode: Callable[[str], str] = str) -> Step[None]:
-        """Run `step`, and send the text that it reads as arguments of the current call."""
-        self.taken()
-        self._encode = encode
-        yield from step
-        self.flush()
-        self._encode = None
-
     def end_call(self) -> None:
         """Send the event for the end of the current call."""
         self._events.append(CallEnd(self.num_calls - 1))
         self.in_call = False
         self.taken()
+
+    def finish_call(self) -> None:
+        """Complete the current call, whose arguments are invalid or end with the answer."""
+        self.end_call()
+
+    def call_ends(self) -> tuple[str, ...]:
+        """Return the texts that end the arguments of a call if their brackets do not."""
+        return (*self.closings, *self.openings)
 
     def object_call(self, name: str, call_id: str | None = None, *, ends: Sequence[str] = ()) -> Step[None]:
         """Read the arguments of a call, and send the call.
@@ -241,7 +251,7 @@ class ToolCallParser(Scanner, ABC):
             self.send_arguments("{}")
         elif (yield from self.peek()) == "{":
             self.start_call(name, call_id)
-            yield from self.stream(self.value())
+            yield from self.json_arguments((*ends, *self.call_ends()))
         else:
             raise NoMatch
         self.end_call()
@@ -274,28 +284,38 @@ class ToolCallParser(Scanner, ABC):
         try:
             yield from self.calls(opening)
         except NoMatch:
-            if self.is_cut and opening:
+            if self.in_call:
+                self.finish_call()
+                yield from self._skip_rest()
+            elif self.is_cut and opening and not self._is_whole:
                 self._drop()
-            elif self.in_call or (self._lead is None and self.closings):
-                yield from self._skip_call()
-            elif self._lead is not None:
-                self._send(self._kept + self._lead + len(opening))
+            else:
+                self._leave_as_text(opening)
         except Ended:
-            if opening or self.in_call:  # the beginning of a call is useless to the user
+            if self.in_call and self._is_whole:
+                self.finish_call()
+                self._drop()
+            elif self._is_whole:
+                self._leave_as_text(opening)
+            elif opening or self.in_call:  # the beginning of a call is useless to the user
                 self._drop()
         self._encode = None
         self.in_call = False
+
+    def _leave_as_text(self, opening: str) -> None:
+        """Treat the text that was read since the last call, or since the opening, as content."""
+        self._at = self._kept
+        if self._lead is not None:
+            self._send(self._kept + self._lead + len(opening))
 
     def _drop(self) -> None:
         self._at = len(self._text)
         self.taken()
 
-    def _skip_call(self) -> Step[None]:
+    def _skip_rest(self) -> Step[None]:
         """Read the rest of an invalid call."""
-        self.flush()
-        self._encode = None
         if not self.closings:
-            self.taken()
+            self._at = self._kept
             return
         try:
             yield from self.until(*self.closings, at_most=sys.maxsize)

@@ -20,8 +20,8 @@ _CALLS = "tool_calls"
 class ResponseTemplateParser(ToolCallParser):
     """A parser that applies a response template with transformers' parser.
 
-    A call is sent only when it is complete, because its arguments might not be written in JSON. The parser receives
-    text without reasoning.
+    A call is sent only when it is complete, because its arguments might not be written in JSON. From an invalid call
+    on, all text is content. The parser receives text without reasoning.
     """
 
     template: ClassVar[Mapping[str, Any]]
@@ -43,6 +43,8 @@ class ResponseTemplateParser(ToolCallParser):
         self._ends_with_answer = field is not None and (field.close_re is None or bool(field.close_re.fullmatch("")))
         self._open: str | None = None
         self._is_cut = False
+        self._unsent = ""
+        """Text that is neither content nor part of a complete call yet."""
         self._failed = False
 
     @classmethod
@@ -122,16 +124,19 @@ class ResponseTemplateParser(ToolCallParser):
         events: list[Event] = []
         for character in text:
             if not self._failed:
+                self._unsent += character
                 self._feed(events, partial(self._parser.feed, character))
             else:
                 events.append(Content(character))
         return _merged(events)
 
-    def finish(self) -> list[Event]:
-        """Finish parsing. Drop an incomplete call."""
+    def finish(self, *, whole: bool = False) -> list[Event]:
+        """Finish parsing. An incomplete call becomes content, or is dropped if the answer was cut off."""
         events: list[Event] = []
         if not self._failed:
             self._is_cut = self._open == _CALLS and not self._ends_with_answer
+            if self._is_cut and whole:
+                events.append(Content(self._unsent))
             self._feed(events, lambda: self._parser.finalize()[1])
         return _merged(events)
 
@@ -142,6 +147,8 @@ class ResponseTemplateParser(ToolCallParser):
         except (ValueError, KeyError, TypeError):  # the text of a call does not match the template
             self._failed = True
             self._open = None
+            if not self._is_cut:
+                events.append(Content(self._unsent))
 
     def _translate(self, event: dict[str, Any], events: list[Event]) -> None:
         match event:
@@ -149,8 +156,10 @@ class ResponseTemplateParser(ToolCallParser):
                 self._open = field
             case {"type": "region_chunk", "field": "content", "text": text}:
                 events.append(Content(text))
+                self._unsent = self._unsent.partition(text)[2]
             case {"type": "region_close", "field": field}:
                 self._open = None
+                self._unsent = ""
                 if field == _CALLS and not self._is_cut:
                     events += self._calls_in(event["value"])
 

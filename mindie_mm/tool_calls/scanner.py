@@ -45,6 +45,8 @@ class Scanner:
         self._kept = 0
         """Position of the first character that is still needed."""
         self._ended = False
+        self._is_whole = False
+        """Whether the model ended the text itself."""
         self.is_cut = False
         """Whether the text ended with the beginning of an expected literal."""
 
@@ -54,9 +56,10 @@ class Scanner:
         self._at -= self._kept
         self._kept = 0
 
-    def end(self) -> None:
-        """Record that the text is complete."""
+    def end(self, *, whole: bool = False) -> None:
+        """Record that the text is complete. `whole` says whether the model ended it, so that nothing was cut off."""
         self._ended = True
+        self._is_whole = whole
 
     def is_finished(self) -> bool:
         """Return whether the text is complete and was read to the end."""
@@ -96,6 +99,20 @@ class Scanner:
                 return ""
             yield from self.more()
 
+    def surely_follows(self, *literals: str) -> Step[str]:
+        """Return the same as `follows`. Raise Ended if the text ends with the beginning of one of the literals."""
+        self.is_cut = False
+        literal = yield from self.follows(*literals)
+        if self.is_cut:
+            raise Ended
+        return literal
+
+    def surely_accept(self, *literals: str) -> Step[str]:
+        """Read and return the same as `surely_follows`."""
+        literal = yield from self.surely_follows(*literals)
+        self._at += len(literal)
+        return literal
+
     def accept(self, *literals: str) -> Step[str]:
         """Read and return the first of `literals` that the unread text starts with. If there is none, return ""."""
         literal = yield from self.follows(*literals)
@@ -129,6 +146,13 @@ class Scanner:
         while self._at == len(self._text) and not self._ended:
             yield from self.more()
         return self._at == len(self._text)
+
+    def surely_at_end(self) -> Step[bool]:
+        """Return whether the model ended the text here. Raise Ended if the text was cut off here."""
+        is_end = yield from self.at_end()
+        if is_end and not self._is_whole:
+            raise Ended
+        return is_end
 
     def name(self) -> Step[str]:
         """Read the name of a tool. A name does not contain whitespace, quotes or brackets."""

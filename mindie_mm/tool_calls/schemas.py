@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.scanner import MAX_NAME
@@ -16,6 +18,7 @@ _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprec
 _OF_OBJECTS = frozenset({"type", "properties", "required", "additionalProperties", "$schema", "$id", "strict"})
 _UNIONS = ("anyOf", "oneOf")
 _CONDITIONS = frozenset({"not", "if", "allOf"})
+_NUMBERS = frozenset({"integer", "number"})
 _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
@@ -23,11 +26,13 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the JSON types that a schema allows. The set is empty for an invalid schema, or if it allows all types."""
     types: set[str] = set()
     for part in _parts(schema, root):
-        if isinstance(values := part.get("enum", [part["const"]] if "const" in part else None), list):
-            types.update(type_of(value) for value in values)
+        stated = part.get("type")
+        kinds = None if stated is None else [one for one in _listed(stated) if isinstance(one, str)]
+        values = [part["const"]] if "const" in part else part.get("enum")
+        if isinstance(values, list):
+            types.update(type_of(value) for value in values if _is_of(value, kinds))
         else:
-            kind = part.get("type")
-            types.update(one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str))
+            types.update(kinds or ())
     return frozenset(types)
 
 
@@ -70,13 +75,14 @@ def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[st
 
 
 def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Split a schema into schemas that each allow a single type or a constant. Their union is `schema`.
+    """Split a schema into schemas of strings (`"type": "string"`) and schemas of other values. Their union is `schema`.
+
+    The list is empty if the schema allows no value.
 
     Raises:
-        InputError: The schema cannot be split in this way.
+        InputError: The schema is invalid, or cannot be split in this way.
 
     """
-    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
     branches: list[dict[str, Any]] = []
     for part in _parts(schema, schema):
         if unfit := part.keys() & {*_CONDITIONS, *_UNIONS, "$ref"}:
@@ -84,19 +90,65 @@ def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
                 f"the schema of {where} uses the keyword {reprlib.repr(min(unfit))}, which this tool-call format "
                 "cannot enforce"
             )
-        values = [part["const"]] if "const" in part else keyword(part, "enum", list, where)
-        kind = part.get("type")
-        if values is not None:
-            branches.extend({"const": value} for value in values)
-        elif isinstance(kind, list):
-            branches.extend({**part, **definitions, "type": one} for one in kind)
-        elif kind or not part.keys() - _ANNOTATIONS - _DEFINITIONS:
-            branches.append({"type": "string", **part, **definitions})
-        else:
+        branches += _branches(part, where)
+    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    return [{**branch, **definitions} for branch in branches]
+
+
+def _branches(part: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Split a schema without combinations into the schema of its strings and the schema of its other values."""
+    kinds = _kinds(part, where)
+    values = _values(part, where)
+    if values is None:
+        if kinds is None and part.keys() - _ANNOTATIONS - _DEFINITIONS:
             raise InputError(f"the schema of {where} has no type; this tool-call format requires a type")
-    if not branches:
-        raise InputError(f"the schema of {where} allows no value")
-    return branches
+        others = [kind for kind in kinds or () if kind != "string"]
+        strings = [{**part, "type": "string"}] if kinds is None or "string" in kinds else []
+        return [*strings, *([{**part, "type": others}] if others else [])]
+    fitting = [value for value in values if _is_of(value, kinds)]
+    rest = {key: value for key, value in part.items() if key != "const"}
+    texts = [value for value in fitting if isinstance(value, str)]
+    strings = [{**rest, "type": "string", "enum": texts}] if texts else []
+    return [
+        *strings,
+        *([{**rest, "enum": others}] if (others := [v for v in fitting if not isinstance(v, str)]) else []),
+    ]
+
+
+def _kinds(part: Mapping[str, Any], where: str) -> list[str] | None:
+    """Return the types that a schema states, or None if it states no type."""
+    kinds = part.get("type")
+    if kinds is None:
+        return None
+    if not all(isinstance(kind, str) for kind in _listed(kinds)):
+        raise InputError(f"{where}: type is {reprlib.repr(kinds)}, which is not valid in a JSON schema")
+    return list(_listed(kinds))
+
+
+def _values(part: Mapping[str, Any], where: str) -> list[Any] | None:
+    """Return the values that both `enum` and `const` allow, or None if a schema has neither."""
+    listed = keyword(part, "enum", list, where)
+    if "const" not in part:
+        return list(listed) if listed is not None else None
+    only = part["const"]
+    return [only] if listed is None or any(_equal(only, value) for value in listed) else []
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type_of(one) in _NUMBERS and type_of(other) in _NUMBERS:
+        return bool(one == other)
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+
+
+def _is_of(value: Any, kinds: Collection[str] | None) -> bool:
+    """Return whether a value has one of the types. None stands for all types."""
+    if kinds is None or (kind := type_of(value)) in kinds:
+        return True
+    return (kind == "integer" and "number" in kinds) or (kind == "number" and "integer" in kinds and value % 1 == 0)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def keyword(schema: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
@@ -121,7 +173,7 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         reference = part.get("$ref")
         if isinstance(reference, str):
             target = _referenced(reference, root)
-            if not isinstance(target, Mapping):
+            if not isinstance(target, Mapping) or _conflict(target, part):
                 yield part
             elif reference not in seen:
                 seen.add(reference)
@@ -136,8 +188,14 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         stack.extend(reversed(part[union]))
 
 
+def _conflict(target: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
+    """Return whether the schema `target`, to which `part` refers, and `part` itself state different constraints."""
+    both = (target.keys() & part.keys()) - _ANNOTATIONS - _DEFINITIONS - {"$ref"}
+    return any(not _equal(target[key], part[key]) for key in both)
+
+
 def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
     target: Any = root
-    for key in reference.removeprefix("#/").split("/"):
-        target = target.get(key) if isinstance(target, Mapping) else None
+    for key in unquote(reference).removeprefix("#/").split("/"):
+        target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
     return target

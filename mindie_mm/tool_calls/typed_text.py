@@ -8,11 +8,10 @@ from abc import ABC
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
-from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.lark import Rules, json_value
 from mindie_mm.tool_calls.literals import escaped, json_of_python
 from mindie_mm.tool_calls.parser import ToolCallParser
-from mindie_mm.tool_calls.scanner import Step
+from mindie_mm.tool_calls.scanner import Ended, Step
 from mindie_mm.tool_calls.schemas import branches_of, properties_of, type_of, types_of
 from mindie_mm.tool_calls.tool import Tool
 
@@ -38,27 +37,22 @@ class TypedTextParser(ToolCallParser, ABC):
         """Return a sequence that matches the arguments of a tool in the order of the tool's schema."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, _NAMES).items():
-            values = [cls._value(name, branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
-            rule = rules.add("argument", " | ".join(dict.fromkeys(values)))
+            values = [cls._value(name, branch, schema, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
+            rule = rules.add("argument", rules.any_of(values))
             arguments.append(rule if is_required else f"{rule}?")
         return " ".join(arguments)
 
     @classmethod
-    def _value(cls, name: str, branch: Mapping[str, Any], rules: Rules) -> str:
-        value = branch.get("const", branch)
-        is_string = isinstance(value, str) or branch.get("type") == "string"
+    def _value(cls, name: str, branch: Mapping[str, Any], schema: Mapping[str, Any], rules: Rules) -> str:
+        is_string = branch.get("type") == "string"
+        states_type = any("{is_string}" in tags for tags in cls.tags_of_argument)
         before, after = (
             tags.replace("{name}", name).replace("{is_string}", "true" if is_string else "false")
             for tags in cls.tags_of_argument
         )
-        if "const" in branch:
-            if is_string and any(tag in value for tag in cls.excluded):
-                raise InputError(
-                    f"the parameter {name!r} has the value {value!r}, which this tool-call format cannot write"
-                )
-            return rules.text(before + (value if is_string else json.dumps(value, ensure_ascii=False)) + after)
         if is_string:
-            return f"{rules.text(before)} {rules.raw(branch, after, cls.excluded)}"
+            others = frozenset[str]() if states_type else types_of(schema, schema) - {"string"}
+            return f"{rules.text(before)} {rules.raw(branch, after, cls.excluded, others)}"
         return f"{rules.text(before)} {rules.add('json', json_value(branch))} {rules.text(after)}"
 
     def start_arguments(self, name: str) -> None:
@@ -74,7 +68,8 @@ class TypedTextParser(ToolCallParser, ABC):
         Args:
             name: Name of the argument.
             ends: Function that is called at each `<` or newline. If the value ends there, the function reads the text
-                that ends it and returns True. The function does not raise NoMatch or Ended.
+                that ends it and returns True. The function does not raise NoMatch. It raises Ended if the answer ends
+                within a text that may end the value.
             is_string: Whether the value is a string. If it is None, the schema determines the type.
 
         """
@@ -97,13 +92,20 @@ class TypedTextParser(ToolCallParser, ABC):
         self._seen.add(name)
         self.taken()
 
+    def finish_call(self) -> None:
+        """Complete the current call with the arguments that were read."""
+        self.end_arguments()
+
     def end_arguments(self) -> None:
         """Send the event for the end of a call."""
         self.send_arguments("}" if self._seen else "{}")
         self.end_call()
 
     def _text_until(self, ends: Callable[[], Step[bool]]) -> Step[str]:
-        """Read a value and the text that ends it. Return the value, unless it has already been sent."""
+        """Read a value and the text that ends it. Return the value, unless it has already been sent.
+
+        If the model ends its answer within the value, the value ends there, too.
+        """
         encode = self._encode
         start = self._at - self._kept
         while True:
@@ -112,12 +114,19 @@ class TypedTextParser(ToolCallParser, ABC):
             if encode:
                 self.flush()
                 start = 0
-            if not match:
-                yield from self.more()
-                continue
             stop = self._at - self._kept
-            self._encode = None  # the text that ends the value is not part of the value
-            if (yield from ends()):
+            try:
+                if not match:
+                    yield from self.more()
+                    continue
+                self._encode = None  # the text that ends the value is not part of the value
+                is_over = yield from ends()
+            except Ended:
+                if not self._is_whole:
+                    raise
+                self._at = len(self._text)
+                is_over = True
+            if is_over:
                 return self._text[self._kept + start : self._kept + stop]
             self._encode = encode
             self._at = self._kept + stop + 1

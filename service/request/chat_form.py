@@ -13,6 +13,7 @@ import msgspec
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.structured.outputs import MAX_STRUCTURE_BYTES, StructuredOutputs
 from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.text.detokenizer import Preface
 from mindie_mm.tool_calls.history import num_calls, with_tool_calls
 from mindie_mm.tool_calls.lark import json_value
 from mindie_mm.tool_calls.tool import Tool
@@ -93,15 +94,20 @@ class ChatForm:
         tail = tokenizer.decode(prompt.plain_ids[-_TAIL:].tolist(), skip_special_tokens=False)
         opened = reasoning.is_opened_by(tail)
         form = replace(self, message=replace(self.message, opened=opened))
+        if tail.rstrip().endswith(reasoning.end.rstrip()):
+            return form
+        if self.message.separates_reasoning:
+            call = replace(self.call, preface=Preface(reasoning.start, reasoning.end, opened))
+            form = replace(form, call=call)
         wanted = self.call.params.structured_outputs
-        if tail.rstrip().endswith(reasoning.end.rstrip()) or (wanted is None and self.budget is None):
+        if wanted is None and self.budget is None:
             return form
         opening = None if opened else reasoning.start
         if wanted is None:
             with blaming("thinking_token_budget"):
                 wanted = _anything(self.format, opening)
         wanted = msgspec.structs.replace(wanted, after=reasoning.end, opening=opening, reasoning_tokens=self.budget)
-        call = _kept_to(self.call, wanted, self.call.structure_field or "thinking_token_budget")
+        call = _kept_to(form.call, wanted, self.call.structure_field or "thinking_token_budget")
         await call.check_structure()
         return replace(form, call=call)
 

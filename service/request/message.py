@@ -75,10 +75,13 @@ class MessageReader:
         """Read the next piece of the text, and return the new parts. The beginning of a marker may be held back."""
         return self._read(self._reasoning.push(text) if self._reasoning else [Content(text)] if text else [])
 
-    def finish(self) -> list[Part]:
-        """Return the remaining parts after the last piece of the text."""
+    def finish(self, *, whole: bool) -> list[Part]:
+        """Return the remaining parts after the last piece of the text.
+
+        `whole` says whether the model ended the text. If not, a limit or a stop string cut it off.
+        """
         parts = self._read(self._reasoning.finish() if self._reasoning else [])
-        return parts + self._released() + self._kept(self._calls.finish() if self._calls else [])
+        return parts + self._released() + self._kept(self._calls.finish(whole=whole) if self._calls else [])
 
     def _read(self, parts: Iterable[Reasoning | Content]) -> list[Part]:
         read: list[Part] = []

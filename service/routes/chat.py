@@ -176,7 +176,7 @@ class _Chat(Form):
     async def _choice(self, choice: Choice, form: MessageForm) -> ChatChoice:
         parts, reader = MessageParts(), MessageReader(form)
         parts.add(reader.push(choice.text))
-        parts.add(reader.finish())
+        parts.add(reader.finish(whole=_is_whole(choice)))
         return {
             "index": choice.index,
             "message": self._message(parts, form),
@@ -244,7 +244,7 @@ class _Stream:
         else:
             parts = self._reader.push(delta.text)
             if delta.finish_reason:
-                parts += self._reader.finish()
+                parts += self._reader.finish(whole=_is_whole(delta))
             self._parts.add(parts)
             deltas = [content for part in parts if (content := delta_of(part, self.form)) is not None]
             if delta.finish_reason or (has_tokens and not deltas):
@@ -256,6 +256,11 @@ class _Stream:
                 chunks[-1]["finish_reason"] = self._parts.finish_reason(delta.finish_reason, self.form)
                 chunks[-1]["stop_reason"] = delta.stop_reason
         return chunks
+
+
+def _is_whole(end: Choice | Delta) -> bool:
+    """Return whether the model ended the text itself. `end` has the reason why the text ended."""
+    return end.finish_reason == "stop" and not isinstance(end.stop_reason, str)
 
 
 def _total(form: MessageForm, counts: Sequence[ReasoningCount]) -> int | None:

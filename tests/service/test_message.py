@@ -71,11 +71,11 @@ def form_of(given: dict[str, Any]) -> MessageForm:
     return MessageForm(tools=TOOLS, **made)
 
 
-def read(form: MessageForm, pieces: list[str]) -> MessageParts:
+def read(form: MessageForm, pieces: list[str], *, whole: bool = True) -> MessageParts:
     reader, parts = MessageReader(form), MessageParts()
     for piece in pieces:
         parts.add(reader.push(piece))
-    parts.add(reader.finish())
+    parts.add(reader.finish(whole=whole))
     return parts
 
 
@@ -113,7 +113,7 @@ def test_reasoning_may_be_part_of_the_content(name: str) -> None:
 def test_reasoning_may_be_read_at_once(name: str) -> None:
     given, text, reasoning, content, _ = TEXTS[name]
     reader = MessageReader(form_of(given | {"streams_reasoning": False}))
-    found = [part for character in text for part in reader.push(character)] + reader.finish()
+    found = [part for character in text for part in reader.push(character)] + reader.finish(whole=True)
     assert [part.text for part in found if isinstance(part, Reasoning)] == ([reasoning] if reasoning else [])
     assert "".join(part.text for part in found if isinstance(part, Content)) == content
     assert not reasoning or isinstance(found[0], Reasoning)
@@ -122,7 +122,7 @@ def test_reasoning_may_be_read_at_once(name: str) -> None:
 def test_a_call_that_is_cut_is_not_finished() -> None:
     form = form_of({"parser": "hermes"})
     for stop in range(len("<tool_call>"), len(HERMES)):
-        parts = read(form, [HERMES[:stop]])
+        parts = read(form, [HERMES[:stop]], whole=False)
         assert "tool_call" not in parts.answer.content, HERMES[:stop]
         for call in parts.answer.calls:
             assert HERMES.find(call.arguments) > 0
@@ -134,7 +134,7 @@ def test_a_call_that_is_cut_is_not_finished() -> None:
 def test_the_deltas_of_a_call_have_its_id_and_name_once() -> None:
     form = form_of({"parser": "hermes"})
     reader = MessageReader(form)
-    parts = [part for character in HERMES for part in reader.push(character)] + reader.finish()
+    parts = [part for character in HERMES for part in reader.push(character)] + reader.finish(whole=True)
     deltas: list[Any] = [delta for part in parts if (delta := delta_of(part, form))]
     (first,) = deltas[0]["tool_calls"]
     assert (first["index"], first["type"], first["function"]) == (

@@ -9,6 +9,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from mindie_mm.errors import LimitExceeded
 from service.schemas.closed_objects import closed
 from service.schemas.openai_types import ChatBody
 from tools.serving import RunningService
@@ -123,6 +124,25 @@ def test_objects_have_no_other_properties(client: openai.OpenAI, strict: bool | 
 
 OPEN = {"properties": {"a": {}}}
 SHUT = {**OPEN, "additionalProperties": False}
+OTHER = {"properties": {"b": {}}}
+BOTH = {"properties": {"a": {}, "b": {}}, "additionalProperties": False}
+
+
+def test_an_object_that_several_schemas_describe_has_no_other_properties(client: openai.OpenAI) -> None:
+    def one(name: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {name: {"type": "boolean"}}, "required": [name]}
+
+    for schema in (
+        {"allOf": [{"$ref": "#/$defs/base"}, one("b")], "$defs": {"base": one("a")}},
+        {"$ref": "#/$defs/base", **one("b"), "$defs": {"base": one("a")}, "required": ["a", "b"]},
+        {"allOf": [{"$ref": "#/$defs/base"}], "properties": {"b": {"enum": [True]}}, "required": ["b"]}
+        | {"$defs": {"base": one("a")}},
+    ):
+        message: Any = {"role": "user", "content": "Hello!"}
+        form: Any = fits(schema)
+        answer = client.chat.completions.create(model="tiny", messages=[message], response_format=form, max_tokens=60)
+        assert answer.choices[0].finish_reason == "stop", schema
+        assert json.loads(answer.choices[0].message.content or "").keys() == {"a", "b"}, schema
 
 
 @pytest.mark.parametrize(
@@ -141,21 +161,54 @@ SHUT = {**OPEN, "additionalProperties": False}
         ({"allOf": [OPEN]}, {"allOf": [SHUT]}),
         ({"allOf": [OPEN, {"required": ["a"]}]}, {"allOf": [SHUT, {"required": ["a"]}]}),
         (OPEN | {"anyOf": [{"required": ["a"]}]}, SHUT | {"anyOf": [{"required": ["a"]}]}),
-        # In these cases, no single schema lists all properties of the object, so the object stays open.
-        ({"allOf": [OPEN, OPEN]}, {"allOf": [OPEN, OPEN]}),
-        (OPEN | {"oneOf": [OPEN]}, OPEN | {"oneOf": [OPEN]}),
-        (OPEN | {"allOf": [{"items": OPEN}, OPEN]}, OPEN | {"allOf": [{"items": SHUT}, OPEN]}),
+        # In these cases, several schemas describe one object together. The schema that combines them is closed.
+        ({"allOf": [OPEN, OTHER]}, {"allOf": [OPEN, OTHER], **BOTH}),
+        (OTHER | {"oneOf": [OPEN]}, {"oneOf": [OPEN], "properties": {"b": {}, "a": {}}, "additionalProperties": False}),
+        (OPEN | {"allOf": [{"items": OPEN}, OTHER]}, {"allOf": [{"items": SHUT}, OTHER], **BOTH}),
         (
-            {"allOf": [{"$ref": "#/$defs/x"}, OPEN], "$defs": {"x": OPEN, "y": OPEN}},
-            {"allOf": [{"$ref": "#/$defs/x"}, OPEN], "$defs": {"x": OPEN, "y": SHUT}},
+            {"allOf": [{"$ref": "#/$defs/x"}, OTHER], "$defs": {"x": OPEN, "y": OPEN}},
+            {"allOf": [{"$ref": "#/$defs/x"}, OTHER], "$defs": {"x": OPEN, "y": SHUT}, **BOTH},
         ),
-        (OPEN | {"$ref": "#/$defs/x", "$defs": {"x": OPEN}}, OPEN | {"$ref": "#/$defs/x", "$defs": {"x": OPEN}}),
+        (
+            OPEN | {"$ref": "#/$defs/%C3%A9", "$defs": {"é": OTHER}},
+            OPEN | {"$ref": "#/$defs/%C3%A9", "$defs": {"é": OTHER}} | BOTH,
+        ),
+        (
+            {"allOf": [{"$ref": "#/$defs/x"}, OTHER], "items": {"$ref": "#/$defs/x"}, "$defs": {"x": OPEN}},
+            {
+                "allOf": [{"$ref": "#/$defs/x"}, OTHER],
+                "items": {"$ref": "#/$defs/x"} | SHUT,
+                "$defs": {"x": OPEN},
+                **BOTH,
+            },
+        ),
+        # A part of the object says that it may have other properties.
+        (
+            {"allOf": [OPEN | {"additionalProperties": True}, OTHER]},
+            {"allOf": [OPEN | {"additionalProperties": True}, OTHER]},
+        ),
+        ({"allOf": [OPEN, OTHER | {"patternProperties": {}}]}, {"allOf": [OPEN, OTHER | {"patternProperties": {}}]}),
+        (
+            {"allOf": [{"$ref": 3}, {"$ref": "#/x"}, {"type": "string"}]},
+            {"allOf": [{"$ref": 3}, {"$ref": "#/x"}, {"type": "string"}]},
+        ),
         ([OPEN], [SHUT]),
         (True, True),
     ],
 )
 def test_which_objects_are_closed(given: Any, expected: Any) -> None:
     assert closed(given) == expected
+
+
+def test_closing_a_schema_takes_bounded_time() -> None:
+    base = {"properties": {f"p{i}": {} for i in range(2000)}}
+    with pytest.raises(LimitExceeded, match="combines schemas with more than 131072 parts and properties"):
+        closed(
+            {
+                "$defs": {"x": base},
+                "properties": {f"q{i}": {"allOf": [{"$ref": "#/$defs/x"}, OPEN]} for i in range(100)},
+            }
+        )
 
 
 def test_the_schema_then_strict_then_the_setting_decide_on_other_properties() -> None:

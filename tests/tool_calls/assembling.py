@@ -48,19 +48,36 @@ NOW = Tool("now")
 TOOLS = (CROP, READ, NOW)
 
 
+def texts_of_all_formats() -> list[tuple[str, str]]:
+    """Return a text with one call and a text with two calls for each format, with the format's name."""
+    texts = [(name_of(sample), sample[key]) for sample in SAMPLES for key in ("one", "two")]
+    for name, text in list(texts):
+        if name == "deepseek_v32":
+            texts.append(("deepseek_v4", text.replace("function_calls", "tool_calls")))
+            texts.append(("deepseek_v41", text.replace("function_calls", "calls").replace("｜DSML｜", "｜DSML｜ ")))
+        if name == "gemma4":
+            for old, new in (("<|tool_call>", "<start_function_call>"), ("<tool_call|>", "<end_function_call>")):
+                text = text.replace(old, new)  # noqa: PLW2901
+            texts.append(("functiongemma", text.replace('<|"|>', "<escape>")))
+    return texts
+
+
 def name_of(sample: dict[str, Any]) -> str:
     return FORMAT_NAMES.get(sample["format"], sample["format"])
 
 
-def answer_of(parser: ToolCallParser, pieces: Iterable[str]) -> Answer:
+def answer_of(parser: ToolCallParser, pieces: Iterable[str], *, whole: bool = False) -> Answer:
+    """Return the answer in `pieces`. `whole` says whether the model ended the answer itself."""
     answer = Answer()
     for piece in pieces:
         answer.add(parser.push(piece))
-    answer.add(parser.finish())
+    answer.add(parser.finish(whole=whole))
     return answer
 
 
-def reasoned(reasoning: ReasoningParser, parser: ToolCallParser, pieces: Iterable[str]) -> tuple[str, Answer]:
+def reasoned(
+    reasoning: ReasoningParser, parser: ToolCallParser, pieces: Iterable[str], *, whole: bool = False
+) -> tuple[str, Answer]:
     """Return the reasoning text, and the answer that follows it."""
     text, answer = "", Answer()
     for events in (*(reasoning.push(piece) for piece in pieces), reasoning.finish()):
@@ -69,7 +86,7 @@ def reasoned(reasoning: ReasoningParser, parser: ToolCallParser, pieces: Iterabl
                 text += event.text
             else:
                 answer.add(parser.push(event.text))
-    answer.add(parser.finish())
+    answer.add(parser.finish(whole=whole))
     return text, answer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
@@ -97,6 +98,26 @@ def is_skipped(tokenizer: Tokenizer, token_id: int) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Preface:
+    """Text at the beginning of an output, such as reasoning, in which stop strings have no effect."""
+
+    start: str
+    """Text that starts the preface. If the output begins with other text, there is no preface."""
+    end: str
+    """Text that ends the preface."""
+    opened: bool
+    """Whether the prompt already contains the start."""
+
+    def stop_of(self, text: str) -> int | None:
+        """Return the index at which the preface in `text` stops, or None if more text is needed to decide this."""
+        head, start = text.lstrip(), self.start.rstrip()
+        if self.opened or head.startswith(start):
+            at = text.find(self.end, 0 if self.opened else text.index(start) + len(start))
+            return at + len(self.end) if at >= 0 else None
+        return None if start.startswith(head) else 0
+
+
 class Detokenizer:
     """The output of one request as text. Text that may be the beginning of a stop string is held back."""
 
@@ -110,8 +131,12 @@ class Detokenizer:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        preface: Preface | None = None,
     ) -> None:
-        """Create a detokenizer. `TextStream` and `SamplingParams` describe the arguments."""
+        """Create a detokenizer. `TextStream` and `SamplingParams` describe the other arguments.
+
+        `preface` describes the text before the stop strings have an effect.
+        """
         self._stream = TextStream(
             tokenizer,
             skip_special_tokens=skip_special_tokens,
@@ -121,6 +146,9 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._stop = stop
         self._includes_stop = include_stop_str_in_output
+        self._preface = preface
+        self._begin = 0 if preface is None else None
+        """Index at which the text begins in which stop strings have an effect. None until it is known."""
         self._num_tokens = 0
         self._text = ""
         self._emitted = 0
@@ -155,8 +183,14 @@ class Detokenizer:
             return
         before = len(self._text)
         self._text += piece
+        if self._begin is None:
+            assert self._preface is not None
+            self._begin = self._preface.stop_of(self._text)
+            if self._begin is None:
+                return
+            before = self._begin
         # Only stop strings that end in this piece count. An earlier stop string, before `min_tokens`, is ignored.
-        places = ((self._text.find(text, max(0, before - len(text) + 1)), text) for text in self._stop)
+        places = ((self._text.find(text, max(self._begin, before - len(text) + 1)), text) for text in self._stop)
         hits = [(at, text) for at, text in places if at >= 0]
         if hits and self._num_tokens >= self._min_tokens:
             at, self.stopped_by = min(hits)
@@ -165,9 +199,13 @@ class Detokenizer:
     def _certain(self) -> int:
         """Return the index at which an incomplete stop string may begin, or the length of the text if there is none."""
         text = self._text
+        if self._begin is None:
+            assert self._preface is not None
+            is_open = self._preface.opened or self._preface.start.rstrip() in text
+            return len(text) if is_open else 0
         if self.stopped_by is None and not self._includes_stop:
             # An index that was ruled out stays ruled out, so the search begins where the returned text ends.
-            for start in range(self._emitted, len(text)):
+            for start in range(max(self._emitted, self._begin), len(text)):
                 tail = text[start:]
                 if any(stop.startswith(tail) for stop in self._stop):
                     return start

@@ -83,7 +83,7 @@ class DsmlParser(TypedTextParser, ABC):
         return attributes
 
     def _value_ends(self) -> Step[bool]:
-        return bool((yield from self.accept(f"</{self.prefix}parameter>")))
+        return bool((yield from self.surely_accept(f"</{self.prefix}parameter>")))
 
 
 class DeepSeekV32Parser(DsmlParser):

@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.lark import Rules, json_value, separated
 from mindie_mm.tool_calls.literals import LiteralScanner, escaped
 from mindie_mm.tool_calls.parser import ToolCallParser
@@ -42,35 +41,35 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
         arguments = []
         for name, (schema, is_required) in properties_of(tool, _WRITTEN_KEY).items():
             values = [cls._value(branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
-            value = rules.add("value", " | ".join(dict.fromkeys(values)))
+            value = rules.add("value", rules.any_of(values))
             arguments.append((rules.add("argument", f"{rules.text(f'{name}:')} {value}"), is_required))
         before, after = rules.text(f"{cls.openings[0]}call:{tool.name}{{"), rules.text("}" + cls.closings[0])
         return f"{before} {separated(arguments, rules.text(','), rules)} {after}"
 
     @classmethod
     def _value(cls, branch: Mapping[str, Any], rules: Rules) -> str:
-        value = branch.get("const")
-        if isinstance(value, str):
-            if cls.quote in value:
-                raise InputError(
-                    f"the value {value!r} contains {cls.quote!r}, which ends strings in this tool-call format"
-                )
-            return rules.text(cls.quote + value + cls.quote)
         if branch.get("type") == "string":
             return f"{rules.text(cls.quote)} {rules.raw(branch, cls.quote, cls.excluded)}"
         return json_value(branch)
 
     def calls(self, opening: str) -> Step[None]:
-        """Parse one call."""
+        """Parse one call, or several calls between one pair of markers."""
         yield from self.space()
         yield from self.expect("call:")
-        name = yield from self.name()
-        yield from self.space()
-        yield from self.expect("{")
-        self.start_call(name)
-        yield from self.members("}", self.key)
-        self.end_call()
-        yield from self.close(*self.closings)
+        while True:
+            name = yield from self.name()
+            yield from self.space()
+            yield from self.expect("{")
+            self.start_call(name)
+            yield from self.any_members("}", self.key, self.call_ends())
+            self.end_call()
+            if (yield from self.close(*self.closings)) or not (yield from self.accept("call:")):
+                break
+
+    def finish_call(self) -> None:
+        """Complete the current call, whose arguments end with the answer."""
+        self.send_arguments(self.unfinished())
+        super().finish_call()
 
     def key(self) -> Step[None]:
         """Read a key, with or without quotes, and the colon after it."""
@@ -85,7 +84,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
 
     def literal_string(self) -> Step[bool]:
         """Read a string between markers, or a JSON string."""
-        if not (yield from self.accept(self.quote)):
+        if not (yield from self.surely_accept(self.quote)):
             return (yield from super().literal_string())
         self.send_arguments('"')
         self.taken()

@@ -55,14 +55,14 @@ class Glm45Parser(TypedTextParser):
         self.end_arguments()
 
     def _value_ends(self) -> Step[bool]:
-        if (yield from self.accept("</arg_value>")):
+        if (yield from self.surely_accept("</arg_value>")):
             return True
         start = self._at - self._kept
-        if not (yield from self.accept("</tool_call>")):
+        if not (yield from self.surely_accept("</tool_call>")):
             return False
         # If </arg_value> is missing, the value ends only where the call ends.
         yield from self.space()
-        ends = (yield from self.at_end()) or (yield from self.follows("<tool_call>"))
+        ends = (yield from self.surely_at_end()) or (yield from self.surely_follows("<tool_call>"))
         self._at = self._kept + start
         return bool(ends)
 

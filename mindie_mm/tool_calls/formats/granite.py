@@ -30,7 +30,7 @@ class GraniteParser(JsonCallParser):
         if (yield from self.accept("[")):
             yield from self.call_list()
         else:
-            yield from self.call_object()
+            yield from self.call_objects()
 
 
 class Granite20bFcParser(JsonCallParser):
@@ -47,6 +47,6 @@ class Granite20bFcParser(JsonCallParser):
         return "<function_call>" in template
 
     def calls(self, opening: str) -> Step[None]:
-        """Parse one call."""
+        """Parse one call, or several calls between one pair of markers."""
         yield from self.space()
-        yield from self.call_object()
+        yield from self.call_objects()

@@ -27,7 +27,7 @@ class HermesParser(JsonCallParser):
         return "<tool_call>" in template
 
     def calls(self, opening: str) -> Step[None]:
-        """Parse one call."""
+        """Parse one call, or several calls between one pair of markers."""
         yield from self.space()
-        yield from self.call_object()
+        yield from self.call_objects()
         yield from self.close("</tool_call>", "}\n</tool_call>", "}</tool_call>")  # small models write an extra brace

@@ -27,9 +27,9 @@ class InternLMParser(JsonCallParser):
         return "<|action_start|>" in template
 
     def calls(self, opening: str) -> Step[None]:
-        """Parse one call."""
+        """Parse one call, or several calls between one pair of markers."""
         yield from self.space()
         yield from self.expect("<|plugin|>")
         yield from self.space()
-        yield from self.call_object()
+        yield from self.call_objects()
         yield from self.close("<|action_end|>")

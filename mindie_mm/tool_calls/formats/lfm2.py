@@ -62,12 +62,14 @@ class Lfm2Parser(PythonicParser, JsonCallParser):
 
     def _continues(self) -> Step[bool]:
         yield from self.space()
+        if (yield from self.surely_at_end()):
+            return True
         following = yield from self.peek()
         if following != ")":
             return following in ",:]}"
         self._at += 1
         yield from self.space()
-        return bool((yield from self.follows(",", "]", _END)))
+        return (yield from self.surely_at_end()) or bool((yield from self.surely_follows(",", "]", _END)))
 
     def _drop_repetitions(self) -> Step[None]:
         """Drop lists of calls without a start marker. The models sometimes repeat a list after its end marker."""

@@ -44,7 +44,7 @@ class MiniCPM5Parser(TypedTextParser):
         self.end_arguments()
 
     def _value_ends(self) -> Step[bool]:
-        if not (yield from self.accept("</param>")):
+        if not (yield from self.surely_accept("</param>")):
             return False
         yield from self.space()
-        return bool((yield from self.follows("<param name=", "</function>")))
+        return bool((yield from self.surely_follows("<param name=", "</function>")))

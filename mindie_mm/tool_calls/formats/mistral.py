@@ -49,7 +49,7 @@ class MistralV3Parser(JsonCallParser):
         if (yield from self.accept("[")):
             yield from self.call_list()
         elif (yield from self.follows("{")):
-            yield from self.call_object()
+            yield from self.call_objects()
         else:
             name = yield from self.name()
             yield from self.space()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from typing import ClassVar
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 from mindie_mm.tool_calls.lark import Rules, json_value, separated
 from mindie_mm.tool_calls.literals import LiteralScanner
@@ -13,6 +13,8 @@ from mindie_mm.tool_calls.scanner import NAME, NoMatch, Step
 from mindie_mm.tool_calls.schemas import properties_of
 from mindie_mm.tool_calls.tool import Tool
 
+_RESTRICTING = frozenset({"enum", "const", "not", "if", "allOf", "anyOf", "oneOf", "$ref"})
+"""Keywords that may exclude a constant."""
 _CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
 
 
@@ -38,11 +40,20 @@ class PythonicParser(ToolCallParser, LiteralScanner):
         """Return a rule that matches calls of a tool. Values are JSON, except that constants are Python constants."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, NAME).items():
-            value = _CONSTANTS.get(schema.get("type", "")) or json_value(schema)
-            arguments.append(
-                (rules.add("argument", f"{rules.text(f'{name}=')} {rules.add('value', value)}"), is_required)
-            )
+            value = rules.add("value", " | ".join(cls._values(schema)))
+            arguments.append((rules.add("argument", f"{rules.text(f'{name}=')} {value}"), is_required))
         return f"{rules.text(f'{tool.name}(')} {separated(arguments, rules.text(', '), rules)} {rules.text(')')}"
+
+    @classmethod
+    def _values(cls, schema: Mapping[str, Any]) -> list[str]:
+        """Return alternatives that together match the values of a schema."""
+        kinds = schema.get("type")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        constants = [_CONSTANTS[kind] for kind in kinds if isinstance(kind, str) and kind in _CONSTANTS]
+        if not constants or not _RESTRICTING.isdisjoint(schema):
+            return [json_value(schema)]
+        others = [kind for kind in kinds if kind not in _CONSTANTS]
+        return [*constants, *([json_value({**schema, "type": others})] if others else [])]
 
     @classmethod
     def written(cls, name: str, arguments: str) -> str | None:
@@ -76,10 +87,16 @@ class PythonicParser(ToolCallParser, LiteralScanner):
         yield from self.space()
         yield from self.expect("(")
         self.start_call(name)
-        yield from self.members(")", self._parameter)
+        yield from self.any_members(")", self._parameter, self.call_ends())
         self.end_call()
 
+    def finish_call(self) -> None:
+        """Complete the current call, whose arguments end with the answer."""
+        self.send_arguments(self.unfinished())
+        super().finish_call()
+
     def _parameter(self) -> Step[None]:
-        self.send_arguments(json.dumps((yield from self.name()), ensure_ascii=False))
+        name = yield from self.name()
         yield from self.space()
         yield from self.expect("=")
+        self.send_arguments(json.dumps(name, ensure_ascii=False))

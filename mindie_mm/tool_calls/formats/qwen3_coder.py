@@ -59,15 +59,15 @@ class Qwen3CoderParser(TypedTextParser):
 
     def _value_ends(self) -> Step[bool]:
         has_newline = yield from self.accept("\n")
-        if (yield from self.accept("</parameter>")):
+        if (yield from self.surely_accept("</parameter>")):
             yield from self.space()
-            return bool((yield from self.follows("<parameter=", "</function>")))
-        if (yield from self.follows("<parameter=")):
+            return bool((yield from self.surely_follows("<parameter=", "</function>")))
+        if (yield from self.surely_follows("<parameter=")):
             return bool(has_newline)
         start = self._at - self._kept
-        if not (yield from self.accept("</function>")):
+        if not (yield from self.surely_accept("</function>")):
             return False
         yield from self.space()
-        ends = yield from self.follows("</tool_call>")
+        ends = (yield from self.surely_at_end()) or (yield from self.surely_follows("</tool_call>"))
         self._at = self._kept + start
         return bool(ends)
