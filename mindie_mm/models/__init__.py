@@ -61,6 +61,8 @@ def family_named(name: str) -> type[Family]:
 
 
 def _named_of(name: str, entries: Mapping[str, EntryPoint]) -> type[Family]:
+    if not isinstance(name, str):
+        raise InputError(f"family is a {type(name).__name__}; it must be a string")
     if name in entries:
         return _loaded(entries[name])
     if name not in _own_names():

@@ -43,7 +43,7 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
         if isinstance(value, str) and get_origin(hint) is dict:
             return msgspec.convert(_entries(value), hint, strict=False)
         return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, AttributeError, TypeError, ValueError) as error:  # msgspec may raise any of them
         message = f"of type {type(value).__name__}" if secret or not isinstance(value, _SHOWN) else repr(value)
         raise InputError(f"{name} is {message}; it must be {_wanted(hint)}") from error
 

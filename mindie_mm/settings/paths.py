@@ -11,6 +11,8 @@ from pathlib import Path
 
 from mindie_mm.errors import InputError
 
+_MAX_SHOWN = 200
+
 
 def working_directory() -> str:
     """Return the working directory, or "" if it was removed."""
@@ -24,10 +26,18 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     """Return `path`, resolved against the working directory if it is relative.
 
     Raises:
-        InputError: The path is relative, and the working directory was removed.
+        InputError: The path is not a path that a file can have, or it is relative and the working directory was
+            removed.
 
     """
-    path = Path(path)
+    try:
+        path = Path(path)
+        name = os.fsencode(path)
+    except (TypeError, ValueError):
+        shown = ascii(path)[:_MAX_SHOWN] if isinstance(path, str) else f"a {type(path).__name__}"
+        raise InputError(f"the path is {shown}; it must be a string or a pathlib.Path") from None
+    if b"\0" in name:
+        raise InputError(f"the path {ascii(str(path))[:_MAX_SHOWN]} has a null character, which no path can have")
     if path.is_absolute():
         return path
     if not (folder := working_directory()):
