@@ -46,6 +46,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         message = "the request has no valid API key; send the header Authorization: Bearer KEY"
+        scope.setdefault("state", {})["reason"] = message
         answer = JSONResponse(error_body(message, 401), status_code=401, headers={"WWW-Authenticate": "Bearer"})
         await answer(scope, receive, send)
 
@@ -86,6 +87,7 @@ class OwnHost:
             "their own domain (DNS rebinding). Start the service with --api-key, or set the header in the "
             "proxy in front of the service (nginx: proxy_set_header Host 127.0.0.1;)"
         )
+        scope.setdefault("state", {})["reason"] = "the Host header is neither an IP address nor localhost"
         await JSONResponse(error_body(message, 403), status_code=403)(scope, receive, send)
 
     def _is_own(self, host: str) -> bool:
