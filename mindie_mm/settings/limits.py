@@ -37,6 +37,11 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
     """
     if isinstance(value, str) and not value.strip():
         raise InputError(f"{name} is {value!r}, which is empty; leave it out, or give a value")
+    if isinstance(value, str) and strict and Path not in (hint, *get_args(hint)):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{name} contains a lone surrogate at character {error.start}") from None
     if isinstance(value, str) and not strict and hint is not Path:
         value = text_of(name, value)
     try:

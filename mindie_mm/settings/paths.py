@@ -22,22 +22,27 @@ def working_directory() -> str:
         return ""
 
 
+def require_path(value: str | os.PathLike[str]) -> Path:
+    """Return `value` as a path. Raise InputError if no file can have this path, or the value has another type."""
+    try:
+        path = Path(value)
+        name = os.fsencode(path)
+    except (TypeError, ValueError):
+        shown = ascii(value)[:_MAX_SHOWN] if isinstance(value, str) else f"a {type(value).__name__}"
+        raise InputError(f"the path is {shown}; it must be a string or a pathlib.Path") from None
+    if b"\0" in name:
+        raise InputError(f"the path {ascii(str(path))[:_MAX_SHOWN]} has a null character, which no path can have")
+    return path
+
+
 def absolute(path: str | os.PathLike[str]) -> Path:
     """Return `path`, resolved against the working directory if it is relative.
 
     Raises:
-        InputError: The path is not a path that a file can have, or it is relative and the working directory was
-            removed.
+        InputError: As in `require_path`, or the path is relative and the working directory was removed.
 
     """
-    try:
-        path = Path(path)
-        name = os.fsencode(path)
-    except (TypeError, ValueError):
-        shown = ascii(path)[:_MAX_SHOWN] if isinstance(path, str) else f"a {type(path).__name__}"
-        raise InputError(f"the path is {shown}; it must be a string or a pathlib.Path") from None
-    if b"\0" in name:
-        raise InputError(f"the path {ascii(str(path))[:_MAX_SHOWN]} has a null character, which no path can have")
+    path = require_path(path)
     if path.is_absolute():
         return path
     if not (folder := working_directory()):

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar, cast, get_args, overload
 from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, OperationalError
-from mindie_mm.inputs import Embeddings
+from mindie_mm.inputs import Embeddings, require_switches
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
@@ -22,7 +22,7 @@ from mindie_mm.settings.paths import absolute, working_directory
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.token_ids import TokenIds
 from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from mindie_mm.worker.llm_arguments import Params, params_of, request_of, requests_of, require_switches
+from mindie_mm.worker.llm_arguments import Params, params_of, request_of, requests_of
 from mindie_mm.worker.worker import Answer, Delta, Worker
 
 T = TypeVar("T")

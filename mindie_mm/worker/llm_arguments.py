@@ -7,6 +7,7 @@ from typing import Any
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import require_switches
 from mindie_mm.settings.paths import working_directory
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.token_ids import TokenIds, is_token_ids
@@ -66,10 +67,3 @@ def request_of(name: str, prompt: Any, chat_template: bool, webui: bool) -> Toke
     if not isinstance(prompt, list | tuple):
         raise InputError(f"{name} is a {type(prompt).__name__}; {_PROMPTS}")
     return TokenizeRequest(items=list(prompt), chat=chat_template, webui=webui, folder=working_directory())
-
-
-def require_switches(**given: bool) -> None:
-    """Raise InputError unless all arguments are True or False."""
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise InputError(f"{name} is a {type(value).__name__}; it must be True or False")
