@@ -6,7 +6,9 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Mapping
 from secrets import token_hex
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,7 +50,7 @@ class Middleware:
       client sent an X-Request-Id itself, the client's id is returned instead, and both ids are logged.
     - `scope["state"]["arrived"]` is the time at which the request's head arrived, from `time.perf_counter`.
     - If an error aborts a response that has started, the responder stores the name of the error's class in
-      `scope["state"]["error"]`, for the log.
+      `scope["state"]["error"]`, for the log. The reason of a refusal is in `scope["state"]["reason"]`.
     - HEAD is routed as GET, because load balancers use HEAD for health checks. The server omits the body.
     """
 
@@ -112,7 +114,7 @@ class Middleware:
             route = scope["route"].path if "route" in scope else "none"
             path = None if "route" in scope else self._shown_path(scope["path"])
             self._metrics.count_http(route, method, status)
-            _log_access(method, route, path, status, started, given, scope["state"].get("error"))
+            _log_access(method, route, path, status, started, given, scope["state"])
             if trace is not None and self._tracer is not None:
                 self._tracer.record(trace, self._metrics.model_name, method, route, status)
 
@@ -130,18 +132,21 @@ def _log_access(
     status: int,
     started: float,
     given: str | None,
-    error_name: str | None,
+    state: Mapping[str, Any],
 ) -> None:
     """Write the request's line to the access log.
 
     `path` is the path to log if no route has it, and `given` is the request id that the client sent.
     """
+    error_name, reason = state.get("error"), state.get("reason")
     duration_s = time.perf_counter() - started
     fields = {"method": method, "route": route, "status": status, "duration_s": round(duration_s, 6)}
     fields |= {"path": path} if path is not None else {}
     fields |= {"client_request_id": given} if given else {}
     fields |= {"error": error_name} if error_name else {}
+    fields |= {"reason": reason} if reason else {}
     named = (f" as {given}" if given else "") + (f", aborted: {error_name}" if error_name else "")
+    named += f": {reason}" if reason else ""
     # Probes, scrapers and the web page poll the service several times a second.
     level = logging.DEBUG if method in ("GET", "HEAD") and status < 400 else logging.INFO
     _log.log(level, "%s %s %d %.3f s%s", method, path or route, status, duration_s, named, extra={"fields": fields})

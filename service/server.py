@@ -95,6 +95,8 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, forks: Fork
         else:
             reloads = True
             loop.add_signal_handler(signal.SIGHUP, _log.info, "SIGHUP is ignored while the model is being loaded")
+    else:
+        _log.info("SIGHUP is ignored, because the service was started with nohup. To reload, use POST /admin/reload")
     for number in signals:
         loop.add_signal_handler(number, cancel)
     with _bound(config) as listeners:

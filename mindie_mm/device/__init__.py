@@ -39,6 +39,8 @@ def open_device(name: str = "auto") -> Device:
         DeviceError: The device cannot be used. The message gives the reason, or the devices that exist.
 
     """
+    if not isinstance(name, str):
+        raise InputError(f"device is a {type(name).__name__}; it must be a string")
     if name == "auto":
         return next(kind for kind in KINDS if kind.missing() is None)()
     if match := _NAME.fullmatch(name):

@@ -12,7 +12,7 @@ and `{"type": "image", "image": ...}`.
 from __future__ import annotations
 
 from mindie_mm.inputs.chat_messages import parse_messages
-from mindie_mm.inputs.checks import shown, whole
+from mindie_mm.inputs.checks import require_switches, shown, whole
 from mindie_mm.inputs.embeddings import Embeddings
 from mindie_mm.inputs.items import (
     ALL_KINDS,
@@ -77,6 +77,7 @@ __all__ = [
     "parse_messages",
     "refused_fields",
     "require_functions",
+    "require_switches",
     "require_tools",
     "require_within",
     "shown",

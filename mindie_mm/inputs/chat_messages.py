@@ -56,6 +56,8 @@ def parse_messages(
 
 def _parse_message(message: Mapping[str, Any], where: str, *, strict: bool, by_uuid: bool) -> Message:
     require_dict(message, where)
+    if (key := next((key for key in message if not isinstance(key, str)), None)) is not None:
+        raise InputError(f"{where} has a key of type {type(key).__name__}; keys must be strings")
     role = message.get("role")
     if not isinstance(role, str) or (role not in ROLES and not _CUSTOM_ROLE.fullmatch(role)):
         raise InputError(

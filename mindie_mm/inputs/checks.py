@@ -32,6 +32,13 @@ def require_unicode(text: str, where: str) -> str:
     return text
 
 
+def require_switches(**given: bool) -> None:
+    """Raise InputError unless all arguments are True or False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{name} is {type_of(value)}; it must be True or False")
+
+
 def whole(value: Any) -> Any:
     """Convert a float without a fraction, such as JSON's 16.0, to an integer of at most 64 bits.
 

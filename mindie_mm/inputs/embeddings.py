@@ -55,7 +55,8 @@ class Embeddings:
 
 def grid_given(grid: Any) -> bool:
     """Return whether `grid` is neither None nor empty."""
-    return grid is not None and len(grid) > 0 if hasattr(grid, "__len__") else grid is not None
+    has_length = hasattr(grid, "__len__") and getattr(grid, "ndim", 1) > 0
+    return len(grid) > 0 if has_length else grid is not None
 
 
 def _items(array: Any) -> Sequence[Any]:

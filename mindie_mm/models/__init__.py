@@ -61,6 +61,8 @@ def family_named(name: str) -> type[Family]:
 
 
 def _named_of(name: str, entries: Mapping[str, EntryPoint]) -> type[Family]:
+    if not isinstance(name, str):
+        raise InputError(f"family is a {type(name).__name__}; it must be a string")
     if name in entries:
         return _loaded(entries[name])
     if name not in _own_names():
@@ -212,6 +214,7 @@ def load_model(
         UnsupportedCheckpoint: The checkpoint cannot be read or is not supported.
 
     """
+    _require_types(weights, vision, projector, end_token_ids)
     checkpoint = Checkpoint.open(path)
     if end_token_ids is not None:
         stated = checkpoint.json("generation_config.json")
@@ -252,10 +255,21 @@ def unknown_keys(checkpoint: Checkpoint, family: type[Family]) -> str:
     return f"config.json has keys that the family {name} does not use: {', '.join(names[:_MOST_KEYS] + more)}"
 
 
+def _require_types(weights: str, vision: Placement, projector: Placement, ends: Sequence[int] | None) -> None:
+    """Raise InputError for an argument of `load_model` that has a wrong type or is unknown."""
+    if not isinstance(weights, str) or weights not in ("auto", "int8"):
+        raise InputError(f"weights is {weights!r}; it must be auto or int8")
+    for name, placement in (("vision", vision), ("projector", projector)):
+        if not isinstance(placement, Placement):
+            raise InputError(f"{name} is a {type(placement).__name__}; it must be a Placement")
+    if ends is not None and not (isinstance(ends, list | tuple) and all(type(one) is int for one in ends)):
+        raise InputError(f"end_token_ids is a {type(ends).__name__}; it must be a list of integers")
+
+
 def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype != "auto":
+    if not isinstance(dtype, str) or dtype != "auto":
         return _named(dtype)
     # As in transformers, the dtype in config.json takes precedence over the dtype of the weights.
     stated = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
@@ -263,7 +277,7 @@ def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint, device: Device) -> 
 
 
 def _named(name: str) -> torch.dtype:
-    if name not in ("float32", "bfloat16", "float16"):
+    if not isinstance(name, str) or name not in ("float32", "bfloat16", "float16"):
         raise InputError(f"dtype is {name!r}; it must be float32, bfloat16 or float16")
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -62,13 +62,18 @@ def converted(name: str, value: object, hint: Any, *, strict: bool = True, secre
     value = _with_python_numbers(value)
     if isinstance(value, str) and not value.strip():
         raise InputError(f"{name} is {value!r}, which is empty; leave it out, or give a value")
+    if isinstance(value, str) and strict and Path not in (hint, *get_args(hint)):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{name} contains a lone surrogate at character {error.start}") from None
     if isinstance(value, str) and not strict and hint is not Path:
         value = text_of(name, value)
     try:
         if isinstance(value, str) and get_origin(hint) is dict:
             return msgspec.convert(_entries(value), hint, strict=False)
         return msgspec.convert(value, hint, strict=strict, dec_hook=_path)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, AttributeError, TypeError, ValueError) as error:  # msgspec may raise any of them
         message = f"of type {type(value).__name__}" if secret or not isinstance(value, _SHOWN) else repr(value)
         raise InputError(f"{name} is {message}; it must be {_wanted(hint)}") from error
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from mindie_mm.errors import InputError
 
+_MAX_SHOWN = 200
+
 
 def working_directory() -> str:
     """Return the working directory, or "" if it was removed."""
@@ -20,14 +22,27 @@ def working_directory() -> str:
         return ""
 
 
+def require_path(value: str | os.PathLike[str]) -> Path:
+    """Return `value` as a path. Raise InputError if no file can have this path, or the value has another type."""
+    try:
+        path = Path(value)
+        name = os.fsencode(path)
+    except (TypeError, ValueError):
+        shown = ascii(value)[:_MAX_SHOWN] if isinstance(value, str) else f"a {type(value).__name__}"
+        raise InputError(f"the path is {shown}; it must be a string or a pathlib.Path") from None
+    if b"\0" in name:
+        raise InputError(f"the path {ascii(str(path))[:_MAX_SHOWN]} has a null character, which no path can have")
+    return path
+
+
 def absolute(path: str | os.PathLike[str]) -> Path:
     """Return `path`, resolved against the working directory if it is relative.
 
     Raises:
-        InputError: The path is relative, and the working directory was removed.
+        InputError: As in `require_path`, or the path is relative and the working directory was removed.
 
     """
-    path = Path(path)
+    path = require_path(path)
     if path.is_absolute():
         return path
     if not (folder := working_directory()):

@@ -24,7 +24,10 @@ def is_token_ids(prompt: Any) -> TypeIs[TokenIds]:
     """Return whether `prompt` is a tensor, an array or a list that begins with an integer."""
     if hasattr(prompt, "__array__"):
         return True
-    return isinstance(prompt, list | tuple) and len(prompt) > 0 and hasattr(prompt[0], "__index__")
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    # Tensors and arrays have this method too, but a list of them is a list of prompts.
+    return hasattr(prompt[0], "__index__") and getattr(prompt[0], "ndim", 0) == 0
 
 
 def prompt_of_token_ids(given: TokenIds) -> Prompt:

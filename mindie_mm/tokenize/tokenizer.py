@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from mindie_mm.inputs import (
     media_of_messages,
     parse_inputs,
     parse_messages,
+    require_switches,
     webui_items,
     webui_messages,
 )
@@ -106,17 +107,23 @@ class Tokenizer:
             ProcessDied: The decoders cannot be started.
 
         """
-        if not isinstance(wire, Wire) and wire not in get_args(WireName):
+        if not isinstance(wire, Wire) and not (isinstance(wire, str) and wire in get_args(WireName)):
             raise InputError(f"wire is {wire!r}; it must be one of {', '.join(get_args(WireName))}")
-        if parse_special not in get_args(Switch):
-            raise InputError(f"parse_special is {parse_special!r}; it must be one of {', '.join(get_args(Switch))}")
+        if not isinstance(arena, Arena | None):
+            raise InputError(f"arena is a {type(arena).__name__}; it must be an Arena")
+        if not isinstance(caps, MediaCaps | None):
+            raise InputError(f"caps is a {type(caps).__name__}; it must be MediaCaps")
+        converted("content_format", content_format, ContentFormat)
+        converted("parse_special", parse_special, Switch)
         if arena is not None and wire != "native":
             raise InputError(
                 f"arena is given, but the wire {wire!r} stores every array in its own segment; leave arena out"
             )
         if decoders and wire != "native":
             raise InputError(f"decoders is {decoders}; it must be 0 with the wire {wire!r}, which has no arena")
-        limits = converted("limit_mm_per_prompt", limit_mm_per_prompt or {}, PromptLimits)
+        limits = converted(
+            "limit_mm_per_prompt", {} if limit_mm_per_prompt is None else limit_mm_per_prompt, PromptLimits
+        )
         checkpoint, caps = Checkpoint.open(path), caps or MediaCaps()
         model_family = family_of(checkpoint, family)
         if not decoders:
@@ -171,6 +178,9 @@ class Tokenizer:
             SharedMemoryError: Shared memory cannot be used.
 
         """
+        require_switches(webui=webui)
+        if parse_special is not None:
+            require_switches(parse_special=parse_special)
         parsed = webui_items(parse_inputs(inputs), webui=webui)
         items = self.run(Pages(self.prompts.stage).of_items(parsed))
         media = media_of(items)
@@ -204,10 +214,14 @@ class Tokenizer:
             InputError, ArenaFull, SharedMemoryError: The same conditions as in `tokenize`.
 
         """
+        require_switches(add_generation_prompt=add_generation_prompt, webui=webui)
         read = webui_messages(parse_messages(messages), webui=webui)
         parsed = self.run(Pages(self.prompts.stage).of_messages(read))
-        if tools := template_kwargs.get("tools"):  # before escaping, because control tokens in docstrings are text
-            template_kwargs["tools"] = [get_json_schema(tool) if callable(tool) else tool for tool in tools]
+        if (tools := template_kwargs.get("tools")) is not None:
+            if not isinstance(tools, list | tuple):
+                raise InputError(f"tools is a {type(tools).__name__}; it must be a list of functions or dicts")
+            # Before escaping, because control tokens in docstrings are text.
+            template_kwargs["tools"] = [_described(tool) if callable(tool) else tool for tool in tools]
         path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
         draft = self.prompts.draft_messages(parsed, add_generation_prompt, template_kwargs)
         return torch.from_numpy(self.make(draft, path_file).ids)
@@ -232,7 +246,9 @@ class Tokenizer:
             InputError, ArenaFull, SharedMemoryError: The same conditions as in `tokenize`.
 
         """
-        items = media_of(parse_inputs(media)) if media else []
+        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) != 1:
+            raise InputError(f"ids is a {type(ids).__name__}; it must be a list of token ids")
+        items = [] if isinstance(media, list | tuple) and not media else media_of(parse_inputs(media))
         draft = self.prompts.draft_ids(ids, items)
         return torch.from_numpy(self.make(draft, _path_file(items, shm_name_save_path)).ids)
 
@@ -295,6 +311,15 @@ def _in_process(
     elif not isinstance(wire, Wire):
         wire = NativeWire()
     return InProcess(processor, Planner(processor, family.__name__, limits), wire, caps)
+
+
+def _described(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the description of a Python function. Raise InputError if it has no type hints or no docstring."""
+    try:
+        described: dict[str, Any] = get_json_schema(function)
+    except Exception as error:  # transformers raises several kinds of errors
+        raise InputError(f"a function in tools cannot be described: {error}") from error
+    return described
 
 
 def _path_file(media: Sequence[Media], given: str | Path | None) -> Path | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from heapq import nlargest
 from operator import itemgetter
 from typing import Any
@@ -67,7 +67,9 @@ class BeamSearchParams:
         Raise InputError if a setting is invalid.
         """
         check_beams(self.beam_width, self.length_penalty, self.max_tokens, name="beam_width")
-        shared = {name: value for name, value in asdict(self).items() if name in SamplingParams.__struct_fields__}
+        shared = {
+            one.name: getattr(self, one.name) for one in fields(self) if one.name in SamplingParams.__struct_fields__
+        }
         return SamplingParams(**shared, logprobs=2 * self.beam_width).check(vocab_size)
 
 

@@ -7,29 +7,26 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast, overload
+from typing import Any, Literal, Self, TypeVar, cast, get_args, overload
 
 from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, OperationalError
-from mindie_mm.inputs import Embeddings
+from mindie_mm.inputs import Embeddings, require_switches
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
-from mindie_mm.settings.paths import working_directory
-from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.settings.paths import absolute, working_directory
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
-from mindie_mm.tokenize.token_ids import TokenIds, is_token_ids
+from mindie_mm.tokenize.token_ids import TokenIds
 from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from mindie_mm.worker.llm_arguments import Params, params_of, request_of, requests_of
 from mindie_mm.worker.worker import Answer, Delta, Worker
 
 T = TypeVar("T")
 OnError = Literal["raise", "return"]
-
-_ONE_LIST_PER_PROMPT = (
-    "wrap it in a list: one list per prompt, such as [[{'image': path}, {'text': question}]], or give a string"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +80,13 @@ class LLM:
                 `config.limit_mm_per_prompt`.
 
         """
-        config = config or WorkerConfig()
-        if path is not None:
-            config = replace(config, model=Path(path))
-        if family is not None:
-            config = replace(config, family=family)
-        if decoders:
-            config = replace(config, decoders=decoders)
-        if limit_mm_per_prompt is not None:
-            config = replace(config, limit_mm_per_prompt=limit_mm_per_prompt)
+        config = WorkerConfig() if config is None else config
+        if not isinstance(config, WorkerConfig):
+            raise InputError(f"config is a {type(config).__name__}; it must be a WorkerConfig")
+        given: dict[str, Any] = {"family": family, "limit_mm_per_prompt": limit_mm_per_prompt}
+        given |= {"model": None if path is None else absolute(path)}
+        given |= {"decoders": None if type(decoders) is int and decoders == 0 else decoders}
+        config = replace(config, **{name: value for name, value in given.items() if value is not None})
         self._loop = LoopThread("LLM")
         try:
             self._worker = self._loop.run(Worker.start(config, in_process=True))
@@ -107,8 +102,8 @@ class LLM:
 
     def generate(
         self,
-        inputs: Sequence[Any],
-        params: SamplingParams | None = None,
+        inputs: Any,
+        params: Params | None = None,
         *,
         chat_template: bool = True,
         parse_special: bool | None = None,
@@ -118,11 +113,13 @@ class LLM:
         """Generate an output for each input. Inputs are batched, and an input that fails does not affect other inputs.
 
         Args:
-            inputs: Texts, lists of items (`List[Dict]`), or token ids with handle words, as `Tokenizer` returns them
-                in any process of this user: an int64 tensor, an array or a list of integers. Tuples are treated as
-                lists. The media of token ids belong to the caller, who releases their path file after this call. If
-                they were released earlier, the input fails with a BadReference.
-            params: Sampling settings. By default, those of `get_default_sampling_params`.
+            inputs: A list of texts, lists of items (`List[Dict]`), or token ids with handle words, as `Tokenizer`
+                returns them in any process of this user: an int64 tensor, an array or a list of integers. A single
+                input need not be in a list. Tuples are treated as lists. The media of token ids belong to the caller,
+                who releases their path file after this call. If they were released earlier, the input fails with a
+                BadReference.
+            params: Sampling settings, or a list with the settings of each input. By default, those of
+                `get_default_sampling_params`.
             chat_template: Whether to format each input as one user turn with the checkpoint's chat template. Token ids
                 are not changed.
             parse_special: Whether control tokens in texts, such as `<|im_start|>`, are control tokens, except those of
@@ -137,15 +134,16 @@ class LLM:
             One output per input, in order.
 
         Raises:
-            InputError: `inputs` is not a list of inputs, or a setting in `params` is invalid. This is raised before any
-                input is run.
+            InputError: `inputs` is neither an input nor a list of inputs, `params` has another length, or a setting in
+                `params` is invalid. This is raised before any input is run.
 
         """
-        return self._outputs(_requests(inputs, chat_template, parse_special, webui), params, on_error)
+        requests = requests_of("inputs", inputs, chat_template, parse_special, webui)
+        return self._outputs(requests, params, on_error)
 
     def beam_search(
         self,
-        prompts: Sequence[Any],
+        prompts: Any,
         params: BeamSearchParams,
         *,
         chat_template: bool = True,
@@ -155,7 +153,7 @@ class LLM:
         """Find the most likely outputs for each prompt. Prompts are batched.
 
         Args:
-            prompts: Texts, or lists of items, as in `generate`.
+            prompts: A prompt or a list of prompts, as in `generate`.
             params: Settings of the beam search.
             chat_template: Whether to format each prompt as one user turn with the checkpoint's chat template.
             parse_special: Same as in `generate`.
@@ -165,11 +163,13 @@ class LLM:
             The outputs for each prompt, in order.
 
         Raises:
-            InputError: `prompts` is not a list of prompts, a setting in `params` is invalid, or the model is an
-                encoder-decoder.
+            InputError: `prompts` is neither a prompt nor a list of prompts, a setting in `params` is invalid, or the
+                model is an encoder-decoder.
             MindieMMError: A prompt failed. The first error is raised after all prompts are done.
 
         """
+        if not isinstance(params, BeamSearchParams):
+            raise InputError(f"params is a {type(params).__name__}; it must be BeamSearchParams")
         checked = params.sampling_params(self._worker.engine.info.vocab_size)
         width, length_penalty = params.beam_width, params.length_penalty
 
@@ -178,7 +178,8 @@ class LLM:
                 found = beam_search(self._worker, source, checked, width, length_penalty, uuid.uuid4().hex)
                 return BeamSearchOutput(await found)
 
-        return _successful(self._run(_requests(prompts, chat_template, parse_special, webui), search))
+        requests = requests_of("prompts", prompts, chat_template, parse_special, webui)
+        return _successful(self._run([partial(search, request) for request in requests]))
 
     def stream(
         self,
@@ -206,14 +207,15 @@ class LLM:
             MindieMMError: The prompt failed. This is raised by the iterator.
 
         """
-        request = _request("prompt", prompt, chat_template, parse_special, webui)
-        return self._parts(self._worker.answer(request, self._checked(params), uuid.uuid4().hex))
+        request = request_of("prompt", prompt, chat_template, parse_special, webui)
+        (checked,) = self._checked(params, 1)
+        return self._parts(self._worker.answer(request, checked, uuid.uuid4().hex))
 
     @overload
     def chat(
         self,
         messages: Sequence[dict[str, Any]],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -226,7 +228,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Sequence[dict[str, Any]]],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -238,7 +240,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -251,7 +253,8 @@ class LLM:
         Args:
             messages: Messages of the conversation, in the format of /v1/chat/completions, or a list of conversations.
                 Conversations are batched, and a conversation that fails does not affect the others.
-            params: Sampling settings. By default, those of `get_default_sampling_params`.
+            params: Sampling settings, or a list with the settings of each conversation. By default, those of
+                `get_default_sampling_params`.
             add_generation_prompt: Whether the prompt ends with the header of the assistant's turn.
             continue_final_message: Whether the last message is continued instead of answered. No header is added.
             chat_template_kwargs: Additional variables of the chat template, such as `tools`.
@@ -264,6 +267,11 @@ class LLM:
         """
         if not isinstance(messages, list | tuple):
             raise InputError(f"messages is a {type(messages).__name__}; it must be a list of messages or conversations")
+        require_switches(
+            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, webui=webui
+        )
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise InputError(f"chat_template_kwargs is a {type(chat_template_kwargs).__name__}; it must be a dict")
         several = len(messages) > 0 and isinstance(messages[0], list | tuple)
         requests = [
             TokenizeRequest(
@@ -271,7 +279,7 @@ class LLM:
                 folder=working_directory(),
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs or {},
+                chat_template_kwargs=dict(chat_template_kwargs or {}),
                 webui=webui,
             )
             for conversation in (messages if several else [messages])
@@ -319,43 +327,38 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _checked(self, params: SamplingParams | None) -> SamplingParams:
-        return (params or self._worker.default_sampling).check(self._worker.engine.info.vocab_size)
+    def _checked(self, params: Params | None, num_inputs: int) -> list[SamplingParams]:
+        default = self._worker.default_sampling
+        return params_of(default if params is None else params, num_inputs, self._worker.engine.info.vocab_size)
 
     def _outputs(
-        self, requests: Sequence[TokenizeRequest | TokenIds], params: SamplingParams | None, on_error: OnError
+        self, requests: Sequence[TokenizeRequest | TokenIds], params: Params | None, on_error: OnError
     ) -> list[Output]:
-        checked = self._checked(params)
-        outputs = self._run(requests, lambda request: self._answer(request, checked))
+        if not isinstance(on_error, str) or on_error not in get_args(OnError):
+            raise InputError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
+        checked = self._checked(params, len(requests))
+        outputs = self._run([partial(self._answer, *one) for one in zip(requests, checked, strict=True)])
         if on_error == "raise":
             return _successful(outputs)
         return [Output("", [], None, error=one) if isinstance(one, MindieMMError) else one for one in outputs]
 
-    def _run(
-        self,
-        requests: Sequence[TokenizeRequest | TokenIds],
-        answer: Callable[[TokenizeRequest | TokenIds], Awaitable[T]],
-    ) -> list[T | MindieMMError]:
-        """Return the result or the error of each request."""
-        return self._loop.run(self._run_all(requests, answer))
+    def _run(self, answers: Sequence[Callable[[], Awaitable[T]]]) -> list[T | MindieMMError]:
+        """Return the result or the error of each answer."""
+        return self._loop.run(self._run_all(answers))
 
-    async def _run_all(
-        self,
-        requests: Sequence[TokenizeRequest | TokenIds],
-        answer: Callable[[TokenizeRequest | TokenIds], Awaitable[T]],
-    ) -> list[T | MindieMMError]:
+    async def _run_all(self, answers: Sequence[Callable[[], Awaitable[T]]]) -> list[T | MindieMMError]:
         # Submit only as many inputs as the engine can run, because media of other inputs would only fill the arena.
         places = asyncio.Semaphore(self._worker.config.engine.max_num_seqs)
         running = 0
 
-        async def one(request: TokenizeRequest | TokenIds) -> T | MindieMMError:
+        async def one(answer: Callable[[], Awaitable[T]]) -> T | MindieMMError:
             nonlocal running
             async with places:
                 running += 1
                 try:
                     while True:
                         try:
-                            return await answer(request)
+                            return await answer()
                         except ArenaFull:
                             if running == 1:  # no other input can free memory of the arena
                                 raise
@@ -369,7 +372,7 @@ class LLM:
                     running -= 1
 
         async with asyncio.TaskGroup() as group:
-            outputs = [group.create_task(one(request)) for request in requests]
+            outputs = [group.create_task(one(answer)) for answer in answers]
         return [output.result() for output in outputs]
 
     def _parts(self, deltas: AsyncGenerator[Delta, None]) -> Generator[Delta, None, None]:
@@ -397,29 +400,3 @@ def _successful(outputs: Sequence[T | MindieMMError]) -> list[T]:
             raise output
         found.append(output)
     return found
-
-
-def _requests(
-    inputs: Sequence[Any], chat_template: bool, parse_special: bool | None, webui: bool
-) -> list[TokenizeRequest | TokenIds]:
-    if not isinstance(inputs, Sequence) or isinstance(inputs, str | bytes):
-        raise InputError(f"inputs is a {type(inputs).__name__}; {_ONE_LIST_PER_PROMPT}")
-    return [_request(f"inputs[{i}]", one, chat_template, parse_special, webui) for i, one in enumerate(inputs)]
-
-
-def _request(
-    name: str, prompt: Any, chat_template: bool, parse_special: bool | None, webui: bool
-) -> TokenizeRequest | TokenIds:
-    """Return the request for the argument `name` of a call."""
-    if isinstance(prompt, str):
-        prompt = [{"text": prompt}]
-    if is_token_ids(prompt):
-        return prompt
-    if isinstance(prompt, Mapping):
-        raise InputError(f"{name} is one item of a prompt; {_ONE_LIST_PER_PROMPT}")
-    if not isinstance(prompt, list | tuple):
-        raise InputError(f"{name} is a {type(prompt).__name__}; {_ONE_LIST_PER_PROMPT}")
-    options = PromptOptions(parse_special=parse_special)
-    return TokenizeRequest(
-        items=list(prompt), chat=chat_template, webui=webui, folder=working_directory(), options=options
-    )

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from hashlib import sha256
 from hmac import compare_digest
 from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -16,6 +15,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.settings.config import ServiceConfig
 from service.http import page
 from service.http.errors import error_body
+from service.http.host import host_name
 from service.http.json_response import JSONResponse
 
 HEALTH_ELSEWHERE = ("/v2/health/ready", "/v2/health/live", "/ping")
@@ -46,6 +46,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         message = "the request has no valid API key; send the header Authorization: Bearer KEY"
+        scope.setdefault("state", {})["reason"] = message
         answer = JSONResponse(error_body(message, 401), status_code=401, headers={"WWW-Authenticate": "Bearer"})
         await answer(scope, receive, send)
 
@@ -76,7 +77,8 @@ class OwnHost:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request as an ASGI application."""
-        if scope["type"] != "http" or self._is_own(Headers(scope=scope).get("host")):
+        # Browsers always send the header. The server of Ray Serve accepts several, so each of them is checked.
+        if scope["type"] != "http" or all(map(self._is_own, Headers(scope=scope).getlist("host"))):
             await self._app(scope, receive, send)
             return
         message = (
@@ -85,12 +87,11 @@ class OwnHost:
             "their own domain (DNS rebinding). Start the service with --api-key, or set the header in the "
             "proxy in front of the service (nginx: proxy_set_header Host 127.0.0.1;)"
         )
+        scope.setdefault("state", {})["reason"] = "the Host header is neither an IP address nor localhost"
         await JSONResponse(error_body(message, 403), status_code=403)(scope, receive, send)
 
-    def _is_own(self, host: str | None) -> bool:
-        if host is None:  # browsers always send the header
-            return True
-        name = _host_name(host)
+    def _is_own(self, host: str) -> bool:
+        name = host_name(host)
         return name in self._names or name.endswith(".localhost") or _is_address(name)
 
 
@@ -111,14 +112,6 @@ def require_key(config: ServiceConfig) -> None:
             f"the service would listen on {config.host} without an API key, so that anybody who can reach this machine "
             "could use it; set MINDIE_MM_API_KEY, or set MINDIE_MM_ALLOW_OPEN=1 if this is intended"
         )
-
-
-def _host_name(host: str) -> str:
-    """Return the name in a Host header, in lower case and without the port. "" if the header contains no name."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 def _is_address(name: str) -> bool:

@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import InputError, LimitExceeded
 from service.http.errors import error_body
+from service.http.host import set_host
 from service.http.json_response import JSONResponse
 
 HEAD_TIMEOUT_S = 10.0
@@ -71,8 +72,9 @@ class Connection(HttpToolsProtocol):
     """A uvicorn connection that limits the duration and the size of request heads.
 
     - The connection is closed if a head does not arrive in time. The pause between two requests is limited by uvicorn.
-    - A head that is too long gets status 431, bytes that are not HTTP get status 400, and then the connection is
-      closed. If earlier requests are still being answered, it is closed after the last answer instead.
+    - A head that is too long gets status 431. Bytes that are not HTTP, and a Host header that is missing, repeated or
+      malformed, get status 400. Then the connection is closed. If earlier requests are still being answered, it is
+      closed after the last answer instead.
     - An Upgrade header is ignored (RFC 9110, 7.8).
     - A response of unknown length to an HTTP/1.0 client is not chunked. The end of the connection marks its end.
     - If a request is answered before its body is complete, only a little more of the body is read before the connection
@@ -90,8 +92,8 @@ class Connection(HttpToolsProtocol):
     """Whether a request's head is complete, but its body is not."""
     _num_body_bytes: int = 0
     _num_chunks: int = 0
-    _too_long: tuple[int, str] | None = None
-    """Status and message of the refusal if a head is too long, or if a body has too many small chunks."""
+    _reason: tuple[int, str] | None = None
+    """Status and message of the refusal if one of the checks of this class fails."""
     _refused: bool = False
     """Whether a refusal has stopped the parsing."""
     _num_dropped_bytes: int = 0
@@ -156,6 +158,14 @@ class Connection(HttpToolsProtocol):
             if self.parser.get_method() == b"CONNECT":
                 raise ValueError("CONNECT is not supported")
             return  # `_parse` parses the request again, without the Upgrade header
+        version = self.parser.get_http_version()
+        try:
+            set_host(self.headers, self.url, version)
+        except InputError as error:
+            self._raise(400, str(error))
+        if version == "1.0" and any(name == b"transfer-encoding" for name, _ in self.headers):
+            # A proxy may read such a body in another way (RFC 9112, 6.1).
+            self._raise(400, "the request has the header Transfer-Encoding, which HTTP/1.0 does not have")
         self._head_is_here()
         self._lines = None
         self._in_body = True
@@ -202,10 +212,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse the request. uvicorn calls this method if the parser fails or if one of the callbacks above raises."""
-        if self._too_long is not None:
-            self._refuse(*self._too_long)
-        else:
-            self._refuse(400, "the request is not valid HTTP")
+        self._refuse(*(self._reason or (400, "the request is not valid HTTP")))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_here()
@@ -242,7 +249,6 @@ class Connection(HttpToolsProtocol):
                 self.parser = HttpRequestParser(self)  # the old parser may still expect a body
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
             except HttpParserError:
-                self.logger.warning("Invalid HTTP request received.")
                 self.send_400_response("")
                 return
 
@@ -266,7 +272,7 @@ class Connection(HttpToolsProtocol):
 
     def _raise(self, status: int, message: str) -> NoReturn:
         """Raise LimitExceeded to end the parsing. `send_400_response` then sends the refusal."""
-        self._too_long = status, message
+        self._reason = status, message
         raise LimitExceeded(message)
 
     def _refuse(self, status: int, message: str) -> None:
@@ -274,6 +280,7 @@ class Connection(HttpToolsProtocol):
 
         No response is sent if the client would mistake it for the response to another request, or for part of one.
         """
+        _log.info("a request was refused with status %d: %s", status, message)  # it gets no line in the access log
         self._refused = True
         self._num_dropped_bytes = 0
         self._head_is_here()

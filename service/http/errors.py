@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from mindie_mm import errors
 from service.http.json_response import JSONResponse
+from service.http.reason import note_reason
 
 _log = logging.getLogger(__name__)
 
@@ -137,16 +138,18 @@ def error_response(error: Exception) -> Response:
     return JSONResponse(error_object(error), status_code=status, headers=headers)
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
+    await note_reason(request, error_object(error)["error"]["message"])
     return error_response(error)
 
 
-async def _on_invalid_body(_: Request, error: Exception) -> Response:
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     mistakes = error.errors()
     details = "; ".join(_detail(detail) for detail in mistakes[:_MAX_DETAILS])
     if len(mistakes) > _MAX_DETAILS:
         details += f"; and {len(mistakes) - _MAX_DETAILS} more"
+    await note_reason(request, details)
     return JSONResponse(error_body(details, 400, _param(mistakes[0]) if mistakes else None), status_code=400)
 
 
@@ -174,6 +177,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         text = _no_route(request, error)
     elif error.status_code == 400 and "parsing the body" in text:  # FastAPI's message if the JSON decoder gives up
         text = "the body is not valid JSON or is nested too deeply"
+    await note_reason(request, text)
     return JSONResponse(error_body(text, error.status_code), status_code=error.status_code, headers=error.headers)
 
 

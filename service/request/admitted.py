@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mindie_mm.errors import MindieMMError, RequestAborted
+from mindie_mm.errors import InputError, MindieMMError, RequestAborted
 from service.request.admission import Admission
 from service.telemetry import tracing
 
@@ -103,7 +103,9 @@ class WholeAnswer(Admitted):
 
 def _note(error: Exception) -> None:
     """Log the error that ended a started answer, and add it to the request's trace."""
-    if isinstance(error, MindieMMError):
+    if isinstance(error, InputError):
+        _log.warning("the response was aborted: %s", type(error).__name__)  # the message may quote the request
+    elif isinstance(error, MindieMMError):
         _log.warning("the response was aborted: %s: %s", type(error).__name__, error)
     else:
         _log.exception("the response was aborted: %s", type(error).__name__, exc_info=error)

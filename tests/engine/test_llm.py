@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mindie_mm import LLM, Embeddings, SamplingParams, StructuredOutputs, Tokenizer
+from mindie_mm import LLM, BeamSearchParams, Embeddings, SamplingParams, StructuredOutputs, Tokenizer
 from mindie_mm.errors import (
     ContextLengthExceeded,
     InputError,
@@ -376,24 +376,62 @@ def test_a_tuple_works_like_a_list(llm, picture):
     assert (stopped.text, stopped.stop_reason) == ("", listed[1].text[:1])
 
 
+def test_a_single_input_need_not_be_in_a_list(llm, picture):
+    items = [{"image": picture}, {"text": "What?"}]
+    listed = llm.generate(["Hello", items, [5, 6, 7]], GREEDY)
+    singles = [llm.generate(one, GREEDY) for one in ("Hello", items, [5, 6, 7])]
+    arrays = [llm.generate(one, GREEDY) for one in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]))]
+    assert [output.token_ids for (output,) in singles] == [output.token_ids for output in listed]
+    assert all(output.token_ids == listed[2].token_ids for (output,) in arrays)
+    beams = BeamSearchParams(beam_width=2, max_tokens=2)
+    (single,), (first, _) = (llm.beam_search(prompts, beams) for prompts in ("Hello", ["Hello", items]))
+    assert [one.tokens for one in single.sequences] == [one.tokens for one in first.sequences]
+
+
+def test_each_input_may_have_its_own_params(llm):
+    """As in vLLM, `params` may be a list, and its first element belongs to the first input."""
+    lengths = [2, 6, 1]
+    params = [msgspec.structs.replace(GREEDY, max_tokens=length, ignore_eos=True) for length in lengths]
+    outputs = llm.generate(["Hello!"] * 3, params)
+    assert [len(output.token_ids) for output in outputs] == lengths
+    chat = [{"role": "user", "content": "Hello!"}]
+    assert [len(output.token_ids) for output in llm.chat([chat] * 3, tuple(params))] == lengths
+    assert len(llm.chat(chat, params[1:2]).token_ids) == len(llm.generate("Hello!", params[1:2])[0].token_ids) == 6
+    assert llm.generate([], []) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([GREEDY], "params has 1 elements for 2 inputs; give one for each input, or the same"),
+        ([GREEDY] * 3, "params has 3 elements for 2 inputs"),
+        ([], "params has 0 elements for 2 inputs"),
+        ([GREEDY, None], "params is a NoneType; it must be SamplingParams, or a list of them"),
+        ({"temperature": 0}, "params is a dict; it must be SamplingParams"),
+        (BeamSearchParams(beam_width=1, max_tokens=1), "params is a BeamSearchParams; it must be SamplingParams"),
+    ],
+)
+def test_params_that_do_not_fit_the_inputs_are_refused(llm, params, message):
+    with pytest.raises(InputError, match=message):
+        llm.generate(["Hello!", "Hello!"], params)
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (
-            [{"image": "a.png"}, {"text": "What?"}],
-            r"inputs\[0\] is one item of a prompt; wrap it in a list: one list per",
-        ),
-        ({"text": "What?"}, "inputs is a dict; wrap it in a list: one list per prompt"),
-        ("Hello", "inputs is a str; wrap it in a list: one list per prompt"),
-        ([[{"text": "a"}], 5], r"inputs\[1\] is a int; wrap it in a list"),
+        ({"text": "What?"}, "inputs is a dict; give a text, a list of items"),
+        ([[{"text": "a"}], 5], r"inputs\[1\] is a int; give a text, a list of items"),
+        (["a", {"text": "b"}], r"inputs\[1\] is one item of a prompt; put the items of a prompt in a list"),
+        (b"Hello", "inputs is a bytes; give a text"),
+        ((one for one in "ab"), "inputs is a generator; give a text"),
     ],
 )
-def test_inputs_that_are_not_wrapped_in_a_list_are_refused(llm, inputs, message):
+def test_inputs_that_are_not_prompts_are_refused(llm, inputs, message):
     with pytest.raises(InputError, match=message):
         llm.generate(inputs, GREEDY)
 
 
-@pytest.mark.parametrize("inputs", ["text", [5], [[]], [[{"image": "a.png", "text": "b"}]]])
+@pytest.mark.parametrize("inputs", [[[]], [[{"image": "a.png", "text": "b"}]], [{"image": "a.png", "text": "b"}]])
 def test_an_invalid_input_is_refused(llm, inputs):
     with pytest.raises(InputError):
         llm.generate(inputs, GREEDY)

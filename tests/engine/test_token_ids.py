@@ -191,11 +191,12 @@ def test_a_stream_yields_the_same_output_in_parts(llm, tokenizers, path_file):
     for prompt in (PICTURE, ids):
         parts = list(llm.stream(prompt, GREEDY, chat_template=False))
         (whole,) = generate(llm, [prompt])
-        assert len(parts) > 1
+        assert len(parts) > 1, whole.error
+        assert whole.error is None
         assert "".join(part.text for part in parts) == whole.text
         assert [token for part in parts for token in part.token_ids] == whole.token_ids
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
-    with pytest.raises(InputError, match="prompt is one item of a prompt; wrap it in a list"):
+    with pytest.raises(InputError, match="prompt is one item of a prompt; put the items of a prompt in a list"):
         llm.stream({"text": "Hello"})
     with pytest.raises(CorruptReference):
         next(llm.stream([5, -7], GREEDY))

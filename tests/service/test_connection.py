@@ -29,8 +29,8 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with the request's body, unless the path is one of the following.
 
     /early answers `no` before the body arrives. /late answers `TIMEOUT_S` seconds after the body has arrived. /lines
-    answers with the names of the headers. /stream sends the body twice, without a Content-Length. /left sends nothing
-    and waits until the client disconnects.
+    answers with the names of the headers, and /host with the values of the Host headers. /stream sends the body twice,
+    without a Content-Length. /left sends nothing and waits until the client disconnects.
     """
     content = b"no" if scope["path"] == "/early" else await Request(scope, receive).body()
     if scope["path"] == "/late":
@@ -41,6 +41,8 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
         return
     if scope["path"] == "/lines":
         content = b",".join(name for name, _ in scope["headers"])
+    if scope["path"] == "/host":
+        content = b",".join(value for name, value in scope["headers"] if name == b"host")
     if scope["path"] == "/stream":
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": content, "more_body": True})
@@ -286,6 +288,79 @@ async def test_trailers_that_are_too_long_are_431_or_end_the_connection(
 async def test_bytes_that_are_not_http_are_400(address: tuple[str, int]) -> None:
     assert_refused(await answers_to(address, b"hello\r\n\r\n"), 400)
     assert_refused(await answers_to(address, CHUNKED + b"x\r\n"), 400)
+
+
+MISTAKEN = {
+    "no host": (b"", b"no Host header"),
+    "two hosts": (b"Host: 127.0.0.1\r\nHost: evil\r\n", b"2 Host headers"),
+    "the same host twice": (b"Host: a\r\nHost: a\r\n", b"2 Host headers"),
+    "two hosts, which offer an upgrade": (b"Host: a\r\nHost: b\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n", b"2 Host"),
+    **{
+        f"the host {host.decode('latin-1')}": (b"Host: %s\r\n" % host, b"not a host name")
+        for host in (
+            b"a, b",
+            b"a b",
+            b"user@a",
+            b"a/b",
+            b"a:x",
+            b"a?b",
+            b"a%zz",
+            b"[::1",
+            b"[]",
+            b"\xc3\xa9",
+            b"http://a",
+        )
+    },
+    "a folded host": (b"Host: a\r\n b\r\n", b"not valid HTTP"),
+    "a space before the colon": (b"Host : a\r\n", b"not valid HTTP"),
+    "a header without a colon": (b"Host: a\r\nb\r\n", b"not valid HTTP"),
+    "a header without a name": (b"Host: a\r\n: b\r\n", b"not valid HTTP"),
+    "a null byte": (b"Host: a\r\nb: \0\r\n", b"not valid HTTP"),
+    "a carriage return": (b"Host: a\r\nb: c\rd\r\n", b"not valid HTTP"),
+    "two lengths": (b"Host: a\r\nContent-Length: 2\r\nContent-Length: 3\r\n", b"not valid HTTP"),
+    **{
+        f"the length {length.decode()}": (b"Host: a\r\nContent-Length: %s\r\n" % length, b"not valid HTTP")
+        for length in (b"+2", b"-2", b"0x2", b"1 2", b"2, 2", b"2, 3", b"2_0", b"", b"9" * 30)
+    },
+    "chunks with a length": (b"Host: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 2\r\n", b"not valid HTTP"),
+    **{
+        f"the coding {coding.decode()}": (b"Host: a\r\nTransfer-Encoding: %s\r\n" % coding, b"not valid HTTP")
+        for coding in (b"gzip", b"chunked, gzip", b"chunked, chunked", b"xchunked", b"\x0bchunked", b"identity", b"")
+    },
+}
+
+
+@pytest.mark.parametrize(("headers", "message"), MISTAKEN.values(), ids=MISTAKEN)
+async def test_headers_that_servers_may_read_in_two_ways_are_refused(
+    address: tuple[str, int], caplog: pytest.LogCaptureFixture, headers: bytes, message: bytes
+) -> None:
+    """RFC 9112 demands status 400 for each of them (3.2, 5.1, 5.2, 6.1, 6.3), and the body must not be a request."""
+    caplog.set_level(logging.INFO, "service.http.connection")
+    smuggled = b"GET /lines HTTP/1.1\r\nHost: a\r\n\r\n"
+    answer = await answers_to(address, b"POST /lines HTTP/1.1\r\n" + headers + b"\r\n" + smuggled)
+    assert_refused(answer, 400)
+    assert message in answer
+    assert answer.count(b"\r\n\r\n") == 1
+    (record,) = (record for record in caplog.records if record.name == "service.http.connection")
+    assert message.decode() in record.getMessage()
+
+
+async def test_chunks_of_a_client_of_http_1_0_are_refused(address: tuple[str, int]) -> None:
+    sent = CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n"
+    assert_refused(await answers_to(address, sent), 400)
+
+
+@pytest.mark.parametrize("host", [b"", b"a", b"A.b-c_d:80", b"a:", b"%41", b"127.0.0.1:1", b"[::1]", b"[::1]:8000"])
+async def test_valid_hosts_are_accepted(address: tuple[str, int], host: bytes) -> None:
+    sent = WHOLE.replace(b"Host: a", b"Host: %s\r\nConnection: close" % host)
+    assert (await answers_to(address, sent + b"hi")).startswith(b"HTTP/1.1 200")
+
+
+async def test_the_host_of_a_url_replaces_the_host_header(address: tuple[str, int]) -> None:
+    """The header must be ignored (RFC 9112, 3.2.2). Which host a check reads would otherwise matter."""
+    head = b"POST http://%s/host HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+    assert (await answers_to(address, head % b"evil:1")).endswith(b"\r\n\r\nevil:1")
+    assert_refused(await answers_to(address, head % b"user@evil"), 400)
 
 
 async def test_heads_just_below_the_limit_are_accepted(address: tuple[str, int]) -> None:

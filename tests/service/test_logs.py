@@ -172,6 +172,8 @@ def test_each_request_has_its_access_line(talk: Talk) -> None:
         (404, "none", None),
         (404, "none", "/v1/***"),
     ]
+    assert all(("reason" in line) == (line["status"] >= 400) for line in lines)
+    assert lines[4]["reason"] == "the request has no valid API key; send the header Authorization: Bearer KEY"
     assert lines[0]["client_request_id"] == "mine-1"
     assert len({line["request_id"] for line in lines}) == len(lines) == 24
     assert all(line["duration_s"] > 0 and line["method"] in ("POST", "GET") for line in lines)

@@ -403,6 +403,17 @@ def test_a_second_service_on_one_port_does_not_load(settings: dict[str, object],
         pass
 
 
+def test_the_log_says_once_that_nohup_makes_the_service_ignore_sighup(tmp_path: Path) -> None:
+    """The port is in use, so the service ends before it loads a model."""
+    with _bound(ServiceConfig(port=free_port())) as (taken,):
+        command = [str(Path(sys.executable).with_name("mindie-mm")), "serve", f"--port={taken.getsockname()[1]}"]
+        ended = subprocess.run(
+            ["nohup", *command, f"--spool={tmp_path}"], check=False, capture_output=True, text=True, timeout=300
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.count("SIGHUP is ignored, because the service was started with nohup") == 1, ended.stderr
+
+
 @pytest.mark.slow
 def test_a_port_taken_while_loading_ends_the_service(settings: dict[str, object], tmp_path: Path) -> None:
     port = free_port()

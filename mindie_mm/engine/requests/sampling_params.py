@@ -177,6 +177,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(
                 "a stop string, a bad word, cache_salt or the structured output contains a lone surrogate"
             ) from error
+        except OverflowError as error:
+            raise InputError("a sampling parameter is an integer of more than 64 bits") from error
         _require_structure(typed)
         return typed
 
@@ -199,6 +201,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.convert(given, SamplingParams)
         except msgspec.ValidationError as error:
             raise _mistyped(given, in_words(error)) from error
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+        ) as error:  # msgspec raises them for some types and for surrogates
+            raise InputError("a sampling parameter has an unsupported type, or contains a lone surrogate") from error
 
 
 _INT32 = 2**31 - 1

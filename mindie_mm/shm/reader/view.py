@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 from weakref import ref as weak_reference
 
-from mindie_mm.errors import SegmentMissing
+from mindie_mm.errors import InputError, SegmentMissing
 from mindie_mm.shm.format.layout import fence
 from mindie_mm.shm.format.ref import Ref
 from mindie_mm.shm.format.spec import ndarray
@@ -116,12 +116,14 @@ def attach(ref: Ref) -> View:
     """Return the arrays of a published block without copying them.
 
     Raises:
+        InputError: `ref` is not a Ref.
         StaleReference: The block was freed.
         SegmentMissing: The arena was removed, truncated or replaced, or is damaged.
         CorruptReference: The dtype or shape in the reference differs from that of the block's first array.
         SharedMemoryError: The arena cannot be mapped.
 
     """
+    _require_ref(ref)
     try:
         arena = mapped_arena(ref.arena)
     except SegmentMissing as error:
@@ -145,7 +147,14 @@ def free(ref: Ref) -> None:
     The call is idempotent: it does nothing if the arena is gone or the block has been freed before.
 
     Raises:
+        InputError: `ref` is not a Ref.
         SharedMemoryError: The arena cannot be mapped.
 
     """
+    _require_ref(ref)
     release_block(ref)
+
+
+def _require_ref(ref: Ref) -> None:
+    if not isinstance(ref, Ref):
+        raise InputError(f"ref is a {type(ref).__name__}; it must be a Ref, such as those of Prompt.refs()")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, SharedMemoryError
 from mindie_mm.processes import faults
+from mindie_mm.settings.paths import require_path
 from mindie_mm.shm.format.mindie_words import is_segment_name
 from mindie_mm.shm.format.ref import Ref
 from mindie_mm.shm.format.words import MAX_BLOCK, MAX_GENERATION
@@ -141,14 +142,13 @@ def read_contents(path_file: str | Path) -> Contents:
         LimitExceeded: The file is larger than 16 MiB.
 
     """
+    require_path(path_file)  # `open` would take an integer as a descriptor
     try:
         with open(path_file, "rb", opener=_open_no_link) as file:
             _require_own(path_file, file.fileno())
             data = file.read(MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         return Contents([], [], [])
-    except ValueError as error:  # the path contains a NUL character
-        raise InputError(f"path file {os.fspath(path_file)!r} cannot be read: {error}") from error
     except OSError as error:
         raise InputError(f"path file {path_file} cannot be read: {error.strerror}") from error
     if len(data) > MAX_BYTES:

@@ -1,0 +1,81 @@
+"""Checks of the arguments of `LLM`'s methods: prompts, and sampling settings for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import require_switches
+from mindie_mm.settings.paths import working_directory
+from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.token_ids import TokenIds, is_token_ids
+
+Params = SamplingParams | Sequence[SamplingParams]
+"""Sampling settings of all inputs of a call, or a list with the settings of each input."""
+
+_PROMPTS = (
+    "give a text, a list of items such as [{'image': path}, {'text': question}], token ids, or a list with one of "
+    "these for each prompt"
+)
+
+
+def params_of(given: Params, num_inputs: int, vocab_size: int) -> list[SamplingParams]:
+    """Return the sampling settings of each input.
+
+    Raises:
+        InputError: `given` is a list of another length, has an element of another type, or a setting is invalid.
+
+    """
+    several: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if isinstance(given, list | tuple) and len(several) != num_inputs:
+        raise InputError(
+            f"params has {len(several)} elements for {num_inputs} inputs; give one for each input, or the same "
+            "SamplingParams for all"
+        )
+    for one in several:
+        if not isinstance(one, SamplingParams):
+            raise InputError(f"params is a {type(one).__name__}; it must be SamplingParams, or a list of them")
+    checked = [one.check(vocab_size) for one in several]
+    return checked if isinstance(given, list | tuple) else checked * num_inputs
+
+
+def requests_of(
+    name: str, given: Any, chat_template: bool, parse_special: bool | None, webui: bool
+) -> list[TokenizeRequest | TokenIds]:
+    """Return a request for each prompt of the argument `name`, which is one prompt or a list of them."""
+    switches = chat_template, parse_special, webui
+    if isinstance(given, str) or is_token_ids(given) or _is_items(given):
+        return [request_of(name, given, *switches)]
+    if not isinstance(given, list | tuple):
+        raise InputError(f"{name} is a {type(given).__name__}; {_PROMPTS}")
+    require_switches(chat_template=chat_template, webui=webui)
+    return [request_of(f"{name}[{index}]", one, *switches) for index, one in enumerate(given)]
+
+
+def _is_items(given: Any) -> bool:
+    """Return whether `given` is a `List[Dict]`. An empty list is an empty list of prompts."""
+    return isinstance(given, list | tuple) and len(given) > 0 and all(isinstance(one, Mapping) for one in given)
+
+
+def request_of(
+    name: str, prompt: Any, chat_template: bool, parse_special: bool | None, webui: bool
+) -> TokenizeRequest | TokenIds:
+    """Return the request for the argument `name` of a call."""
+    require_switches(chat_template=chat_template, webui=webui)
+    if parse_special is not None:
+        require_switches(parse_special=parse_special)
+    if isinstance(prompt, str):
+        prompt = [{"text": prompt}]
+    if is_token_ids(prompt):
+        return prompt
+    if isinstance(prompt, Mapping):
+        raise InputError(f"{name} is one item of a prompt; put the items of a prompt in a list, and {_PROMPTS}")
+    if not isinstance(prompt, list | tuple):
+        raise InputError(f"{name} is a {type(prompt).__name__}; {_PROMPTS}")
+    options = PromptOptions(parse_special=parse_special)
+    return TokenizeRequest(
+        items=list(prompt), chat=chat_template, webui=webui, folder=working_directory(), options=options
+    )
