@@ -62,7 +62,7 @@ class EngineConfig:
     max_num_batched_tokens: Count = 2048
     """Maximum number of tokens in one step. Longer prompts are computed in chunks. A lower value makes the streams of
     other requests smoother, but slows down long prompts."""
-    max_tower_tokens: Count = 16384
+    max_tower_tokens: Count = 4096
     """Maximum number of media features that one step computes. An item with more features gets its own step."""
     max_tower_bytes: Count = 256 * MiB
     """Maximum total size of the media that one step reads and of their features. A larger item gets its own step."""

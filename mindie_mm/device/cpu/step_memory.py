@@ -15,20 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mindie_mm.device.host_memory import MAPPED_BYTES
 
 _MOST_NUMBERS, _MOST_FLOATS = 2**20, 2**12
 """Maximum number of elements of tensors of integers, and of other tensors, that are computed. Models read sizes from
 such tensors, for example from the grids of images."""
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def computed_peak_bytes(work: Callable[[], object], scale: float = 1.0) -> int:
     """Return an upper bound of the memory in bytes that `work` allocates at the same time, without running it.
 
-    The bound is 1.25 times the peak of the tensors' sizes. A tensor below 32 MiB counts twice,
-    because the C library puts it in its heap, where free pieces may be too small for the next tensor.
+    The bound is 1.25 times the peak of the tensors' sizes. A tensor below 32 MiB counts twice, because the C library
+    puts it in its heap, where free pieces may be too small for the next tensor.
 
     Args:
         work: Function that runs the step.
@@ -52,63 +53,55 @@ class _Shapes(FakeTensorMode):
 
     def __init__(self, scale: float) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._scale = scale
         self.peak_bytes = 0
+        self._scale = scale
         self._now_bytes = 0
         self._sizes: dict[int, int] = {}
-        self._attended: dict[Any, tuple[int, Tensor]] = {}
+        self._results: dict[Any, tuple[int, Any, Any]] = {}
+
+    def once(self, key: tuple[Any, ...], inputs: Any, evaluate: Callable[[], Any]) -> Any:
+        """Return the result of `evaluate`, which is called once for each `key` and for each shape of the inputs.
+
+        A later call adds the same memory, and returns tensors of the same shapes.
+        """
+        leaves = tree_leaves(inputs)
+        key += tuple(map(_described, leaves))
+        if (known := self._results.get(key)) is not None:
+            extra_bytes, like, _ = known
+            self.peak_bytes = max(self.peak_bytes, self._now_bytes + extra_bytes)
+            with self:
+                return tree_map_only(Tensor, lambda one: torch.empty_like(one, device="cpu"), like)
+        earlier, before = self.peak_bytes, self._now_bytes
+        self.peak_bytes = before
+        out = evaluate()
+        like = tree_map_only(FakeTensor, _without_device, out)
+        others = [leaf for leaf in leaves if not isinstance(leaf, FakeTensor)]  # kept, so that their ids stay theirs
+        self._results[key] = self.peak_bytes - before, like, others
+        self.peak_bytes = max(self.peak_bytes, earlier)
+        return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # half of all calls, so it must be fast
             return args[0].fake_device if isinstance(args[0], FakeTensor) else torch.device("cpu")
         given = _tensors((args, kwargs))
-        if given and all(map(_is_small, given)):
+        if given and all(map(_is_small, given)) and len({one.shape for one in given}) == 1:
             out = func(*args, **kwargs)
-        elif func is torch.ops.aten.scaled_dot_product_attention.default:
-            out = self._attend(func, types, args, kwargs)
+        elif func is torch.ops.aten.scaled_dot_product_attention.default:  # a tower may have 1,000 equal windows
+            out = self.once((func,), (args, kwargs), lambda: self._decomposed(func, args, kwargs))
         elif (own := _OWN.get(func.name())) is not None:
             out = own(self, func, args)
+        elif func._can_decompose():  # noqa: SLF001 - FakeTensorMode would skip the parts of a cached result
+            out = self._decomposed(func, args, kwargs)
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
-            if func.namespace == "aten" and not torch._C._dispatch_has_kernel_for_dispatch_key(  # noqa: SLF001
-                func.name(), "CompositeImplicitAutograd"
-            ):
-                out = self._known(func, args, kwargs, given, out)
+            out = _with_known_integers(func, args, kwargs, given, out)
         self._count(_tensors(out), given)
         return out
 
-    def _attend(self, func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
-        """Return the result of attention. Equal shapes are evaluated once, because a tower may have 1,000 windows."""
-        key = tuple(
-            (tuple(one.shape), one.stride(), one.dtype) if isinstance(one, Tensor) else one
-            for one in tree_leaves((args, sorted(kwargs.items())))
-        )
-        if key in self._attended:
-            extra_bytes, like = self._attended[key]
-            self.peak_bytes = max(self.peak_bytes, self._now_bytes + extra_bytes)
-            with self:
-                return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        earlier, before, self.peak_bytes = self.peak_bytes, self._now_bytes, self._now_bytes
-        out: Tensor = super().__torch_dispatch__(func, types, args, kwargs)
-        self._attended[key] = self.peak_bytes - before, torch.empty_like(out, device="meta")
-        self.peak_bytes = max(self.peak_bytes, earlier)
-        return out
-
-    def _known(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], out: Any) -> Any:
-        """Return real tensors instead of small fake tensors of integers."""
-        if not given:
-            return func(*args, **kwargs) if all(map(_may_be_small, _tensors(out))) else out
-
-        def known(one: Any) -> Any:
-            small = isinstance(one, FakeTensor) and not one.is_floating_point() and one.numel() <= _MOST_NUMBERS
-            if not small or any(one.untyped_storage()._cdata == part.untyped_storage()._cdata for part in given):  # noqa: SLF001
-                return one
-            return torch.zeros(one.shape, dtype=one.dtype)
-
-        if isinstance(out, tuple | list):
-            return type(out)(map(known, out)) if type(out) in (tuple, list) else tuple(map(known, out))
-        return known(out)
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self:
+            return func.decompose(*args, **kwargs)
 
     def _count(self, made: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         views = {_storage(part) for part in given}
@@ -124,6 +117,29 @@ class _Shapes(FakeTensorMode):
 
     def _forget(self, key: int) -> None:
         self._now_bytes -= self._sizes.pop(key, 0)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def _without_device(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _with_known_integers(func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], out: Any) -> Any:
+    """Return real tensors instead of small fake tensors of integers."""
+    if all(map(_is_small, given)):
+        return func(*args, **kwargs) if all(map(_may_be_small, _tensors(out))) else out
+    views = {_storage(part) for part in given}
+
+    def known(one: FakeTensor) -> Tensor:
+        is_known = not one.is_floating_point() and one.numel() <= _MOST_NUMBERS and _storage(one) not in views
+        return torch.zeros(one.shape, dtype=one.dtype) if is_known else one
+
+    return tree_map_only(FakeTensor, known, out)
 
 
 def _occupied(num_bytes: int) -> int:

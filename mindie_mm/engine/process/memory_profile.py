@@ -36,6 +36,10 @@ _log = logging.getLogger(__name__)
 
 _SHORT = 16
 """Number of tokens of the real step that checks the computed memory."""
+_LARGE = 1024
+"""Number of features above which a peak is computed for pieces of an item, because towers may have loops over windows.
+If the peak of a larger piece is more than `_LINEAR` times in proportion, it is computed for the whole item."""
+_LINEAR = 1.02
 _MOST_LOGPROBS = 20
 """Number of log-probabilities per token in the step. A request may ask for more."""
 
@@ -331,10 +335,27 @@ class WorstCase:
         item_bytes = sum(spec.nbytes for spec in plan.specs.values()) + features * self._model.spec.feature_bytes
         in_view = config.max_num_seqs * self._max_model_len
         copies = max(1, min(min(config.max_tower_tokens, in_view) // features, config.max_tower_bytes // item_bytes))
-        # Peaks that are computed grow at most in proportion to the number of equal items, from two items on.
+        total = copies * features
         few = min(copies, 2) if self._device.computes_peaks else copies
-        peak = self._peak_bytes(name, [self._encode(kind, plan, few)], settings, copies / few)
-        return Part(f"{name} ({copies * features} features)", peak, settings)
+
+        def peak(one: Plan) -> int:
+            # A computed peak grows at most in proportion to the number of equal items, from two items on.
+            scale = total / (few * one.num_features)
+            return self._peak_bytes(name, [self._encode(kind, one, few)], settings, scale)
+
+        name = f"{name} ({total} features)"
+        if self._device.computes_peaks and features > _LARGE:
+            pieces = [self._piece(kind, plan, part) for part in (_LARGE // 4, _LARGE // 2)]
+            if len({piece.num_features for piece in pieces}) == 2:
+                smaller, larger = map(peak, pieces)
+                if larger <= _LINEAR * smaller:
+                    return Part(name, larger, settings)
+        return Part(name, peak(plan), settings)
+
+    def _piece(self, kind: Kind, whole: Plan, wanted: int) -> Plan:
+        """Return the plan of a piece of the largest item, with about `wanted` features, or `whole`."""
+        worst = None if kind == PROMPT else self._largest(kind)
+        return whole if worst is None else self._try_plan(kind, _cut(worst, wanted, whole.num_features)) or whole
 
     def _encode(self, kind: Kind, plan: Plan, number: int) -> Callable[[], object]:
         arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
