@@ -325,9 +325,7 @@ def test_a_client_that_reads_nothing_does_not_delay_the_stop(loaded: RunningServ
 @pytest.mark.usefixtures("copied_workers")
 async def test_an_abort_stops_the_engine_within_one_step() -> None:
     """After a client has left, the engine finishes at most the current step with the client's request."""
-    engine = await AsyncEngine.start(
-        None, EngineConfig(device="cpu", kv_cache_bytes=16 * MiB, num_threads=1)
-    )
+    engine = await AsyncEngine.start(None, EngineConfig(device="cpu", kv_cache_bytes=16 * MiB, num_threads=1))
     try:
         params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
         leaving, staying = (
