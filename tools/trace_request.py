@@ -85,7 +85,7 @@ def ask(tokenizer: Tokenizer, engine: BaseEngine, detokenizer: Detokenizer, colo
 def main() -> None:
     """Print the trace and its counts."""
     checkpoint = Checkpoint.open(None)
-    engine = load_engine(Start(None, EngineConfig(device="cpu", prefix_caching=False)), ALONE)
+    engine, _ = load_engine(Start(None, EngineConfig(device="cpu", prefix_caching=False)), ALONE)
     texts = load_tokenizer(checkpoint)
     with Tokenizer.from_pretrained(None) as tokenizer:
         ask(tokenizer, engine, Detokenizer(texts), "blue")

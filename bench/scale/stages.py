@@ -44,7 +44,7 @@ SERVED = (Size(336, 336), Size(640, 480), Size(1420, 720))
 """Sizes of common pictures. The tokens after the first are measured with the first of them."""
 DECODED = (*SERVED, Size(1920, 1080), Size(4000, 3000))
 """Sizes that are also decoded at full size. The embedded checkpoint shrinks them."""
-ENGINE: dict[str, object] = {"dtype": "float32", "num_threads": 1, "kv_cache_bytes": 2**26, "measure_s": 0}
+ENGINE: dict[str, object] = {"dtype": "float32", "num_threads": 1, "kv_cache_bytes": 2**26}
 REQUESTS = 6
 TOKENS = 33
 CROWD = 8

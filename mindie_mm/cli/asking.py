@@ -82,10 +82,14 @@ def prepared(
     """
     with importing():
         from mindie_mm import logs
+        from mindie_mm.worker.preflight import check_before_loading
+
+    settings = configured(model, flags)
+    check_before_loading(settings.worker)
+    with importing():
         from mindie_mm.engine.requests.default_sampling import defaults_of
         from mindie_mm.engine.requests.sampling_params import SamplingParams
 
-    settings = configured(model, flags)
     SamplingParams(max_tokens=max_tokens, temperature=temperature).check(math.inf)  # needs no checkpoint
     default = defaults_of(settings.worker.model, settings.worker.family, settings.worker.generation_config)
     params = default.stating(max_tokens=max_tokens, temperature=temperature).check(math.inf)

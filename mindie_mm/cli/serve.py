@@ -62,6 +62,9 @@ def _serve(configuration: Configuration, ray_address: str | None) -> None:
         origins = {name: origin for name, origin in configuration.origins.items() if name != "replicas"}
         serve_on_ray(Configuration(worker, configuration.service, origins), ray_address, replicas)
         return
+    from mindie_mm.worker.preflight import check_before_loading  # imported late, like the next modules
+
+    check_before_loading(configuration.worker)
     from mindie_mm.processes.fork_client import ForkClient  # imported late, because other commands do not need asyncio
 
     worker = configuration.worker

@@ -14,7 +14,7 @@ import click
 
 from mindie_mm.cli.paths import PATH, TEXT
 from mindie_mm.settings.config import GiB, MiB
-from mindie_mm.settings.sources import PARTS, Configuration, configuration
+from mindie_mm.settings.sources import PARTS, REMOVED, Configuration, configuration
 
 Command = Callable[..., Any]
 
@@ -59,9 +59,18 @@ def settings(*classes: type[Any], without: Collection[str] = ()) -> Callable[[Co
             for field in reversed(dataclasses.fields(cls)):
                 if field.name not in {*PARTS, "model", *without}:
                     command = _option(cls, field, helps[field.name])(command)
+        for name in REMOVED:
+            command = click.option(f"--{name.replace('_', '-')}", name, hidden=True, expose_value=False,
+                                   callback=_refuse_removed)(command)  # fmt: skip
         return command
 
     return decorate
+
+
+def _refuse_removed(_: click.Context, parameter: click.Parameter, value: object) -> None:
+    """Refuse an option of an earlier version with the reason why it was removed."""
+    if value is not None:
+        raise click.UsageError(f"{parameter.opts[0]} was removed: {REMOVED[parameter.name or '']}")
 
 
 def _option(cls: type[Any], field: dataclasses.Field[Any], text: str) -> Callable[[Command], Command]:

@@ -59,6 +59,15 @@ def open_device(name: str = "auto") -> Device:
     )
 
 
+def require_possible(name: str) -> None:
+    """Raise the error of `open_device` if the name is unknown or this machine cannot have such a device.
+
+    Unlike `open_device`, do not load the runtime of a device that may exist.
+    """
+    if not any(kind.name == name.partition(":")[0] and kind.may_exist() for kind in KINDS):
+        open_device(name)
+
+
 def forkable() -> list[str]:
     """Return the values of the setting `device` for which an engine may run in a forked process.
 
@@ -110,6 +119,7 @@ __all__ = [
     "kind_of",
     "open_device",
     "require_alive",
+    "require_possible",
     "slow_dtype",
     "upload",
     "zeros",

@@ -33,8 +33,10 @@ class Device(ABC):
     """Fused operators of the device."""
     has_bitsandbytes: ClassVar[bool] = True
     """Whether bitsandbytes has operators for the device."""
-    measure_s: ClassVar[float]
-    """Default time limit for measuring memory when an engine starts, in seconds."""
+    computes_peaks: ClassVar[bool] = False
+    """Whether `peak_bytes` computes a bound from shapes, instead of measuring. Other programs do not affect it."""
+    scratch_bytes: ClassVar[int] = 0
+    """Memory that `peak_bytes` does not include, because operators allocate it outside of tensors."""
 
     def __init__(self, index: int | None = None) -> None:
         self.index = index
@@ -95,8 +97,15 @@ class Device(ABC):
         """Return the amount of memory that a model and its KV cache may still use, in bytes."""
 
     @abstractmethod
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Run `work` and return the peak memory in bytes that it added."""
+    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> int:
+        """Return the peak memory in bytes that `work` adds. Run `work` unless the device `computes_peaks`.
+
+        Such a device multiplies the size of each tensor by `scale`, which is 1 for other devices.
+        """
+
+    def grown_bytes(self, work: Callable[[], object]) -> int:
+        """Run `work`, and return the memory in bytes by which this process has grown. Requires `computes_peaks`."""
+        raise NotImplementedError
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:

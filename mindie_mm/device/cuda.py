@@ -22,7 +22,6 @@ class CUDA(Device):
 
     name: ClassVar[str] = "cuda"
     memory_share: ClassVar[float] = 0.9
-    measure_s: ClassVar[float] = 10.0
     records: ClassVar[bool] = True
 
     @classmethod
@@ -94,7 +93,7 @@ class CUDA(Device):
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.index)[0]
 
-    def peak_bytes(self, work: Callable[[], object]) -> int:
+    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> int:
         return allocator_peak_bytes(torch.cuda, self.index, work)
 
 

@@ -16,13 +16,15 @@ from mindie_mm.errors import DeviceError, os_errors_as
 from mindie_mm.settings import cgroup
 
 _MiB, _GiB = 2**20, 2**30
+MAPPED_BYTES = 32 * _MiB
+"""Size from which glibc allocates memory as a mapping of its own. This is the maximum that glibc accepts."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 
-# For cgroup version 2 and version 1: the files with a group's limit and usage, and the key in memory.stat for memory
-# that counts as used but that the kernel can reclaim.
+# For cgroup version 2 and version 1: the files with a group's limit and usage, and the keys in memory.stat for memory
+# that counts as used but that the kernel can reclaim. This is the page cache, whether or not a page was read twice.
 _FILES = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
 
 
@@ -51,34 +53,28 @@ def _reading_proc() -> AbstractContextManager[None]:
 
 
 def _left(mount: Path, own: Path) -> Iterator[int]:
-    for groups, (limit, usage, inactive) in zip(cgroup.folders("memory", mount, own), _FILES, strict=True):
+    for groups, (limit, usage, cached) in zip(cgroup.folders("memory", mount, own), _FILES, strict=True):
         for group in groups:
             most, used = cgroup.read(group / limit).strip(), cgroup.read(group / usage).strip()
             if most.isdecimal() and used.isdecimal():  # "max" means that there is no limit
                 stat = dict(line.split() for line in cgroup.read(group / "memory.stat").splitlines())
-                yield max(0, int(most) - int(used) + int(stat.get(inactive, 0)))
+                yield max(0, int(most) - int(used) + sum(int(stat.get(key, 0)) for key in cached))
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """Return the peak memory in bytes that `work` added to this process.
+def grown_bytes(work: Callable[[], object]) -> int:
+    """Run `work` and return the number of bytes by which this process's anonymous memory (RssAnon) has grown.
 
-    If the kernel cannot reset the high-water mark, only growth beyond the earlier mark is measured.
+    Shared memory and pages of files do not count, and neither does the memory of other processes.
 
     Raises:
         DeviceError: /proc is not mounted.
 
     """
-    _trim()
-    before = mark = _resident("VmRSS")
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # reset the mark to the resident size
-    except OSError:
-        mark = _resident("VmHWM")
+    with suppress(AttributeError):  # only glibc has malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)  # work that reused freed memory would seem to need none
+    before = _anonymous_bytes()
     work()
-    peak = _resident("VmHWM")
-    taken = (peak if peak > mark else _resident("VmRSS")) - before
-    _trim()
-    return max(0, taken)
+    return max(0, _anonymous_bytes() - before)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -94,17 +90,11 @@ def keep_freed(kept_bytes: int = _GiB) -> None:
     """
     with suppress(AttributeError):
         library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, 32 * _MiB)  # the maximum that glibc accepts
+        library.mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
         library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
 
 
-def _trim() -> None:
-    """Return freed memory from the allocator to the kernel. Work that reused this memory would seem to use none."""
-    with suppress(AttributeError):  # only glibc has malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _resident(name: str) -> int:
+def _anonymous_bytes() -> int:
     with _reading_proc():
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
-    return int(status.get(name, "0").split()[0]) * 1024
+    return int(status.get("RssAnon", "0").split()[0]) * 1024

@@ -308,7 +308,7 @@ class QwenModel(PretrainedModel):
 
     def run_visual(self, items: Sequence[MediaItem]) -> Any:
         """Return the output of the vision tower, whose `pooler_output` contains the features of all items in order."""
-        patches = joined([self.normalized(item) for item in items])
+        patches = joined(map(self.normalized, items), sum(math.prod(item.shape.grid[:3]) for item in items))
         # The grids stay on the host, so that the tower derives sizes from them without waiting for the device.
         grids = torch.tensor([item.shape.grid[:3] for item in items])
         return self.module.model.visual(patches.to(self.spec.dtype), grid_thw=grids, **self.places(grids))

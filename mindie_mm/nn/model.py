@@ -211,7 +211,7 @@ class MediaModel(ABC):
 
         """
         try:
-            features = self._features(items)
+            features = self.features_of(items)
             faults.point("mid-tower")
         finally:
             settle(self.spec.device)
@@ -220,7 +220,7 @@ class MediaModel(ABC):
                 item.view.verify()
         return features
 
-    def _features(self, items: Sequence[MediaItem]) -> list[Tensor]:
+    def features_of(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """Return the features of each item, from the tower or from the embeddings that were given."""
         through_tower = [item for item in items if EMBEDDINGS not in item.view]
         encoded = iter(self.tower(through_tower) if through_tower else ())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +79,24 @@ def repeat_frames(patches: torch.Tensor, temporal_patch_size: int) -> torch.Tens
     return planes.expand(-1, -1, temporal_patch_size, -1).reshape(len(patches), -1)
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the tensors of all items along the first axis. The tensor of a single item is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def joined(parts: Iterable[torch.Tensor], num_rows: int | None = None) -> torch.Tensor:
+    """Concatenate the tensors of all items along the first axis. The tensor of a single item is not copied.
+
+    If the total `num_rows` is given, only one of the tensors is in memory beside the result at a time.
+    """
+    if num_rows is None:
+        tensors = list(parts)
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    rows = iter(parts)
+    first = next(rows)
+    if len(first) == num_rows:
+        return first
+    out, stop = first.new_empty(num_rows, *first.shape[1:]), 0
+    for part in itertools.chain([first], rows):
+        start, stop = stop, stop + len(part)
+        out[start:stop] = part
+    assert stop == num_rows, f"{stop} rows instead of {num_rows}"
+    return out
 
 
 @dataclass(frozen=True, slots=True)

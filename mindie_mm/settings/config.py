@@ -63,7 +63,7 @@ class EngineConfig:
     max_num_batched_tokens: Count = 2048
     """Maximum number of tokens in one step. Longer prompts are computed in chunks. A lower value makes the streams of
     other requests smoother, but slows down long prompts."""
-    max_tower_tokens: Count = 16384
+    max_tower_tokens: Count = 4096
     """Maximum number of media features that one step computes. An item with more features gets its own step."""
     max_tower_bytes: Count = 256 * MiB
     """Maximum total size of the media that one step reads and of their features. A larger item gets its own step."""
@@ -73,9 +73,6 @@ class EngineConfig:
     kv_cache_bytes: Count | None = None
     """Size of the KV cache. The cache is never larger than max_num_seqs requests of maximum length need. Default: the
     rest of memory_share."""
-    measure_s: Annotated[float, Meta(ge=0)] | None = None
-    """Approximate time for measuring, at startup, how much memory the largest step needs. For sizes that would take
-    longer, the memory is extrapolated. 0 reserves no memory for the step. Default: 0.5 on the CPU, else 10."""
     kv_block_size: Count | None = None
     """Number of tokens in one block of the KV cache. Default: 128 on an NPU, else 16."""
     encoder_cache_bytes: CountOrNone = 256 * MiB

@@ -23,6 +23,8 @@ CLASSES: tuple[type[Any], ...] = (WorkerConfig, EngineConfig, MediaCaps, Service
 PARTS = frozenset({"engine", "media"})
 """Fields whose values are objects of other settings classes. They are not settings themselves."""
 SECRETS = frozenset(field.name for cls in CLASSES for field in fields(cls) if "secret" in field.metadata)
+REMOVED = {"measure_s": "the memory of the largest step is computed when the engine starts; leave the setting out"}
+"""Settings of earlier versions, with the reason for their removal and what to do."""
 MASK = "***"
 DEFAULT = "default"
 """Origin of settings that are at their default."""
@@ -131,7 +133,11 @@ def misspelt_variables() -> list[str]:
     hints = _hints()
     warnings = []
     for name in unknown_variables(hints):
-        near = difflib.get_close_matches(name.removeprefix(variable("")).lower(), hints, n=1)
+        own = name.removeprefix(variable("")).lower()
+        if own in REMOVED:
+            warnings.append(f"{name} has no effect: {REMOVED[own]}")
+            continue
+        near = difflib.get_close_matches(own, hints, n=1)
         warnings.append(f"{name} is not a setting{f'; did you mean {variable(near[0])}?' if near else ''}")
     return warnings
 
@@ -175,7 +181,9 @@ def _checked(file: str, key: str, value: Any, hints: Mapping[str, Any]) -> Any:
     if key not in hints:
         if isinstance(value, dict):
             raise InputError(f"{file}: [{key}] is a table; settings must be top-level keys")
-        near = difflib.get_close_matches(key.replace("-", "_"), hints, n=1)
+        if (own := key.replace("-", "_")) in REMOVED:
+            raise InputError(f"{file}: the setting {own!r} was removed: {REMOVED[own]}")
+        near = difflib.get_close_matches(own, hints, n=1)
         raise InputError(f"{file}: there is no setting {key!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     if key == "served_model_name" and isinstance(value, str) and value.strip():
         value = [value]  # earlier versions took a single name

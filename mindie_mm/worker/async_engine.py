@@ -360,10 +360,13 @@ class AsyncEngine:
             raise
         for mount in self._mounts.values():
             self._send(mount)
-        # A successor gets a cache of the same size without measuring, because other programs may use memory by then.
-        config = replace(config, kv_cache_bytes=self.info.kv_cache_bytes, measure_s=0)
-        replica = msgspec.structs.replace(self._start.replica, others_started=True)
-        self._start = msgspec.structs.replace(self._start, config=config, replica=replica)
+        # A successor gets a cache of the same size, because other programs may use memory by then.
+        self._start = msgspec.structs.replace(
+            self._start,
+            config=replace(config, kv_cache_bytes=self.info.kv_cache_bytes),
+            replica=msgspec.structs.replace(self._start.replica, others_started=True),
+            step_bytes=self.info.step_bytes,
+        )
         self._up = True
         self.doubts_checkpoint = False
         self._end_reload()

@@ -36,6 +36,7 @@ from mindie_mm.tokenize.text.detokenizer import Detokenizer, Preface, is_skipped
 from mindie_mm.tokenize.token_ids import TokenIds, prompt_of_token_ids
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.engine_replicas import EngineReplicas
+from mindie_mm.worker.preflight import check_before_loading
 from mindie_mm.worker.retry import PromptSource, Use, generated, tokenized
 
 Part = TypeVar("Part", TokenizerStage, AsyncEngine | EngineReplicas)
@@ -163,6 +164,7 @@ class Worker:
             cannot be started.
 
         """
+        check_before_loading(config)
         checkpoint = Checkpoint.open(config.model)
         path = checkpoint.path
         source = config.generation_config

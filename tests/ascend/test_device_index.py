@@ -56,8 +56,8 @@ def answer(settings: dict[str, Any]) -> tuple[str, list[int]]:
     from mindie_mm.tokenize import Tokenizer
 
     pixels = np.random.default_rng(0).integers(0, 255, (112, 140, 3), dtype=np.uint8)
-    config = EngineConfig(kv_cache_bytes=2**24, measure_s=0, dtype="float32", **settings)
-    engine = load_engine(Start(None, config), ALONE)
+    config = EngineConfig(kv_cache_bytes=2**24, dtype="float32", **settings)
+    engine, _ = load_engine(Start(None, config), ALONE)
     tokens: list[int] = []
     with tempfile.TemporaryDirectory() as folder, Tokenizer.from_pretrained() as tokenizer:
         ids = tokenizer.tokenize([{"image": pixels}, {"text": "What?"}], Path(folder, "shm_name.txt")).numpy()

@@ -20,7 +20,7 @@ from mindie_mm.engine.ranks import ALONE
 from mindie_mm.settings.config import EngineConfig
 import logging
 logging.basicConfig(format="%(message)s", stream=sys.stdout, level="WARNING")
-engine = EngineConfig(device="cpu", dtype="bfloat16", measure_s=0)
+engine = EngineConfig(device="cpu", dtype="bfloat16")
 print([f"{one.status} {one.found}; {one.advice}" for one in _dtype("cpu", "bfloat16")])
 print(list(_dtype("cpu", "auto")))
 load_engine(Start(None, engine), ALONE)

@@ -146,11 +146,11 @@ def test_trials_begin_with_a_small_part_of_a_large_picture(random_checkpoint):
 
 
 def test_the_memory_share_and_the_caches_limit_the_size(small_pictures):
-    assert room(small_pictures, measure_s=0) == pytest.approx((2 * GiB - 256 * MiB) / 2), (
+    assert room(small_pictures) == pytest.approx((2 * GiB - 256 * MiB) / 2), (
         "half is reserved for copies of keys and values in a decode step"
     )
-    assert room(small_pictures, measure_s=0, memory_share=1.0) == pytest.approx((4 * GiB - 256 * MiB) / 2)
-    assert room(small_pictures, measure_s=0, encoder_cache_bytes=0) == pytest.approx(GiB)
+    assert room(small_pictures, memory_share=1.0) == pytest.approx((4 * GiB - 256 * MiB) / 2)
+    assert room(small_pictures, encoder_cache_bytes=0) == pytest.approx(GiB)
     config = EngineConfig(max_num_seqs=2, max_model_len=512)
     spec = load_model(small_pictures, device="cpu").spec
     most = useful_blocks(spec, config) * block_size(spec, config) * spec.kv_token_bytes
@@ -166,13 +166,13 @@ def test_an_explicit_size_is_used_and_the_worst_case_is_still_tried(small_pictur
 
 
 def test_engines_that_start_together_divide_the_free_memory(small_pictures):
-    settings = {"measure_s": 0, "encoder_cache_bytes": 0}
+    settings = {"encoder_cache_bytes": 0}
     assert room(small_pictures, num_engines=4, **settings) == pytest.approx(GiB / 4)
     few = r"cpu has 1024 MiB free for each of 4 engines after loading the weights; .*[Ll]ower .*"
     with pytest.raises(DeviceError, match=few + "max_num_batched_tokens, or lower replicas$"):
         room(small_pictures, num_engines=4, kv_cache_bytes=1200 * MiB, **settings)
     with pytest.raises(DeviceError, match=few + "max_model_len, or set kv_cache_bytes, or lower replicas$"):
-        room(small_pictures, num_engines=4, measure_s=0, encoder_cache_bytes=GiB)
+        room(small_pictures, num_engines=4, encoder_cache_bytes=GiB)
 
 
 FREE = """
@@ -188,7 +188,7 @@ async def test_an_engine_is_restarted_if_the_others_have_taken_their_share(rando
     """Its cache must fit in the memory that is left, and not in a share of it."""
     (tmp_path / "sitecustomize.py").write_text(FREE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    config = EngineConfig(device="cpu", encoder_cache_bytes=400 * MiB, memory_share=1.0, measure_s=0)
+    config = EngineConfig(device="cpu", encoder_cache_bytes=400 * MiB, memory_share=1.0)
     (tmp_path / "free").write_text(f"{540 * MiB}")
     with pytest.raises(DeviceError, match="cpu has 270 MiB free for each of 2 engines"):
         await AsyncEngine.start(random_checkpoint, config, replica=Replica(0, 2))
@@ -275,7 +275,7 @@ def test_settings_out_of_range_are_refused(bad):
 
 @pytest.mark.usefixtures("copied_workers")
 async def test_an_engine_without_memory_for_its_cache_does_not_start(random_checkpoint):
-    config = EngineConfig(device="cpu", max_model_len=256, measure_s=0, memory_share=1e-9)
+    config = EngineConfig(device="cpu", max_model_len=256, memory_share=1e-9)
     with pytest.raises(DeviceError, match=r"no memory is left for the KV cache: cpu has .* MiB free"):
         await AsyncEngine.start(random_checkpoint, config)
 
@@ -304,7 +304,6 @@ async def test_a_burst_of_large_pictures_stays_within_the_measured_memory(random
         kv_cache_bytes=kv,
         encoder_cache_bytes=encoder,
         num_threads=1,
-        measure_s=60,
     )
     processor, model = family_named("qwen2_vl").processor(Checkpoint.open(path)), load_model(path, device="cpu")
     measured = WorstCase(model, processor, CPU(), config).num_bytes(("image",))

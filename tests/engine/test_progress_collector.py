@@ -157,7 +157,7 @@ def flat(value):
 
 async def test_answers_are_the_same_as_step_by_step(engine, start):
     """The reference is an engine in this process, whose steps are collected one by one."""
-    alone = load_engine(start, ALONE)
+    alone, _ = load_engine(start, ALONE)
     expected = []
     for number, params in enumerate(REQUESTS):
         assert alone.add(Add(str(number), (PROMPT + number).tobytes(), params)) is None

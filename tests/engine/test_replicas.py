@@ -47,7 +47,7 @@ def ids(seed: int, length: int = 2 * BLOCK_TOKENS) -> NDArray[np.int64]:
 async def pair(random_checkpoint: Path, device: str) -> AsyncIterator[EngineReplicas]:
     if (num := available_cpus() if device == "cpu" else open_device(device).count()) < 2:
         pytest.skip(f"two engines need two devices; there are {num}")
-    config = EngineConfig(device=device, max_model_len=256, measure_s=0)
+    config = EngineConfig(device=device, max_model_len=256)
     engines = await EngineReplicas.start(partial(AsyncEngine.start, random_checkpoint, config), 2, config, SURPLUS)
     yield engines
     await engines.close()
@@ -199,7 +199,7 @@ async def test_a_reload_waits_for_an_engine_that_is_being_restarted(pair: Engine
 async def test_reloads_at_the_same_time_share_the_processes_that_have_not_started(
     random_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = EngineConfig(device="cpu", measure_s=0)
+    config = EngineConfig(device="cpu")
     engines = EngineReplicas([engine := await AsyncEngine.start(random_checkpoint, config)], config, SURPLUS)
 
     def num_replaced() -> int:

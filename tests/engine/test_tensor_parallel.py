@@ -43,7 +43,7 @@ from tests.removed_arenas import removed_arenas
 
 pytestmark = pytest.mark.timeout(300)  # an engine has three processes, which share the available cores
 
-TWO = EngineConfig(device="cpu", tensor_parallel=2, tower_parallel="items", measure_s=0, kv_cache_bytes=2**22)
+TWO = EngineConfig(device="cpu", tensor_parallel=2, tower_parallel="items", kv_cache_bytes=2**22)
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, ignore_eos=True)
 PROMPT = np.arange(10, 40, dtype=np.int64)
@@ -224,7 +224,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.worker.async_engine import AsyncEngine
 import psutil
 async def main():
-    engine = await AsyncEngine.start(Path(sys.argv[1]), EngineConfig(device="cpu", tensor_parallel=2, measure_s=0))
+    engine = await AsyncEngine.start(Path(sys.argv[1]), EngineConfig(device="cpu", tensor_parallel=2))
     launcher = psutil.Process(engine.pid)
     print(*(process.pid for process in [launcher, *launcher.children(recursive=True)]), flush=True)
     await asyncio.Event().wait()
@@ -370,7 +370,7 @@ async def test_a_trial_that_fails_on_one_rank_ends_the_start_on_both(random_chec
     """Each rank measures its own memory. If one rank fails, the other must not wait for it forever."""
     (tmp_path / "sitecustomize.py").write_text(TOO_LITTLE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    settings = dataclasses.replace(TWO, measure_s=0.2, kv_cache_bytes=None)
+    settings = dataclasses.replace(TWO, kv_cache_bytes=None)
     async with asyncio.timeout(200):
         with pytest.raises(DeviceError, match="fails on cpu: no more"):
             await AsyncEngine.start(random_checkpoint, settings)

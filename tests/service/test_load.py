@@ -54,7 +54,6 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]
         "arena_bytes": 64 * MiB,
         "kv_cache_bytes": 64 * MiB,
         "num_threads": 1,
-        "measure_s": 0,
         "spool": folder / "spool",
     }
     with running_service(settings, folder / "log") as running:
@@ -76,7 +75,6 @@ def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
         "arena_bytes": 64 * MiB,
         "kv_cache_bytes": 64 * MiB,
         "num_threads": 1,
-        "measure_s": 0,
         "spool": folder / "spool",
     }
     with running_service(settings, folder / "log") as running:
@@ -327,9 +325,7 @@ def test_a_client_that_reads_nothing_does_not_delay_the_stop(loaded: RunningServ
 @pytest.mark.usefixtures("copied_workers")
 async def test_an_abort_stops_the_engine_within_one_step() -> None:
     """After a client has left, the engine finishes at most the current step with the client's request."""
-    engine = await AsyncEngine.start(
-        None, EngineConfig(device="cpu", kv_cache_bytes=16 * MiB, num_threads=1, measure_s=0)
-    )
+    engine = await AsyncEngine.start(None, EngineConfig(device="cpu", kv_cache_bytes=16 * MiB, num_threads=1))
     try:
         params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
         leaving, staying = (

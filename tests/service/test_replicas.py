@@ -35,7 +35,7 @@ def pair(
     if (num := available_cpus() if device == "cpu" else open_device(device).count()) < 2:
         pytest.skip(f"two engines need two devices; there are {num}")
     folder = tmp_path_factory.mktemp("pair")
-    given = settings | {"spool": folder / "spool", "uds": folder / "socket", "grace_s": 60, "measure_s": 0}
+    given = settings | {"spool": folder / "spool", "uds": folder / "socket", "grace_s": 60}
     with running_service(
         given | {"replicas": 2, "admin_key": KEY, "api_key": "a-users-key"}, folder / "log"
     ) as running:
@@ -189,7 +189,7 @@ def test_sighup_replaces_the_only_engine_of_a_service_without_a_terminal(
 def test_a_reload_that_the_end_of_the_service_interrupts_gets_status_503(
     settings: dict[str, object], tmp_path: Path
 ) -> None:
-    given = settings | {"spool": tmp_path / "spool", "admin_key": KEY, "measure_s": 0}
+    given = settings | {"spool": tmp_path / "spool", "admin_key": KEY}
     with serving.running_service(given, tmp_path / "log") as running, ThreadPoolExecutor() as threads:
         (before,) = engines(running)
         headers = {"Authorization": f"Bearer {KEY}"}

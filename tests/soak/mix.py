@@ -28,7 +28,6 @@ SETTINGS: dict[str, object] = {
     "max_media_items": 6,
     "decoders": 2,
     "num_threads": 1,
-    "measure_s": 0,
     "reclaim_interval_s": 5.0,
 }
 

@@ -16,6 +16,7 @@ from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
 from mindie_mm.device.cpu.int8_linear import has_int8, int8_linear
 from mindie_mm.device.cpu.packed_linear import pack
+from mindie_mm.device.cpu.step_memory import computed_peak_bytes
 from mindie_mm.device.cpu.weight_pages import drop_unused_pages
 from mindie_mm.device.kernels import Kernels
 from mindie_mm.errors import DeviceError
@@ -28,7 +29,8 @@ class CPU(Device):
     survives_fork: ClassVar[bool] = True
     kernels: ClassVar[Kernels] = CPUKernels()
     memory_share: ClassVar[float] = 0.5  # other processes and shared memory need the same memory
-    measure_s: ClassVar[float] = 0.5
+    computes_peaks: ClassVar[bool] = True
+    scratch_bytes: ClassVar[int] = 32 * 2**20
 
     @classmethod
     def count(cls) -> int:
@@ -76,8 +78,11 @@ class CPU(Device):
     def free_bytes(self) -> int:
         return host_memory.available_bytes()
 
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        return host_memory.peak_bytes(work)
+    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> int:
+        return computed_peak_bytes(work, scale)
+
+    def grown_bytes(self, work: Callable[[], object]) -> int:
+        return host_memory.grown_bytes(work)
 
 
 def _has_instructions(dtype: torch.dtype) -> bool:

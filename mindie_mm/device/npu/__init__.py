@@ -45,7 +45,6 @@ class NPU(Device):
 
     name: ClassVar[str] = "npu"
     memory_share: ClassVar[float] = 0.9
-    measure_s: ClassVar[float] = 10.0
     kv_block_size: ClassVar[int] = 128  # the minimum for fused attention
     kernels: ClassVar[Kernels] = NPUKernels()
     has_bitsandbytes: ClassVar[bool] = False
@@ -117,7 +116,7 @@ class NPU(Device):
         torch.zeros(1, device=self.torch_device)  # initialize the NPU, because CANN requires this for the query
         return int(_npu().mem_get_info(self.index)[0])
 
-    def peak_bytes(self, work: Callable[[], object]) -> int:
+    def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> int:
         return allocator_peak_bytes(_npu(), self.index, work)
 
 

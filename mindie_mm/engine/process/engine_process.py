@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from mindie_mm.device import slow_dtype
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.process.memory_profile import kv_cache_bytes
+from mindie_mm.engine.process.memory_profile import Step, WorstCase, kv_cache_bytes
 from mindie_mm.engine.process.placing import num_devices, placed
 from mindie_mm.engine.process.progress_collector import ProgressCollector
 from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
@@ -84,14 +84,14 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
         start = msgspec.structs.replace(start, config=placed(start.config, start.replica, ranks))
         default_sampling = defaults_of(start.model, start.family, start.generation_config)
         with loading_reported(_rarely(lambda share: send(Loading(share)))):
-            engine = load_engine(start, ranks)
+            engine, step_bytes = load_engine(start, ranks)
         free_bytes = ranks.open_device(start.config.device).free_bytes()
     except MindieMMError as error:
         send(Failure.of(error))
         return
     faults.point("loaded")
     ready = msgspec.structs.replace(engine.ready, default_sampling=default_sampling)
-    send(msgspec.structs.replace(ready, free_bytes=free_bytes, num_devices=visible))
+    send(msgspec.structs.replace(ready, step_bytes=step_bytes, free_bytes=free_bytes, num_devices=visible))
     _run_steps(channel, ranks, engine, send)
 
 
@@ -178,7 +178,8 @@ def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
         _log.exception("the file of blocks %s cannot be mounted", message.path)
 
 
-def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
+def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
+    """Load the model and allocate the caches. Return the engine and the memory of its largest step in bytes."""
     config = start.config
     # If one rank fails, the others must receive its error before they wait for it in a collective operation.
     device = ranks.run_on_all(lambda: ranks.open_device(config.device))
@@ -202,12 +203,14 @@ def load_engine(start: Start, ranks: Ranks) -> BaseEngine:
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):
         processor = family.processor(checkpoint)
-    measured = model, processor, family.kinds, device, config, ranks
+    step = Step.kept(start.step_bytes)
+    if step is None:
+        step = WorstCase(model, processor, device, config, ranks).step(family.kinds)
     num_starting = 1 if start.replica.others_started else start.replica.count
-    kv_bytes = ranks.run_on_all(lambda: kv_cache_bytes(*measured, num_starting))
+    kv_bytes = ranks.run_on_all(lambda: kv_cache_bytes(model, step, device, config, ranks, num_starting))
     if isinstance(model, Seq2SeqModel):
-        return Seq2SeqEngine(model, config, kv_bytes)
+        return Seq2SeqEngine(model, config, kv_bytes), step.num_bytes
     engine = Engine(model, config, ranks.all_reduce_min(kv_bytes), ranks)
     tokenizer = load_tokenizer(checkpoint, start.family)
     engine.grammars = Grammars(tokenizer, model.spec.eos_token_ids, torch.get_num_threads())
-    return engine
+    return engine, step.num_bytes

@@ -39,6 +39,8 @@ class Start(msgspec.Struct, frozen=True):
     generation_config: str = "vllm"
     """See `WorkerConfig.generation_config`."""
     replica: Replica = Replica()
+    step_bytes: int | None = None
+    """Memory of the largest step that the first process of the engine reported, or None for that process."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -183,6 +185,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Maximum number of output tokens, if they do not count toward `max_model_len`."""
     default_sampling: SamplingParams = SamplingParams()
     """Default sampling settings of requests."""
+    step_bytes: int = 0
+    """Memory of the largest step of each rank, in bytes."""
     free_bytes: int = 0
     """Free memory of the device in bytes, after the KV cache was allocated."""
     encoder_cache_tokens: int = 0

@@ -1,0 +1,192 @@
+"""The memory of a step on the CPU, computed from the shapes of its tensors.
+
+`computed_peak_bytes` runs the step on fake tensors, which have shapes and no data, and adds up the tensors that exist
+at the same time. The result depends on the model and the settings, and not on other programs or on time
+(docs/decisions/0016-memory-is-computed.md).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mindie_mm.device.host_memory import MAPPED_BYTES
+
+_MOST_NUMBERS, _MOST_FLOATS = 2**20, 2**12
+"""Maximum number of elements of tensors of integers, and of other tensors, that are computed. Models read sizes from
+such tensors, for example from the grids of images."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def computed_peak_bytes(work: Callable[[], object], scale: float = 1.0) -> int:
+    """Return an upper bound of the memory in bytes that `work` allocates at the same time, without running it.
+
+    The bound is 1.25 times the peak of the tensors' sizes. A tensor below 32 MiB counts twice, because the C library
+    puts it in its heap, where free pieces may be too small for the next tensor.
+
+    Args:
+        work: Function that runs the step.
+        scale: Number by which the size of each tensor is multiplied.
+
+    Raises:
+        RuntimeError: `work` depends on values that only a real run computes.
+
+    """
+    shapes = _Shapes(scale)
+    with shapes:
+        work()
+    return shapes.peak_bytes * 5 // 4
+
+
+class _Shapes(FakeTensorMode):
+    """A mode in which operators only compute shapes, and small tensors of integers.
+
+    An integer that depends on weights or media is 0: each token takes the first expert, for example.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.peak_bytes = 0
+        self._scale = scale
+        self._now_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._results: dict[Any, tuple[int, Any, Any]] = {}
+
+    def once(self, key: tuple[Any, ...], inputs: Any, evaluate: Callable[[], Any]) -> Any:
+        """Return the result of `evaluate`, which is called once for each `key` and for each shape of the inputs.
+
+        A later call adds the same memory, and returns tensors of the same shapes.
+        """
+        leaves = tree_leaves(inputs)
+        key += tuple(map(_described, leaves))
+        if (known := self._results.get(key)) is not None:
+            extra_bytes, like, _ = known
+            self.peak_bytes = max(self.peak_bytes, self._now_bytes + extra_bytes)
+            with self:
+                return tree_map_only(Tensor, lambda one: torch.empty_like(one, device="cpu"), like)
+        earlier, before = self.peak_bytes, self._now_bytes
+        self.peak_bytes = before
+        out = evaluate()
+        like = tree_map_only(FakeTensor, _without_device, out)
+        others = [leaf for leaf in leaves if not isinstance(leaf, FakeTensor)]  # kept, so that their ids stay theirs
+        self._results[key] = self.peak_bytes - before, like, others
+        self.peak_bytes = max(self.peak_bytes, earlier)
+        return out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # half of all calls, so it must be fast
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else torch.device("cpu")
+        given = _tensors((args, kwargs))
+        if given and all(map(_is_small, given)) and len({one.shape for one in given}) == 1:
+            out = func(*args, **kwargs)
+        elif func is torch.ops.aten.scaled_dot_product_attention.default:  # a tower may have 1,000 equal windows
+            out = self.once((func,), (args, kwargs), lambda: self._decomposed(func, args, kwargs))
+        elif (own := _OWN.get(func.name())) is not None:
+            out = own(self, func, args)
+        elif func._can_decompose():  # noqa: SLF001 - FakeTensorMode would skip the parts of a cached result
+            out = self._decomposed(func, args, kwargs)
+        else:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            out = _with_known_integers(func, args, kwargs, given, out)
+        self._count(_tensors(out), given)
+        return out
+
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self:
+            return func.decompose(*args, **kwargs)
+
+    def _count(self, made: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        views = {_storage(part) for part in given}
+        for one in made:
+            key = _storage(one)
+            if key is None or key in views or key in self._sizes:
+                continue
+            storage = one.untyped_storage()
+            self._sizes[key] = size = _occupied(math.ceil(storage.nbytes() * self._scale))
+            self._now_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self._now_bytes)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._now_bytes -= self._sizes.pop(key, 0)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def _without_device(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _with_known_integers(func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], out: Any) -> Any:
+    """Return real tensors instead of small fake tensors of integers."""
+    if all(map(_is_small, given)):
+        return func(*args, **kwargs) if all(map(_may_be_small, _tensors(out))) else out
+    views = {_storage(part) for part in given}
+
+    def known(one: FakeTensor) -> Tensor:
+        is_known = not one.is_floating_point() and one.numel() <= _MOST_NUMBERS and _storage(one) not in views
+        return torch.zeros(one.shape, dtype=one.dtype) if is_known else one
+
+    return tree_map_only(FakeTensor, known, out)
+
+
+def _occupied(num_bytes: int) -> int:
+    """Return the memory that a tensor may occupy. It never falls when the tensor grows."""
+    return max(num_bytes, min(2 * num_bytes, 2 * MAPPED_BYTES))
+
+
+def _storage(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None  # noqa: SLF001
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and _may_be_small(tensor)
+
+
+def _may_be_small(tensor: Tensor) -> bool:
+    most = _MOST_FLOATS if tensor.is_floating_point() else _MOST_NUMBERS
+    return tensor.layout == torch.strided and tensor.numel() <= most
+
+
+def _int8_product(mode: _Shapes, func: Any, args: Any) -> Tensor:
+    """Return the result of a product with packed int8 weights, whose shape only the packed weights know."""
+    rows, *packed = args
+    width = func(torch.zeros(1, rows.shape[-1]), *packed).shape[-1]
+    with mode:
+        return torch.empty(*rows.shape[:-1], width)
+
+
+def _index(mode: _Shapes, func: Any, args: Any) -> Tensor:
+    """Return the rows that a mask selects."""
+    values, indices = args
+    places: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor):
+            places += index.nonzero().unbind(1)
+        else:
+            places.append(index)
+    result: Tensor = super(_Shapes, mode).__torch_dispatch__(func, (), (values, places), {})
+    return result
+
+
+_OWN: dict[str, Callable[[_Shapes, Any, Any], Tensor]] = {
+    "quantized::linear_dynamic": _int8_product,
+    "aten::index.Tensor": _index,
+}
+"""Operators for which FakeTensorMode has no rule, or needs values."""
