@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.tokenize.text.detokenizer import Detokenizer, load_tokenizer
+from mindie_mm.tokenize.text.detokenizer import Detokenizer, Preface, load_tokenizer
 from tests.processor_time import processor_time_below
 
 
@@ -136,6 +136,30 @@ def test_a_stop_string_within_min_tokens_does_not_stop_the_text_later(by_bytes):
     detokenizer = Detokenizer(by_bytes, ("b", "aaaaaaaa"), min_tokens=3)
     shown = "".join(detokenizer.push([token]) for token in ids)
     assert (shown + detokenizer.flush(), detokenizer.stopped_by) == ("abaa", "b")
+
+
+@given(
+    st.lists(st.sampled_from(["<t", ">", "<t>", "</t", "</t>", "a", "b", " ", "\n"]), max_size=12),
+    st.lists(st.sampled_from(["a", "ab", "\n", "t>a", ">", "</t>"]), min_size=1, max_size=2),
+    st.booleans(),
+)
+def test_stop_strings_have_no_effect_in_a_preface(tokenizer, pieces, stop, opened):
+    text = tokenizer.decode(tokenizer.encode("".join(pieces), add_special_tokens=False).ids)
+    is_open = opened or text.lstrip().startswith("<t>")
+    begin = 0 if opened else text.find("<t>") + len("<t>")
+    end = text.find("</t>", begin)
+    content = 0 if not is_open else len(text) if end < 0 else end + len("</t>")
+    if not is_open and "<t>".startswith(text.lstrip()):
+        content = len(text)  # a text that is only the beginning of the start text is not searched
+    found = [at for one in stop if (at := text.find(one, content)) >= 0]
+    detokenizer = Detokenizer(tokenizer, tuple(stop), preface=Preface("<t>\n", "</t>", opened))
+    shown = ""
+    for token in tokenizer.encode("".join(pieces), add_special_tokens=False).ids:
+        shown += detokenizer.push([token])
+        assert (text[: min(found)] if found else text).startswith(shown)
+    shown += detokenizer.flush()
+    assert (detokenizer.stopped_by is not None) == bool(found)
+    assert shown == (text[: min(found)] if found else text)
 
 
 def test_special_tokens_are_hidden(tokenizer):
