@@ -18,7 +18,7 @@ from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
 
 Sample = tuple[str, str, bytes]
 """Kind, name and contents of a media file."""
-CASES = tuple(Path(__file__).parents[1] / "cases" / name for name in ("media", "films"))
+CASES = Path(__file__).parents[1] / "cases"
 _TIFF_COMPRESSIONS = ("tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits", "jpeg", "zstd", "lzma")
 _MODES = ("L", "P", "1", "CMYK", "YCbCr", "LAB", "F", "RGBA")
 _VIDEOS = (
@@ -52,7 +52,7 @@ def _pictures() -> Iterator[Sample]:
     photo = photograph()
     for name, data in [*FILES.items(), *jpeg_variants()]:
         yield "picture", name, data
-    yield "picture", "HEIC", (CASES.with_name("media3") / "photo.heic").read_bytes()
+    yield "picture", "HEIC", (CASES / "media3/photo.heic").read_bytes()
     for name in (name for name in FORMATS if name != "HEIC"):
         yield "picture", f"large {name}", encoded(photo.resize((1400, 900)) if name != "ICO" else photo, name)
     yield "picture", "WEBP of two frames", encoded(photo, "WEBP", save_all=True, append_images=[photo.rotate(180)])
@@ -82,7 +82,7 @@ def _videos() -> Iterator[Sample]:
         yield "video", f"large {codec}", encode_video(large, container="matroska", codec=codec)
     tracks = clips.matroska_track(1, b"V_VP8") + clips.matroska_track(2, b"S_TEXT/UTF8", kind=17)
     yield "video", "VP8 with subtitles", clips.matroska(tracks, [(1, frame) for frame in clips.vp8()])
-    for path in sorted(path for folder in CASES for path in folder.iterdir()):
+    for path in sorted([*CASES.glob("media/*"), *CASES.glob("films/*")]):
         kind = "video" if path.name == "animation.png" else _KINDS_OF_CASES.get(path.suffix, "video")
         yield kind, path.name, path.read_bytes()
 
