@@ -74,7 +74,11 @@ def _videos() -> Iterator[Sample]:
     for container, codec in _VIDEOS:
         yield "video", f"{codec} in {container}", encode_video(moving_frames(12), container=container, codec=codec)
     for container, codec, pixel_format in FORMATS_WITH_ALPHA:
-        yield "video", f"alpha of {codec} in {container}", encode_rgba(moving_square(), container, codec, pixel_format)
+        yield (
+            "video",
+            f"{pixel_format} of {codec} in {container}",
+            encode_rgba(moving_square(), container, codec, pixel_format),
+        )
     for name in ("PNG", "WEBP"):
         yield "video", f"animated {name}", animate(moving_square(), name, duration=100)
     large = np.stack([np.asarray(photograph(size=(1280, 720)).rotate(angle)) for angle in range(4)])
