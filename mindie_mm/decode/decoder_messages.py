@@ -82,17 +82,35 @@ class Facts(msgspec.Struct, frozen=True, tag="facts"):
     """`Work.video_pixels` of this item alone."""
     num_pages: int = 0
     """Number of pages of the PDF, if the item is a page."""
+    leaves_out_sound: bool = False
+    """`Plan.leaves_out_sound`."""
 
     @classmethod
     def of(cls, plan: Plan, picture_pixels: int, video_pixels: int, num_pages: int = 0) -> Self:
         """Return the facts of `plan`."""
         specs = {name: (spec.dtype, spec.shape) for name, spec in plan.specs.items()}
-        return cls(plan.num_features, specs, plan.settings, plan.grid, picture_pixels, video_pixels, num_pages)
+        return cls(
+            num_features=plan.num_features,
+            specs=specs,
+            settings=plan.settings,
+            grid=plan.grid,
+            picture_pixels=picture_pixels,
+            video_pixels=video_pixels,
+            num_pages=num_pages,
+            leaves_out_sound=plan.leaves_out_sound,
+        )
 
     def plan(self) -> Plan:
         """Return the plan. Do not call its `write` function, because a decoder writes the arrays."""
         specs = {name: ArraySpec(shape, dtype) for name, (dtype, shape) in self.specs.items()}
-        return Plan(self.num_features, specs, self.settings, _write_elsewhere, self.grid)
+        return Plan(
+            num_features=self.num_features,
+            specs=specs,
+            settings=self.settings,
+            write=_write_elsewhere,
+            grid=self.grid,
+            leaves_out_sound=self.leaves_out_sound,
+        )
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):

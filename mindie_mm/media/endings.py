@@ -16,6 +16,7 @@ ENDINGS: Mapping[Kind, Mapping[str, str]] = {
         "BMP": ".bmp",
         "TIFF": ".tif .tiff",
         "AVIF": ".avif .avifs",
+        "HEIC": ".heic .heif .hif",
         "JPEG2000": ".jp2 .j2k .jpc .jpf .jpx .j2c",
         "ICO": ".ico",
         "PPM": ".ppm .pgm .pbm .pnm .pfm",

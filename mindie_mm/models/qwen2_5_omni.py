@@ -7,10 +7,8 @@ which speaks the answer, is not supported. As in transformers and vLLM, the soun
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,7 +33,6 @@ from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.weights.pretrained import load_pretrained, read_config
 
-_log = logging.getLogger(__name__)
 _DEFAULT_FPS = 2.0
 _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 _THINKER = "thinker_config"
@@ -105,8 +102,7 @@ class Qwen25OmniProcessor(QwenProcessor):
         if media.kind != "video" or not isinstance(data, bytes) or not has_sound(data):
             return plan
         if not media.options.use_audio_in_video:
-            _warn_of_sound()
-            return plan
+            return replace(plan, leaves_out_sound=True)
         with naming("the sound of the video"):
             return film_plan(plan, plan_audio(Media("audio", None), data, self.mel))
 
@@ -199,12 +195,6 @@ class Qwen25OmniModel(QwenModel):
             cu_seqlens=theirs.get_audio_cu_seqlens(chunk_lengths),
         ).last_hidden_state
         return list(features.flatten(0, -2).split([num_features_of(count) for count in frames]))
-
-
-@cache
-def _warn_of_sound() -> None:
-    """Log a warning, once in a process."""
-    _log.warning("a video has sound, which is left out; set use_audio_in_video to include it")
 
 
 class Qwen25Omni(PretrainedFamily):

@@ -101,6 +101,8 @@ class Plan:
 
     Empty if this format cannot describe the item.
     """
+    leaves_out_sound: bool = False
+    """Whether the item is a video whose sound the model could hear, but `use_audio_in_video` is not set."""
 
 
 class Processor(ABC):

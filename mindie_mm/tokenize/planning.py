@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from mindie_mm.nn.splice import ITEM, MediaShape
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import ArraySpec
 from mindie_mm.tokenize.placeholders import Expansion
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +64,7 @@ class Planner:
         self.processor = processor
         self._family = family
         self._limits = limits
+        self._has_warned = False
 
     def counts(self, media: Sequence[Media]) -> Counter[Kind]:
         """Return the number of items of each kind in a prompt.
@@ -110,8 +114,11 @@ class Planner:
             )
 
     def item(self, index: int, kind: Kind, plan: Plan) -> PlannedItem:
-        """Create the planned item for `plan`."""
+        """Create the planned item for `plan`. Warn of the first video whose sound is left out."""
         processor = self.processor
+        if plan.leaves_out_sound and not self._has_warned:
+            self._has_warned = True
+            _log.warning("a video has sound, which is left out; set use_audio_in_video to include it")
         if kind == PROMPT:
             placeholder = text_placeholder(processor)
             return PlannedItem(Expansion(kind, placeholder, plan.num_features, Spelling()), plan, index)

@@ -5,7 +5,7 @@ import { bytes } from "./format.js";
 
 // The same extensions as in mindie_mm/media/endings.py.
 const BY_ENDING = {
-  image: /\.(jpg|jpeg|jpe|jfif|png|apng|webp|gif|bmp|tif|tiff|avif|avifs|jp2|j2k|jpc|jpf|jpx|j2c|ico|ppm|pgm|pbm|pnm|pfm)$/i,
+  image: /\.(jpg|jpeg|jpe|jfif|png|apng|webp|gif|bmp|tif|tiff|avif|avifs|heic|heif|hif|jp2|j2k|jpc|jpf|jpx|j2c|ico|ppm|pgm|pbm|pnm|pfm)$/i,
   video: /\.(mp4|m4v|mov|qt|3gp|3g2|f4v|mkv|webm|avi|wmv|asf|ts|m2t|m2ts|mts|flv|mpg|mpeg|mpe|m2p|vob|dv|dif|ogv|ivf|h264|264|avc|h265|265|hevc)$/i,
   audio: /\.(wav|flac|mp3|mp2|aac|adts|ogg|oga|opus|m4a|m4b|mka|weba|aiff|aif|aifc|wma|caf|w64|au|snd|sph|amr|awb)$/i,
 };

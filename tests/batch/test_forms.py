@@ -554,3 +554,20 @@ def test_a_table_is_open_only_while_it_is_read(tmp_path: Path) -> None:
     tables[0].close()
     assert num_open() == before
     assert list(tables[0].records(1, 3)) == [{"text": "a"}] * 2
+
+
+def test_audio_that_is_too_long_or_the_sound_of_a_film_is_never_lost_in_silence(tmp_path: Path) -> None:
+    cases = Path(__file__).parents[1] / "cases/films"
+    film = {"video": str(cases / "moving_with_sound.mp4")}
+    items = [{"audio": str(cases / "late_beep.flac")}, film, {**film, "use_audio_in_video": True}]
+    rows = written(tmp_path / "rows.jsonl", [{"inputs": [item, {"text": TEXT}]} for item in items])
+    run_in_process(settings(rows), tmp_path / "run")
+    long, silent, heard = Dataset(tmp_path / "run")
+    assert "the audio clip lasts 45.0 s; the limit of this model is 30 s" in str(long.error)
+    assert (silent.error, heard.error) == (None, None)
+    assert [*heard.arrays[0]] == ["pixel_values_videos", "input_features", "item"]
+    (span,) = heard.spans
+    assert (
+        np.isin(heard.ids[span.start : span.stop], [span.token, span.second_token]).sum() == span.stop - span.start - 2
+    )
+    assert len(heard.ids) == len(silent.ids) + 51 + 2

@@ -18,7 +18,7 @@ from tests.sound_samples import encode_sound, encode_with_ffmpeg, speech, tone
 
 Sample = tuple[str, str, bytes]
 """Kind, name and contents of a media file."""
-CASES = tuple(Path(__file__).parents[1] / "cases" / name for name in ("media", "films"))
+CASES = Path(__file__).parents[1] / "cases"
 _TIFF_COMPRESSIONS = ("tiff_lzw", "tiff_deflate", "tiff_adobe_deflate", "packbits", "jpeg", "zstd", "lzma")
 _MODES = ("L", "P", "1", "CMYK", "YCbCr", "LAB", "F", "RGBA")
 _VIDEOS = (
@@ -52,7 +52,7 @@ def _pictures() -> Iterator[Sample]:
     photo = photograph()
     for name, data in [*FILES.items(), *jpeg_variants()]:
         yield "picture", name, data
-    yield "picture", "HEIC", (CASES.with_name("media3") / "photo.heic").read_bytes()
+    yield "picture", "HEIC", (CASES / "media3/photo.heic").read_bytes()
     for name in (name for name in FORMATS if name != "HEIC"):
         yield "picture", f"large {name}", encoded(photo.resize((1400, 900)) if name != "ICO" else photo, name)
     yield "picture", "WEBP of two frames", encoded(photo, "WEBP", save_all=True, append_images=[photo.rotate(180)])
@@ -74,7 +74,11 @@ def _videos() -> Iterator[Sample]:
     for container, codec in _VIDEOS:
         yield "video", f"{codec} in {container}", encode_video(moving_frames(12), container=container, codec=codec)
     for container, codec, pixel_format in FORMATS_WITH_ALPHA:
-        yield "video", f"alpha of {codec} in {container}", encode_rgba(moving_square(), container, codec, pixel_format)
+        yield (
+            "video",
+            f"{pixel_format} of {codec} in {container}",
+            encode_rgba(moving_square(), container, codec, pixel_format),
+        )
     for name in ("PNG", "WEBP"):
         yield "video", f"animated {name}", animate(moving_square(), name, duration=100)
     large = np.stack([np.asarray(photograph(size=(1280, 720)).rotate(angle)) for angle in range(4)])
@@ -82,7 +86,7 @@ def _videos() -> Iterator[Sample]:
         yield "video", f"large {codec}", encode_video(large, container="matroska", codec=codec)
     tracks = clips.matroska_track(1, b"V_VP8") + clips.matroska_track(2, b"S_TEXT/UTF8", kind=17)
     yield "video", "VP8 with subtitles", clips.matroska(tracks, [(1, frame) for frame in clips.vp8()])
-    for path in sorted(path for folder in CASES for path in folder.iterdir()):
+    for path in sorted([*CASES.glob("media/*"), *CASES.glob("films/*")]):
         kind = "video" if path.name == "animation.png" else _KINDS_OF_CASES.get(path.suffix, "video")
         yield kind, path.name, path.read_bytes()
 

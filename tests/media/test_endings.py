@@ -27,9 +27,10 @@ def test_exactly_the_supported_formats_have_endings():
 
 
 def test_image_endings_equal_those_of_pillow():
+    """Pillow does not read HEIC."""
     Image.init()
     known = {ending for ending, name in Image.registered_extensions().items() if name in image.FORMATS}
-    assert known == {*of_kind("image")}
+    assert known | {*ENDINGS["image"]["HEIC"].split()} == {*of_kind("image")}
 
 
 @pytest.mark.parametrize("kind", ENDINGS)

@@ -9,6 +9,9 @@ from typing import Any
 import av
 import pytest
 
+from tests.media.test_films import encode_rgba, moving_square
+from tools.serving import RunningService
+
 CASES = Path(__file__).parents[1] / "cases/films"
 WHAT = "What is in the video?"
 WHICH_WAY = "Which way does the shape move?"
@@ -42,6 +45,14 @@ def ask(http: Any, name: str, question: str, **fields: Any) -> tuple[str, int]:
 )
 def test_a_file_has_the_answer_of_its_plain_form(http: Any, name: str, like: str, question: str) -> None:
     assert ask(http, name, question) == ask(http, like, question)
+
+
+def test_the_alpha_channel_of_webm_is_decoded_by_a_locked_in_decoder(http: Any, tmp_path: Path) -> None:
+    forms = {"a.webm": ("webm", "libvpx", "yuva420p"), "b.mov": ("mov", "qtrle", "argb")}
+    for name, form in forms.items():
+        (tmp_path / name).write_bytes(encode_rgba(moving_square(), *form))
+    in_webm, in_mov = (ask(http, str(tmp_path / name), WHICH_WAY) for name in forms)
+    assert in_webm == in_mov
 
 
 def test_an_hlg_film_has_the_colors_of_the_same_film_in_sdr(http: Any) -> None:
@@ -95,6 +106,11 @@ def test_use_audio_in_video_adds_the_sound_of_a_film(http: Any) -> None:
     assert (
         span["features"] == usage["usage"]["prompt_tokens_details"]["video_tokens"] == span["stop"] - span["start"] - 2
     )
+
+
+def test_sound_that_is_left_out_is_in_the_log(http: Any, service: RunningService) -> None:
+    ask(http, "moving_with_sound.mp4", WHICH_WAY, max_tokens=1)
+    assert "a video has sound, which is left out; set use_audio_in_video to include it" in service.log.read_text()
 
 
 def test_the_sound_of_a_film_is_true_or_false(http: Any) -> None:

@@ -105,6 +105,7 @@ def spans(http: Any, *parts: Any, **changes: Any) -> list[int]:
         ({"mm_processor_kwargs": {"images_kwargs": {"max_pixels": 9000}}}, {"max_pixels": 9000}, {}),
         ({"mm_processor_kwargs": {"videos_kwargs": {"num_frames": 8}}}, {}, {"num_frames": 8}),
         ({"mm_processor_kwargs": {"fps": 8, "min_pixels": 99}}, {"min_pixels": 99}, {"fps": 8, "min_pixels": 99}),
+        ({"mm_processor_kwargs": {"use_audio_in_video": True, "fps": 4}}, {}, {"use_audio_in_video": True, "fps": 4}),
         ({"media_io_kwargs": {"video": {"num_frames": 6}}}, {}, {"num_frames": 6}),
         ({"media_io_kwargs": {"video": {"num_frames": 6, "fps": 24}}}, {}, {"fps": 24, "max_frames": 6}),
         ({"media_io_kwargs": {"video": {"num_frames": -1, "fps": 24}}}, {}, {"fps": 24}),
