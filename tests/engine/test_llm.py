@@ -99,7 +99,7 @@ def test_an_array_in_any_form_is_the_picture(llm, picture):
         torch.from_numpy((rgb / np.float32(255)).transpose(2, 0, 1)),
         file,
     ]
-    options = {"max_pixels": np.int64(2**20)}
+    options = {"max_pixels": np.int64(2**16)}
     outputs = llm.generate([[{"image": form, **options}, {"text": "What is it?"}] for form in forms], params)
     assert len({(output.text, *output.token_ids) for output in outputs}) == 1
     with pytest.raises(InputError, match="floats must be from 0 to 1"):
