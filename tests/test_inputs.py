@@ -1,5 +1,6 @@
 """Tests of parsing items and messages."""
 
+import io
 from itertools import repeat
 from pathlib import Path
 
@@ -407,3 +408,22 @@ def test_messages_are_parsed():
 def test_the_error_describes_a_mistake_in_a_message(messages, message):
     with pytest.raises(InputError, match=message):
         parse_messages(messages)
+
+
+def test_bytes_io_is_bytes():
+    """The position of the stream has no effect."""
+    data = io.BytesIO(b"some bytes")
+    data.seek(4)
+    assert parse_inputs(
+        [{"image": data}, {"document": data}, {"video": [data, data]}, {"audio": data}]
+    ) == parse_inputs(
+        [
+            {"image": b"some bytes"},
+            {"document": b"some bytes"},
+            {"video": [b"some bytes"] * 2},
+            {"audio": b"some bytes"},
+        ]
+    )
+    assert parse_inputs([{"image_embeds": data}]) == parse_inputs([{"image_embeds": b"some bytes"}])
+    with pytest.raises(InputError, match="is empty"):
+        parse_inputs([{"image": io.BytesIO()}])

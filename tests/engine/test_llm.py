@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import re
@@ -83,6 +84,26 @@ def test_the_picture_changes_the_answer(llm, picture):
     black = Image.new("RGB", picture.size)
     (one,), (other,) = (llm.generate([[{"image": image}, {"text": "What?"}]], GREEDY) for image in (picture, black))
     assert one.token_ids != other.token_ids
+
+
+def test_an_array_in_any_form_is_the_picture(llm, picture):
+    """Numbers of numpy are numbers, too."""
+    params = SamplingParams(temperature=np.float32(0), max_tokens=np.int64(6), ignore_eos=np.bool_(True))
+    rgb, file = np.asarray(picture), io.BytesIO()
+    picture.save(file, "PNG")
+    forms = [
+        picture,
+        rgb,
+        rgb.transpose(2, 0, 1),
+        rgb / 255,
+        torch.from_numpy((rgb / np.float32(255)).transpose(2, 0, 1)),
+        file,
+    ]
+    options = {"max_pixels": np.int64(2**16)}
+    outputs = llm.generate([[{"image": form, **options}, {"text": "What is it?"}] for form in forms], params)
+    assert len({(output.text, *output.token_ids) for output in outputs}) == 1
+    with pytest.raises(InputError, match="floats must be from 0 to 1"):
+        llm.generate([[{"image": rgb.astype(np.float32)}, {"text": "What is it?"}]], params)
 
 
 def test_encoded_items_take_the_place_of_the_items(llm, picture):

@@ -1,6 +1,7 @@
 """Tests that texts, color profiles and EXIF data of any size do not prevent the decoding of an image."""
 
 import io
+import struct
 import zlib
 from pathlib import Path
 
@@ -51,6 +52,12 @@ def test_the_case_equals_the_plain_picture():
 def test_a_png_with_a_long_text_is_read(name, at_end):
     """libpng, browsers and OpenCV read these files."""
     assert np.array_equal(open_image(with_chunks(CHUNKS[name], at_end=at_end)).decode(), PIXELS)
+
+
+def test_an_icon_may_contain_a_png_with_a_long_text():
+    png = with_chunks(CHUNKS["zTXt"])
+    icon = b"\0\0\1\0\1\0" + struct.pack("<BBBBHHII", 90, 60, 0, 0, 1, 32, len(png), 22) + png
+    assert np.array_equal(open_image(icon).decode(), PIXELS)
 
 
 @pytest.mark.parametrize("padding", [0, 1_500_000])

@@ -160,8 +160,14 @@ def test_limits_apply_to_pages():
         open_image(page)
 
 
+BIG = b"II+\0\x08\0\0\0" + struct.pack("<Q", 16)
+FAR = struct.pack("<QHHQQ", 1, 254, 16, 64, 2**64 - 1)
+
+
 @pytest.mark.parametrize(
-    "data", [b"II*\0", b"II*\0\xff\xff\xff\xff", b"MM\0*\0\0\0\x08\0\0", b"II+\0\x08\0\0\0" + b"\xff" * 8]
+    "data",
+    [b"II*\0", b"II*\0\xff\xff\xff\xff", b"MM\0*\0\0\0\x08\0\0", BIG[:8] + b"\xff" * 8, BIG + FAR + bytes(8)],
+    ids=["no offset", "beyond the end", "no entries", "far beyond the end", "values far beyond the end"],
 )
 def test_broken_directories_are_refused(data):
     with pytest.raises(MediaError, match="cannot be read"):

@@ -198,6 +198,8 @@ class _Tiff:
         """Return the values of an entry and the place of the first value. `field` is the offset of its value field."""
         form = f"{self._order}{num}{code}"
         place = field if struct.calcsize(form) <= self._width else self._unpack(self._offset, field)
+        if place > len(self._data):
+            raise struct.error
         return struct.unpack_from(form, self._data, place), (place, code)
 
     def _count(self, num_entries: int) -> None:

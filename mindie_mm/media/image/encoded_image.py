@@ -93,7 +93,7 @@ class EncodedImage:
         try:
             if data.startswith(ICON_START):
                 data = picture_of_icon(data)
-            elif data.startswith(PNG_START):
+            if data.startswith(PNG_START):
                 data = without_texts(data)
             file = _open_file(data)
             width, height = file.size
