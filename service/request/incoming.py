@@ -52,9 +52,20 @@ class Incoming:
     accepts_handles: bool
     """See `Call.accepts_handles`."""
 
+    def accept(self, body: Body) -> None:
+        """Check the model and the fields of a request.
+
+        Raises:
+            ModelNotFound: The model is not the served model.
+            InputError: The body has an unknown field, and the service is strict.
+
+        """
+        self.service.check_model(body.model)
+        pass_over_fields(body.unknown, strict=self.service.config.strict)
+
     def call(
         self,
-        model: str | None,
+        body: Body,
         settings: Settings,
         *,
         prefix: str = "",
@@ -64,20 +75,18 @@ class Incoming:
         """Return the call of the engine for this request.
 
         Args:
-            model: Model that the request asks for.
-            settings: The request's settings.
+            body: Body of the request.
+            settings: The request's settings: the body, or an object in it.
             prefix: Text in front of the request's id in the answer's id.
             n: Number of choices per prompt.
             length_penalty: Length penalty of a beam search, or None to draw tokens.
 
         Raises:
             ModelNotFound: The model is not the served model.
-            InputError: A setting is not valid.
+            InputError: A setting is not valid, or a field is unknown and the service is strict.
 
         """
-        self.service.check_model(model)
-        if isinstance(settings, Body):
-            pass_over_fields(settings.unknown, strict=self.service.config.strict)
+        self.accept(body)
         try:
             worker = self.service.worker
             params = settings.sampling_params(worker.default_sampling)

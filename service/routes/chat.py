@@ -48,7 +48,7 @@ async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     """Answer a chat, which may contain pictures, videos and sound. Stream the answer on request."""
     body = body.with_defaults(incoming.service.config)
     use = body.tool_use(body.parallel_tool_calls)
-    call = incoming.call(body.model, body, prefix="chatcmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
+    call = incoming.call(body, body, prefix="chatcmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
     budget = body.thinking_token_budget
     form = ChatForm.of(
         call,

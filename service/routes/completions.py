@@ -43,7 +43,7 @@ _OF_TEXT = ("echo", "return_token_ids", "truncate_prompt_tokens")
 async def completions(body: CompletionBody, incoming: IncomingDep) -> Response:
     """Complete texts or token ids. Stream the completion on request."""
     body = body.with_defaults(incoming.service.config)
-    call = incoming.call(body.model, body, prefix="cmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
+    call = incoming.call(body, body, prefix="cmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
     return incoming.answered(_Completion(call, body, int(time.time())), stream=body.stream)
 
 

@@ -134,7 +134,7 @@ async def generate_stream(body: GenerateBody, incoming: IncomingDep) -> Response
 
 def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
     parameters = body.parameters or GenerateParameters()
-    call = incoming.call(body.model, parameters)
+    call = incoming.call(body, parameters)
     if parameters.adapter_id not in (None, _NO_ADAPTER):
         message = f"adapter_id is {parameters.adapter_id!r}, but adapters are not supported; leave adapter_id out"
         raise InputError(message, param="parameters")

@@ -66,6 +66,7 @@ class InferParameters(Settings):
     }
 
     instead: ClassVar[Mapping[str, str]] = INSTEAD_OF_MINDIES
+    ignored: ClassVar[Collection[str]] = ("typical_p", "watermark", "priority")
 
     temperature: Annotated[float, Field(gt=0, le=100)] | None = None
     top_k: Annotated[int, Field(ge=0, le=INT32_MAX), WHOLE] | None = None
@@ -115,6 +116,7 @@ class InputsBody(Body):
         **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_new_tokens inside parameters"),
         "stop_sequences": "stop inside parameters",
     }
+    ignored: ClassVar[Collection[str]] = ("id",)
     of_parameters: ClassVar[Collection[str]] = InferParameters.model_fields
     """Names of fields that are accepted only in `parameters`."""
 
@@ -201,7 +203,7 @@ class InferEvent(TypedDict):
 async def infer(body: InferBody, incoming: IncomingDep) -> Response:
     """Answer a text or a list of texts, pictures, videos and sounds. Stream the answer on request."""
     parameters = body.parameters or InferParameters()
-    inference = _Infer(incoming.call(body.model, parameters), body, parameters)
+    inference = _Infer(incoming.call(body, parameters), body, parameters)
     return incoming.answered(inference, stream=body.stream, last=None, timeout_s=parameters.timeout)
 
 

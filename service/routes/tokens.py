@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar, NotRequired
 
 from fastapi import APIRouter
@@ -9,7 +10,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import media_defaults, template_variables
+from mindie_mm.inputs import OFF, media_defaults, template_variables
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from service.http.json_response import JSONResponse
@@ -21,7 +22,7 @@ from service.schemas.body import Array, Body, CacheSalt, NotServed, Templated, T
 from service.schemas.description import answered
 from service.schemas.message_types import AnyItem, AnyMessage
 from service.schemas.not_served import NOT_SERVED
-from service.schemas.openai_types import opens_turn
+from service.schemas.openai_types import ChatBody, CompletionBody, opens_turn
 from service.schemas.tool_types import ToolFields
 
 router = APIRouter()
@@ -31,7 +32,13 @@ class TokenizeBody(ToolFields, Body):
     """POST /tokenize. Exactly one of `prompt`, `messages` and `inputs` must be given."""
 
     # chat_template is not refused, because it is a boolean field for `inputs`, as in /infer.
-    not_served: ClassVar[NotServed] = {name: off for name, off in NOT_SERVED.items() if name != "chat_template"}
+    not_served: ClassVar[NotServed] = {
+        **{name: off for name, off in NOT_SERVED.items() if name != "chat_template"},
+        **dict.fromkeys(("truncate_prompt_tokens", "prompt_embeds"), OFF),
+    }
+
+    ignored: ClassVar[Collection[str]] = {*ChatBody.model_fields, *CompletionBody.model_fields}
+    """Fields of completions, whose bodies clients send to count their tokens. Those that change tokens are refused."""
 
     prompt: str | None = None
     messages: Array[AnyMessage] | None = None
@@ -63,6 +70,8 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     tokens: TokenIds
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text. Default: false."""
 
 
 class TokenizeAnswer(TypedDict):
@@ -85,7 +94,7 @@ class DetokenizeAnswer(TypedDict):
 async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     """Return the token ids of a text, a chat or a `List[Dict]`, with placeholder ids in place of handle words."""
     service = incoming.service
-    service.check_model(body.model)
+    incoming.accept(body)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
         raise InputError("the request must have exactly one of prompt, messages and inputs")
     if body.chat_template is not None and body.inputs is None:
@@ -163,12 +172,13 @@ async def tokenizer_info(service: ServiceDep) -> Response:
 
 
 @router.post("/detokenize", responses=answered(DetokenizeAnswer))
-async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
-    """Return the text of token ids, including the text of special tokens."""
-    service.check_model(body.model)
+async def detokenize(body: DetokenizeBody, incoming: IncomingDep) -> Response:
+    """Return the text of token ids. By default, it includes the text of special tokens."""
+    service = incoming.service
+    incoming.accept(body)
 
     async def answer() -> DetokenizeAnswer:
         ids: list[int] = prompt_of_ids(service, body.tokens, "tokens").ids.tolist()
-        return {"prompt": service.worker.tokenizer.decode(ids, skip_special_tokens=False)}
+        return {"prompt": service.worker.tokenizer.decode(ids, skip_special_tokens=bool(body.skip_special_tokens))}
 
     return WholeAnswer(answer, service.admission)

@@ -1,14 +1,14 @@
 """Base classes and field types of all request bodies.
 
-Values are not converted to other types. Fields in `not_served` are refused. All other unknown fields are ignored, as in
-other servers, unless the service is strict (`unknown_fields.py`).
+Values are not converted to other types. Fields in `not_served` are refused. All other unknown fields are ignored with a
+warning, as in other servers, unless the service is strict (`unknown_fields.py`).
 """
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -91,6 +91,26 @@ class Fields(BaseModel):
     not_served: ClassVar[NotServed] = {}
     instead: ClassVar[Mapping[str, str]] = {}
     """Fields to use instead of some of the fields in `not_served`. Error messages suggest them."""
+    ignored: ClassVar[Collection[str]] = ()
+    """Fields that are known not to change the answer."""
+    _unknown: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of the fields of the request, and of objects in it, that their classes do not define."""
+        objects = [
+            (name, value) for name in type(self).model_fields if isinstance(value := getattr(self, name), Fields)
+        ]
+        return (*self._unknown, *(f"{name}.{one}" for name, value in objects for one in value.unknown))
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_unknown(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        fields = handler(given)
+        if isinstance(given, dict):
+            known = {*cls.model_fields, *cls.not_served, *cls.ignored}
+            fields._unknown = unknown_fields(given, known)  # noqa: SLF001 - its own class
+        return fields
 
     @model_validator(mode="before")
     @classmethod
@@ -172,21 +192,6 @@ class Body(Fields):
 
     model: str | None = None
     """Name of the served model, or None. An empty name counts as None."""
-    _unknown: tuple[str, ...] = PrivateAttr(())
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Names of the request's fields that this class does not define."""
-        return self._unknown
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _note_unknown(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        body = handler(given)
-        if isinstance(given, dict):
-            known = cls.model_fields.keys() | cls.not_served.keys()
-            body._unknown = unknown_fields(given, known)  # noqa: SLF001 - its own class
-        return body
 
     @field_validator("model")
     @classmethod

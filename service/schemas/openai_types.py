@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -46,6 +46,8 @@ _ID = re.compile(r"0|[1-9][0-9]{0,39}")
 
 class StreamOptions(Fields):
     """Options of a streamed answer."""
+
+    ignored: ClassVar[Collection[str]] = ("include_obfuscation",)
 
     include_usage: bool | None = None
     """Send a last chunk that has the usage and no choices."""

@@ -22,6 +22,25 @@ KEY, WRONG_KEY = "the-right-api-key", "a-wrong-api-key"
 PROMPT = "Whisper about Ozymandias"
 SYSTEM = "You never mention Xanadu"
 SCHEMA_NAME = "Kubla"
+UNKNOWN_FIELDS: list[tuple[str, str, dict[str, Any]]] = [
+    ("/infer", "x_infer", {"inputs": PROMPT, "x_infer": 1}),
+    ("/infer", "parameters.max_new_token", {"inputs": PROMPT, "parameters": {"max_new_token": 1, "typical_p": 0.5}}),
+    ("/generate", "parameters.x_generate", {"inputs": PROMPT, "parameters": {"x_generate": 1}}),
+    ("/generate_stream", "x_stream", {"inputs": PROMPT, "x_stream": 1}),
+    ("/tokenize", "x_tokenize", {"prompt": PROMPT, "x_tokenize": 1}),
+    ("/detokenize", "x_detokenize", {"tokens": [5], "x_detokenize": 1}),
+    (
+        "/v1/completions",
+        "stream_options.x_option",
+        {
+            "prompt": PROMPT,
+            "max_tokens": 1,
+            "stream": True,
+            "stream_options": {"x_option": 1, "include_obfuscation": True},
+        },
+    ),
+]
+"""Paths, unknown fields and bodies of requests with these fields."""
 OF_A_LIBRARY = re.compile(r"\[W\d{4} \d\d:\d\d:\d\d.\d+ \w+\.cpp:\d+\] ")
 """Lines that the C++ code of torch or torch_npu writes to standard error."""
 
@@ -87,6 +106,10 @@ def send_unknown_keys(http: Any, *, strict: bool) -> None:
             answer = http.post(path, json=body)
             assert answer.status_code == (400 if strict else 200), answer.text
             assert not strict or "has the unknown key 'annotations'" in answer.json()["error"]["message"]
+    for path, field, body in UNKNOWN_FIELDS:
+        answer = http.post(path, json=body)
+        assert answer.status_code == (400 if strict else 200), (path, answer.text)
+        assert not strict or f"the unknown field '{field}'" in answer.json()["error"]["message"]
     good = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1, "store": True}
     for change in (
         {},
@@ -129,6 +152,14 @@ def test_an_ignored_reasoning_effort_is_logged_once(talk: Talk) -> None:
     assert [message for message in warnings if "effort" in message] == [
         "ignoring reasoning_effort, which the model's chat template does not use; this warning is not repeated"
     ] * (not strict)
+
+
+def test_an_ignored_field_of_each_route_is_logged_once(talk: Talk) -> None:
+    strict, log, _, _ = talk
+    warnings = [record["message"] for record in records(log) if record["level"] == "warning"]
+    for _, field, _ in UNKNOWN_FIELDS:
+        text = f"ignoring the unknown key {field!r} of a request; this warning is not repeated"
+        assert warnings.count(text) == (not strict), field
 
 
 def test_keys_and_media_are_never_logged(talk: Talk) -> None:
@@ -175,7 +206,7 @@ def test_each_request_has_its_access_line(talk: Talk) -> None:
     assert all(("reason" in line) == (line["status"] >= 400) for line in lines)
     assert lines[4]["reason"] == "the request has no valid API key; send the header Authorization: Bearer KEY"
     assert lines[0]["client_request_id"] == "mine-1"
-    assert len({line["request_id"] for line in lines}) == len(lines) == 24
+    assert len({line["request_id"] for line in lines}) == len(lines) == 24 + len(UNKNOWN_FIELDS)
     assert all(line["duration_s"] > 0 and line["method"] in ("POST", "GET") for line in lines)
 
 

@@ -75,7 +75,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
                 "response_format",
                 "seed",
             ),
-            *("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs", "messages"),
+            *("tools", "tool_choice", "chat_template_kwargs", "mm_processor_kwargs", "messages"),
             *("guided_regex", "guided_grammar", "guided_json", "truncation_side", "verbosity", "structural_tag"),
         )
     },
