@@ -10,10 +10,13 @@ from mindie_mm.media.document.fonts import find_faces
 from mindie_mm.media.document.pdf import PdfPage
 from mindie_mm.media.warm import warm_up
 from tests.lockdown.children import in_locked_child
+from tools.arguments import parser
 
 
 def main() -> None:
-    folder, data = sys.argv[1], sys.stdin.buffer.read()
+    options = parser(__doc__)
+    options.add_argument("folder", metavar="FOLDER")
+    folder, data = options.parse_args().folder, sys.stdin.buffer.read()
     pdf.find_faces = lambda: find_faces([folder])
     warm_up()
     pixels, noticed = in_locked_child(lambda: PdfPage.open(data, 0).decode())
