@@ -25,7 +25,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import MediaCaps, MiB, Switch
 from mindie_mm.settings.limits import PromptLimits, python_number
 
-FORMAT = 2
+FORMAT = 3
 """Version of the output's layout. Output of other versions cannot be read."""
 RUN_FILE = "run.json"
 

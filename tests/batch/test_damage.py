@@ -168,7 +168,7 @@ def test_a_run_of_another_format_is_not_called_damaged(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["run"]["format"] = 1
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match="was written in format 1; only format 2 is supported"):
+    with pytest.raises(InputError, match="was written in format 1; only format 3 is supported"):
         Dataset(folder)
 
 
