@@ -220,6 +220,7 @@ async def test_a_restarted_engine_keeps_its_cache_size_whatever_other_processes_
             await asyncio.sleep(0)
         await tokens(engine, "later")
         assert engine.pid != before
+        assert engine.info.step_bytes == first.step_bytes > 0
         assert msgspec.structs.replace(engine.info, free_bytes=first.free_bytes) == first
         del taken
     finally:

@@ -30,9 +30,11 @@ from safetensors.torch import load_file, save, save_file
 from transformers.video_utils import VideoMetadata
 
 from mindie_mm.device import kind_of
+from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cpu.int8_linear import Int8Linear
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
+from mindie_mm.engine.process.memory_profile import WorstCase
 from mindie_mm.engine.requests.engine_messages import Add, Encode
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import (
@@ -71,6 +73,7 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.truncate import truncate
+from tests.allocations import allocated_bytes
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models.references import Items, Reference, Remembered
 from tests.models.small_checkpoints import changed
@@ -811,6 +814,17 @@ class FamilyContract:
         items = [item for ids in tokenized.values() for item in moved.read(ids.numpy())]
         for features, item in zip(moved.encode(items), items, strict=True):
             assert (features.dtype, len(features)) == (torch.float32, item.shape.num_features)
+
+    def test_the_computed_memory_of_a_step_is_above_the_allocated(self, model, processor):
+        """Two pictures or clips and a short prefill allocate at most what is computed, and at least 0.35 times that."""
+        if model.spec.device.type != "cpu":
+            pytest.skip("other devices run the step")
+        worst = WorstCase(model, processor, CPU(), EngineConfig(max_model_len=min(model.spec.max_model_len, 1024)))
+        works = [worst._prefill(min(model.spec.max_model_len, 256))]
+        works += [worst._encode(kind, worst._largest_plan(kind), 2) for kind in family_named(self.name).kinds]
+        for work in works:
+            computed, allocated = CPU().peak_bytes(work), allocated_bytes(work)
+            assert allocated <= computed <= allocated / 0.35 + 2**17
 
     def test_the_worst_case_takes_the_most_tokens(self, processor):
         for kind in family_named(self.name).kinds:

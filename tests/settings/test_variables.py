@@ -4,9 +4,12 @@ import dataclasses
 import os
 
 import pytest
+from click.testing import CliRunner
 
+from mindie_mm.cli.serve import command
+from mindie_mm.errors import InputError
 from mindie_mm.settings.environment import variable
-from mindie_mm.settings.sources import CLASSES, PARTS, configuration, misspelt_variables
+from mindie_mm.settings.sources import CLASSES, PARTS, REMOVED, configuration, misspelt_variables
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +57,18 @@ def test_variables_of_kubernetes_services_are_not_reported(monkeypatch):
     assert misspelt_variables() == []
     monkeypatch.setenv("MINDIE_MM_CANARY_PORT", "80")
     assert misspelt_variables() == ["MINDIE_MM_CANARY_PORT is not a setting"]
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_is_named_with_what_to_do(name, tmp_path, monkeypatch):
+    file = tmp_path / "settings.toml"
+    file.write_text(f"{name} = 0")
+    with pytest.raises(InputError, match=f"the setting '{name}' was removed: .*leave the setting out"):
+        configuration({}, file)
+    monkeypatch.setenv(f"MINDIE_MM_{name.upper()}", "0")
+    assert misspelt_variables() == [f"MINDIE_MM_{name.upper()} has no effect: {REMOVED[name]}"]
+    option = f"--{name.replace('_', '-')}"
+    result = CliRunner().invoke(command, [option, "0"])
+    assert result.exit_code == 2
+    assert f"{option} was removed: {REMOVED[name]}" in result.output
+    assert option not in CliRunner().invoke(command, ["--help"]).output
