@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -181,8 +181,8 @@ def _index(mode: _Shapes, func: Any, args: Any) -> Tensor:
             places += index.nonzero().unbind(1)
         else:
             places.append(index)
-    result: Tensor = super(_Shapes, mode).__torch_dispatch__(func, (), (values, places), {})
-    return result
+    result: Any = super(_Shapes, mode).__torch_dispatch__(func, (), (values, places), {})
+    return cast("Tensor", result)
 
 
 _OWN: dict[str, Callable[[_Shapes, Any, Any], Tensor]] = {
