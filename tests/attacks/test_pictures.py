@@ -55,11 +55,8 @@ def test_too_many_parts_are_refused_before_decoding(attacked: Attacked, make: Ma
 
 
 @named(pictures.PACKED)
-def test_huge_compressed_metadata_are_refused(attacked: Attacked, make: Make) -> None:
-    attacked.refused(
-        with_bytes("image", make()),
-        "bytes cannot be read as an image (supported formats: JPEG, PNG, WEBP, GIF, BMP, TIFF, AVIF, ",
-    )
+def test_huge_compressed_metadata_are_not_decompressed(attacked: Attacked, make: Make) -> None:
+    attacked.answered(with_bytes("image", make()))
 
 
 @named(pictures.BROKEN)

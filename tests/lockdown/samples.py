@@ -52,7 +52,7 @@ def _pictures() -> Iterator[Sample]:
     photo = photograph()
     for name, data in [*FILES.items(), *jpeg_variants()]:
         yield "picture", name, data
-    yield "picture", "HEIC", (CASES.with_name("media3") / "photo.heic").read_bytes()
+    yield "picture", "HEIC", (CASES[0].with_name("media3") / "photo.heic").read_bytes()
     for name in (name for name in FORMATS if name != "HEIC"):
         yield "picture", f"large {name}", encoded(photo.resize((1400, 900)) if name != "ICO" else photo, name)
     yield "picture", "WEBP of two frames", encoded(photo, "WEBP", save_all=True, append_images=[photo.rotate(180)])
