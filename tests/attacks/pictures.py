@@ -391,7 +391,7 @@ PACKED: dict[str, Callable[[], bytes]] = {
     "png iTXt of 64 MB": lambda: within_png(chunk(b"iTXt", b"x\0\1\0\0\0" + zeros(64_000_000))),
     "png iCCP of 64 MB": lambda: within_png(chunk(b"iCCP", b"x\0\0" + zeros(64_000_000))),
 }
-"""Pictures with huge compressed metadata."""
+"""Pictures with huge compressed metadata, which are not decompressed."""
 
 BROKEN: dict[str, Callable[[], bytes]] = {
     "a tiff of 10 pages": lambda: encoded(small(), "TIFF", save_all=True, append_images=[small()] * 9),
