@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.media.guard.segments import PNG_START
 
-MAX_TEXT_BYTES = 2**26
+MAX_TEXT_BYTES = 2**24
 """Maximum size in bytes of a decompressed text that may contain the orientation."""
 _UNUSED = frozenset({b"tEXt", b"zTXt", b"iTXt", b"iCCP"})
 _WITH_ORIENTATION = (b"XML:com.adobe.xmp\0", b"Raw profile type exif\0")
