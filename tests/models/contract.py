@@ -816,7 +816,10 @@ class FamilyContract:
             assert (features.dtype, len(features)) == (torch.float32, item.shape.num_features)
 
     def test_the_computed_memory_of_a_step_is_above_the_allocated(self, model, processor):
-        """Two pictures or clips and a short prefill allocate at most what is computed, and at least 0.35 times that."""
+        """Two images or clips and a short prefill allocate at most the computed memory, and at least a fifth of it.
+
+        Both bounds have a margin of 256 KiB, because operators may allocate small buffers that no tensor shows.
+        """
         if model.spec.device.type != "cpu":
             pytest.skip("other devices run the step")
         worst = WorstCase(model, processor, CPU(), EngineConfig(max_model_len=min(model.spec.max_model_len, 1024)))
@@ -824,7 +827,7 @@ class FamilyContract:
         works += [worst._encode(kind, worst._largest_plan(kind), 2) for kind in family_named(self.name).kinds]
         for work in works:
             computed, allocated = CPU().peak_bytes(work), allocated_bytes(work)
-            assert allocated <= computed <= allocated / 0.35 + 2**17
+            assert allocated - 2**18 <= computed <= 5 * allocated + 2**18
 
     def test_the_worst_case_takes_the_most_tokens(self, processor):
         for kind in family_named(self.name).kinds:
