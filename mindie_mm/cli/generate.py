@@ -74,7 +74,6 @@ def command(
         from mindie_mm.batch.progress import Progress, shown
         from mindie_mm.engine.requests.default_sampling import defaults_of
         from mindie_mm.worker.offline import generate
-        from mindie_mm.worker.preflight import check_before_loading
 
     if output.name == "-":
         raise click.BadParameter(
@@ -95,7 +94,6 @@ def command(
     # The environment may set the checkpoint and family of a service, which need not be those of the rows.
     own = Path(settings.model) if settings.model else None
     config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
-    check_before_loading(config)
     default = defaults_of(config.model, config.family, config.generation_config)
     params = default.stating(max_tokens=max_tokens, temperature=temperature)
     with shown("auto") as show_rows, ExitStack() as starting:

@@ -9,7 +9,7 @@ from tests.attacks import clips
 from tests.attacks.clips import Make
 from tests.attacks.conftest import CHAT, Attacked, asking, with_bytes
 
-NO_VIDEO = f"bytes cannot be read as a video (supported formats: {', '.join(CONTAINERS)})"
+NO_VIDEO = f"bytes cannot be read as a video (supported formats: {', '.join(CONTAINERS)}, animated PNG and WebP)"
 
 
 def named(cases: dict[str, Make]) -> pytest.MarkDecorator:
@@ -65,10 +65,11 @@ def test_invalid_options_of_a_video_are_refused(attacked: Attacked, options: dic
     attacked.refused(asking("video", {"url": url, **options}), message)
 
 
-def test_only_the_used_part_of_a_long_sound_is_decoded(attacked: Attacked) -> None:
-    """The file is small but has 110 MB of samples. The model uses only the beginning."""
+def test_a_long_sound_is_refused_before_it_is_decoded(attacked: Attacked) -> None:
+    """The file is small but has 110 MB of samples, which is more than the model hears."""
     body = with_bytes("audio", clips.long_sound())
     answer, _, further = attacked.watched.during(lambda: attacked.http.post(CHAT, json=body))
-    assert answer.status_code == 200, answer.text
+    assert answer.status_code == 400, answer.text
+    assert "lasts 600.0 s; the limit of this model is 30 s" in answer.text
     assert further < 64 * 2**20
     attacked.is_right()

@@ -457,12 +457,12 @@ def test_other_files_of_a_folder_are_counted_and_change_no_output(folder: Path, 
     (media / "below").mkdir(parents=True)
     (media / "0.jpg").write_bytes((folder / "0.jpg").read_bytes())
     alone = tokenize(media, "--output", tmp_path / "alone", "--workers", 1)
-    for name in ("a.txt", "below/B.TXT", "c.heic", "without", "esc.\x1b[31m", "long.ending of a name"):
+    for name in ("a.txt", "below/B.TXT", "c.psd", "without", "esc.\x1b[31m", "long.ending of a name"):
         (media / name).touch()
     (media / "nowhere.jpg").symlink_to("gone")
     (media / "tree").symlink_to("below")
     beside = tokenize(media, "--output", tmp_path / "beside", "--workers", 1)
-    left_out_summary = "; left out: 8 files (.txt 2, .heic 1, .jpg 1, others 4); no row failed"
+    left_out_summary = "; left out: 8 files (.txt 2, .psd 1, .jpg 1, others 4); no row failed"
     assert beside.stdout == alone.stdout.replace("; no row failed", left_out_summary).replace("alone", "beside")
     assert content(tmp_path / "beside") == content(tmp_path / "alone")
     again = tokenize(media, "--output", tmp_path / "beside")

@@ -142,5 +142,5 @@ def test_a_prompt_that_fails_is_reported_after_the_others(llm: LLM) -> None:
     with pytest.raises(ContextLengthExceeded):
         llm.beam_search(["Hello"], BeamSearchParams(2, 10**6))
     with pytest.raises(InputError, match="list"):
-        llm.beam_search("Hello", BeamSearchParams(2, 2))
+        llm.beam_search(5, BeamSearchParams(2, 2))
     assert llm.beam_search([], BeamSearchParams(2, 2)) == []

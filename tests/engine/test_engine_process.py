@@ -210,7 +210,7 @@ async def test_a_killed_engine_fails_running_requests_and_restarts(random_checkp
 
 
 async def test_a_restarted_engine_keeps_its_cache_size_whatever_other_processes_take(random_checkpoint, device):
-    share = EngineConfig(device=device, memory_share=0.02, encoder_cache_bytes=0, max_num_seqs=10**6)
+    share = EngineConfig(device=device, memory_share=0.1, encoder_cache_bytes=0, max_num_seqs=10**6)
     engine = await AsyncEngine.start(random_checkpoint, share)
     try:
         first, before = engine.info, engine.pid
