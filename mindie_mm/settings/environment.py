@@ -102,6 +102,14 @@ def limit_spinning() -> None:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
+def limit_jpeg_scans_in_tiffs(number: int) -> None:
+    """Limit the number of scans of each JPEG in a TIFF, for this process and its children. The default is 100.
+
+    libtiff reads this variable when it decodes a JPEG.
+    """
+    os.environ["LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER"] = str(number)
+
+
 def single_threaded() -> dict[str, str]:
     """Return an environment for a child process in which numeric libraries start no threads."""
     return os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

@@ -13,9 +13,11 @@ from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.inputs import Media
 from mindie_mm.media.document.tiff import MAX_ENTRIES, TiffPage
 from mindie_mm.media.guard.caps import under
+from mindie_mm.media.guard.segments import MAX_SCANS
 from mindie_mm.media.image.encoded_image import open_image
 from mindie_mm.media.source import read_source
 from mindie_mm.settings.config import MediaCaps
+from mindie_mm.settings.environment import environment_now
 from tests.media_samples import photograph
 
 CASES = Path(__file__).parents[1] / "cases/media3"
@@ -195,3 +197,8 @@ def test_a_chain_that_returns_to_its_start_ends():
     (entries,) = struct.unpack_from("<H", data, start)
     struct.pack_into("<L", data, start + 2 + 12 * entries, start)
     assert np.array_equal(decoded(bytes(data)), PHOTO)
+
+
+def test_child_processes_inherit_the_limit_on_scans() -> None:
+    """A process that is forked elsewhere gets the environment that this process has in `os.environ`."""
+    assert environment_now()["LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER"] == str(MAX_SCANS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,10 +35,9 @@ from mindie_mm.media.image.heif_boxes import is_heif
 from mindie_mm.media.image.icons import ICON_START, picture_of_icon
 from mindie_mm.media.image.png_chunks import without_texts
 from mindie_mm.settings.config import MAX_IMAGE_PIXELS, Colour
+from mindie_mm.settings.environment import limit_jpeg_scans_in_tiffs
 
-# Each strip of a TIFF may be a JPEG. libtiff reads this variable when it decodes a JPEG. By default, it allows 100
-# scans.
-os.putenv("LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER", str(MAX_SCANS))
+limit_jpeg_scans_in_tiffs(MAX_SCANS)  # each strip of a TIFF may be a JPEG
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIC", "JPEG2000", "ICO", "PPM")
 """Supported formats, detected by content.
