@@ -17,6 +17,7 @@ NAMES = (
     "batch",
     "serve",
     "startup",
+    "start_memory",
     "scale.stages",
     "scale.model",
 )
