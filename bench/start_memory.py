@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.report import write
 from mindie_mm.device.cpu import CPU
-from mindie_mm.engine.process.memory_profile import WorstCase
+from mindie_mm.engine.process.largest_step import WorstCase
 from mindie_mm.models import family_of, load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import EngineConfig

@@ -23,7 +23,7 @@ CLASSES: tuple[type[Any], ...] = (WorkerConfig, EngineConfig, MediaCaps, Service
 PARTS = frozenset({"engine", "media"})
 """Fields whose values are objects of other settings classes. They are not settings themselves."""
 SECRETS = frozenset(field.name for cls in CLASSES for field in fields(cls) if "secret" in field.metadata)
-REMOVED = {"measure_s": "the memory of the largest step is computed when the engine starts; leave the setting out"}
+REMOVED = {"measure_s": "the memory of the largest step is computed when the engine starts; remove the setting"}
 """Settings of earlier versions, with the reason for their removal and what to do."""
 MASK = "***"
 DEFAULT = "default"

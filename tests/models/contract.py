@@ -34,7 +34,7 @@ from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cpu.int8_linear import Int8Linear
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.process.memory_profile import WorstCase
+from mindie_mm.engine.process.largest_step import WorstCase
 from mindie_mm.engine.requests.engine_messages import Add, Encode
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import (

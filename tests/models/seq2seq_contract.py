@@ -13,7 +13,8 @@ import torch
 
 from mindie_mm.device import open_device
 from mindie_mm.engine.cache.kv_cache_size import useful_bytes
-from mindie_mm.engine.process.memory_profile import WorstCase, kv_cache_bytes
+from mindie_mm.engine.process.largest_step import WorstCase
+from mindie_mm.engine.process.memory_profile import kv_cache_bytes
 from mindie_mm.engine.requests.default_sampling import defaults_of
 from mindie_mm.engine.requests.engine_messages import Abort, Add
 from mindie_mm.engine.requests.sampling_params import SamplingParams

@@ -63,7 +63,7 @@ def test_variables_of_kubernetes_services_are_not_reported(monkeypatch):
 def test_a_removed_setting_is_named_with_what_to_do(name, tmp_path, monkeypatch):
     file = tmp_path / "settings.toml"
     file.write_text(f"{name} = 0")
-    with pytest.raises(InputError, match=f"the setting '{name}' was removed: .*leave the setting out"):
+    with pytest.raises(InputError, match=f"the setting '{name}' was removed: .*remove the setting"):
         configuration({}, file)
     monkeypatch.setenv(f"MINDIE_MM_{name.upper()}", "0")
     assert misspelt_variables() == [f"MINDIE_MM_{name.upper()} has no effect: {REMOVED[name]}"]

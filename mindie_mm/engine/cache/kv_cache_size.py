@@ -1,6 +1,6 @@
 """The useful size of a KV cache, and the context length that fits in it.
 
-`process/memory_profile.py` measures how much memory is left for the cache. `Engine` in `core.py` divides it into KV
+`process/memory_profile.py` computes how much memory is left for the cache. `Engine` in `core.py` divides it into KV
 blocks.
 """
 

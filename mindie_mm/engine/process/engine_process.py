@@ -16,7 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 from mindie_mm.device import slow_dtype
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.process.memory_profile import Step, WorstCase, kv_cache_bytes
+from mindie_mm.engine.process.largest_step import Step, WorstCase
+from mindie_mm.engine.process.memory_profile import kv_cache_bytes
 from mindie_mm.engine.process.placing import num_devices, placed
 from mindie_mm.engine.process.progress_collector import ProgressCollector
 from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
