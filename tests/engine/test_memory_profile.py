@@ -294,19 +294,13 @@ def test_the_log_states_free_memory_and_the_size_of_the_cache(small_pictures, ca
 def test_the_error_of_too_little_memory_names_the_largest_part_and_its_setting(small_pictures, random_checkpoint):
     with pytest.raises(DeviceError, match=r"cpu has 200 MiB free .* encoder cache takes 256 MiB; memory_share is 0.5"):
         room(small_pictures, device=Sized(200 * MiB))
-    with pytest.raises(
-        DeviceError, match="encoder_cache_bytes: the largest part is the encoder cache with 256"
-    ):
+    with pytest.raises(DeviceError, match="encoder_cache_bytes: the largest part is the encoder cache with 256"):
         room(small_pictures, device=Sized(200 * MiB))
     towers = {"max_tower_tokens": 10**5, "max_tower_bytes": 2**40, "max_num_seqs": 10**4}
-    with pytest.raises(
-        DeviceError, match=r"lower max_tower_tokens, .*: the largest part is the tower on im"
-    ):
+    with pytest.raises(DeviceError, match=r"lower max_tower_tokens, .*: the largest part is the tower on im"):
         room(random_checkpoint, device=Sized(200 * MiB), **towers)
     tokens = {"max_num_batched_tokens": 8000, "max_model_len": 8192, "encoder_cache_bytes": 0}
-    with pytest.raises(
-        DeviceError, match=r"max_num_batched_tokens .*: the largest part is a prefill of 8000"
-    ):
+    with pytest.raises(DeviceError, match=r"max_num_batched_tokens .*: the largest part is a prefill of 8000"):
         room(random_checkpoint, (), device=Sized(200 * MiB), **tokens)
 
 
@@ -443,3 +437,17 @@ def test_zeros_take_memory_only_when_written(dtype):
     assert not kept[0][::16].any()
     row = kept[0][0].nbytes
     assert row <= grown(lambda: kept[0][7].fill_(1)) < row + 5 * MiB, "at most two huge pages more than the row"
+
+
+def test_a_step_whose_shapes_depend_on_values_is_run(caplog):
+    """A family of another package may have such a step. Its engine starts, and says why the start takes longer."""
+    values = torch.arange(2**20)
+
+    def step():
+        chosen = values[values.float().sin().nonzero().squeeze(1)]
+        return chosen.float().cumsum(0)
+
+    needed = CPU().peak_bytes(step)
+    assert needed >= (2**20 - 1) * (8 + 4 + 4), "the chosen values and two tensors of floats; the sine of 0 is 0"
+    assert CPU().peak_bytes(step, 3.0) == pytest.approx(3 * needed, rel=0.01)
+    assert "cannot be computed from shapes" in caplog.text

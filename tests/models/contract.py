@@ -32,6 +32,7 @@ from transformers.video_utils import VideoMetadata
 from mindie_mm.device import kind_of
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cpu.int8_linear import Int8Linear
+from mindie_mm.device.cpu.step_memory import allocated_peak_bytes
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.process.largest_step import WorstCase
@@ -73,7 +74,6 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.truncate import truncate
-from tests.allocations import allocated_bytes
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models.references import Items, Reference, Remembered
 from tests.models.small_checkpoints import changed
@@ -826,7 +826,7 @@ class FamilyContract:
         works = [worst._prefill(min(model.spec.max_model_len, 256))]
         works += [worst._encode(kind, worst._largest_plan(kind), 2) for kind in family_named(self.name).kinds]
         for work in works:
-            computed, allocated = CPU().peak_bytes(work), allocated_bytes(work)
+            computed, allocated = CPU().peak_bytes(work), allocated_peak_bytes(work)
             assert allocated - 2**18 <= computed <= 5 * allocated + 2**18
 
     def test_the_worst_case_takes_the_most_tokens(self, processor):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import platform
 from collections.abc import Callable
 from typing import ClassVar
@@ -16,10 +18,12 @@ from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
 from mindie_mm.device.cpu.int8_linear import has_int8, int8_linear
 from mindie_mm.device.cpu.packed_linear import pack
-from mindie_mm.device.cpu.step_memory import computed_peak_bytes
+from mindie_mm.device.cpu.step_memory import allocated_peak_bytes, computed_peak_bytes
 from mindie_mm.device.cpu.weight_pages import drop_unused_pages
 from mindie_mm.device.kernels import Kernels
 from mindie_mm.errors import DeviceError
+
+_log = logging.getLogger(__name__)
 
 
 class CPU(Device):
@@ -79,7 +83,12 @@ class CPU(Device):
         return host_memory.available_bytes()
 
     def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> int:
-        return computed_peak_bytes(work, scale)
+        try:
+            return computed_peak_bytes(work, scale)
+        except Exception as error:  # noqa: BLE001 - PyTorch raises errors of many types
+            # The family may come from another package, and its shapes may depend on values.
+            _log.warning("the memory of a step cannot be computed from shapes (%s); the step is run instead", error)
+            return math.ceil(allocated_peak_bytes(work) * scale)
 
     def grown_bytes(self, work: Callable[[], object]) -> int:
         return host_memory.grown_bytes(work)

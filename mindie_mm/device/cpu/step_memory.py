@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mindie_mm.device.host_memory import MAPPED_BYTES
@@ -43,6 +45,19 @@ def computed_peak_bytes(work: Callable[[], object], scale: float = 1.0) -> int:
     with shapes:
         work()
     return shapes.peak_bytes * 5 // 4
+
+
+def allocated_peak_bytes(work: Callable[[], object]) -> int:
+    """Run `work`, and return the peak of the memory in bytes that PyTorch's allocator gives out.
+
+    The result is exact, but `work` takes its full time.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(accumulate(sizes), default=0)
 
 
 class _Shapes(FakeTensorMode):
