@@ -16,6 +16,10 @@ CHINESE = (
     INVOICE,
     "本合同由甲乙双方在北京签订，自二〇二四年三月一日起生效。",  # noqa: RUF001
     "姓名,金额\r\n张三,100\r\n李四,200\r\n",
+    "采购订单：钢管三百米，水泥五十吨",  # noqa: RUF001
+    "中华人民共和国宪法",
+    "使用说明：双击运行安装程序即可。",  # noqa: RUF001
+    "床前明月光，疑是地上霜。举头望明月，低头思故乡。",  # noqa: RUF001
     "def f(x):\n    # 返回两个数中较大的那个\n    return x\n",
 )
 OTHERS = (
@@ -37,6 +41,24 @@ OTHERS = (
     ("Καλημέρα κόσμε", "windows-1253"),
     ("שלום עולם", "windows-1255"),
     ("مرحبا بالعالم", "windows-1256"),
+    ("สวัสดี", "cp874"),
+    ("บริษัท", "cp874"),
+    ("นครราชสีมา", "cp874"),
+    ("ประชาชนคอมพิวเตอร์", "cp874"),
+    ("บาทจังหวัดนครราชสีมา", "cp874"),
+    ("ГОРОДПОДПИСЬПРИКАЗ", "windows-1251"),
+    ("ЦЕНА ПРОДАВЕЦ", "windows-1251"),
+    ("КОЛИЧЕСТВО", "windows-1251"),
+    ("ответзакон", "koi8-r"),
+    ("ответзакон\n" * 100, "koi8-r"),
+    ("покупатель", "koi8-r"),
+    ("РУБЛЬЗАКАЗ", "iso-8859-5"),
+    ("ΣΠΊΤΙΔΟΥΛΕΙΆ", "windows-1253"),
+    ("السعرخبز", "windows-1256"),
+    ("인생 역사 東京 회사 주소", "euc_kr"),
+    ("北海道", "euc_jp"),
+    ("中国 令和 数量 年月日 鈴木", "euc_jp"),
+    ("会社 社会 住所 領収書 北海道", "euc_jp"),
     ("Příliš žluťoučký kůň", "windows-1250"),
 )
 
@@ -58,6 +80,12 @@ def test_text_in_another_charset_is_never_garbled(text, charset):
     with pytest.raises(InputError, match=r"state the charset, as in data:text/plain;charset=big5;base64"):
         text_of_file(text.encode(charset), None, "the file")
     assert text_of_file(text.encode(charset), charset, "the file") == text
+
+
+def test_a_text_of_few_characters_needs_a_charset():
+    with pytest.raises(InputError, match="state the charset"):
+        text_of_file("你好".encode("gbk"), None, "the file")
+    assert text_of_file("你好".encode("gbk"), "gbk", "the file") == "你好"
 
 
 @pytest.mark.parametrize("charset", ["utf-8-sig", "utf-16", "utf-32", "utf-16-be", "utf-16-le"])

@@ -393,6 +393,14 @@ PACKED: dict[str, Callable[[], bytes]] = {
 }
 """Pictures with huge compressed metadata, which are not decompressed."""
 
+INFLATED: dict[str, Callable[[], bytes]] = {
+    "png 20 XMP of 60 MB": lambda: within_png(*[chunk(b"zTXt", b"XML:com.adobe.xmp\0\0" + zeros(60_000_000))] * 20),
+    "png 100 EXIF of 1 MB": lambda: within_png(
+        *[chunk(b"zTXt", b"Raw profile type exif\0\0" + zeros(1_000_000))] * 100
+    ),
+}
+"""Pictures with compressed metadata that may contain the orientation, so that they have to be decompressed."""
+
 BROKEN: dict[str, Callable[[], bytes]] = {
     "a tiff of 10 pages": lambda: encoded(small(), "TIFF", save_all=True, append_images=[small()] * 9),
     "png signature alone": lambda: SIGNATURE,

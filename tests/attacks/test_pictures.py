@@ -54,6 +54,11 @@ def test_too_many_parts_are_refused_before_decoding(attacked: Attacked, make: Ma
     attacked.refused(with_bytes("image", make()), "the limit is 100000")
 
 
+@named(pictures.INFLATED)
+def test_metadata_are_decompressed_up_to_a_limit(attacked: Attacked, make: Make) -> None:
+    attacked.refused(with_bytes("image", make()), "have more bytes than the limit of 16777216 when they are")
+
+
 @named(pictures.BROKEN)
 def test_broken_pictures_are_refused(attacked: Attacked, make: Make) -> None:
     attacked.refused(with_bytes("image", make()), "media item 0 (image): the ")

@@ -124,11 +124,49 @@ def test_latin_fonts_are_replaced(use_fonts: UseFonts, tmp_path: Path, font: str
     assert ink(simple_pdf(f"<{codes}>", f"<</Type/Font/Subtype/TrueType/BaseFont/{font}{encoding}>>")) > 0.001
 
 
-def test_characters_without_unicode_are_not_guessed(use_fonts: UseFonts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("codes", ["0024002500260048", "00030004000500060007", "0009", "00a100b2", "01230124"])
+def test_characters_without_unicode_are_not_guessed(use_fonts: UseFonts, tmp_path: Path, codes: str) -> None:
     """Glyph numbers of a font that is not there would select other glyphs of the replacement."""
     use_fonts(tmp_path)
     with pytest.raises(MediaError, match=r"'Arial', which is not embedded, and does not state which characters"):
-        decoded(simple_pdf("<0024002500260048>", IDENTITY))
+        decoded(simple_pdf(f"<{codes}>", IDENTITY))
+
+
+@pytest.mark.parametrize("turn", ["1 0 0 1", "0 1 -1 0", "1 0 0.3 1"])
+def test_control_characters_in_a_latin_font_are_not_drawn(use_fonts: UseFonts, tmp_path: Path, turn: str) -> None:
+    use_fonts(tmp_path)
+    font = f"{ARIAL}/WinAnsiEncoding>>"
+    assert ink(simple_pdf(f"{turn} 90 10 Tm <41090d0103>", font)) == ink(simple_pdf(f"{turn} 90 10 Tm (A)", font)) > 0
+
+
+@pytest.mark.parametrize("encoding", ["", "/Encoding/WinAnsiEncoding"])
+@pytest.mark.parametrize(
+    ("font", "text"),
+    [
+        ("Wingdings", "(l)"),
+        ("ABCDEF+Wingdings-Regular", "(4)"),
+        ("Wingdings#202", "<fefe>"),
+        ("Webdings", "(a)"),
+        ("ITCZapfDingbats", "(4)"),
+        ("ZapfDingbats", "(44)"),
+        ("SymbolMT", "(abc)"),
+        ("Symbol,Bold", "(abc)"),
+    ],
+)
+def test_letters_are_not_drawn_for_symbols(
+    use_fonts: UseFonts, tmp_path: Path, font: str, text: str, encoding: str
+) -> None:
+    use_fonts(tmp_path)
+    with pytest.raises(
+        MediaError, match=r"page 1 of the PDF uses the font '.*(dings|Dingbats|Symbol).* embed the font"
+    ):
+        decoded(simple_pdf(text, f"<</Type/Font/Subtype/TrueType/BaseFont/{font}{encoding}>>"))
+
+
+def test_fonts_with_symbols_and_letters_are_replaced(use_fonts: UseFonts, tmp_path: Path) -> None:
+    use_fonts(tmp_path)
+    assert ink(simple_pdf("(abc)", f"{ARIAL}/WinAnsiEncoding>>".replace("Arial", "SegoeUISymbol"))) > 0
+    assert ink(simple_pdf("(a = 1)", "<</Type/Font/Subtype/Type1/BaseFont/Symbol>>")) > 0
 
 
 def test_invisible_text_below_a_scanned_page_needs_no_font(use_fonts: UseFonts, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.image import png_chunks
 from mindie_mm.media.image.encoded_image import open_image
+from mindie_mm.media.image.png_chunks import without_texts
 from tests.attacks.pictures import chunk
 from tests.media_samples import encoded, photograph
 
@@ -79,10 +81,62 @@ def test_the_orientation_in_a_text_is_applied(form, padding):
     assert np.array_equal(image.decode(), np.rot90(PIXELS, -1))
 
 
-def test_a_text_with_the_orientation_is_limited(monkeypatch):
-    monkeypatch.setattr(png_chunks, "MAX_TEXT_BYTES", 1000)
-    with pytest.raises(LimitExceeded, match="more bytes than the limit of 1000"):
-        open_image(with_chunks(chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(bytes(1001)))))
+@pytest.mark.parametrize("keyword", [b"XML:com.adobe.xmp", b"Raw profile type exif"])
+@pytest.mark.parametrize("kind", [b"zTXt", b"iTXt"])
+def test_texts_with_the_orientation_are_limited_together(kind, keyword):
+    """Twenty texts of 1.2 MB together would need gigabytes of memory if they were decompressed."""
+    head = keyword + (b"\0\0" if kind == b"zTXt" else b"\0\1\0\0\0")
+    small = chunk(kind, head + zlib.compress(bytes(png_chunks.MAX_TEXT_BYTES // 20)))
+    assert b"zTXt" not in without_texts(with_chunks(*[small] * 20))
+    for texts in ([small] * 21, [chunk(kind, head + zlib.compress(bytes(60_000_000)))] * 20):
+        tracemalloc.start()
+        with pytest.raises(LimitExceeded, match=f"more bytes than the limit of {png_chunks.MAX_TEXT_BYTES} when"):
+            open_image(with_chunks(*texts))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2 * png_chunks.MAX_TEXT_BYTES + 3 * len(with_chunks(*texts))
+
+
+@pytest.mark.parametrize(
+    ("form", "size"),
+    [
+        ("tEXt", 1000),
+        ("tEXt", 30_000_000),
+        ("iTXt", 30_000_000),
+        ("compressed iTXt", png_chunks.MAX_TEXT_BYTES - len(XMP)),
+    ],
+)
+def test_of_xmp_only_the_orientation_is_kept(form, size):
+    xmp = b" " * size + XMP
+    content = {
+        "tEXt": b"XML:com.adobe.xmp\0" + xmp,
+        "iTXt": b"XML:com.adobe.xmp\0\0\0en\0name\0" + xmp,
+        "compressed iTXt": b"XML:com.adobe.xmp\0\1\0en\0name\0" + zlib.compress(xmp),
+    }
+    png = with_chunks(chunk(form[-4:].encode(), content[form]))
+    assert len(without_texts(png)) < len(encoded(PHOTO, "PNG")) + 100
+    assert np.array_equal(open_image(png).decode(), np.rot90(PIXELS, -1))
+
+
+@pytest.mark.parametrize("start", range(5040, 5090, 3))
+def test_an_orientation_between_two_pieces_is_found(start):
+    """Without compression, the text is searched in pieces of the size of the input."""
+    xmp = bytes(start) + XMP + bytes(9000)
+    png = with_chunks(chunk(b"zTXt", b"XML:com.adobe.xmp\0\0" + zlib.compress(xmp, 0)))
+    assert open_image(png).height == 90
+
+
+def test_the_last_of_several_texts_counts():
+    upright = chunk(b"tEXt", b"XML:com.adobe.xmp\0none")
+    turned = chunk(b"tEXt", b"XML:com.adobe.xmp\0" + XMP)
+    assert open_image(with_chunks(upright, turned)).height == 90
+    assert open_image(with_chunks(turned, upright)).height == 60
+
+
+def test_an_error_states_the_size_of_the_file():
+    broken = with_chunks(CHUNKS["tEXt"])[:-4000].replace(b"IHDR", b"IHDX")
+    with pytest.raises(MediaError, match=f"the {len(broken)} bytes cannot be read"):
+        open_image(broken)
 
 
 def test_pillow_keeps_its_limit():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import unicodedata
 from collections.abc import Iterator
 from typing import Any
+
+from mindie_mm.media.document.fonts import normalized
 
 TEXT, IMAGE, FORM = 1, 3, 5  # FPDF_PAGEOBJ_*
 _MAX_DEPTH = 8
@@ -13,6 +16,16 @@ _MAX_DEPTH = 8
 _INVISIBLE = frozenset({3, 7})  # text below a scanned page, and clipping paths
 _NO_GLYPH = frozenset({"Zs", "Zl", "Zp", "Cc", "Cf", "Cs", "Cn"})
 """Categories of Unicode characters that are not drawn."""
+_FLAT = 0.02
+"""Upper limit of the ratio of the sides of a box around nothing. Boxes around dashes have a higher ratio."""
+_SYMBOLIC = re.compile(
+    r"(symbol|wingdings[23]?|webdings|(?:itc)?zapfdingbats|dingbats|monotypesorts|mtextra|marlett|msoutlook"
+    r"|bookshelfsymbol\d?)(?:mt|ps|std|itc|regular|bold|italic|oblique)*"
+)
+"""Names of fonts whose codes of Latin letters show symbols, as in `normalized`."""
+_FIRST_NOT_LATIN = "\u0180"
+_IN_SYMBOL = frozenset("!#%&()+,./0123456789:;<=>?[]_{|}¬°±µ·×÷")  # noqa: RUF001
+"""Characters of Latin charsets that the font Symbol has."""
 
 
 def objects(pdfium: Any, page: Any) -> Iterator[tuple[Any, int]]:
@@ -52,13 +65,17 @@ def missing_characters(pdfium: Any, page: Any) -> dict[str, set[str]]:
             if (code, address) in seen or pdfium.FPDFTextObj_GetTextRenderMode(item) in _INVISIBLE:
                 continue
             seen.add((code, address))
-            character = chr(code)
-            if pdfium.FPDFText_HasUnicodeMapError(texts, index) == 1:
-                # In a font with one byte per character, only codes that no encoding defines have this error.
-                if "!" <= character <= "~" or code > 0xFF:
-                    missing.setdefault(_name(pdfium, font), set())
+            character, name = chr(code), _name(pdfium, font)
+            is_undefined = pdfium.FPDFText_HasUnicodeMapError(texts, index) == 1
+            if _is_symbol(name, character, is_undefined=is_undefined):
+                missing.setdefault(name, set())
+            elif is_undefined:
+                # In a font with one byte per character, only codes that no encoding defines have this error. PDFium
+                # draws nothing for them. In other fonts, it takes the codes for glyph numbers of the replacement.
+                if "!" <= character <= "~" or code > 0xFF or not _is_flat(pdfium, texts, index):
+                    missing.setdefault(name, set())
             elif unicodedata.category(character) not in _NO_GLYPH and not _has_glyph(pdfium, font, code):
-                missing.setdefault(_name(pdfium, font), set()).add(character)
+                missing.setdefault(name, set()).add(character)
     finally:
         pdfium.FPDFText_ClosePage(texts)
     return missing
@@ -73,6 +90,27 @@ def _font(pdfium: Any, text: Any) -> Any:
 def _has_glyph(pdfium: Any, font: Any, code: int) -> bool:
     path = pdfium.FPDFFont_GetGlyphPath(font, code, 1.0)
     return bool(path) and pdfium.FPDFGlyphPath_CountGlyphSegments(path) > 0
+
+
+def _is_flat(pdfium: Any, texts: Any, index: int) -> bool:
+    """Return whether the box around a character has no area, because nothing is drawn."""
+    left, right, bottom, top = (ctypes.c_double() for _ in range(4))
+    pdfium.FPDFText_GetCharBox(texts, index, left, right, bottom, top)
+    sides = sorted((abs(right.value - left.value), abs(top.value - bottom.value)))
+    return sides[0] <= _FLAT * sides[1]
+
+
+def _is_symbol(name: str, character: str, *, is_undefined: bool) -> bool:
+    """Return whether the font with this name would show a symbol, where PDFium shows a Latin `character` or nothing.
+
+    PDFium has the fonts Symbol and ZapfDingbats. It knows their characters if the PDF declares them as Type 1 fonts.
+    """
+    font = _SYMBOLIC.fullmatch(normalized(name.rpartition("+")[2]))
+    if font is None or not "!" <= character < _FIRST_NOT_LATIN:
+        return False
+    if font[1] in {"symbol", "zapfdingbats"} and is_undefined:
+        return False
+    return font[1] != "symbol" or character not in _IN_SYMBOL
 
 
 def _name(pdfium: Any, font: Any) -> str:

@@ -131,10 +131,10 @@ class PdfPage:
         return pixels, {}
 
     def _font_error(self, missing: dict[str, set[str]]) -> MediaError:
-        names = ", ".join(sorted(repr(name) for name, found in missing.items() if found))
         where = f"page {self.index + 1} of the PDF"
-        if not names:
-            names = ", ".join(sorted(map(repr, missing)))
+        unstated = sorted(repr(name) for name, found in missing.items() if not found)
+        names = ", ".join(unstated or sorted(map(repr, missing)))
+        if unstated:
             return MediaError(
                 f"{where} uses the font {names}, which is not embedded, and does not state which characters it shows; "
                 "embed the font"

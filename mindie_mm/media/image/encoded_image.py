@@ -88,6 +88,7 @@ class EncodedImage:
         if isinstance(data, TiffPage) or is_tiff(data):
             tiff = data.image() if isinstance(data, TiffPage) else image_of_tiff(data)
             data, is_negative = tiff.data, tiff.is_negative
+        num_bytes = len(data)
         try:
             if data.startswith(ICON_START):
                 data = picture_of_icon(data)
@@ -107,7 +108,7 @@ class EncodedImage:
             raise
         except Exception:  # noqa: BLE001 - for a hostile header, a decoder may raise any exception
             raise MediaError(
-                f"the {len(data)} bytes cannot be read as an image (supported formats: {', '.join(FORMATS)})"
+                f"the {num_bytes} bytes cannot be read as an image (supported formats: {', '.join(FORMATS)})"
             ) from None
         # Pillow reports the upright size if a TIFF tag states the orientation, but not if XMP does.
         if orientation in {5, 6, 7, 8} and not states_orientation_in_tiff(file):
