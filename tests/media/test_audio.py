@@ -278,6 +278,19 @@ def test_a_clip_that_is_longer_than_the_limit_is_refused(rate):
         decode(broken_behind, max_samples=5 * RATE)
 
 
+@pytest.mark.parametrize(("num_more", "text"), [(1, "2.0001"), (16, "2.001"), (320, "2.02"), (1600, "2.1")])
+def test_the_length_of_a_refused_clip_has_enough_digits(num_more, text):
+    samples = tone(3.0)[: 2 * RATE + num_more]
+    for one in (open_audio(samples), open_audio(encode_sound(samples, RATE))):
+        with pytest.raises(LimitExceeded, match=rf"lasts {text} s; the limit of this model is 2 s"):
+            one.decode(RATE, 2 * RATE)
+    with (
+        under(MediaCaps(max_audio_seconds=2)),
+        pytest.raises(LimitExceeded, match=rf"lasts {text} s; the limit is 2 s"),
+    ):
+        open_audio(encode_sound(samples, RATE))
+
+
 @pytest.mark.parametrize(
     ("container", "codec"), [("adts", "aac"), ("mp3", "libmp3lame"), ("mp4", "aac"), ("amr", "libopencore_amrnb")]
 )
@@ -312,6 +325,37 @@ def test_samples_are_read_by_the_size_of_their_container(container, valid):
     assert np.array_equal(decode(data), reference(data))
 
 
+@pytest.mark.parametrize(("container", "valid"), [(32, 24), (32, 20), (24, 20), (16, 12)])
+@pytest.mark.parametrize("block", [0, 1, 3, 4, 6, 7, 8, 64])
+def test_a_false_block_size_is_corrected(container, valid, block):
+    data = encode_extensible(tone(0.5, RATE, channels=2), container, valid)
+    assert np.array_equal(decode(with_format(data, block=block)), decode(data))
+
+
+@pytest.mark.parametrize(("block", "bytes_per_s"), [(6, 6 * RATE), (3, 3 * RATE), (0, 0)])
+def test_valid_bits_in_containers_of_an_unclear_size_are_refused(block, bytes_per_s):
+    data = encode_extensible(tone(0.5, RATE, channels=2), 32, 24)
+    expected = f"blocks of {block} bytes and {bytes_per_s} bytes per second, which contradicts 2 channels of 32 bits"
+    with pytest.raises(MediaError, match=expected):
+        decode(with_format(data, block=block, bytes_per_s=bytes_per_s))
+
+
+@pytest.mark.parametrize("bits", [0, 20])
+def test_containers_that_are_not_whole_bytes_are_refused(bits):
+    data = encode_extensible(tone(0.5, RATE, channels=2), 32, 20)
+    with pytest.raises(MediaError, match=f"which contradicts 2 channels of {bits} bits at {RATE} Hz"):
+        decode(with_format(data, bits=bits))
+
+
+def with_format(wav: bytes, block: int = 8, bytes_per_s: int | None = None, bits: int | None = None) -> bytes:
+    """Change fields of the format of a WAV file."""
+    old = struct.unpack_from("<IHH", wav, 28)
+    fields = struct.pack(
+        "<IHH", old[0] if bytes_per_s is None else bytes_per_s, block, old[2] if bits is None else bits
+    )
+    return wav[:28] + fields + wav[36:]
+
+
 def test_24_bits_in_containers_of_32_bits_equal_packed_samples():
     found, packed = (decode((FILMS / name).read_bytes()) for name in ("valid_24_of_32.wav", "plain_24.wav"))
     assert np.array_equal(found, packed)
@@ -341,10 +385,7 @@ def encode_extensible(samples: np.ndarray, container: int, valid: int) -> bytes:
 @pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"])
 @pytest.mark.parametrize("channels", [1, 2, 3])
 def test_big_endian_files_are_equal_to_the_reference(subtype, channels):
-    file = io.BytesIO()
-    soundfile.write(file, tone(0.3, channels=channels), RATE, format="WAV", subtype=subtype, endian="BIG")
-    data = file.getvalue()
-    assert data[:4] == b"RIFX"
+    data = big_endian(tone(0.3, channels=channels), subtype)
     assert np.array_equal(decode(data), reference(data))
 
 
@@ -357,15 +398,19 @@ def test_the_byte_order_of_aiff_is_kept(endian):
 
 
 def test_a_big_endian_file_with_other_codecs_is_refused():
-    file = io.BytesIO()
-    soundfile.write(file, tone(0.3), RATE, format="WAV", subtype="MS_ADPCM", endian="BIG")
     with pytest.raises(MediaError, match="RIFX file has samples with the codec 2 of 4 bits; supported: PCM"):
-        decode(file.getvalue())
+        decode(big_endian(tone(0.3), "MS_ADPCM"))
 
 
 CONTAINERS_WITH_LENGTH = {
-    **{name: (encode_sound, RATE, name, "PCM_16") for name in ("WAV", "RF64", "AIFF", "AU", "NIST")},
+    **{name: (encode_sound, RATE, name, "PCM_16") for name in ("WAV", "RF64", "W64", "AIFF", "AU", "NIST", "CAF")},
     "WAVEX": (encode_sound, RATE, "WAVEX", "PCM_24"),
+    "W64 with a fact": (encode_sound, RATE, "W64", "ULAW"),
+    "W64 of blocks": (encode_sound, RATE, "W64", "IMA_ADPCM"),
+    "CAF of floats": (encode_sound, RATE, "CAF", "FLOAT"),
+    "AVI": (encode_with_ffmpeg, RATE, "avi", "pcm_s16le"),
+    "AVI of MP3": (encode_with_ffmpeg, 48_000, "avi", "libmp3lame"),
+    "FLV": (encode_with_ffmpeg, 44_100, "flv", "libmp3lame"),
     "MP3": (encode_sound, RATE, "MP3", "MPEG_LAYER_III"),
     "Matroska": (encode_with_ffmpeg, RATE, "matroska", "libmp3lame"),
     "WebM": (encode_with_ffmpeg, 48_000, "webm", "libopus"),
@@ -376,12 +421,68 @@ CONTAINERS_WITH_LENGTH = {
 def test_a_truncated_file_is_refused(name):
     encode, rate, *form = CONTAINERS_WITH_LENGTH[name]
     data = encode(tone(3.0, rate), rate, *form)
-    assert len(decode(data)) == pytest.approx(3.0 * RATE, abs=0.1 * RATE)
+    whole = decode(data)
+    assert len(whole) == pytest.approx(3.0 * RATE, abs=0.1 * RATE)
     with pytest.raises(
         MediaError, match=r"the audio clip is truncated: its header declares [23]\.\d s, but it has 1\.\d s"
     ):
         decode(data[: len(data) // 2])
-    assert len(decode(data[: len(data) * 97 // 100])) < 3.0 * RATE, "a damaged end may be missing, as of a video"
+    assert len(decode(data[: len(data) * 97 // 100])) <= len(whole), "a damaged end may be missing, as of a video"
+
+
+def big_endian(samples: np.ndarray, subtype: str = "PCM_16") -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, RATE, format="WAV", subtype=subtype, endian="BIG")
+    assert file.getvalue().startswith(b"RIFX")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("subtype", ["PCM_16", "PCM_24", "ULAW"])
+def test_a_truncated_big_endian_file_is_refused(subtype):
+    data = big_endian(tone(3.0), subtype)
+    with pytest.raises(MediaError, match=r"its header declares 3\.0 s, but it has 1\.5 s"):
+        decode(data[: len(data) // 2])
+    assert 2.8 * RATE < len(decode(data[: len(data) * 97 // 100])) < 3.0 * RATE
+
+
+def test_a_truncated_rf64_file_that_states_no_number_of_samples_is_refused():
+    data = encode_sound(tone(3.0), RATE, "RF64")
+    at = data.index(b"ds64") + 24
+    data = data[:at] + bytes(8) + data[at + 8 :]
+    assert len(decode(data)) == 3 * RATE
+    with pytest.raises(MediaError, match=r"its header declares 3\.0 s, but it has 1\.5 s"):
+        decode(data[: len(data) // 2])
+
+
+def test_a_flac_that_is_truncated_between_two_frames_is_refused():
+    data = encode_sound(tone(3.0), RATE, "FLAC")
+    with av.open(io.BytesIO(data)) as container:
+        places = [packet.pos for packet in container.demux() if packet.pos is not None]
+    with pytest.raises(MediaError, match=r"its header declares 3\.0 s, but it has 1\.\d s"):
+        decode(data[: places[len(places) // 2]])
+
+
+def test_a_size_that_a_writer_of_wave64_did_not_know_is_ignored():
+    data = encode_sound(tone(0.5), RATE, "W64")
+    at = data.index(b"data") + 16
+    changed = data[:at] + struct.pack("<Q", 0x7FFFFFFF << 32) + data[at + 8 :]
+    assert np.array_equal(decode(changed), decode(data))
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_size_that_a_writer_of_caf_did_not_know_is_ignored(size):
+    data = encode_sound(tone(0.5), RATE, "CAF")
+    at = data.index(b"data") + 4
+    changed = data[:at] + struct.pack(">q", size) + data[at + 8 :]
+    assert np.array_equal(decode(changed), decode(data))
+
+
+def test_a_whole_avi_with_a_false_number_of_samples_is_decoded():
+    data = encode_with_ffmpeg(tone(1.0), RATE, "avi", "pcm_s16le")
+    at = data.index(b"strh") + 8 + 32
+    assert struct.unpack_from("<I", data, at) == (RATE,)
+    for false in (0, 1, 2 * RATE, 2**32 - 1):
+        assert len(decode(data[:at] + struct.pack("<I", false) + data[at + 4 :])) == RATE
 
 
 @pytest.mark.parametrize("size", [0, 0x7FFFF000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])

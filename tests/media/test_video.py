@@ -366,6 +366,8 @@ def test_the_duration_of_given_frames_follows_from_their_rate():
         assert open_video(moving_frames(5), 0.5).num_frames == 5
         with pytest.raises(LimitExceeded, match=r"lasts 12\.5 s; the limit is 10 s"):
             open_video(moving_frames(5), 0.4)
+        with pytest.raises(LimitExceeded, match=r"lasts 10\.002 s; the limit is 10 s"):
+            open_video(moving_frames(5), 0.4999)
 
 
 def test_the_error_says_which_frame_is_broken():

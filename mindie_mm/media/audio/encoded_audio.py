@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from mindie_mm.errors import InputError, LimitExceeded, MediaError
 from mindie_mm.media.audio.declared_length import declared_length_s, is_truncated
 from mindie_mm.media.document.pages import DocumentPage
-from mindie_mm.media.guard.caps import caps
+from mindie_mm.media.guard.caps import caps, length_text
 from mindie_mm.media.guard.container import BARE, best_stream, check_codec, frames_of, open_container, reading
 from mindie_mm.media.image.encoded_image import Data
 
@@ -99,7 +99,8 @@ class EncodedAudio:
         if not 1 <= num_channels <= MAX_CHANNELS:
             raise LimitExceeded(f"the audio clip has {num_channels} channels; the limit is {MAX_CHANNELS}")
         if (stated := max(filter(None, durations), default=0.0)) > limits.max_audio_seconds:
-            raise LimitExceeded(f"the audio clip lasts {stated:.1f} s; the limit is {limits.max_audio_seconds:g} s")
+            length = length_text(stated, limits.max_audio_seconds)
+            raise LimitExceeded(f"the audio clip lasts {length}; the limit is {limits.max_audio_seconds:g} s")
         return cls(rate, data, limits.max_audio_samples, limits.max_video_pixels, stated, padding_s, declared_s)
 
     def decode(self, rate: int, max_samples: int) -> Samples:
@@ -235,8 +236,8 @@ def _check_rate(rate: int) -> int:
 
 def _too_long(length_s: float, limit_s: float) -> LimitExceeded:
     return LimitExceeded(
-        f"the audio clip lasts {length_s:.1f} s; the limit of this model is {limit_s:g} s. Cut the clip into parts "
-        "of at most this length, and send each part as an audio item"
+        f"the audio clip lasts {length_text(length_s, limit_s)}; the limit of this model is {limit_s:g} s. Cut the "
+        "clip into parts of at most this length, and send each part as an audio item"
     )
 
 

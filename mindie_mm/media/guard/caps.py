@@ -55,6 +55,12 @@ def caps() -> MediaCaps:
     return work().caps
 
 
+def length_text(length_s: float, limit_s: float) -> str:
+    """Return a length in seconds as a text with enough digits to show that it exceeds a limit, and at least one."""
+    texts = (f"{length_s:.{digits}f}" for digits in range(1, 16))
+    return next((text for text in texts if float(text) > limit_s), repr(length_s)) + " s"
+
+
 def check_pixels(width: int, height: int) -> None:
     """Raise LimitExceeded if an image of this size has more pixels than `max_image_pixels`."""
     max_pixels = caps().max_image_pixels

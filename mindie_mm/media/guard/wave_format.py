@@ -28,10 +28,12 @@ _PLAIN = {1: "PCM", 3: "float", 6: "A-law", 7: "mu-law"}
 def with_container_bits(data: bytes) -> bytes:
     """Return `data` with the container's size as the number of valid bits in each WAVEFORMATEXTENSIBLE.
 
-    Return `data` itself if nothing changes. AVI, Wave64 and Matroska files may contain such formats, too.
+    Return `data` itself if nothing changes. AVI, Wave64 and Matroska files may contain such formats, too. A false block
+    size is corrected if the number of bytes per second is right.
 
     Raises:
         LimitExceeded: The file has more than `MAX_FORMATS` such formats.
+        MediaError: The size of a sample is unclear.
 
     """
     copy, place = None, -1
@@ -41,12 +43,21 @@ def with_container_bits(data: bytes) -> bytes:
         start = place - 2 - _EXTENSION.size - _FORMAT.size
         if start < 0:
             continue
-        codec, channels, _, _, block, bits = _FORMAT.unpack_from(data, start)
+        codec, channels, rate, bytes_per_s, block, bits = _FORMAT.unpack_from(data, start)
         _, valid, _ = _EXTENSION.unpack_from(data, start + _FORMAT.size)
-        is_sound = codec == _EXTENSIBLE and bits % 8 == 0 and block == channels * bits // 8
-        if is_sound and valid not in (0, bits):
-            copy = copy or bytearray(data)
-            struct.pack_into("<H", copy, start + _FORMAT.size + 2, bits)
+        is_plain = codec == _EXTENSIBLE and int.from_bytes(data[place - 2 : place], "little") in _PLAIN
+        if not is_plain or (valid in (0, bits) and bits % 8 == 0):
+            continue
+        width = -(-bits // 8)
+        right = channels * width
+        if not right or (block != right and bytes_per_s != rate * right):
+            raise MediaError(
+                f"the audio format has blocks of {block} bytes and {bytes_per_s} bytes per second, which contradicts "
+                f"{channels} channels of {bits} bits at {rate} Hz"
+            )
+        copy = copy or bytearray(data)
+        _FORMAT.pack_into(copy, start, codec, channels, rate, bytes_per_s, right, 8 * width)
+        struct.pack_into("<H", copy, start + _FORMAT.size + 2, 8 * width)
     raise LimitExceeded(f"the file has more audio formats than the limit of {MAX_FORMATS}")
 
 

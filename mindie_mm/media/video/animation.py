@@ -15,7 +15,7 @@ import numpy as np
 
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.guard import cancellation
-from mindie_mm.media.guard.caps import Work, work
+from mindie_mm.media.guard.caps import Work, length_text, work
 from mindie_mm.media.guard.segments import PNG_START
 from mindie_mm.media.image.colours import ORIENTATION_TAG, pil_to_rgb
 from mindie_mm.media.image.encoded_image import EncodedImage, Pixels
@@ -70,7 +70,8 @@ class Animation:
         if num_frames > limits.max_video_frames:
             raise LimitExceeded(f"the video has {num_frames} frames; the limit is {limits.max_video_frames}")
         if lasts > limits.max_video_seconds:
-            raise LimitExceeded(f"the video lasts {float(lasts):.1f} s; the limit is {limits.max_video_seconds:g} s")
+            length = length_text(float(lasts), limits.max_video_seconds)
+            raise LimitExceeded(f"the video lasts {length}; the limit is {limits.max_video_seconds:g} s")
         if width * height > limits.max_video_pixels:
             raise LimitExceeded(
                 f"the video has {width}x{height} = {width * height} pixels; the limit is {limits.max_video_pixels}"

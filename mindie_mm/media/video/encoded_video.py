@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mindie_mm.errors import FramesMiscounted, InputError, LimitExceeded, MediaError, naming
 from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.guard import cancellation
-from mindie_mm.media.guard.caps import Work, decodes_to_count, work
+from mindie_mm.media.guard.caps import Work, decodes_to_count, length_text, work
 from mindie_mm.media.guard.container import (
     best_stream,
     check_codec,
@@ -405,4 +405,5 @@ def _check_length(num_frames: int, fps: float | None, limits: MediaCaps) -> None
     if num_frames > limits.max_video_frames:
         raise LimitExceeded(f"the video has {num_frames} frames; the limit is {limits.max_video_frames}")
     if fps and num_frames / fps > limits.max_video_seconds:
-        raise LimitExceeded(f"the video lasts {num_frames / fps:.1f} s; the limit is {limits.max_video_seconds:g} s")
+        length = length_text(num_frames / fps, limits.max_video_seconds)
+        raise LimitExceeded(f"the video lasts {length}; the limit is {limits.max_video_seconds:g} s")
