@@ -67,6 +67,7 @@ from mindie_mm.nn.checkpoint.missing_files import VOCABULARIES
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import Model, packed_logits
 from mindie_mm.nn.placement import Placement, parts
+from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.splice import MediaItem, plain_ids
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import EngineConfig, MediaCaps
@@ -823,11 +824,14 @@ class FamilyContract:
         if model.spec.device.type != "cpu":
             pytest.skip("other devices run the step")
         worst = WorstCase(model, processor, CPU(), EngineConfig(max_model_len=min(model.spec.max_model_len, 1024)))
-        works = [worst._prefill(min(model.spec.max_model_len, 256))]
+        works = [worst._prefill(min(model.spec.max_model_len, size)) for size in (24, 256)]
         works += [worst._encode(kind, worst._largest_plan(kind), 2) for kind in family_named(self.name).kinds]
+        ids = [torch.arange(8)] * (2 if isinstance(model, Seq2SeqModel) else 1)
+        before = model.logits(*ids)
         for work in works:
             computed, allocated = CPU().peak_bytes(work), allocated_peak_bytes(work)
             assert allocated - 2**18 <= computed <= 5 * allocated + 2**18
+        torch.testing.assert_close(model.logits(*ids), before, rtol=0, atol=0)
 
     def test_the_worst_case_takes_the_most_tokens(self, processor):
         for kind in family_named(self.name).kinds:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 
 from mindie_mm.device import host_memory
 from mindie_mm.device.base import Device
@@ -83,10 +84,11 @@ class CPU(Device):
         return host_memory.available_bytes()
 
     def peak_bytes(self, work: Callable[[], object], scale: float = 1.0) -> int:
+        if dist.is_initialized():  # the ranks' collective operations need real tensors
+            return math.ceil(allocated_peak_bytes(work) * scale)
         try:
             return computed_peak_bytes(work, scale)
-        except Exception as error:  # noqa: BLE001 - PyTorch raises errors of many types
-            # The family may come from another package, and its shapes may depend on values.
+        except RuntimeError as error:  # the family may come from another package, and its shapes may depend on values
             _log.warning("the memory of a step cannot be computed from shapes (%s); the step is run instead", error)
             return math.ceil(allocated_peak_bytes(work) * scale)
 

@@ -7,10 +7,15 @@ at the same time. The result depends on the model and the settings, and not on o
 
 from __future__ import annotations
 
+import ctypes
 import math
+import multiprocessing
+import signal
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import torch
@@ -24,6 +29,7 @@ from mindie_mm.device.host_memory import MAPPED_BYTES
 _MOST_NUMBERS, _MOST_FLOATS = 2**20, 2**12
 """Maximum number of elements of tensors of integers, and of other tensors, that are computed. Models read sizes from
 such tensors, for example from the grids of images."""
+_PR_SET_PDEATHSIG = 1
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -33,18 +39,48 @@ def computed_peak_bytes(work: Callable[[], object], scale: float = 1.0) -> int:
     The bound is 1.25 times the peak of the tensors' sizes. A tensor below 32 MiB counts twice, because the C library
     puts it in its heap, where free pieces may be too small for the next tensor.
 
+    A forked process computes the bound, because models keep tensors for later steps, such as positions. In this
+    process, they would keep fake ones.
+
     Args:
         work: Function that runs the step.
         scale: Number by which the size of each tensor is multiplied.
 
     Raises:
-        RuntimeError: `work` depends on values that only a real run computes.
+        RuntimeError: The process fails, for example because `work` depends on values that only a real run computes.
 
     """
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    with warnings.catch_warnings():  # the process uses neither the threads of this process nor their locks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = context.Process(target=_send_peak, args=(sending, work, scale), daemon=True)
+        process.start()
+    sending.close()
+    with receiving:
+        try:
+            peak_bytes, error = receiving.recv()
+        except EOFError:
+            peak_bytes, error = 0, "the process died"
+    process.join()
+    if error:
+        raise RuntimeError(error)
+    assert isinstance(peak_bytes, int)
+    return peak_bytes
+
+
+def _send_peak(sending: Connection, work: Callable[[], object], scale: float) -> None:
+    """Compute the bound in a forked process, and send it or the message of an error."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # this process holds the sockets of its parent
+    torch.set_num_threads(1)  # the threads of OpenMP exist in the parent process only
     shapes = _Shapes(scale)
-    with shapes:
-        work()
-    return shapes.peak_bytes * 5 // 4
+    try:
+        with shapes:
+            work()
+    except Exception as error:  # noqa: BLE001 - PyTorch raises errors of many types
+        sending.send((0, str(error) or type(error).__name__))
+    else:
+        sending.send((shapes.peak_bytes * 5 // 4, ""))
 
 
 def allocated_peak_bytes(work: Callable[[], object]) -> int:
