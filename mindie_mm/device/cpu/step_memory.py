@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import multiprocessing
+import os
 import signal
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ _MOST_NUMBERS, _MOST_FLOATS = 2**20, 2**12
 """Maximum number of elements of tensors of integers, and of other tensors, that are computed. Models read sizes from
 such tensors, for example from the grids of images."""
 _PR_SET_PDEATHSIG = 1
+_MOST_WRITTEN = 4096  # a pipe takes this at once
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -50,37 +50,36 @@ def computed_peak_bytes(work: Callable[[], object], scale: float = 1.0) -> int:
         RuntimeError: The process fails, for example because `work` depends on values that only a real run computes.
 
     """
-    context = multiprocessing.get_context("fork")
-    receiving, sending = context.Pipe(duplex=False)
+    reading, writing = os.pipe()
     with warnings.catch_warnings():  # the process uses neither the threads of this process nor their locks
         warnings.simplefilter("ignore", DeprecationWarning)
-        process = context.Process(target=_send_peak, args=(sending, work, scale), daemon=True)
-        process.start()
-    sending.close()
-    with receiving:
-        try:
-            peak_bytes, error = receiving.recv()
-        except EOFError:
-            peak_bytes, error = 0, "the process died"
-    process.join()
-    if error:
-        raise RuntimeError(error)
-    assert isinstance(peak_bytes, int)
-    return peak_bytes
+        pid = os.fork()
+    if pid == 0:
+        _write_peak(writing, work, scale)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        outcome = file.read().decode()
+    os.waitpid(pid, 0)
+    if not outcome.isdecimal():
+        raise RuntimeError(outcome or "the process died")
+    return int(outcome)
 
 
-def _send_peak(sending: Connection, work: Callable[[], object], scale: float) -> None:
-    """Compute the bound in a forked process, and send it or the message of an error."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # this process holds the sockets of its parent
-    torch.set_num_threads(1)  # the threads of OpenMP exist in the parent process only
-    shapes = _Shapes(scale)
+def _write_peak(writing: int, work: Callable[[], object], scale: float) -> NoReturn:
+    """Compute the bound in a forked process. Write it, or the message of an error, to a pipe."""
     try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # this process holds the sockets of its parent
+        torch.set_num_threads(1)  # the threads of OpenMP exist in the parent process only
+        shapes = _Shapes(scale)
         with shapes:
             work()
-    except Exception as error:  # noqa: BLE001 - PyTorch raises errors of many types
-        sending.send((0, str(error) or type(error).__name__))
-    else:
-        sending.send((shapes.peak_bytes * 5 // 4, ""))
+        outcome = str(shapes.peak_bytes * 5 // 4)
+    except BaseException as error:  # noqa: BLE001 - nothing may return into the code of the parent process
+        outcome = f"{type(error).__name__}: {error}"
+    try:
+        os.write(writing, outcome.encode()[:_MOST_WRITTEN])
+    finally:
+        os._exit(0)
 
 
 def allocated_peak_bytes(work: Callable[[], object]) -> int:
