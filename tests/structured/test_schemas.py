@@ -132,3 +132,17 @@ def test_the_name_of_a_definition_may_have_any_characters(takes: Takes, name: st
 def test_a_demand_for_unique_items_is_refused(takes: Takes) -> None:
     with pytest.raises(InputError, match="uniqueItems"):
         takes("[]", json='{"type": "array", "uniqueItems": true}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"exclusiveMinimum": 1, "maximum": 1}, r"exclusiveMinimum \(1\) is equal to maximum \(1\)"),
+        ({"exclusiveMinimum": 1, "maximum": 0}, r"exclusiveMinimum \(1\) is greater than maximum \(0\)"),
+        ({"minimum": 0, "exclusiveMaximum": 0}, r"minimum \(0\) is equal to exclusiveMaximum \(0\)"),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0}, r"exclusiveMinimum \(0\) is equal to exclusiveMaximum \(0\)"),
+    ],
+)
+def test_a_refusal_names_the_bounds_as_given(takes: Takes, schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        takes("1", json=json.dumps(schema | {"type": "number"}))
