@@ -95,7 +95,8 @@ def joined(parts: Iterable[torch.Tensor], num_rows: int | None = None) -> torch.
     for part in itertools.chain([first], rows):
         start, stop = stop, stop + len(part)
         out[start:stop] = part
-    assert stop == num_rows, f"{stop} rows instead of {num_rows}"
+    if stop != num_rows:  # a damaged item
+        raise RuntimeError(f"the items have {stop} rows instead of {num_rows}")
     return out
 
 

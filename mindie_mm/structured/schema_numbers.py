@@ -37,7 +37,8 @@ def rewrite_numbers(schema: dict[str, Any]) -> None:
     """Rewrite the numbers of a JSON schema in place, without the numbers of the schemas inside it.
 
     A bound above 2**53 is moved inward to the next float64, so that every answer satisfies the original bound. An
-    excluded integer is replaced by a number next to it. A maximum length that no answer can reach is reduced.
+    excluded integer bound is replaced by an inclusive bound slightly beyond it. A maximum length that no answer can
+    reach is reduced.
 
     Raises:
         InputError: The schema contains a number that llguidance would misread.
@@ -116,9 +117,15 @@ def _rewrite_bound(schema: dict[str, Any], name: str, exclusive: str, inwards: i
 
 
 def _include(schema: dict[str, Any], name: str, exclusive: str, inwards: int) -> None:
-    """Replace an excluded integer by an included number next to it, in place, if that number is farther from zero."""
+    """Replace an excluded integer bound by an inclusive bound slightly beyond it, in place, if it is farther from zero.
+
+    If the bounds contradict each other, nothing is replaced, so that llguidance's error names the given bounds.
+    """
     bound = schema.get(exclusive)
     if not _is_number(bound) or bound != int(bound) or inwards * bound < 0:
+        return
+    opposite = ("maximum", "exclusiveMaximum") if inwards > 0 else ("minimum", "exclusiveMinimum")
+    if any(_is_number(other := schema.get(key)) and inwards * (bound - other) >= 0 for key in opposite):
         return
     num_decimals = _NUM_DIGITS - len(str(abs(int(bound))))
     if num_decimals < 2:

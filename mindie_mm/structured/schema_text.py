@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from mindie_mm.errors import InputError
+from mindie_mm.structured.endless import without_endless
 from mindie_mm.structured.schema_numbers import rewrite_numbers
 
 _MAX_SHOWN = 40
@@ -25,14 +26,15 @@ def rewritten(schema: str) -> Any:
     """Parse a JSON schema, and rewrite it for llguidance without changing its meaning.
 
     Numbers are rewritten by `rewrite_numbers`. References are percent-encoded, because pydantic writes the names of
-    classes as they are. A keyword that demands nothing (`"uniqueItems": false`) is left out.
+    classes as they are. A reference that no finite value can match allows nothing. A keyword that demands nothing
+    (`"uniqueItems": false`) is left out.
 
     Raises:
         InputError: The schema is not valid JSON, or contains a number that llguidance would misread.
 
     """
     try:
-        return _rewritten(json.loads(schema, parse_float=_finite, parse_constant=_finite))
+        return _rewritten(without_endless(json.loads(schema, parse_float=_finite, parse_constant=_finite)))
     except RecursionError as error:
         raise InputError("the JSON schema is nested too deeply") from error
     except json.JSONDecodeError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from mindie_mm.tool_calls.scanner import Scanner, Step
@@ -19,18 +19,29 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 class JsonArguments(Scanner, ABC):
     """A scanner of JSON objects that sends them as the model wrote them, even if they are invalid."""
 
+    _json: list[str]
+    """Pieces of the current arguments that were sent."""
+
     @abstractmethod
     def send_arguments(self, text: str) -> None:
         """Receive a piece of the JSON."""
 
-    def json_arguments(self, ends: Sequence[str]) -> Step[None]:
+    def json_arguments(self, ends: Sequence[str], is_over: Callable[[], Step[bool]]) -> Step[None]:
         """Read an object and send it unchanged, except that control characters in strings are escaped.
 
-        The object ends with its closing bracket, or before one of the texts `ends` outside strings. Brackets within the
-        object that are not closed, unquoted words and other mistakes are left to the caller of the service.
+        A valid object ends with its closing bracket. Any other text may contain misplaced brackets, and is left to the
+        caller of the service. It ends with a closing bracket only if nothing but the rest of the call follows.
+
+        Args:
+            ends: Texts before which the arguments end in any case, except within strings.
+            is_over: Function that returns whether the rest of a call follows the text that was read. It may read this
+                rest, and it raises Ended if the answer may have been cut off within the arguments.
+
         """
         plain, firsts = _plain(tuple(ends)), {end[0] for end in ends}
         nested: list[str] = []
+        is_invalid = False
+        self._json = []
         while True:
             match = plain.match(self._text, self._at)
             assert match
@@ -40,17 +51,30 @@ class JsonArguments(Scanner, ABC):
                 continue
             character = self._text[self._at]
             if character in firsts:
-                self.send_arguments(self.taken())
+                self._pass_on(self.taken())
                 if (yield from self.surely_follows(*ends)):
                     return
-            if character in "}]" and character not in nested:
-                break  # the bracket closes something around the object
             self._at += 1
             if character == '"':
                 yield from self._rest_of_string()
-            elif _ends_all(character, nested):
-                break
-        self.send_arguments(self.taken())
+                continue
+            _match_brackets(character, nested)
+            if character == "}" and (is_invalid or not nested):
+                self._pass_on(self.taken())
+                is_invalid = is_invalid or not (yield from self._is_valid())
+                is_last = not is_invalid or (yield from is_over())
+                self._at = self._kept
+                if is_last:
+                    return
+
+    def _is_valid(self) -> Step[bool]:
+        """Return whether the text sent so far is a whole JSON object.
+
+        A quote directly after the object shows that a string contains quotes: `{"code": "f("}")"}`.
+        """
+        if (yield from self.at_end()) or self._text[self._at] != '"':
+            return _is_json("".join(self._json))
+        return False
 
     def _rest_of_string(self) -> Step[None]:
         while True:
@@ -64,30 +88,41 @@ class JsonArguments(Scanner, ABC):
             if character == '"':
                 self._at += 1
                 return
-            self.send_arguments(self.taken())
+            self._pass_on(self.taken())
             if character == "\\":
                 escape = yield from self.peek(2)
                 self._at += 2
                 if _CONTROL.match(escape, 1):  # a backslash before a real newline is a character of its own
                     self.taken()
-                    self.send_arguments("\\\\" + _escaped(escape[1]))
+                    self._pass_on("\\\\" + _escaped(escape[1]))
             else:
                 self._at += 1
-                self.send_arguments(_escaped(self.taken()))
+                self._pass_on(_escaped(self.taken()))
+
+    def _pass_on(self, text: str) -> None:
+        self._json.append(text)
+        self.send_arguments(text)
 
     def _send_and_wait(self) -> Step[None]:
-        self.send_arguments(self.taken())
+        self._pass_on(self.taken())
         yield from self.more()
 
 
-def _ends_all(character: str, nested: list[str]) -> bool:
-    """Update the list of expected closing brackets, and return whether all brackets are closed."""
+def _match_brackets(character: str, nested: list[str]) -> None:
+    """Update the list of expected closing brackets. A bracket that nothing expects is ignored."""
     if character in _CLOSING:
         nested.append(_CLOSING[character])
-    elif character in "}]":
+    elif character in nested:
         while nested.pop() != character:
             pass
-    return not nested
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def without_control_characters(text: str) -> str:

@@ -15,6 +15,7 @@ from mindie_mm.tool_calls.tool import Tool
 
 _ARGUMENTS = ("arguments", "parameters")
 _OTHER = ("id", "type")
+_FIRST_KEYS = ('"name"', '"id"', '"type"')
 
 
 class JsonCallParser(ToolCallParser, ABC):
@@ -88,9 +89,14 @@ class JsonCallParser(ToolCallParser, ABC):
         self.end_call()
 
     def call_objects(self) -> Step[None]:
-        """Parse a call, and the calls that follow it without an opening of their own."""
+        """Parse a list of calls, or a call and the calls that follow it without an opening of their own."""
+        if (yield from self.accept("[")):
+            yield from self.call_list()
+            return
         yield from self.call_object()
         while True:
+            yield from self.space()
+            yield from self.accept(",")
             yield from self.space()
             if not (yield from self.follows("{")):
                 break
@@ -124,7 +130,7 @@ class JsonCallParser(ToolCallParser, ABC):
         opening = yield from self.peek()
         if opening == "{" and name:
             self.start_call(name)
-            yield from self.json_arguments(self.call_ends())
+            yield from self.json_arguments(self.call_ends(), self._rest_follows)
             return ""
         if opening == '"':
             held = yield from self._text_of(self.string())
@@ -135,6 +141,21 @@ class JsonCallParser(ToolCallParser, ABC):
         if not isinstance(_decoded(held), dict):
             raise NoMatch
         return without_control_characters(held)
+
+    def _rest_follows(self) -> Step[bool]:
+        """Read the rest of a call after its arguments, and return whether this is the rest of a call."""
+        if (yield from self.rest_follows(self.call_ends())):
+            return True
+        if not (yield from self.accept("}")):
+            return False
+        yield from self.space()
+        yield from self.accept(",", ";", "]")
+        if (yield from self.rest_follows(self.call_ends())):
+            return True
+        if not (yield from self.accept("{")):
+            return False
+        yield from self.space()
+        return bool((yield from self.surely_follows(*_FIRST_KEYS)))
 
     def _text_of(self, string: Step[None]) -> Step[str]:
         text = _decoded((yield from self.source(string)))

@@ -7,6 +7,7 @@ import secrets
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 from mindie_mm.errors import InputError
@@ -37,7 +38,8 @@ class ToolCallParser(JsonArguments, ABC):
     starts: ClassVar[tuple[str, ...]] = ()
     """Texts with which an answer may begin if it consists of calls without an opening."""
     closings: ClassVar[tuple[str, ...]] = ()
-    """Texts with which calls end. Text between the arguments of a call and the next closing text is dropped."""
+    """Texts with which calls end. They are never content after a call. In invalid calls, the text before them is
+    dropped."""
 
     ends_reasoning: ClassVar[bool] = False
     """Whether the model may call a tool within its reasoning, without ending the reasoning first."""
@@ -251,10 +253,16 @@ class ToolCallParser(JsonArguments, ABC):
             self.send_arguments("{}")
         elif (yield from self.peek()) == "{":
             self.start_call(name, call_id)
-            yield from self.json_arguments((*ends, *self.call_ends()))
+            ends = (*ends, *self.call_ends())
+            yield from self.json_arguments(ends, partial(self.rest_follows, ends))
         else:
             raise NoMatch
         self.end_call()
+
+    def rest_follows(self, literals: Sequence[str]) -> Step[bool]:
+        """Read whitespace, and return whether the answer ends or one of the literals follows."""
+        yield from self.space()
+        return (yield from self.surely_at_end()) or bool((yield from self.surely_follows(*literals)))
 
     def close(self, *literals: str) -> Step[str]:
         """Read whitespace and one of the literals, and return the literal. If no literal follows, read nothing.
@@ -281,6 +289,7 @@ class ToolCallParser(JsonArguments, ABC):
     def _attempt(self, opening: str) -> Step[None]:
         """Parse the calls after an opening. Text that is not a call becomes content."""
         self.is_cut = False
+        self._accepted = ""
         try:
             yield from self.calls(opening)
         except NoMatch:
@@ -301,6 +310,15 @@ class ToolCallParser(JsonArguments, ABC):
                 self._drop()
         self._encode = None
         self.in_call = False
+        has_called = self._lead is None
+        if has_called and self.closings and not self._accepted.endswith(self.closings):
+            yield from self._rest_of_block()
+
+    def _rest_of_block(self) -> Step[None]:
+        """Send the text up to the closing text as content, and drop the closing text."""
+        if (yield from self.content_until(*self.closings, *self.openings)) in self.closings:
+            self.taken()
+        self._at = self._kept
 
     def _leave_as_text(self, opening: str) -> None:
         """Treat the text that was read since the last call, or since the opening, as content."""

@@ -49,6 +49,8 @@ class Scanner:
         """Whether the model ended the text itself."""
         self.is_cut = False
         """Whether the text ended with the beginning of an expected literal."""
+        self._accepted = ""
+        """Literal that was accepted last."""
 
     def append(self, text: str) -> None:
         """Append a piece of text."""
@@ -117,6 +119,7 @@ class Scanner:
         """Read and return the first of `literals` that the unread text starts with. If there is none, return ""."""
         literal = yield from self.follows(*literals)
         self._at += len(literal)
+        self._accepted = literal or self._accepted
         return literal
 
     def expect(self, *literals: str) -> Step[str]:

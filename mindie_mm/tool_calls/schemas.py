@@ -68,9 +68,10 @@ def properties_of(tool: Tool, names: re.Pattern[str]) -> dict[str, tuple[dict[st
         if not isinstance(name, str) or not names.fullmatch(name) or len(name) > MAX_NAME:
             raise InputError(f"{where} contain the name {reprlib.repr(name)}, which this tool-call format cannot write")
     definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+    other = schema.get("additionalProperties")
     return {
-        name: ({**(part if isinstance(part, Mapping) else {}), **definitions}, name in required)
-        for name, part in {**{key: {} for key in required}, **properties}.items()
+        name: ({**_mapping(part), **definitions}, name in required)
+        for name, part in {**dict.fromkeys(required, other), **properties}.items()
     }
 
 
@@ -168,11 +169,11 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     seen: set[str] = set()
     stack = [schema]
     while stack:
-        part = stack.pop()
-        part = part if isinstance(part, Mapping) else {}
+        part = _mapping(stack.pop())
         reference = part.get("$ref")
         if isinstance(reference, str):
             target = _referenced(reference, root)
+            target = _mapping(target) if isinstance(target, bool) else target
             if not isinstance(target, Mapping) or _conflict(target, part):
                 yield part
             elif reference not in seen:
@@ -186,6 +187,13 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield part
             continue
         stack.extend(reversed(part[union]))
+
+
+def _mapping(schema: Any) -> Mapping[str, Any]:
+    """Return a schema as a mapping. `false` allows no value, and anything else that is not a mapping allows all."""
+    if isinstance(schema, Mapping):
+        return schema
+    return {"enum": []} if schema is False else {}
 
 
 def _conflict(target: Mapping[str, Any], part: Mapping[str, Any]) -> bool:

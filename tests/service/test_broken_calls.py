@@ -22,6 +22,7 @@ NO_OUTPUT = "the parameters of a tool are not supported: no output can match it"
 CALL = '<tool_call>\n{"name": "f", "arguments": '
 SCRIPTS = {
     "nan": [CALL + '{"x": NaN, "y": 2}}\n</tool_call>'],
+    "brackets": [CALL + '{"x": [1, 2}', ', "y": 3}}\n</tool_call>'],
     "no_brace": [CALL + '{"a": 5}\n</tool_call>'],
     "newline": [CALL + '{"code": "line 1', '\nline 2"}}\n', "</tool_call>"],
     "empty": [CALL + '""}\n</tool_call>'],
@@ -61,6 +62,7 @@ def ask(service: RunningService, script: str, *, stream: bool, **changes: Any) -
     ("script", "calls"),
     [
         ("nan", [("f", '{"x": NaN, "y": 2}')]),
+        ("brackets", [("f", '{"x": [1, 2}, "y": 3}')]),
         ("no_brace", [("f", '{"a": 5}')]),
         ("newline", [("f", '{"code": "line 1\\nline 2"}')]),
         ("empty", [("f", "{}")]),

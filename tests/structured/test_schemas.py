@@ -132,3 +132,50 @@ def test_the_name_of_a_definition_may_have_any_characters(takes: Takes, name: st
 def test_a_demand_for_unique_items_is_refused(takes: Takes) -> None:
     with pytest.raises(InputError, match="uniqueItems"):
         takes("[]", json='{"type": "array", "uniqueItems": true}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"exclusiveMinimum": 1, "maximum": 1}, r"exclusiveMinimum \(1\) is equal to maximum \(1\)"),
+        ({"exclusiveMinimum": 1, "maximum": 0}, r"exclusiveMinimum \(1\) is greater than maximum \(0\)"),
+        ({"minimum": 0, "exclusiveMaximum": 0}, r"minimum \(0\) is equal to exclusiveMaximum \(0\)"),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0}, r"exclusiveMinimum \(0\) is equal to exclusiveMaximum \(0\)"),
+    ],
+)
+def test_a_refusal_names_the_bounds_as_given(takes: Takes, schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        takes("1", json=json.dumps(schema | {"type": "number"}))
+
+
+NODE = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}
+ENDLESS: list[dict[str, Any]] = [
+    NODE | {"required": ["n"]},
+    {"anyOf": [NODE | {"required": ["n"]}, {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}]},
+    {"allOf": [{"$ref": "#/$defs/m"}]},
+]
+
+
+@pytest.mark.parametrize("node", ENDLESS)
+def test_a_schema_that_only_endless_values_match_is_refused(takes: Takes, node: dict[str, Any]) -> None:
+    others = {"m": {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}}
+    schema = {"$defs": {"n": node, **others}, "$ref": "#/$defs/n"}
+    with pytest.raises(InputError, match="no output can match it"):
+        takes("{}", json=json.dumps(schema))
+    optional = {"$defs": schema["$defs"], "properties": {"a": {"$ref": "#/$defs/n"}}}
+    assert takes("{}", json=json.dumps(optional))
+    assert not takes('{"a": {"n": {}}}', json=json.dumps(optional))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        NODE,
+        NODE | {"required": ["n"], "properties": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "object"}]}}},
+        NODE | {"required": ["n"], "properties": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}},
+    ],
+)
+def test_a_recursive_schema_with_finite_values_is_accepted(takes: Takes, node: dict[str, Any]) -> None:
+    finite = ['{"n": {}}', '{"n": []}']
+    schema = json.dumps({"$defs": {"n": node}, "$ref": "#/$defs/n"})
+    assert any(takes(text, json=schema) for text in finite)

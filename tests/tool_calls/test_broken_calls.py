@@ -108,6 +108,15 @@ AS_WRITTEN = [
     '{"a": "say "hi" now"}',
     '{"a": "\\d \\\' \\u12"}',
     "{ }",
+    '{"x": 5], "y": 2}',
+    '{"x": [1, 2}, "y": 3}',
+    '{"x": [{"a": 1}}, {"b": 2}]}',
+    '{"x": {"a": 1]}, "y": [{"b": 2}}]}',
+    '{"a": 1 /* } */, "b": 2}',
+    '{"a": 1 /* }}} */, "b": {"c": {}}}',
+    '{"a": 1 // }\n, "b": [2]}',
+    '{"a": 1 /* } */, "b": [2}',
+    '{"code": "print("}")", "y": 1}',
 ]
 """Arguments that are not valid JSON. Each of them ends with its last bracket."""
 
@@ -120,6 +129,30 @@ def test_invalid_arguments_are_passed_on_as_the_model_wrote_them(name: str) -> N
         for pieces in ([text], list(text)):
             answer = answer_of(parser_named(name)([Tool("f")]), pieces, whole=True)
             assert seen(answer) == ("", [("f", arguments, True)]), text
+
+
+@pytest.mark.parametrize("name", JSON_FORMATS)
+def test_a_call_after_misplaced_brackets_is_a_call_of_its_own(name: str) -> None:
+    arguments = '{"x": [1, 2}, "y": 3}'
+    text = json_call(name, arguments)
+    assert text is not None
+    before, after = text.split(arguments)
+    opening, closing = (parser_named(name).around[at] for at in (0, 2))
+    between = parser_named(name).around[1]
+    second = before.removeprefix(opening) + "{}" + after.removesuffix(closing)
+    text = before + arguments + after.removesuffix(closing) + between + second + closing
+    for pieces in ([text], list(text)):
+        answer = answer_of(parser_named(name)([Tool("f")]), pieces, whole=True)
+        assert seen(answer) == ("", [("f", arguments, True), ("f", "{}", True)]), text
+
+
+@pytest.mark.parametrize("name", JSON_FORMATS)
+def test_misplaced_brackets_that_are_cut_off_do_not_complete_a_call(name: str) -> None:
+    text = json_call(name, '{"x": [1, 2}, "y": 3}')
+    assert text is not None
+    for length in range(text.index(" 3}")):
+        cut = answer_of(parser_named(name)([Tool("f")]), list(text[:length]))
+        assert not any(call.complete for call in cut.calls), text[:length]
 
 
 @pytest.mark.parametrize("name", JSON_FORMATS)
@@ -238,9 +271,34 @@ def test_several_calls_may_follow_one_opening(name: str, before: str, between: s
     text = f"{before}{first}{between}{second}{after}"
     for pieces in ([text], list(text)):
         assert seen(answer_of(parser_named(name)(), pieces, whole=True)) == ("", calls)
-    other = '{"note": 1}'
-    answer = answer_of(parser_named(name)(), [f"{before}{first}\n{other}{after}"], whole=True)
-    assert seen(answer) == (f"\n{other}{after}", calls[:1])
+    for others in (f"{first},{second}", f"{first},\n{second}", f"[{first}, {second}]", f"[{first}\n,{second}\n]"):
+        for pieces in ([before + others + after], list(before + others + after)):
+            assert seen(answer_of(parser_named(name)(), pieces, whole=True)) == ("", calls), others
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {}}', "\n</tool_call>"),
+        ("internlm", '<|action_start|><|plugin|>\n{"name": "f", "parameters": {}}', "<|action_end|>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n</function>", "\n</tool_call>"),
+        ("gemma4", "<|tool_call>call:f{}", "<tool_call|>"),
+        ("functiongemma", "<start_function_call>call:f{}", "<end_function_call>"),
+        ("lfm2", "<|tool_call_start|>[f()]", "<|tool_call_end|>"),
+        *(
+            (name, before + "{}" + after.removesuffix(closing), closing)
+            for name in ("kimi_k2", "deepseek_v3", "deepseek_v31")
+            for before, _, after in [str(json_call(name, "{}")).partition("{}")]
+            for closing in parser_named(name).closings
+        ),
+    ],
+)
+def test_the_closing_tag_never_becomes_content(name: str, before: str, after: str) -> None:
+    calls = [("f", "{}", True)]
+    for others in ("\nDone.", '\n{"note": 1}', "\n" + "Many words. " * 50):
+        for pieces in ([before + others + after + "More"], list(before + others + after + "More")):
+            content, found = seen(answer_of(parser_named(name)(), pieces, whole=True))
+            assert (content, found) in ((others.rstrip() + "More", calls), ("More", calls)), others
 
 
 def test_qwens_and_gemmas_blocks_may_hold_several_calls() -> None:

@@ -27,10 +27,7 @@ class GraniteParser(JsonCallParser):
     def calls(self, opening: str) -> Step[None]:
         """Parse one call, or a list of calls."""
         yield from self.space()
-        if (yield from self.accept("[")):
-            yield from self.call_list()
-        else:
-            yield from self.call_objects()
+        yield from self.call_objects()
 
 
 class Granite20bFcParser(JsonCallParser):

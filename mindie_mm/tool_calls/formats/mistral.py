@@ -46,9 +46,7 @@ class MistralV3Parser(JsonCallParser):
     def calls(self, opening: str) -> Step[None]:
         """Parse one call, or a list of calls."""
         yield from self.space()
-        if (yield from self.accept("[")):
-            yield from self.call_list()
-        elif (yield from self.follows("{")):
+        if (yield from self.follows("[", "{")):
             yield from self.call_objects()
         else:
             name = yield from self.name()
