@@ -1,7 +1,7 @@
 """Logging of all processes of a service to standard error, as text or JSON, with one record per line.
 
-Records contain nothing that a client has sent, except paths that no route has, names of unknown keys and the short
-values that the reason of a refusal quotes, unless logging of prompts is on. A traceback therefore shows the frames and
+Records contain nothing that a client has sent, except paths that no route has, names of unknown keys, and numbers and
+words that the reason of a refusal quotes, unless logging of prompts is on. A traceback therefore shows the frames and
 the class of an exception. It shows the message only if the exception comes from this package or the operating system,
 because exceptions of other libraries may quote their input.
 """

@@ -62,6 +62,8 @@ def test_sampling_settings():
         max_tokens=2, temperature=0.5, top_k=5, seed=7, ignore_eos=True, stop_token_ids=(3,), logit_bias={1: 2.0}
     )
     assert given.check(100) == plain.check(100)
+    for ids in (np.array([3, 4]), np.array([3.0, 4.0]), torch.tensor([3, 4])):
+        assert SamplingParams(stop_token_ids=ids).check(100).stop_token_ids == (3, 4)
     for bad in (SamplingParams(max_tokens=np.int64(-2)), SamplingParams(temperature=np.float32(101))):
         with pytest.raises(InputError, match="it must be in"):
             bad.check(100)

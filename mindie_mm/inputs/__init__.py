@@ -12,7 +12,7 @@ and `{"type": "image", "image": ...}`.
 from __future__ import annotations
 
 from mindie_mm.inputs.chat_messages import parse_messages
-from mindie_mm.inputs.checks import require_switches, shown, whole
+from mindie_mm.inputs.checks import require_switches, shown, type_of, whole
 from mindie_mm.inputs.embeddings import Embeddings
 from mindie_mm.inputs.items import (
     ALL_KINDS,
@@ -82,6 +82,7 @@ __all__ = [
     "require_within",
     "shown",
     "template_variables",
+    "type_of",
     "webui_items",
     "webui_messages",
     "whole",

@@ -204,13 +204,14 @@ def _read_pipe(path: Path) -> bytes:
 def _pixels(source: Any, kind: str) -> Pixels:
     array = _array(source)
     given, is_video = array, kind == "video"
-    if array.ndim == 2 and not is_video:
+    # A video of shape [height, width, 3] is a mistake: one image.
+    if array.ndim == 2 + is_video and not (is_video and array.shape[-1] in _NUM_CHANNELS):
         array = array[..., None]
     if array.ndim == 3 + is_video and array.shape[-1] not in _NUM_CHANNELS and array.shape[-3] in _NUM_CHANNELS:
         array = np.moveaxis(array, -3, -1)
     is_image = array.ndim == 3 + is_video and array.shape[-1] in _NUM_CHANNELS and 0 not in array.shape
     if not is_image or (array.dtype != np.uint8 and array.dtype.kind != "f"):
-        shapes = "[frames, height, width, 3] or [frames, 3, height, width]"
+        shapes = "[frames, height, width, 3], [frames, 3, height, width] or [frames, height, width]"
         shapes = shapes if is_video else "[height, width, 3], [3, height, width] or [height, width]"
         raise InputError(
             f"{kind} pixels have dtype {given.dtype} and shape {given.shape}; they must be uint8 values, or floats "

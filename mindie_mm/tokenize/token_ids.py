@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypeIs
 
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import type_of
 from mindie_mm.tokenize.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -56,9 +57,7 @@ def _listed(given: Sequence[Any]) -> NDArray[np.int64]:
         try:
             ids[index] = operator.index(one)
         except TypeError:
-            raise InputError(
-                f"item {index} of the token ids is a {type(one).__name__}; it must be an integer"
-            ) from None
+            raise InputError(f"item {index} of the token ids is {type_of(one)}; it must be an integer") from None
         except OverflowError:
             raise InputError(f"item {index} of the token ids does not fit into int64") from None
     return ids

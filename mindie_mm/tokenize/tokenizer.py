@@ -22,6 +22,7 @@ from mindie_mm.inputs import (
     parse_inputs,
     parse_messages,
     require_switches,
+    type_of,
     webui_items,
     webui_messages,
 )
@@ -110,9 +111,9 @@ class Tokenizer:
         if not isinstance(wire, Wire) and not (isinstance(wire, str) and wire in get_args(WireName)):
             raise InputError(f"wire is {wire!r}; it must be one of {', '.join(get_args(WireName))}")
         if not isinstance(arena, Arena | None):
-            raise InputError(f"arena is a {type(arena).__name__}; it must be an Arena")
+            raise InputError(f"arena is {type_of(arena)}; it must be an Arena")
         if not isinstance(caps, MediaCaps | None):
-            raise InputError(f"caps is a {type(caps).__name__}; it must be MediaCaps")
+            raise InputError(f"caps is {type_of(caps)}; it must be MediaCaps")
         converted("content_format", content_format, ContentFormat)
         converted("parse_special", parse_special, Switch)
         if arena is not None and wire != "native":
@@ -219,7 +220,7 @@ class Tokenizer:
         parsed = self.run(Pages(self.prompts.stage).of_messages(read))
         if (tools := template_kwargs.get("tools")) is not None:
             if not isinstance(tools, list | tuple):
-                raise InputError(f"tools is a {type(tools).__name__}; it must be a list of functions or dicts")
+                raise InputError(f"tools is {type_of(tools)}; it must be a list of functions or dicts")
             # Before escaping, because control tokens in docstrings are text.
             template_kwargs["tools"] = [_described(tool) if callable(tool) else tool for tool in tools]
         path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
@@ -247,7 +248,7 @@ class Tokenizer:
 
         """
         if isinstance(ids, str | bytes) or not isinstance(ids, Iterable) or getattr(ids, "ndim", 1) != 1:
-            raise InputError(f"ids is a {type(ids).__name__}; it must be a list of token ids")
+            raise InputError(f"ids is {type_of(ids)}; it must be a list of token ids")
         items = [] if isinstance(media, list | tuple) and not media else media_of(parse_inputs(media))
         draft = self.prompts.draft_ids(ids, items)
         return torch.from_numpy(self.make(draft, _path_file(items, shm_name_save_path)).ids)

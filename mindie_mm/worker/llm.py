@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar, cast, get_args, overload
 from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, OperationalError
-from mindie_mm.inputs import Embeddings, require_switches
+from mindie_mm.inputs import Embeddings, require_switches, type_of
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
@@ -82,7 +82,7 @@ class LLM:
         """
         config = WorkerConfig() if config is None else config
         if not isinstance(config, WorkerConfig):
-            raise InputError(f"config is a {type(config).__name__}; it must be a WorkerConfig")
+            raise InputError(f"config is {type_of(config)}; it must be a WorkerConfig")
         given: dict[str, Any] = {"family": family, "limit_mm_per_prompt": limit_mm_per_prompt}
         given |= {"model": None if path is None else absolute(path)}
         given |= {"decoders": None if type(decoders) is int and decoders == 0 else decoders}
@@ -169,7 +169,7 @@ class LLM:
 
         """
         if not isinstance(params, BeamSearchParams):
-            raise InputError(f"params is a {type(params).__name__}; it must be BeamSearchParams")
+            raise InputError(f"params is {type_of(params)}; it must be BeamSearchParams")
         checked = params.sampling_params(self._worker.engine.info.vocab_size)
         width, length_penalty = params.beam_width, params.length_penalty
 
@@ -266,12 +266,12 @@ class LLM:
 
         """
         if not isinstance(messages, list | tuple):
-            raise InputError(f"messages is a {type(messages).__name__}; it must be a list of messages or conversations")
+            raise InputError(f"messages is {type_of(messages)}; it must be a list of messages or conversations")
         require_switches(
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, webui=webui
         )
         if not isinstance(chat_template_kwargs, Mapping | None):
-            raise InputError(f"chat_template_kwargs is a {type(chat_template_kwargs).__name__}; it must be a dict")
+            raise InputError(f"chat_template_kwargs is {type_of(chat_template_kwargs)}; it must be a dict")
         several = len(messages) > 0 and isinstance(messages[0], list | tuple)
         requests = [
             TokenizeRequest(
@@ -306,7 +306,7 @@ class LLM:
 
         """
         if not isinstance(items, list | tuple):
-            raise InputError(f"items is a {type(items).__name__}; it must be a list, such as [{{'image': path}}]")
+            raise InputError(f"items is {type_of(items)}; it must be a list, such as [{{'image': path}}]")
         media = [item for item in items if not (isinstance(item, Mapping) and "text" in item)]
         if not media:
             return []

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import require_switches
+from mindie_mm.inputs import require_switches, type_of
 from mindie_mm.settings.paths import working_directory
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
@@ -32,12 +32,12 @@ def params_of(given: Params, num_inputs: int, vocab_size: int) -> list[SamplingP
     several: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if isinstance(given, list | tuple) and len(several) != num_inputs:
         raise InputError(
-            f"params has {len(several)} elements for {num_inputs} inputs; give one for each input, or the same "
-            "SamplingParams for all"
+            f"params has {len(several)} element{'s' * (len(several) != 1)} for {num_inputs} "
+            f"input{'s' * (num_inputs != 1)}; give one for each input, or the same SamplingParams for all"
         )
     for one in several:
         if not isinstance(one, SamplingParams):
-            raise InputError(f"params is a {type(one).__name__}; it must be SamplingParams, or a list of them")
+            raise InputError(f"params is {type_of(one)}; it must be SamplingParams, or a list of them")
     checked = [one.check(vocab_size) for one in several]
     return checked if isinstance(given, list | tuple) else checked * num_inputs
 
@@ -50,7 +50,7 @@ def requests_of(
     if isinstance(given, str) or is_token_ids(given) or _is_items(given):
         return [request_of(name, given, *switches)]
     if not isinstance(given, list | tuple):
-        raise InputError(f"{name} is a {type(given).__name__}; {_PROMPTS}")
+        raise InputError(f"{name} is {type_of(given)}; {_PROMPTS}")
     require_switches(chat_template=chat_template, webui=webui)
     return [request_of(f"{name}[{index}]", one, *switches) for index, one in enumerate(given)]
 
@@ -74,7 +74,7 @@ def request_of(
     if isinstance(prompt, Mapping):
         raise InputError(f"{name} is one item of a prompt; put the items of a prompt in a list, and {_PROMPTS}")
     if not isinstance(prompt, list | tuple):
-        raise InputError(f"{name} is a {type(prompt).__name__}; {_PROMPTS}")
+        raise InputError(f"{name} is {type_of(prompt)}; {_PROMPTS}")
     options = PromptOptions(parse_special=parse_special)
     return TokenizeRequest(
         items=list(prompt), chat=chat_template, webui=webui, folder=working_directory(), options=options

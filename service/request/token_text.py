@@ -160,10 +160,16 @@ class TextOffsets:
         self._answer = TextStream(tokenizer, **params.text_options, silent=None)
         self._length = 0  # length of the text before the answer's next token
 
-    async def echoed(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the offsets of the tokens of an echoed prompt, whose text includes special tokens."""
-        self._length += len(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-        return (await _starts(TextStream(self._tokenizer, skip_special_tokens=False), token_ids, 0))[:-1]
+    async def echoed(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Return the offsets of the tokens of a prompt that is echoed as `text`.
+
+        Tokens that the service has added before or after the caller's text, such as BOS, are empty in it.
+        """
+        self._length += len(text)
+        decoded = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        added = decoded.find(text) if text in decoded else -max(0, text.rfind(decoded))  # negative for a cut prompt
+        starts = await _starts(TextStream(self._tokenizer, skip_special_tokens=False), token_ids, 0)
+        return [min(max(0, start - added), len(text)) for start in starts[:-1]]
 
     async def answered(self, token_ids: Sequence[int]) -> list[int]:
         """Return the offsets of the answer's next tokens."""

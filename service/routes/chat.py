@@ -81,7 +81,11 @@ class _Chat(Form):
             add_generation_prompt=self.body.opens_turn,
             continue_final_message=bool(self.body.continue_final_message),
             chat_template_kwargs=variables,
-            options=replace(self.body.prompt_options, repeat_special_tokens=bool(self.body.add_special_tokens)),
+            options=replace(
+                self.body.prompt_options,
+                parse_special=self.body.parse_special,
+                repeat_special_tokens=bool(self.body.add_special_tokens),
+            ),
             media_defaults=media_defaults(self.body.mm_processor_kwargs, self.body.media_io_kwargs),
         )
 

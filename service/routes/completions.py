@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -105,8 +105,11 @@ class _Completion(Form):
     async def answer(self) -> Completion:
         async with self.sources() as sources:
             choices = await self.call.choices(sources)
-        prompts = [source.prompt for source in sources]
-        answered = [await self._choice(choice, prompts[choice.index // self.call.n]) for choice in choices]
+        prompts, echoes = [source.prompt for source in sources], self._echoes(sources)
+        answered = [
+            await self._choice(choice, prompts[(index := choice.index // self.call.n)], echoes[index])
+            for choice in choices
+        ]
         unasked: _Asked = {"prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None}
         return {
             **self._part([{**unasked, **choice} for choice in answered]),
@@ -117,15 +120,17 @@ class _Completion(Form):
     async def events(self) -> AsyncGenerator[Completion, None]:
         """Yield the chunks of the answer. The last chunk has the usage and the timings, if they are requested."""
         async with self.sources() as sources:
-            prompts = [source.prompt for source in sources]
+            prompts, echoes = [source.prompt for source in sources], self._echoes(sources)
             choices = [Choice(index=index) for index in range(len(prompts) * self.call.n)]
             written = [self._written() for _ in choices]
             async with aclosing(self.call.deltas(sources)) as deltas:
                 async for index, delta in deltas:
                     part = Choice(index=index)
                     part.add(delta)
+                    at = index // self.call.n
                     first = not choices[index].texts
-                    chunk = await self._choice(part, prompts[index // self.call.n] if first else None, written[index])
+                    prompt, echo = (prompts[at], echoes[at]) if first else (None, "")
+                    chunk = await self._choice(part, prompt, echo, written[index])
                     choices[index].add(delta)
                     logprobs = chunk["logprobs"]
                     has_news = chunk["text"] or (logprobs and logprobs["text_offset"]) or chunk.get("token_ids")
@@ -151,9 +156,20 @@ class _Completion(Form):
         tokenizer = self.call.service.worker.tokenizer
         return _Written(TextOffsets(tokenizer, self.call.params), LogprobsBuffer(tokenizer, self.call.params))
 
-    async def _choice(self, choice: Choice, prompt: Prompt | None, written: _Written | None = None) -> CompletionChoice:
-        """Return a whole choice or its next part. If the request sets `echo`, the text of `prompt` precedes it."""
-        tokenizer = self.call.service.worker.tokenizer
+    def _echoes(self, sources: Sequence[PromptSource]) -> list[str]:
+        """Return the text to echo for each prompt: the text that the caller sent, or the text of the ids."""
+        if not self.body.echo:
+            return [""] * len(sources)
+        decode = self.call.service.worker.tokenizer.decode
+        return [
+            given if isinstance(given, str) else decode(source.prompt.plain_ids.tolist(), skip_special_tokens=False)
+            for given, source in zip(self.body.prompts(), sources, strict=True)
+        ]
+
+    async def _choice(
+        self, choice: Choice, prompt: Prompt | None, echo: str, written: _Written | None = None
+    ) -> CompletionChoice:
+        """Return a whole choice or its next part, preceded by `echo`. `prompt` is None if the part is not the first."""
         echoed = prompt.plain_ids.tolist() if prompt is not None and self.body.echo else []
         logprobs: CompletionLogprobs | None = None
         if self.body.logprobs is not None:
@@ -162,14 +178,14 @@ class _Completion(Form):
             positions: list[tuple[int, TokenLogprob | None]] = [(token, None) for token in echoed[:1]]
             scored = [_topped(p, self.body.logprobs) for p in choice.prompt_logprobs] if echoed else []
             positions += [(p.token_id, p) for p in (*scored, *released.logprobs)]
-            starts = await written.offsets.echoed(echoed)
+            starts = await written.offsets.echoed(echoed, echo)
             starts += await written.offsets.answered([p.token_id for p in released.logprobs])
             texts = self.call.service.tokens
             texts = TokensAsIds(texts) if self.body.return_tokens_as_token_ids else texts
             logprobs = await completion_logprobs(texts, positions, starts, released.cut)
         entry: CompletionChoice = {
             "index": choice.index,
-            "text": tokenizer.decode(echoed, skip_special_tokens=False) + choice.text,
+            "text": echo + choice.text,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,

@@ -49,6 +49,10 @@ DEFAULT_NEW_TOKENS = 20
 _SEED_BITS = 63
 
 
+Inputs = Annotated[str | Array[AnyItem], must_be("a string, or a list of dicts with one item each")]
+"""A text that is used without a chat template, or a `List[Dict]`."""
+
+
 class InferParameters(Settings):
     """MindIE's `parameters`. `typical_p`, `watermark` and `priority` are accepted and ignored, as in MindIE."""
 
@@ -120,7 +124,7 @@ class InputsBody(Body):
     of_parameters: ClassVar[Collection[str]] = InferParameters.model_fields
     """Names of fields that are accepted only in `parameters`."""
 
-    inputs: Annotated[str | Array[AnyItem], must_be("a string, or a list of dicts with one item each")]
+    inputs: Inputs
     """A text that is used without a chat template, or a `List[Dict]` that becomes one user turn of a chat."""
     chat_template: Templated | None = None
     """Whether a list becomes a chat turn. If it is false, the items are joined without a template. Default: true."""

@@ -18,9 +18,10 @@ from service.request.admitted import WholeAnswer
 from service.request.incoming import IncomingDep
 from service.request.prompts import prompt_of_ids, prompts
 from service.request.state import ServiceDep
+from service.routes.infer import Inputs
 from service.schemas.body import Array, Body, CacheSalt, NotServed, Templated, TokenIds
 from service.schemas.description import answered
-from service.schemas.message_types import AnyItem, AnyMessage
+from service.schemas.message_types import AnyMessage
 from service.schemas.not_served import NOT_SERVED
 from service.schemas.openai_types import ChatBody, CompletionBody, opens_turn
 from service.schemas.tool_types import ToolFields
@@ -42,9 +43,9 @@ class TokenizeBody(ToolFields, Body):
 
     prompt: str | None = None
     messages: Array[AnyMessage] | None = None
-    inputs: Array[AnyItem] | None = None
+    inputs: Inputs | None = None
     chat_template: Templated | None = None
-    """Whether `inputs` become a chat turn. Allowed only with `inputs`. Default: true."""
+    """Whether a list of `inputs` becomes a chat turn. Allowed only with `inputs`. Default: true."""
     add_generation_prompt: bool | None = None
     """Whether the chat template ends with the start of the assistant's turn. Default: true."""
     add_special_tokens: bool | None = None
@@ -97,6 +98,8 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     incoming.accept(body)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
         raise InputError("the request must have exactly one of prompt, messages and inputs")
+    if body.inputs == "":
+        raise InputError("inputs is empty", param="inputs")
     if body.chat_template is not None and body.inputs is None:
         raise InputError(
             f"chat_template is {body.chat_template}, but there are no inputs; send inputs, or leave chat_template out",
@@ -127,9 +130,9 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
             body.messages, use, body.chat_template_kwargs, body.reasoning_effort
         )
     wanted = TokenizeRequest(
-        text=body.prompt,
+        text=body.inputs if isinstance(body.inputs, str) else body.prompt,
         messages=messages,
-        items=body.inputs,
+        items=None if isinstance(body.inputs, str) else body.inputs,
         chat=body.chat_template is not False,
         add_generation_prompt=opens_turn(body.add_generation_prompt, body.continue_final_message),
         continue_final_message=bool(body.continue_final_message),

@@ -135,9 +135,11 @@ class GenerationBody(Body, StructureFields, ExtraFields):
 class ChatBody(ToolFields, GenerationBody):
     """POST /v1/chat/completions."""
 
-    not_served: ClassVar[NotServed] = {**NOT_SERVED, **MINDIES, "parse_special": (None, False)}
+    not_served: ClassVar[NotServed] = {**NOT_SERVED, **MINDIES}
 
     messages: Array[AnyMessage]
+    parse_special: bool | None = None
+    """Refused if true, because the texts of a chat never contain control tokens."""
     media_spans: bool | None = None
     """Report the position of each media item's tokens in the answer's `media_spans`."""
     max_completion_tokens: MaxTokens | None = None

@@ -138,8 +138,8 @@ def assert_same(output, expected):
 @pytest.mark.parametrize(
     ("items", "error", "message"),
     [
-        ({"image": "a.png"}, InputError, r"items is a dict; it must be a list, such as \[{'image': path}\]"),
-        ("a.png", InputError, "items is a str"),
+        ({"image": "a.png"}, InputError, r"items is of type dict; it must be a list, such as \[{'image': path}\]"),
+        ("a.png", InputError, "items is of type str"),
         ([5], InputError, r"inputs\[0\] is of type int"),
         ([{"image": "/no/such/file.png"}], MediaError, "/no/such/file.png"),
     ],
@@ -424,12 +424,12 @@ def test_each_input_may_have_its_own_params(llm):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ([GREEDY], "params has 1 elements for 2 inputs; give one for each input, or the same"),
+        ([GREEDY], "params has 1 element for 2 inputs; give one for each input, or the same"),
         ([GREEDY] * 3, "params has 3 elements for 2 inputs"),
         ([], "params has 0 elements for 2 inputs"),
-        ([GREEDY, None], "params is a NoneType; it must be SamplingParams, or a list of them"),
-        ({"temperature": 0}, "params is a dict; it must be SamplingParams"),
-        (BeamSearchParams(beam_width=1, max_tokens=1), "params is a BeamSearchParams; it must be SamplingParams"),
+        ([GREEDY, None], "params is missing; it must be SamplingParams, or a list of them"),
+        ({"temperature": 0}, "params is of type dict; it must be SamplingParams"),
+        (BeamSearchParams(beam_width=1, max_tokens=1), "params is of type BeamSearchParams; it must be SamplingParams"),
     ],
 )
 def test_params_that_do_not_fit_the_inputs_are_refused(llm, params, message):
@@ -440,11 +440,11 @@ def test_params_that_do_not_fit_the_inputs_are_refused(llm, params, message):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"text": "What?"}, "inputs is a dict; give a text, a list of items"),
-        ([[{"text": "a"}], 5], r"inputs\[1\] is a int; give a text, a list of items"),
+        ({"text": "What?"}, "inputs is of type dict; give a text, a list of items"),
+        ([[{"text": "a"}], 5], r"inputs\[1\] is of type int; give a text, a list of items"),
         (["a", {"text": "b"}], r"inputs\[1\] is one item of a prompt; put the items of a prompt in a list"),
-        (b"Hello", "inputs is a bytes; give a text"),
-        ((one for one in "ab"), "inputs is a generator; give a text"),
+        (b"Hello", "inputs is of type bytes; give a text"),
+        ((one for one in "ab"), "inputs is of type generator; give a text"),
     ],
 )
 def test_inputs_that_are_not_prompts_are_refused(llm, inputs, message):

@@ -173,7 +173,7 @@ def of_block(ids, arena, number, item):
         (np.array([True]), InputError, "have the dtype bool; it must be int64"),
         (torch.tensor([[1, 2]]), InputError, r"have the shape \[1, 2\]; give the ids of one prompt"),
         ([1, 2**63], InputError, "item 1 of the token ids does not fit into int64"),
-        ([1, "b"], InputError, "item 1 of the token ids is a str; it must be an integer"),
+        ([1, "b"], InputError, "item 1 of the token ids is of type str; it must be an integer"),
         ([5, -7], CorruptReference, "position 1 is -7, which is neither a token id nor a name word"),
         ([5, 10**9], TokenOutOfRange, "token id 1000000000"),
         (np.array([], np.int64), InputError, "at least 1 token"),
@@ -205,7 +205,7 @@ def test_a_stream_yields_the_same_output_in_parts(llm, tokenizers, path_file):
 @pytest.mark.slow
 def test_a_stream_keeps_its_llm_open():
     assert "".join(part.text for part in LLM().stream("Hello!", GREEDY))
-    with pytest.raises(InputError, match="messages is a NoneType"):
+    with pytest.raises(InputError, match="messages is missing"):
         LLM().chat(None)
 
 

@@ -121,7 +121,7 @@ THREE_GREYS = np.stack([GREY] * 3, axis=-1)
 def test_pixels_may_be_gray_channels_first_or_floats(array, expected):
     """The values are those of torchvision's `to_dtype` and `to_pil_image`, and of diffusers' `numpy_to_pil`."""
     assert np.array_equal(read_source(Media("image", array)), expected)
-    frames = np.stack([array, array]) if isinstance(array, np.ndarray) and array.ndim == 3 else None
+    frames = np.stack([array, array]) if isinstance(array, np.ndarray) else None
     if frames is not None:
         assert np.array_equal(read_source(Media("video", frames)), np.stack([expected, expected]))
 

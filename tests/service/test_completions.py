@@ -64,6 +64,18 @@ def test_a_streamed_answer_equals_the_whole_answer(client: openai.OpenAI) -> Non
     assert chunks[-1].usage == whole.usage
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_repeats_the_text_of_the_caller(client: openai.OpenAI, stream: bool) -> None:
+    """The tokenizer normalizes the first text, and the second one is cut before the model reads it."""
+    texts = ["cafe\u0301 \u212b", "What colour is the star?"]
+    answer = complete(client, texts, echo=True, stream=stream, extra_body={"truncate_prompt_tokens": 2})
+    found = ["", ""]
+    for part in answer if stream else [answer]:
+        for choice in part.choices:  # type: ignore[attr-defined]
+            found[choice.index] += choice.text
+    assert [text[: len(given)] for text, given in zip(found, texts, strict=True)] == texts
+
+
 def test_echo_includes_the_logprobs_of_the_prompt(client: openai.OpenAI) -> None:
     answer = complete(client, "What colour", echo=True, logprobs=2)
     choice = answer.choices[0]

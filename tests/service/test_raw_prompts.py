@@ -39,13 +39,18 @@ def prompt_ids(http: Any, door: str, text: str, **fields: Any) -> list[int]:
         choices = http.post("/v1/completions", json=body).json()["choices"]
         assert all(choice["prompt_token_ids"] == choices[0]["prompt_token_ids"] for choice in choices)
         return list(choices[0]["prompt_token_ids"])
+    if door == "/tokenize inputs text":
+        return list(tokenize(http, inputs=text, **fields)["tokens"])
     inputs = [{"text": text}] if door.endswith("items") else text
     parameters = {"max_new_tokens": 1, "decoder_input_details": True, "details": True, **fields}
     body = {"inputs": inputs, "chat_template": False, "parameters": parameters}
     return [token["id"] for token in http.post("/generate", json=body).json()["details"]["prefill"]]
 
 
-DOORS = ("/tokenize", "/tokenize inputs", "/v1/completions", "/v1/completions list", "/generate", "/generate items")
+DOORS = (
+    *("/tokenize", "/tokenize inputs", "/tokenize inputs text"),
+    *("/v1/completions", "/v1/completions list", "/generate", "/generate items"),
+)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -95,7 +100,8 @@ def test_text_never_becomes_media(http: Any, reference: Any, door: str, spelled:
 def test_a_chat_does_not_parse_control_tokens(http: Any, path: str, body: dict[str, Any]) -> None:
     answer = http.post(path, json=body)
     assert answer.status_code == 400
-    assert "parse_special" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "parse_special"
+    assert "whose texts never contain control tokens" in answer.json()["error"]["message"]
 
 
 def test_the_length_of_a_prompt_beyond_the_context_is_counted(http: Any) -> None:

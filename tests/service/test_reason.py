@@ -44,7 +44,7 @@ def test_the_reason_of_a_refusal_is_in_the_access_line(reason: Any) -> None:
         (CHAT, HELLO | {"max_tokens": 2**40}, 400, "max_tokens: Input should be less than or equal to 2147483647"),
         (CHAT, HELLO | {"max_tokens": 10**6}, 400, "maximum context length is"),
         (CHAT, HELLO | {"num_beams": 4}, 400, "num_beams is not supported, except 1"),
-        (CHAT, HELLO | {"model": "gpt-4o"}, 404, "gpt-4o"),
+        (CHAT, HELLO | {"model": "gpt-4o"}, 404, "does not exist; this service serves"),
         ("/detokenize", {"tokens": [-1]}, 400, "token id -1 is outside the vocabulary"),
         ("/infer", {"inputs": ""}, 400, "inputs is empty"),
         ("/generate", b"{", 400, "the body is not valid JSON"),
@@ -138,19 +138,113 @@ def test_no_piece_of_a_hostile_request_reaches_the_log(
     assert not [line for line in lines.splitlines() if line.startswith(FORGED)], "a forged line"
 
 
+SHORT = {
+    "Chinese": "我的密码是一二三",
+    "four characters": "密码四七",
+    "emoji": "🔑🎉 4711",
+    "an accent": "Ünlü 4711é",
+    "digits": "my pin 4711",
+    "a word": "hunter4711",
+    "escapes": "4711\\\"\n'4711",
+    "a long text": "请帮我写一封给银行的信 我的账号是六二二二零二 密码是一二三四五六七八九",
+    "a text with quotes": 'I\'m "4711"\tand it\'s `4711`\n\u2028é "4711"',
+}
+"""Secrets without a piece of 12 characters of ASCII."""
+
+
+def _places(secret: str) -> list[tuple[str, Any]]:
+    """Return requests that have `secret` where a refusal may quote it."""
+    user: dict[str, Any] = {"role": "user", "content": secret}
+    contents: list[Any] = [
+        {"text": secret},
+        [{"type": secret}],
+        [{"type": "text", "text": secret, secret: 1}],
+        [{"type": "image_url", "image_url": {"url": "/" + secret}}],
+        [{"type": "image_url", "image_url": {"url": secret + "://a/b"}}],
+        [{"type": "file", "file": {"filename": secret, "file_data": "data:text/plain;base64,gYCB"}}],
+        [{"type": "file", "file": {"file_data": f"data:text/plain;charset={secret};base64,gYCB"}}],
+    ]
+    chats: list[Any] = [
+        secret,
+        [secret],
+        [{"role": secret, "content": secret}],
+        [user, {"role": "tool", "content": secret, "tool_call_id": secret}],
+        *([{"role": "user", "content": content}] for content in contents),
+    ]
+    chat_fields = {
+        "max_tokens": secret,
+        "model": secret,
+        "response_format": {"type": secret},
+        "logit_bias": {secret: 1},
+        "tool_choice": secret,
+        "reasoning_effort": [secret],
+        "guided_regex": "(" + secret,
+        "guided_grammar": secret,
+        "guided_json": {"type": secret},
+        "mm_processor_kwargs": {secret: secret},
+        "tools": [{"type": "function", "function": {"name": secret, "parameters": {"type": secret}}}],
+    }
+    return [
+        *((CHAT, {"messages": chat}) for chat in chats),
+        *((CHAT, {"messages": [user], name: value}) for name, value in chat_fields.items()),
+        *(("/v1/completions", {"prompt": prompt}) for prompt in ({"a": secret}, [1, secret], [[secret]])),
+        ("/v1/completions", {"prompt": "a", "bad_words": [secret, 3]}),
+        ("/tokenize", {"messages": secret}),
+        ("/detokenize", {"tokens": [secret]}),
+        ("/infer", {"inputs": [secret]}),
+        ("/infer", {"inputs": [{"type": "text", "text": "a", secret: 1}]}),
+        ("/infer", {"inputs": [{"type": "image_url", "image_url": secret}]}),
+        (f"/{quote(secret)}", {}),
+    ]
+
+
+@pytest.mark.parametrize("secret", SHORT.values(), ids=SHORT)
+def test_no_short_secret_reaches_the_log(service: RunningService, http: Any, secret: str) -> None:
+    """The request bodies have the secret both in UTF-8 and as escapes of JSON."""
+    size = service.log.stat().st_size
+    places = _places(secret)
+    for path, body in places:
+        for is_ascii in (False, True):
+            data = json.dumps(body, ensure_ascii=is_ascii).encode()
+            http.post(path, content=data, headers={"Content-Type": "application/json"})
+
+    def lines() -> str:
+        with service.log.open("rb") as log:
+            log.seek(size)
+            return log.read().decode("utf-8", "replace")
+
+    wait_until(lambda: lines().count("service.access") >= 2 * len(places))
+    reasons = [line.partition(" s: ")[2].rpartition(" [")[0] for line in lines().splitlines()]
+    assert len([reason for reason in reasons if reason]) > len(places), "most of the requests are refused"
+    for reason in reasons:
+        assert reason.isascii(), reason
+        assert "\\" not in reason, reason
+        assert "4711" not in reason, reason
+
+
 @pytest.mark.parametrize(
     ("message", "sent", "shown"),
     [
         ("max_tokens is 5; the limit is 4", {"prompt": "What is the limit?"}, "max_tokens is 5; the limit is 4"),
         ("role is 'a pirate of old'; it must be", {"role": "a pirate of old"}, "role is '[...]'; it must be"),
-        ("a QUOTED prompt, twice: A QUOTED PROMPT", ["a quoted prompt"], "[...], twice: [...]"),
-        ("short 'pirate' stays", {"role": "pirate"}, "short 'pirate' stays"),
+        ("role is 'pirate'; it must be 'user'", {"role": "Pirate"}, "role is '[...]'; it must be 'user'"),
+        ("a SHARED prompt, twice: A SHARED PROMPT", ["a shared prompt"], "[...], twice: [...]"),
+        (
+            r"""it is 'it\'s "x" \n4711', not b"\x00'" or `4711`""",
+            ["4711"],
+            """it is '[...]', not "[...]" or `[...]`""",
+        ),
+        ("the models' names are ['a', 'secret'", {"key": "secret"}, "the models' names are ['a', '[...]'"),
+        ("the key 'my pin 47", {"my pin 4711": 1}, "the key '[...]'"),
+        ("the key 'max_token' is unknown", {"max_token": 1}, "the key 'max_token' is unknown"),
+        ("Invalid type: My pin 4711 or text", ["my pin 4711", "text"], "Invalid type: [...] or text"),
+        ("a caf\u00e9 by na\u00efve people", {}, "a [...]"),
+        ("it has 5 \U0001f389; more", {}, "it has 5 [...]"),
         ("the key 'My secret key' is unknown", {"My secret key": 1}, "the key '[...]' is unknown"),
         ("max_completion_tokens is 0", {"max_completion_tokens": 0}, "max_completion_tokens is 0"),
-        ("one\r\nline\tand  no more", {}, "one line and no more"),
+        ("one\tline\rand  no more\n4711", {}, "one line and no more"),
         ("a" * 400, {}, "a" * MAX_CHARACTERS),
-        ("\u0130stanbul is quoted here", ["\u0130STANBUL IS QUOTED"], "[...] here"),
-        ("in \u00dfharp letters it is quoted", ["letters it is quoted \u00df"], "in ssharp [...]"),
+        ("\u0130stanbul is shared here", ["\u0130STANBUL IS SHARED HERE"], "[...]"),
     ],
 )
 def test_pieces_that_a_message_shares_with_a_request_are_masked(message: str, sent: Any, shown: str) -> None:

@@ -93,16 +93,26 @@ async def test_offsets_continue_after_an_echoed_prompt(byte_level: Tokenizer) ->
     end = byte_level.token_to_id("<|im_end|>")
     red = byte_level.encode("red", add_special_tokens=False).ids
     found = TextOffsets(byte_level)
-    assert (await found.echoed([*red, end, *red]))[len(red) :][:2] == [3, 3 + len("<|im_end|>")]
-    assert await found.echoed([]) == []
+    assert (await found.echoed([*red, end, *red], "red<|im_end|>red"))[len(red) :][:2] == [3, 3 + len("<|im_end|>")]
+    assert await found.echoed([], "") == []
     assert (await found.answered([end, *red]))[:2] == [6 + len("<|im_end|>")] * 2
+
+
+async def test_tokens_that_the_echoed_text_lacks_are_empty(byte_level: Tokenizer) -> None:
+    end = byte_level.token_to_id("<|im_end|>")
+    red, blue = (byte_level.encode(text, add_special_tokens=False).ids for text in ("red", " blue"))
+    found = TextOffsets(byte_level)
+    starts = await found.echoed([end, *red, *blue, end], "red blue")
+    assert (starts[0], starts[1], starts[1 + len(red)], starts[-1]) == (0, 0, 3, 8)
+    assert (await found.answered(red))[0] == 8
+    assert (await TextOffsets(byte_level).echoed(blue, "red blue"))[0] == 3, "a prompt that was cut on the left"
 
 
 async def test_offsets_of_incomplete_characters_take_linear_time(byte_level: Tokenizer) -> None:
     """If all bytes were decoded again for each token, the service would be blocked for minutes."""
     (part,) = [i for i in range(byte_level.get_vocab_size()) if token_bytes(byte_level, i) == b"\x80"]
     with processor_time_below(20):
-        assert (await TextOffsets(byte_level).echoed([part] * 32_768))[-1] > 32_000
+        assert (await TextOffsets(byte_level).echoed([part] * 32_768, "\ufffd" * 32_768))[-1] > 32_000
 
 
 async def with_turns(work: Awaitable[Any]) -> tuple[Any, int]:

@@ -109,7 +109,17 @@ def test_a_chat_template_of_the_wrong_type_or_place_is_refused(http: Any, body: 
     assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True), answer.text
 
 
-@pytest.mark.parametrize("body", [{}, {"prompt": "a", "inputs": [{"text": "b"}]}, {"prompt": 5}, {"messages": []}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": "a", "inputs": [{"text": "b"}]},
+        {"prompt": "a", "inputs": "b"},
+        {"inputs": ""},
+        {"prompt": 5},
+        {"messages": []},
+    ],
+)
 def test_a_body_needs_exactly_one_valid_prompt(http: Any, body: dict[str, Any]) -> None:
     assert http.post("/tokenize", json=body).status_code == 400
 

@@ -191,7 +191,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.stop, str):
             given["stop"] = (self.stop,)
         for name in _ID_LISTS:
-            if isinstance(ids := given[name], list | tuple):
+            ids = given[name].tolist() if hasattr(given[name], "tolist") else given[name]  # of numpy or torch
+            if isinstance(ids, list | tuple):
                 given[name] = tuple(map(whole, ids))
         if isinstance(self.logit_bias, dict):
             given["logit_bias"] = {whole(token): python_number(bias) for token, bias in self.logit_bias.items()}
