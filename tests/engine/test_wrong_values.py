@@ -49,7 +49,7 @@ def values(folder: Path) -> dict[str, Any]:
     named += [[1, "a"], ["a", 1], [10**30], [1.5], range(3), iter([1]), memoryview(b"x"), 1 + 2j, object, len]
     named += [np.int64(3), np.float32(1), np.array(3), np.array([1, 2]), np.array(["a"]), np.zeros((2, 2))]
     named += [np.array([None]), torch.tensor(3), torch.zeros(2, 2), torch.tensor([1, 2])]
-    named += [folder, str(folder), file, "/nonexistent", folder / "none"]
+    named += [folder, str(folder), file, f"{folder}/none/file", folder / "none"]
     shown = {f"{number}: {type(one).__name__} {one!s:.40}": one for number, one in enumerate(named)}
     return shown | {"a generator": (one for one in "ab"), "an object": object()}
 
