@@ -162,7 +162,9 @@ class _Completion(Form):
             return [""] * len(sources)
         decode = self.call.service.worker.tokenizer.decode
         return [
-            given if isinstance(given, str) else decode(source.prompt.plain_ids.tolist(), skip_special_tokens=False)
+            given
+            if isinstance(given, str) and not source.prompt.spans  # images in a text are echoed as placeholders
+            else decode(source.prompt.plain_ids.tolist(), skip_special_tokens=False)
             for given, source in zip(self.body.prompts(), sources, strict=True)
         ]
 

@@ -78,8 +78,9 @@ class _Answers:
         replica._app, replica._tasks, replica._queued_tokens = answered, set(), 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plan, "versions", lambda: plan._Versions(self._version, f"wire {self._version}"))
-            async for batch in replica.answer(*self._call):
-                yield batch
+            batches = [batch async for batch in replica.answer(*self._call)]
+        for batch in batches:  # outside of the patch, because the caller may abandon this generator
+            yield batch
 
     def cancel(self) -> None:
         pass
