@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -138,23 +138,28 @@ def test_a_stop_string_within_min_tokens_does_not_stop_the_text_later(by_bytes):
     assert (shown + detokenizer.flush(), detokenizer.stopped_by) == ("abaa", "b")
 
 
+@example(pieces=["</t>", "<t>", "a"], stop=["t>a", ">"], opened=True)
 @given(
     st.lists(st.sampled_from(["<t", ">", "<t>", "</t", "</t>", "a", "b", " ", "\n"]), max_size=12),
     st.lists(st.sampled_from(["a", "ab", "\n", "t>a", ">", "</t>"]), min_size=1, max_size=2),
     st.booleans(),
 )
 def test_stop_strings_have_no_effect_in_a_preface(tokenizer, pieces, stop, opened):
-    text = tokenizer.decode(tokenizer.encode("".join(pieces), add_special_tokens=False).ids)
+    ids = tokenizer.encode("".join(pieces), add_special_tokens=False).ids
+    text = tokenizer.decode(ids)
     is_open = opened or text.lstrip().startswith("<t>")
     begin = 0 if opened else text.find("<t>") + len("<t>")
     end = text.find("</t>", begin)
     content = 0 if not is_open else len(text) if end < 0 else end + len("</t>")
     if not is_open and "<t>".startswith(text.lstrip()):
         content = len(text)  # a text that is only the beginning of the start text is not searched
-    found = [at for one in stop if (at := text.find(one, content)) >= 0]
+    # The stop string that is complete first ends the text, even if another one would begin before it.
+    texts = (tokenizer.decode(ids[: count + 1]) for count in range(len(ids)))
+    places = ([at for one in stop if (at := begun.find(one, content)) >= 0] for begun in texts)
+    found = next(filter(None, places), [])
     detokenizer = Detokenizer(tokenizer, tuple(stop), preface=Preface("<t>\n", "</t>", opened))
     shown = ""
-    for token in tokenizer.encode("".join(pieces), add_special_tokens=False).ids:
+    for token in ids:
         shown += detokenizer.push([token])
         assert (text[: min(found)] if found else text).startswith(shown)
     shown += detokenizer.flush()
