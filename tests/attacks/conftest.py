@@ -25,8 +25,7 @@ CHAT = "/v1/chat/completions"
 MAX_PROCESSOR_S = 3.0
 """Maximum CPU time in seconds that one attack may cost, summed over all processes of the service.
 
-Refusing the largest bodies takes 0.3 s on an idle core and up to 1.2 s where the cores are shared. An error for each
-entry of a body, which the limit must detect, takes more than 10 s."""
+Parsing and refusing the largest bodies takes 0.2 s on an idle core. More than 1 s was seen where cores are shared."""
 MAX_FURTHER_BYTES = 64 * MiB
 LIBRARY = re.compile(r"root:|SECRET|Traceback|0x[0-9a-f]{10}|PIL\.|av\.error|Errno")
 """Pattern that matches file contents, memory addresses and library internals. No error message may match it."""
