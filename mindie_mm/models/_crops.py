@@ -133,7 +133,9 @@ class Canvas:
 
         The resize is bilinear with antialiasing, and the result is not rounded to bytes.
         """
-        values = torch.from_numpy(np.asarray(rgb, np.float32)).div_(255).permute(2, 0, 1).unsqueeze(0)
+        # The batch axis is added first, which gives the strides of channels_last. With other strides, torch's kernel is
+        # wrong for a result that is one pixel wide.
+        values = torch.from_numpy(np.asarray(rgb, np.float32)).div_(255).unsqueeze(0).permute(0, 3, 1, 2)
         size = (self.rows, self.columns)
         resized = F.interpolate(values, size, mode="bilinear", align_corners=False, antialias=True)
         np.clip(resized[0].permute(1, 2, 0).numpy(), 0, 1, out=out)

@@ -164,6 +164,15 @@ def test_resize_equals_the_bicubic_interpolation_of_torch(size):
     assert np.array_equal(resize(pixels, *size).transpose(2, 0, 1), expected.numpy())
 
 
+@pytest.mark.parametrize("resample", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("height", "rows"), [(56, 112), (200, 56)])
+def test_an_image_one_pixel_wide_is_resized_as_one_that_is_one_pixel_high(height, rows, resample):
+    pixels = np.random.default_rng(height).integers(0, 256, (height, 1, 3), np.uint8)
+    low = resize(np.ascontiguousarray(pixels.transpose(1, 0, 2)), 1, rows, resample).transpose(1, 0, 2)
+    difference = resize(pixels, rows, 1, resample).astype(int) - low
+    assert abs(difference).max() <= 1
+
+
 def test_an_unchanged_size_is_not_resized():
     pixels = np.asarray(photograph(size=(56, 28)))
     assert resize(pixels, 28, 56) is pixels

@@ -178,3 +178,11 @@ class TestMolmo(FamilyContract):
         drawn = canvas.draw(torch.ones(canvas.rows, canvas.columns, 3))
         assert drawn.shape == (336, 336, 3)
         assert drawn.sum(dim=(1, 2)).nonzero().flatten().tolist() == [*range(84, 252)]
+
+    @pytest.mark.parametrize(("height", "rows"), [(56, 112), (200, 56)])
+    def test_an_image_one_pixel_wide_is_resized_as_one_that_is_one_pixel_high(self, height, rows):
+        rgb = np.random.default_rng(height).integers(0, 256, (height, 8, 3), np.uint8)
+        narrow, low = np.empty((rows, 1, 3), np.float32), np.empty((1, rows, 3), np.float32)
+        Canvas(rows, rows, rows, 1).resize(rgb, narrow)
+        Canvas(rows, rows, 1, rows).resize(np.ascontiguousarray(rgb.transpose(1, 0, 2)), low)
+        np.testing.assert_allclose(narrow, low.transpose(1, 0, 2), atol=1e-5)

@@ -10,8 +10,12 @@ def resize(image, size, interpolation=InterpolationMode.BILINEAR, antialias=True
     if tuple(image.shape[-2:]) == tuple(size):
         return image
     smooth = interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC, InterpolationMode.LANCZOS)
+    frames = image.reshape(-1, *image.shape[-3:])
+    if size[1] == 1:
+        # For an output of width 1, some of torch's kernels are wrong unless the strides are those of channels_last.
+        frames = frames.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     resized = interpolate(
-        image.reshape(-1, *image.shape[-3:]),
+        frames,
         size=tuple(size),
         mode=interpolation.value,
         align_corners=False if smooth else None,
