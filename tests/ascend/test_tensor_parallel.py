@@ -82,7 +82,8 @@ def generate_with_logprobs(checkpoint: str, folder: str) -> list[TokenLogprobs]:
     from mindie_mm.tokenize import Tokenizer
     from mindie_mm.worker.async_engine import AsyncEngine
 
-    config = EngineConfig(device="npu", dtype="bfloat16", tensor_parallel=2, kv_cache_bytes=2**24)
+    # The simulator computes the largest step in the host's memory, which must suffice for the steps of both ranks.
+    config = EngineConfig(device="npu", dtype="bfloat16", tensor_parallel=2, kv_cache_bytes=2**24, max_model_len=2048)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
 
     async def logprobs_of(engine: AsyncEngine, name: str, ids: Any) -> TokenLogprobs:
