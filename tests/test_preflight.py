@@ -4,7 +4,9 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
+from mindie_mm.cli import main
 from mindie_mm.device import CUDA
 from mindie_mm.errors import DeviceError, InputError, UnsupportedCheckpoint
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
@@ -14,7 +16,12 @@ from mindie_mm.worker.preflight import check_before_loading
 HUB_NAME = "Qwen/Qwen2-VL-2B-Instruct"
 DOWNLOAD = f"hf download {HUB_NAME} --local-dir"
 without_cuda = pytest.mark.skipif(CUDA.missing() is None, reason="this machine has a CUDA device")
-COMMANDS = [["serve", HUB_NAME], ["ask", "Hi", "--model", HUB_NAME], ["chat", "--model", HUB_NAME]]
+COMMANDS = [
+    ["serve", HUB_NAME],
+    ["serve", HUB_NAME, "--ray"],
+    ["ask", "Hi", "--model", HUB_NAME],
+    ["chat", "--model", HUB_NAME],
+]
 MAIN = """
 import sys
 
@@ -28,7 +35,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_a_hub_name_is_refused_before_a_model_is_imported(arguments, tmp_path):
     command = [sys.executable, "-c", MAIN, *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
@@ -43,6 +50,19 @@ def test_an_absent_device_is_refused_before_a_process_starts(setting, stopped_wo
     config = WorkerConfig(engine=EngineConfig(**{setting: "cuda"}))
     with pytest.raises(DeviceError, match="the device cuda cannot be used: "):
         LLM(None, config)
+    assert stopped_workers.empty()
+
+
+@without_cuda
+def test_generate_refuses_an_absent_device_before_a_process_starts(request, tmp_path):
+    (tmp_path / "inputs.jsonl").write_text('{"inputs": [{"text": "Hi"}]}\n')
+    tokenized, output = str(tmp_path / "tokenized"), str(tmp_path / "answers.jsonl")
+    arguments = ["tokenize", str(tmp_path / "inputs.jsonl"), "--output", tokenized]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    stopped_workers = request.getfixturevalue("stopped_workers")
+    refused = CliRunner().invoke(main, ["generate", "--tokenized", tokenized, "--output", output, "--device", "cuda"])
+    assert refused.exit_code == 3
+    assert "the device cuda cannot be used: " in refused.stderr
     assert stopped_workers.empty()
 
 

@@ -52,6 +52,10 @@ def _serve(configuration: Configuration, ray_address: str | None) -> None:
         _log.info("%s", text, extra={"fields": {"settings": {one.name: one.value for one in given}}})
     for warning in misspelt_variables():
         _log.warning("%s", warning)
+    from mindie_mm.worker.preflight import check_before_loading  # imported late, like the next modules
+
+    if ray_address in (None, "local"):  # other clusters have other folders and devices than this machine
+        check_before_loading(configuration.worker)
     if ray_address is not None:
         from service.ray.server import serve_on_ray  # imported late, because it is slow to import
 
@@ -62,9 +66,6 @@ def _serve(configuration: Configuration, ray_address: str | None) -> None:
         origins = {name: origin for name, origin in configuration.origins.items() if name != "replicas"}
         serve_on_ray(Configuration(worker, configuration.service, origins), ray_address, replicas)
         return
-    from mindie_mm.worker.preflight import check_before_loading  # imported late, like the next modules
-
-    check_before_loading(configuration.worker)
     from mindie_mm.processes.fork_client import ForkClient  # imported late, because other commands do not need asyncio
 
     worker = configuration.worker
