@@ -34,7 +34,7 @@ def command(path: Path | None, ray_address: str | None, **flags: Any) -> None:
     You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. When the service
     starts, it logs the settings that are not at their default, and where they come from.
     """
-    configuration = configured(path, flags)
+    configuration = configured(path, flags).for_service()
     with stderr_without_waiting():
         _serve(configuration, ray_address)
 

@@ -29,6 +29,8 @@ MAX_SOURCE_BYTES = 512 * MiB
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}|\*))?")
 _MOST_DECODERS = 8
 """Maximum number of decoders if no setting states a number."""
+SERVICE_PROMPT_LIMITS: PromptLimits = {"image": 32, "video": 8, "audio": 8}
+"""Default of `limit_mm_per_prompt` in the service, whose clients may be strangers."""
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _Byte = Annotated[int, Meta(ge=0, le=255)]
 Colour = tuple[_Byte, _Byte, _Byte]
@@ -200,7 +202,8 @@ class WorkerConfig:
     the cache."""
     limit_mm_per_prompt: PromptLimits = field(default_factory=dict)
     """Maximum number of images, videos and audio clips in one prompt, such as `image=4,video=1` or, as JSON, `{"image":
-    4, "video": 1, "audio": 0}`. The pages of a PDF count as images. Default: no limit other than the model's."""
+    4, "video": 1, "audio": 0}`. The pages of a PDF count as images. Default: 32 images, 8 videos and 8 audio
+    clips in the service, also for kinds that are left out; elsewhere no limit other than the model's."""
     replicas: Replicas = 1
     """Number of engines, each with its own device, or with `tensor_parallel` devices. auto: as many as the visible
     devices allow, and one on the CPU. On the CPU, the engines divide the processors among themselves.
@@ -343,12 +346,6 @@ class ServiceConfig:
     src="data:image/jpeg;base64,...">`."""
     max_media_items: CountOrNone = 32
     """Maximum number of media items in one request."""
-    max_images: CountOrNone = 32
-    """Maximum number of images in one request."""
-    max_videos: CountOrNone = 8
-    """Maximum number of videos in one request."""
-    max_audios: CountOrNone = 8
-    """Maximum number of audio clips in one request."""
     fetch_timeout_s: Seconds = 30.0
     """Maximum time to fetch one media item over HTTP, including redirects."""
     fetch_connect_timeout_s: Seconds = 5.0

@@ -10,12 +10,12 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from mindie_mm.errors import InputError
-from mindie_mm.settings.config import EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
+from mindie_mm.settings.config import SERVICE_PROMPT_LIMITS, EngineConfig, MediaCaps, ServiceConfig, WorkerConfig
 from mindie_mm.settings.environment import given, text_of, unknown_variables, variable
 from mindie_mm.settings.limits import converted
 
@@ -23,7 +23,12 @@ CLASSES: tuple[type[Any], ...] = (WorkerConfig, EngineConfig, MediaCaps, Service
 PARTS = frozenset({"engine", "media"})
 """Fields whose values are objects of other settings classes. They are not settings themselves."""
 SECRETS = frozenset(field.name for cls in CLASSES for field in fields(cls) if "secret" in field.metadata)
-REMOVED = {"measure_s": "the memory of the largest step is computed when the engine starts; remove the setting"}
+REMOVED = {
+    "measure_s": "the memory of the largest step is computed when the engine starts; remove the setting",
+    "max_images": "set limit_mm_per_prompt, such as image=4",
+    "max_videos": "set limit_mm_per_prompt, such as video=4",
+    "max_audios": "set limit_mm_per_prompt, such as audio=4",
+}
 """Settings of earlier versions, with the reason for their removal and what to do."""
 MASK = "***"
 DEFAULT = "default"
@@ -49,6 +54,11 @@ class Configuration:
     service: ServiceConfig
     origins: Mapping[str, str]
     """Source of each setting that is not at its default, by the name of the setting."""
+
+    def for_service(self) -> Configuration:
+        """Return the settings with the service's defaults."""
+        limits = SERVICE_PROMPT_LIMITS | self.worker.limit_mm_per_prompt
+        return replace(self, worker=replace(self.worker, limit_mm_per_prompt=limits))
 
     def settings(self) -> list[Setting]:
         """Return every setting with its origin. Secrets are masked."""

@@ -85,7 +85,7 @@ def given_settings(given: Configuration) -> dict[str, Any]:
 
 
 def configuration_of(plan: bytes) -> Configuration:
-    """Return the settings of a plan.
+    """Return the settings of a plan, with the service's defaults.
 
     Settings that the plan does not contain are read from the environment of this node.
 
@@ -100,4 +100,4 @@ def configuration_of(plan: bytes) -> Configuration:
             "version of mindie_mm on all nodes"
         )
     settings = msgspec.json.decode(plan, type=_Plan).settings
-    return configuration(checked_settings("the application", settings))
+    return configuration(checked_settings("the application", settings)).for_service()

@@ -118,10 +118,6 @@ class MediaPolicy:
         if len(items) > self.config.max_media_items:
             raise LimitExceeded(f"the request has {len(items)} media items; the limit is {self.config.max_media_items}")
         config = self.config
-        limits = {"image": config.max_images, "video": config.max_videos, "audio": config.max_audios}
-        for kind, limit in limits.items():
-            if (count := sum(item.kind == kind for item in items)) > limit:
-                raise LimitExceeded(f"the request has {count} media items of kind {kind}; the limit is {limit}")
         if not config.enable_mm_embeds and any(item.is_embeddings and item.kind != PROMPT for item in items):
             raise InputError(
                 f"{', '.join(EMBEDDINGS_KEYS[kind] for kind in KINDS)} are not accepted by this service; start the "

@@ -29,9 +29,6 @@ SERVICE = (
     "max_media_bytes",
     "max_spool_bytes",
     "max_media_items",
-    "max_images",
-    "max_videos",
-    "max_audios",
 )
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(MediaCaps)} | {
     field.name: field.default for field in dataclasses.fields(ServiceConfig) if field.name in SERVICE
@@ -84,7 +81,7 @@ def test_every_limit_is_in_the_help() -> None:
         (MediaCaps, {"max_video_seconds": 0.0}),
         (MediaCaps, {"max_audio_seconds": float("nan")}),
         (MediaCaps, {"max_decode_bytes": -1}),
-        (ServiceConfig, {"max_images": -1}),
+        (ServiceConfig, {"max_media_items": -1}),
         (ServiceConfig, {"fetch_read_timeout_s": 0.0}),
     ],
 )

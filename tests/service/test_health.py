@@ -77,7 +77,7 @@ def test_the_log_names_the_source_of_each_setting_that_is_not_at_its_default(ser
     sources = dict(re.findall(r"(\w+) = [^()]* \(([^()]*)\)", line))
     assert sources["arena_bytes"] == "--arena-bytes"
     assert sources["model"] == "argument"
-    assert "max_audios" not in sources
+    assert "max_request_values" not in sources
     assert "port = 0 (--port)" in line
 
 

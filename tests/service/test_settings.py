@@ -45,7 +45,7 @@ def test_the_debug_log_names_the_source_of_each_setting(tmp_path: Path) -> None:
     assert sources.keys() == {field.name for cls in CLASSES for field in dataclasses.fields(cls)} - PARTS
     assert sources["port"] == "--port"
     assert sources["log_level"] == "MINDIE_MM_LOG_LEVEL"
-    assert sources["max_audios"] == "default"
+    assert sources["max_media_items"] == "default"
 
 
 def test_a_spool_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
 def test_a_misspelled_variable_is_logged_without_its_value(tmp_path: Path) -> None:
     """The service continues after the warning. The test gives a second, invalid setting to end the start."""
     command = [Path(sys.executable).with_name("mindie-mm"), "serve", "--spool", tmp_path, "--allowed-media-dir", "/no"]
-    ended = warm.run([*command, "--port", 0], timeout=300, env=os.environ | {"MINDIE_MM_MAX_IMAGE": "a-value"})
+    ended = warm.run([*command, "--port", 0], timeout=300, env=os.environ | {"MINDIE_MM_MAX_MEDIA_ITEM": "a-value"})
     assert " WARNING api[" in ended.stderr
-    assert "MINDIE_MM_MAX_IMAGE is not a setting; did you mean MINDIE_MM_MAX_IMAGES?" in ended.stderr
+    assert "MINDIE_MM_MAX_MEDIA_ITEM is not a setting; did you mean MINDIE_MM_MAX_MEDIA_ITEMS?" in ended.stderr
     assert "a-value" not in ended.stderr
     assert "allowed_media_dir is /no" in ended.stderr

@@ -102,7 +102,7 @@ def test_a_value_below_the_minimum_is_refused(cls, name, value):
         ({"spool": 5}, "spool is 5; it must be a string"),
         ({"api_key": "a-key"}, "api_key is of type str; it must be a list of elements, each a string"),
         ({"api_key": ("a-key", 5)}, "api_key is of type tuple; it must be a list of elements, each a string"),
-        ({"max_images": 1.5}, "max_images is 1.5; it must be an integer of at least 0"),
+        ({"max_media_items": 1.5}, "max_media_items is 1.5; it must be an integer of at least 0"),
     ],
 )
 def test_the_error_of_a_setting_states_its_limits(settings, message):

@@ -21,14 +21,14 @@ def origins(found: Configuration) -> dict[str, str]:
 
 
 def test_flags_override_the_environment_which_overrides_the_file(file, monkeypatch):
-    file.write_text("port = 1\ngrace_s = 2\nmax_images = 3\n")
+    file.write_text("port = 1\ngrace_s = 2\nmax_media_items = 3\n")
     monkeypatch.setenv("MINDIE_MM_GRACE_S", "20")
-    monkeypatch.setenv("MINDIE_MM_MAX_IMAGES", "30")
-    found = configuration({"max_images": 300, "host": None, "api_key": ()}, file)
+    monkeypatch.setenv("MINDIE_MM_MAX_MEDIA_ITEMS", "30")
+    found = configuration({"max_media_items": 300, "host": None, "api_key": ()}, file)
     service = found.service
-    assert (service.max_images, service.grace_s, service.port, service.host) == (300, 20.0, 1, "127.0.0.1")
+    assert (service.max_media_items, service.grace_s, service.port, service.host) == (300, 20.0, 1, "127.0.0.1")
     named = origins(found)
-    assert (named["max_images"], named["grace_s"]) == ("--max-images", "MINDIE_MM_GRACE_S")
+    assert (named["max_media_items"], named["grace_s"]) == ("--max-media-items", "MINDIE_MM_GRACE_S")
     assert (named["port"], named["host"]) == (str(file), "default")
 
 
@@ -93,6 +93,15 @@ def test_limits_of_prompts_can_come_from_every_source(file, monkeypatch, text):
     assert {one.name: one.value for one in found.settings()}["limit_mm_per_prompt"] == "{image = 4, video = 0}"
 
 
+def test_the_service_limits_prompts_also_in_kinds_that_the_setting_leaves_out():
+    assert configuration({}).worker.limit_mm_per_prompt == {}
+    served = configuration({}).for_service()
+    assert served.worker.limit_mm_per_prompt == {"image": 32, "video": 8, "audio": 8}
+    assert origins(served)["limit_mm_per_prompt"] == "default"
+    served = configuration({"limit_mm_per_prompt": "image=4"}).for_service()
+    assert served.worker.limit_mm_per_prompt == {"image": 4, "video": 8, "audio": 8}
+
+
 @pytest.mark.parametrize(
     "value", ["image", "image=", "image=-1", "image=1,image=2", "picture=1", "[1]", '{"image":', {"image": "1"}, [], 4]
 )
@@ -110,7 +119,8 @@ def test_other_limits_of_prompts_are_refused(value):
         ),
         ("rgba_background_color = 'white'", "is 'white'; it must be a list of 3"),
         ("prot = 1", "there is no setting 'prot'; did you mean 'port'"),
-        ("max-images = 1", "there is no setting 'max-images'; did you mean 'max_images'"),
+        ("max-media-items = 1", "there is no setting 'max-media-items'; did you mean 'max_media_items'"),
+        ("max-images = 1", "the setting 'max_images' was removed: set limit_mm_per_prompt, such as image=4"),
         ("xyzzy = 1", "there is no setting 'xyzzy'$"),
         ("engine = 1", "there is no setting 'engine'"),
         ("[engine]\nmax_num_seqs = 1", r"\[engine\] is a table; settings must be top-level keys"),

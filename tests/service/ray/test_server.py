@@ -28,7 +28,7 @@ def test_a_plan_keeps_the_settings(tmp_path):
         "strict": True,
     }
     given |= {"rgba_background_color": (1, 2, 3), "request_timeout_s": 5.0, "device": "cpu"}
-    before = configuration(given)
+    before = configuration(given).for_service()
     after = configuration_of(plan_of(given_settings(before)))
     assert (after.worker, after.service) == (before.worker, before.service)
 
