@@ -36,14 +36,13 @@ def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
 
 def block_rows(arenas: Sequence[ArenaInfo]) -> list[str]:
     """Return a heading and one line per block."""
-    rows = [("block", "state", "size", "age", "lease", "arrays", "request")]
+    rows = [("block", "state", "size", "age", "arrays", "request")]
     rows += [
         (
             block_name(arena.number, block.block),
             block.state,
             size(block.num_bytes),
             age(block.age_s),
-            "" if block.lease_s is None else age(block.lease_s),
             printable(", ".join(f"{name} {spec.dtype}{list(spec.shape)}" for name, spec in block.arrays.items())),
             printable(block.request),
         )

@@ -77,7 +77,6 @@ class BlockEntry(TypedDict):
     state: str
     request: str | None
     age_s: float
-    lease_s: float | None
     bytes: int
     pieces: Sequence[tuple[int, int]]
     """Offset and length in bytes of each contiguous part of the block."""
@@ -196,7 +195,6 @@ def _map(arena: ArenaInfo) -> list[BlockEntry]:
             "state": block.state,
             "request": Path(block.request).parent.name or None,
             "age_s": block.age_s,
-            "lease_s": block.lease_s,
             "bytes": block.num_bytes,
             "pieces": block.pieces,
             "arrays": {name: {"dtype": spec.dtype, "shape": spec.shape} for name, spec in block.arrays.items()},

@@ -159,7 +159,7 @@ def mindie_words(ids, grid, path_file):
 def of_block(ids, arena, number, item):
     """Return `ids` with the words of a block whose `item` array is `item`."""
     specs = {"pixel_values": ArraySpec((80, 588), "uint8"), "item": ArraySpec((len(item),), "int64")}
-    with arena.allocate(specs, path_file=None, lease_s=60) as block:
+    with arena.allocate(specs, path_file=None) as block:
         block["item"][...] = item
         return with_words(ids, block.publish(number.to_bytes(16, "big")).to_words())
 

@@ -1,4 +1,4 @@
-"""Tests of request quotas, block leases and the owner's counters."""
+"""Tests of request quotas and the owner's counters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, StaleReference
-from mindie_mm.shm import Arena, ArraySpec, Ref, attach, collect, free, release, survey
+from mindie_mm.errors import ArenaFull, InputError, LimitExceeded
+from mindie_mm.shm import Arena, ArraySpec, Ref, free, release, survey
 from mindie_mm.shm.format.stats import ArenaStats
 
 MiB = 1 << 20
@@ -63,27 +63,6 @@ def test_a_quota_of_zero_bytes_is_refused() -> None:
         Arena.create(MiB, quota_bytes=0)
 
 
-def test_an_expired_lease_makes_room_for_the_next_request(arena: Arena) -> None:
-    leased = publish(arena, {"x": ArraySpec((900 * 1024,), "uint8")}, lease_s=0.05)
-    attach(leased).verify()
-    publish(arena, {"x": ArraySpec((900 * 1024,), "uint8")})
-    with pytest.raises(StaleReference):
-        attach(leased)
-
-
-def test_the_collector_frees_blocks_with_expired_leases(arena: Arena) -> None:
-    ended, running, lasting = (publish(arena, TENTH, lease_s=lease_s) for lease_s in (0.0, 600.0, None))
-    assert collect().of("lease_expired") == (f"{arena.path.name}:{ended.block}",)
-    for ref in (running, lasting):
-        attach(ref).verify()
-    assert arena.num_blocks == 2
-
-
-def test_a_lease_for_a_block_with_a_path_file_is_refused(arena: Arena, path_file: Path) -> None:
-    with pytest.raises(InputError, match=r"lease is 5 s, .*shm_name.txt"):
-        arena.allocate(TENTH, path_file=path_file, lease_s=5)
-
-
 def test_the_owner_keeps_its_counters_in_the_arena_file(arena: Arena) -> None:
     refs = [publish(arena, TENTH) for _ in range(9)]
     taken = arena.used_bytes
@@ -115,28 +94,6 @@ def test_freed_blocks_are_swept_long_before_the_arena_is_full() -> None:
             free(publish(arena, {"x": ArraySpec((10,), "uint8")}))
         assert stats(arena).peak_bytes <= (len(kept) + 2 * len(kept) // 16) * 4096
         assert arena.num_blocks == len(kept)
-
-
-def test_a_waiting_request_is_served_when_a_lease_expires(arena: Arena) -> None:
-    """No notification announces an expired lease, so the waiting request polls."""
-    publish(arena, {"x": ArraySpec((900 * 1024,), "uint8")}, lease_s=0.2)
-    served = threading.Event()
-
-    def wait() -> None:
-        publish(arena, {"x": ArraySpec((800 * 1024,), "uint8")})
-        served.set()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert served.wait(120)
-    thread.join()
-
-
-@pytest.mark.parametrize("lease_s", [-1.0, math.nan, math.inf, 1e12])
-def test_an_invalid_lease_is_refused(arena: Arena, lease_s: float) -> None:
-    with pytest.raises(InputError, match="it must be from 0 to 1000000000"):
-        arena.allocate(TENTH, path_file=None, lease_s=lease_s)
-    assert arena.used_bytes == 0
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, math.nan])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.errors import SegmentMissing, StaleReference
+from mindie_mm.errors import SegmentMissing
 from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Collected, Ref, arenas_of, attach, collect, mindie, survey
 from mindie_mm.shm.format.layout import block_name
 from mindie_mm.shm.format.stats import STATS_OFFSET, ArenaStats
@@ -176,29 +176,6 @@ def test_a_block_whose_path_file_was_removed_is_freed(arena: Arena, path_file: P
     for ref in (kept, unowned, filled):
         attach(ref).verify()
     assert arena.num_blocks == 3
-
-
-def test_a_published_block_with_an_expired_lease_is_freed(arena: Arena) -> None:
-    def publish(lease_s: float | None) -> Ref:
-        with arena.allocate(SPECS, path_file=None, lease_s=lease_s) as block:
-            return block.publish()
-
-    kept, over, unleased = publish(60.0), publish(0.001), publish(None)
-    filling = arena.allocate(SPECS, path_file=None, lease_s=0.001)
-    while [block.block for block in info(arena.path).blocks if (block.lease_s or 1) <= 0] != [
-        over.block,
-        filling.ref.block,
-    ]:
-        pass
-    assert collect(dry_run=True).of("lease_expired") == (block_name(arena.number, over.block),)
-    attach(over).verify()
-    assert collect().of("lease_expired") == (block_name(arena.number, over.block),)
-    for ref in (kept, unleased):
-        attach(ref).verify()
-    with pytest.raises(StaleReference):
-        attach(over)
-    with filling:
-        filling.publish()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

@@ -1,7 +1,7 @@
 """Layout of an arena file (docs/wire-format.md): header page, table of entries, release words, data.
 
     0                header: one page; the owner's counters begin at byte 512 (stats.py)
-    one page         table: 64 bytes per entry: state word, offset, size, allocation time, end of lease, next piece
+    one page         table: 64 bytes per entry: state word, offset, size, allocation time, reserved, next piece
     releases_offset  release words: the doorbell, then one word per entry, on separate pages; any process may write them
     data_offset      blocks, aligned to pages
 
@@ -42,14 +42,14 @@ _CRC = struct.Struct("<I")
 
 ENTRY_BYTES = 64
 WORDS_PER_ENTRY = ENTRY_BYTES // 8
-STATE, OFFSET, SIZE, ALLOCATED_NS, EXPIRES_NS, NEXT = range(6)
+STATE, OFFSET, SIZE, ALLOCATED_NS, _, NEXT = range(6)
 """Indices of the words of an entry.
 
 - STATE: `generation << 8 | state`.
 - OFFSET: Offset in the file in bytes.
 - SIZE: Size in bytes. In the block's own entry, this is the size of all pieces together.
 - ALLOCATED_NS: Time of allocation on CLOCK_BOOTTIME.
-- EXPIRES_NS: End of the block's lease on CLOCK_BOOTTIME. 0 for no lease. A block with a path file never has a lease.
+- The next word is reserved, and is 0.
 - NEXT: 1 + the entry of the block's next piece. 0 for no next piece.
 """
 

@@ -15,7 +15,6 @@ from mindie_mm.shm.format.block_header import BlockHeader, DamagedHeaderError
 from mindie_mm.shm.format.extent import Extent, Pieces, read_pieces
 from mindie_mm.shm.format.layout import (
     ALLOCATED_NS,
-    EXPIRES_NS,
     FREE,
     MAGIC,
     OFFSET,
@@ -54,8 +53,6 @@ class BlockInfo:
     request: str
     """Path of the request's path file. Empty if the block has no path file, or if the header cannot be read."""
     age_s: float
-    lease_s: float | None
-    """Seconds until the lease expires. Negative if the lease has expired. None if the block has no lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +217,6 @@ def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterato
             arrays={name: array.spec for name, array in own.arrays.items()} if own else {},
             request=own.request if own else "",
             age_s=max(0.0, (now_ns - entry[ALLOCATED_NS]) / 1e9),
-            lease_s=(entry[EXPIRES_NS] - now_ns) / 1e9 if entry[EXPIRES_NS] else None,
         )
 
 

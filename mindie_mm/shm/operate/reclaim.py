@@ -26,13 +26,12 @@ from mindie_mm.shm.requests.spool import collect_request, request_directories
 
 _log = logging.getLogger(__name__)
 
-Cause = Literal["owner_dead", "request_dead", "request_gone", "lease_expired", "path_file"]
+Cause = Literal["owner_dead", "request_dead", "request_gone", "path_file"]
 """Reason why an object is reclaimed.
 
 - owner_dead: The owner of an arena is dead.
 - request_dead: No process holds the lock of a request directory.
 - request_gone: The path file of a block was removed.
-- lease_expired: The lease of a block has expired.
 - path_file: The operator released a path file that refers to the block or segment.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
@@ -98,9 +97,8 @@ def collect(
     """Reclaim shared memory that belongs to dead processes and requests.
 
     This function removes request directories that no process has locked, and arenas whose owner is dead. It frees a
-    published block of a live arena if the block's lease has expired or its path file was removed. It checks path files
-    only if the arena's owner sees the same file system as this process. Failures are logged, and the next collection
-    tries again.
+    published block of a live arena if the block's path file was removed, provided that the arena's owner sees the same
+    file system as this process. Failures are logged, and the next collection tries again.
 
     Args:
         request_roots: Spools to search for request directories.
@@ -166,16 +164,14 @@ class _Collection:
                     self._add("owner_dead", str(path), os.fstat(descriptor).st_size)
 
     def take_blocks(self) -> None:
-        here = None
-        with self._going_on("blocks without a request"):  # if this fails, only blocks with expired leases are freed
+        with self._going_on("blocks without a request"):
             here = Owner.current()
-        for arena in (arena for arena in survey() if arena.alive):
-            paths_are_ours = here is not None and arena.owner is not None and _has_same_paths(arena.owner, here)
-            for block in arena.blocks:
-                with self._going_on(block_name(arena.number, block.block)):
-                    cause = _why_orphaned(block, paths_are_ours=paths_are_ours)
-                    if cause is not None:
-                        self._free(cause, arena.ref(block), block.num_bytes)
+            for arena in survey():
+                if arena.alive and arena.owner is not None and _has_same_paths(arena.owner, here):
+                    for block in filter(_is_published_for_a_request, arena.blocks):
+                        with self._going_on(block_name(arena.number, block.block)):
+                            if _is_gone(block.request):
+                                self._free("request_gone", arena.ref(block), block.num_bytes)
 
     def take_path_file(self, path_file: Path) -> None:
         contents = read_contents(path_file)
@@ -218,16 +214,12 @@ class _Collection:
             self._failures.append(f"{what}: {error}")
 
 
-def _why_orphaned(block: BlockInfo, *, paths_are_ours: bool) -> Cause | None:
-    """Return the reason to reclaim a block, or None if the block must be kept.
+def _is_published_for_a_request(block: BlockInfo) -> bool:
+    """Return whether a block is published and has a path file.
 
     A block that is being filled is always kept, because it may not be recorded in its path file yet.
     """
-    if block.state != STATE_NAMES[PUBLISHED]:
-        return None
-    if not block.request:
-        return "lease_expired" if block.lease_s is not None and block.lease_s <= 0 else None
-    return "request_gone" if paths_are_ours and _is_gone(block.request) else None
+    return block.state == STATE_NAMES[PUBLISHED] and block.request != ""
 
 
 def _has_same_paths(owner: Owner, here: Owner) -> bool:

@@ -27,8 +27,6 @@ from mindie_mm.shm.requests.path_file import record
 
 DEFAULT_TIMEOUT_S = 10.0
 
-_MAX_LEASE_S = 10**9
-
 
 class Arena:
     """Arena that this process owns. It is a context manager and thread-safe.
@@ -107,7 +105,6 @@ class Arena:
         specs: Mapping[str, ArraySpec],
         *,
         path_file: str | Path | None,
-        lease_s: float | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Block:
         """Allocate a block with uninitialized arrays, and record its reference in the path file.
@@ -118,18 +115,16 @@ class Arena:
         Args:
             specs: Arrays by name, 1 to 64.
             path_file: Path file of the request. If None, only a process that has the reference can free the block.
-            lease_s: Seconds after which any process may free a block that has no path file. None means no lease.
             timeout_s: Maximum number of seconds to wait for room, at least 0.
 
         Raises:
-            InputError: An argument is invalid, such as a lease together with a path file.
+            InputError: An argument is invalid.
             LimitExceeded: The block exceeds the arena's capacity, the wire format's limits or the request's quota.
             ArenaFull: There was no room within `timeout_s`.
             SharedMemoryError: The arena is closed or lost, or the path file cannot be written to.
 
         """
         request = b"" if path_file is None else _absolute(path_file)
-        lease_ns = 0 if lease_s is None else _lease_ns(lease_s, path_file)
         if not timeout_s >= 0:
             raise InputError(f"the timeout is {timeout_s} s; it must be at least 0")
         plan = BlockPlan.of(specs, request)
@@ -138,13 +133,13 @@ class Arena:
                 f"the block has {plan.size} bytes; the limit is {self.capacity_bytes}, the capacity of the arena"
             )
         with self._mutex:
-            block = None if self._line.tickets else self._take(plan, request, lease_ns)
+            block = None if self._line.tickets else self._take(plan, request)
             if block is None:
                 self._file.require_held()
                 self._inventory.require_quota(request, plan.size)
                 self._file.stats[WAITS] += 1
         if block is None:
-            block = self._line.wait(partial(self._take, plan, request, lease_ns), timeout_s)
+            block = self._line.wait(partial(self._take, plan, request), timeout_s)
         if block is None:
             with self._mutex:
                 self._file.require_held()
@@ -179,7 +174,7 @@ class Arena:
                 return None
             try:
                 for plan in plans:
-                    block = self._take(plan, request, 0)
+                    block = self._take(plan, request)
                     if block is None:
                         break
                     blocks.append(block)
@@ -309,14 +304,14 @@ class Arena:
                 self.discard(block)
             raise
 
-    def _take(self, plan: BlockPlan, request: bytes, lease_ns: int) -> Block | None:
+    def _take(self, plan: BlockPlan, request: bytes) -> Block | None:
         """Allocate a block, or return None if there is no room. The caller holds the lock.
 
         Raise SharedMemoryError if the arena is lost.
         """
         now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._file.require_found(now_ns)
-        return self._inventory.allocate(self, plan, request, lease_ns, now_ns)
+        return self._inventory.allocate(self, plan, request, now_ns)
 
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -336,14 +331,3 @@ def _absolute(path: str | Path) -> bytes:
     if b"\0" in encoded:
         raise InputError(f"path file {os.fspath(path)!r} contains a NUL character")
     return encoded if encoded.startswith(b"/") else os.fsencode(absolute(path))
-
-
-def _lease_ns(lease_s: float, path_file: str | Path | None) -> int:
-    if path_file is not None:
-        raise InputError(
-            f"the lease is {lease_s} s, but the block belongs to {path_file}; leave the lease out, because the "
-            "request determines how long the block lives"
-        )
-    if not 0 <= lease_s <= _MAX_LEASE_S:
-        raise InputError(f"the lease is {lease_s} s; it must be from 0 to {_MAX_LEASE_S}")
-    return max(1, int(lease_s * 1e9))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -66,14 +65,13 @@ class Inventory:
         """Total size of all blocks in bytes. Each size is rounded up to its size class."""
         return self._capacity_bytes - self._heap.free_bytes
 
-    def allocate(self, store: Store, plan: BlockPlan, request: bytes, lease_ns: int, now_ns: int) -> Block | None:
+    def allocate(self, store: Store, plan: BlockPlan, request: bytes, now_ns: int) -> Block | None:
         """Allocate a block for filling.
 
         Args:
             store: Store that the block calls to publish or discard itself.
             plan: Layout of the block.
             request: Encoded path of the request's path file. Empty if the block has no path file.
-            lease_ns: Length of the block's lease in nanoseconds. 0 for no lease.
             now_ns: Current time of CLOCK_BOOTTIME in nanoseconds.
 
         Returns:
@@ -88,12 +86,11 @@ class Inventory:
         if self._table.rung and self._since_sweep * _SWEEP_BLOCKS >= len(self._published):
             self.sweep()
         self.require_quota(request, plan.size)
-        expires_ns = now_ns + lease_ns if lease_ns else 0
-        block = self._cut(self._in_one_piece, store, plan, request, now_ns, expires_ns)
+        block = self._cut(self._in_one_piece, store, plan, request, now_ns)
         if block is None:
             self.sweep(unasked=True)
-            block = self._cut(self._in_one_piece, store, plan, request, now_ns, expires_ns)
-        return block or self._cut(self._in_pieces, store, plan, request, now_ns, expires_ns)
+            block = self._cut(self._in_one_piece, store, plan, request, now_ns)
+        return block or self._cut(self._in_pieces, store, plan, request, now_ns)
 
     def require_quota(self, request: bytes, size: int) -> None:
         """Raise LimitExceeded if the request may not use `size` more bytes."""
@@ -146,8 +143,7 @@ class Inventory:
 
         Blocks that are being filled stay, unless their writer has dropped them. By default, this method reads the
         release words only if the doorbell was rung or a block was dropped. With `unasked`, it always reads the release
-        words, and also frees the blocks whose lease has expired. It thus also finds a block if the process that wrote
-        its release word died before it rang the doorbell.
+        words, and thus also finds a block if the process that wrote its release word died before it rang the doorbell.
         """
         dropped = [held for held in self._filling.values() if held.block() is None]
         if not (unasked or dropped or self._table.rung):
@@ -155,8 +151,6 @@ class Inventory:
         self._begin_change()
         self._since_sweep = 0
         self._table.answer()
-        if unasked:
-            self._end_leases()
         is_released = self._table.is_released
         freed = [block for entry, block in self._published.items() if is_released(entry)]
         gone: list[Block | _Filling] = [*dropped, *freed]
@@ -200,7 +194,6 @@ class Inventory:
         plan: BlockPlan,
         request: bytes,
         now_ns: int,
-        expires_ns: int,
     ) -> Block | None:
         """Allocate a block in the pieces that `find` returns. Return None if `find` returns None."""
         self._begin_change()
@@ -212,7 +205,7 @@ class Inventory:
             else:
                 buffer, base, nbytes = self._mapped(pieces), 0, sum(piece.nbytes for piece in pieces)
             assert buffer is not None
-            entry, generation = self._table.take(pieces, nbytes, now_ns, expires_ns)
+            entry, generation = self._table.take(pieces, nbytes, now_ns)
             block = Block(store, plan, request, entry, generation, pieces, nbytes, buffer, base)
             self._filling[entry] = _Filling(weakref.ref(block), entry, pieces, request, nbytes)
             if request:
@@ -241,12 +234,6 @@ class Inventory:
     def _in_pieces(self, plan: BlockPlan) -> Pieces | None:
         """Return several extents for the block, or None if the free space does not suffice."""
         return self._heap.scatter(plan.size, plan.header_bytes, min(self._table.num_free, _MAX_PIECES))
-
-    def _end_leases(self) -> None:
-        now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        for entry in self._published:
-            if self._table.is_expired(entry, now_ns):
-                self._table.release(entry)
 
     def _give_back(self, block: Block | _Filling) -> None:
         self._filling.pop(block.entry, None)

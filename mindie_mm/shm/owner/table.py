@@ -10,7 +10,6 @@ from mindie_mm.shm.format.extent import Pieces
 from mindie_mm.shm.format.layout import (
     ALLOCATED_NS,
     DOORBELL,
-    EXPIRES_NS,
     FILLING,
     FREE,
     NEXT,
@@ -46,7 +45,7 @@ class Table:
         """Number of unused entries."""
         return len(self._free)
 
-    def take(self, pieces: Pieces, nbytes: int, now_ns: int, expires_ns: int) -> tuple[int, int]:
+    def take(self, pieces: Pieces, nbytes: int, now_ns: int) -> tuple[int, int]:
         """Take an entry for a new block, and another entry for each piece after the first.
 
         A memory barrier makes the new state visible before any byte of the block.
@@ -55,7 +54,6 @@ class Table:
             pieces: Location of the block in the arena's file.
             nbytes: Total size of the pieces.
             now_ns: Current time of CLOCK_BOOTTIME in nanoseconds.
-            expires_ns: End of the block's lease on the same clock. 0 for no lease.
 
         Returns:
             The block's entry and its generation.
@@ -67,7 +65,7 @@ class Table:
         entries[at + STATE] = state_word(generation, FILLING)
         self._releases[1 + entry] = 0
         entries[at + OFFSET], entries[at + SIZE] = pieces[0].offset, nbytes
-        entries[at + ALLOCATED_NS], entries[at + EXPIRES_NS] = now_ns, expires_ns
+        entries[at + ALLOCATED_NS] = now_ns
         if len(pieces) > 1:
             self._link(entry, pieces[1:])
         fence()
@@ -100,14 +98,6 @@ class Table:
     def is_released(self, entry: int) -> bool:
         """Return whether a process has freed the entry's block."""
         return self._releases[1 + entry] == self._generations[entry]
-
-    def is_expired(self, entry: int, now_ns: int) -> bool:
-        """Return whether the entry's block has a lease that has expired."""
-        return 0 < self._entries[WORDS_PER_ENTRY * entry + EXPIRES_NS] < now_ns
-
-    def release(self, entry: int) -> None:
-        """Write the entry's release word, as other processes do to free a block."""
-        self._releases[1 + entry] = self._generations[entry]
 
     @property
     def rung(self) -> bool:
