@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,8 @@ from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import EMBEDDINGS
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import ArraySpec
+
+_DEFAULTS = MediaCaps()
 
 
 def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Kind, int], caps: MediaCaps) -> Plan:
@@ -121,13 +122,12 @@ def under_caps(plan: Plan, caps: MediaCaps) -> Plan:
     the background color or `hdr_to_sdr` is not the default, it becomes part of `Plan.settings`, because it changes the
     arrays.
     """
-    counted = replace(caps, max_request_pixels=sys.maxsize)  # planning has already counted all pixels
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        with under(counted):
+        with under(caps, limits_request_pixels=False):  # planning has already counted all pixels
             plan.write(arrays)
 
-    background, usual = tuple(caps.rgba_background_color), MediaCaps()
-    settings = plan.settings if background == usual.rgba_background_color else f"{plan.settings}, on {background}"
-    settings = settings if caps.hdr_to_sdr == usual.hdr_to_sdr else f"{settings}, hdr_to_sdr {caps.hdr_to_sdr}"
+    background = tuple(caps.rgba_background_color)
+    settings = plan.settings if background == _DEFAULTS.rgba_background_color else f"{plan.settings}, on {background}"
+    settings = settings if caps.hdr_to_sdr == _DEFAULTS.hdr_to_sdr else f"{settings}, hdr_to_sdr {caps.hdr_to_sdr}"
     return replace(plan, write=write, settings=settings)

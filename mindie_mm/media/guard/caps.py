@@ -16,6 +16,8 @@ class Work:
     """Amount of decoding work for the media of one request that have been opened so far."""
 
     caps: MediaCaps
+    limits_request_pixels: bool = True
+    """Whether `max_request_pixels` applies."""
     picture_pixels: int = 0
     """Number of pixels of images, including video frames that are images."""
     video_pixels: int = 0
@@ -24,7 +26,7 @@ class Work:
     def add_picture(self, pixels: int) -> None:
         """Count the pixels of an image. Raise LimitExceeded if the images of the request have too many pixels."""
         self.picture_pixels += pixels
-        if self.picture_pixels > (limit := self.caps.max_request_pixels):
+        if self.limits_request_pixels and self.picture_pixels > (limit := self.caps.max_request_pixels):
             raise LimitExceeded(
                 f"the request's images and frames have at least {self.picture_pixels} pixels in total; the "
                 f"limit is {limit} (--max-request-pixels)"
@@ -75,7 +77,7 @@ def add_picture(width: int, height: int) -> None:
 
 
 @contextmanager
-def under(these: MediaCaps) -> Iterator[Work]:
+def under(these: MediaCaps, *, limits_request_pixels: bool = True) -> Iterator[Work]:
     """Apply the limits `these` to all media that are opened inside this context. These media count as one request.
 
     The limits still apply when the media are decoded after the context has exited.
@@ -84,7 +86,7 @@ def under(these: MediaCaps) -> Iterator[Work]:
         The Work object of the request.
 
     """
-    of_request = Work(these)
+    of_request = Work(these, limits_request_pixels)
     token = _work.set(of_request)
     try:
         yield of_request
