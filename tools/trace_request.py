@@ -82,6 +82,16 @@ def ask(tokenizer: Tokenizer, engine: BaseEngine, detokenizer: Detokenizer, colo
             release(path_file)
 
 
+def show(trace: Trace) -> None:
+    """Print the functions of each file, and the counts."""
+    files: dict[str, list[str]] = {}
+    for (file, function), calls in trace.calls.items():
+        files.setdefault(file, []).append(f"{function} ({calls})")
+    for file, functions in files.items():
+        print(f"{file}: {', '.join(functions)}")
+    print(f"{len(files)} files, {len(trace.calls)} functions, {trace.calls.total()} calls")
+
+
 def main() -> None:
     """Print the trace and its counts."""
     checkpoint = Checkpoint.open(None)
@@ -92,12 +102,7 @@ def main() -> None:
         trace = Trace()
         with trace:
             ask(tokenizer, engine, Detokenizer(texts), "red")
-    files: dict[str, list[str]] = {}
-    for (file, function), calls in trace.calls.items():
-        files.setdefault(file, []).append(f"{function} ({calls})")
-    for file, functions in files.items():
-        print(f"{file}: {', '.join(functions)}")
-    print(f"{len(files)} files, {len(trace.calls)} functions, {trace.calls.total()} calls")
+    show(trace)
 
 
 if __name__ == "__main__":
