@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,9 +82,8 @@ def _after_reasoning(wanted: StructuredOutputs, added: Mapping[str, int]) -> str
 
 def _sequence(text: str, added: Mapping[str, int]) -> str:
     """Return a Lark sequence that matches a text, which may contain added tokens."""
-    tokens = sorted((token for token in added if token and token in text), key=len, reverse=True)
-    pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
-    return " ".join(lark.token(added[piece]) if piece in added else lark.literal(piece) for piece in pieces if piece)
+    pieces = lark.pieces_of(text, added)
+    return " ".join(lark.token(added[piece]) if piece in added else lark.literal(piece) for piece in pieces)
 
 
 def _free_up_to(marker: str, added: Mapping[str, int]) -> list[str]:

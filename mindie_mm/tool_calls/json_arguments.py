@@ -43,13 +43,7 @@ class JsonArguments(Scanner, ABC):
         is_invalid = False
         self._json = []
         while True:
-            match = plain.match(self._text, self._at)
-            assert match
-            self._at = match.end()
-            if self._at == len(self._text):
-                yield from self._send_and_wait()
-                continue
-            character = self._text[self._at]
+            character = yield from self._next_after(plain)
             if character in firsts:
                 self._pass_on(self.taken())
                 if (yield from self.surely_follows(*ends)):
@@ -78,13 +72,7 @@ class JsonArguments(Scanner, ABC):
 
     def _rest_of_string(self) -> Step[None]:
         while True:
-            match = _IN_STRING.match(self._text, self._at)
-            assert match
-            self._at = match.end()
-            if self._at == len(self._text):
-                yield from self._send_and_wait()
-                continue
-            character = self._text[self._at]
+            character = yield from self._next_after(_IN_STRING)
             if character == '"':
                 self._at += 1
                 return
@@ -99,13 +87,20 @@ class JsonArguments(Scanner, ABC):
                 self._at += 1
                 self._pass_on(_escaped(self.taken()))
 
+    def _next_after(self, plain: re.Pattern[str]) -> Step[str]:
+        """Read the text that `plain` matches, and return the next character without reading it."""
+        while True:
+            match = plain.match(self._text, self._at)
+            assert match
+            self._at = match.end()
+            if self._at < len(self._text):
+                return self._text[self._at]
+            self._pass_on(self.taken())
+            yield from self.more()
+
     def _pass_on(self, text: str) -> None:
         self._json.append(text)
         self.send_arguments(text)
-
-    def _send_and_wait(self) -> Step[None]:
-        self._pass_on(self.taken())
-        yield from self.more()
 
 
 def _match_brackets(character: str, nested: list[str]) -> None:

@@ -7,8 +7,8 @@ import re
 from abc import ABC
 from typing import Any, ClassVar
 
+from mindie_mm.structured.lark import Rules, json_value
 from mindie_mm.tool_calls.json_arguments import without_control_characters
-from mindie_mm.tool_calls.lark import Rules, json_value
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import MAX_NAME, NoMatch, Step
 from mindie_mm.tool_calls.tool import Tool

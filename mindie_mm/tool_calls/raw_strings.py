@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mindie_mm.errors import InputError
 from mindie_mm.structured import lark
+from mindie_mm.structured.lark import Rules
 from mindie_mm.tool_calls.schemas import keyword
 
 _ANY = "(?s:.*)"
@@ -59,18 +60,31 @@ _JSON_TEXTS: Mapping[str, str] = {
 """Regular expressions of the texts that are read as JSON of a type, or that begin like such texts."""
 
 
-def string_terms(schema: Mapping[str, Any], other_types: Collection[str] = ()) -> list[str]:
-    """Return the terms of a Lark terminal, all of which a string of the schema matches.
+def raw_string(
+    rules: Rules, schema: Mapping[str, Any], closing: str, excluded: Sequence[str], other_types: Collection[str] = ()
+) -> str:
+    """Return a sequence that matches a string of a schema, without quotes, and the closing text after the string.
 
     Args:
+        rules: Grammar that needs the sequence. Terminals are added to it.
         schema: Schema of the string. `enum`, `minLength`, `maxLength`, `format` and `pattern` are read.
+        closing: Text after the string.
+        excluded: Texts that must not occur in the string, because they would end it.
         other_types: JSON types that are also allowed in place of the string. Texts that would be read as a value of
             one of these types are excluded.
 
     Raises:
-        InputError: The schema is invalid, or has an unknown format.
+        InputError: The schema is invalid, has an unknown format, or lists a value with one of the excluded texts.
 
     """
+    for value in schema.get("enum", ()):
+        if any(text in value for text in excluded):
+            raise InputError(f"a parameter has the value {value!r}, which this tool-call format cannot write")
+    return rules.raw_text(_terms(schema, other_types), excluded, closing)
+
+
+def _terms(schema: Mapping[str, Any], other_types: Collection[str]) -> list[str]:
+    """Return the terms of a Lark terminal, all of which a string of the schema matches."""
     low, high = (keyword(schema, name, int, "a string") for name in ("minLength", "maxLength"))
     expressions = [f"(?s:.){{{low},}}"] if low else []
     expressions += [] if high is None else [f"(?s:.){{0,{high}}}"]
@@ -86,12 +100,6 @@ def string_terms(schema: Mapping[str, Any], other_types: Collection[str] = ()) -
     if texts := [_JSON_TEXTS[kind] for kind in sorted(other_types) if kind in _JSON_TEXTS]:
         terms.append("~" + lark.regex(rf"[\s\x1c-\x1f]*({'|'.join(texts)})[\s\x1c-\x1f]*"))
     return terms
-
-
-def excluding(texts: Collection[str]) -> str:
-    """Return the term of a Lark terminal for strings that contain none of the texts."""
-    literals = "|".join("".join(f"\\x{{{ord(c):x}}}" for c in text) for text in texts)
-    return f"~/{_ANY}({literals}){_ANY}/"
 
 
 def _searched(pattern: str) -> str:

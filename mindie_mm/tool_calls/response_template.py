@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from mindie_mm.errors import InputError
+from mindie_mm.structured.lark import Rules
 from mindie_mm.tool_calls.events import CallArguments, CallEnd, CallStart, Content, Event
-from mindie_mm.tool_calls.lark import Rules
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import Step
 from mindie_mm.tool_calls.tool import Tool

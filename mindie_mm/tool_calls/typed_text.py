@@ -8,9 +8,10 @@ from abc import ABC
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
-from mindie_mm.tool_calls.lark import Rules, json_value
+from mindie_mm.structured.lark import Rules, json_value
 from mindie_mm.tool_calls.literals import escaped, json_of_python
 from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.raw_strings import raw_string
 from mindie_mm.tool_calls.scanner import Ended, Step
 from mindie_mm.tool_calls.schemas import branches_of, properties_of, type_of, types_of
 from mindie_mm.tool_calls.tool import Tool
@@ -38,7 +39,7 @@ class TypedTextParser(ToolCallParser, ABC):
         arguments = []
         for name, (schema, is_required) in properties_of(tool, _NAMES).items():
             values = [cls._value(name, branch, schema, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
-            rule = rules.add("argument", rules.any_of(values))
+            rule = rules.add("argument", rules.one_of(values))
             arguments.append(rule if is_required else f"{rule}?")
         return " ".join(arguments)
 
@@ -52,7 +53,7 @@ class TypedTextParser(ToolCallParser, ABC):
         )
         if is_string:
             others = frozenset[str]() if states_type else types_of(schema, schema) - {"string"}
-            return f"{rules.text(before)} {rules.raw(branch, after, cls.excluded, others)}"
+            return f"{rules.text(before)} {raw_string(rules, branch, after, cls.excluded, others)}"
         return f"{rules.text(before)} {rules.add('json', json_value(branch))} {rules.text(after)}"
 
     def start_arguments(self, name: str) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from mindie_mm.errors import InputError, blaming
+from mindie_mm.structured.lark import json_value
 from mindie_mm.structured.outputs import MAX_STRUCTURE_BYTES, StructuredOutputs
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.text.detokenizer import Preface
 from mindie_mm.tool_calls.history import num_calls, with_tool_calls
-from mindie_mm.tool_calls.lark import json_value
 from mindie_mm.tool_calls.tool import Tool
 from service.request.call import Call
 from service.request.chat_format import ChatFormat

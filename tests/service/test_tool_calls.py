@@ -8,7 +8,7 @@ import jsonschema
 import openai
 import pytest
 
-from mindie_mm.tool_calls.lark import MAX_CALLS
+from mindie_mm.tool_calls.parser import MAX_CALLS
 from tests.processor_time import processor_s
 from tests.service.chat_assembling import Assembled, assembled, whole
 from tools.serving import RunningService

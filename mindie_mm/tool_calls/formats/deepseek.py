@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import ClassVar
 
-from mindie_mm.tool_calls.lark import Rules, json_value
+from mindie_mm.structured.lark import Rules, json_value
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import NoMatch, Step
 from mindie_mm.tool_calls.tool import Tool

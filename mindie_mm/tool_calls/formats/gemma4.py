@@ -7,9 +7,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from mindie_mm.tool_calls.lark import Rules, json_value, separated
+from mindie_mm.structured.lark import Rules, json_value, separated
 from mindie_mm.tool_calls.literals import LiteralScanner, escaped
 from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.raw_strings import raw_string
 from mindie_mm.tool_calls.scanner import NoMatch, Step, partial
 from mindie_mm.tool_calls.schemas import branches_of, properties_of
 from mindie_mm.tool_calls.tool import Tool
@@ -41,7 +42,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
         arguments = []
         for name, (schema, is_required) in properties_of(tool, _WRITTEN_KEY).items():
             values = [cls._value(branch, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]
-            value = rules.add("value", rules.any_of(values))
+            value = rules.add("value", rules.one_of(values))
             arguments.append((rules.add("argument", f"{rules.text(f'{name}:')} {value}"), is_required))
         before, after = rules.text(f"{cls.openings[0]}call:{tool.name}{{"), rules.text("}" + cls.closings[0])
         return f"{before} {separated(arguments, rules.text(','), rules)} {after}"
@@ -49,7 +50,7 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
     @classmethod
     def _value(cls, branch: Mapping[str, Any], rules: Rules) -> str:
         if branch.get("type") == "string":
-            return f"{rules.text(cls.quote)} {rules.raw(branch, cls.quote, cls.excluded)}"
+            return f"{rules.text(cls.quote)} {raw_string(rules, branch, cls.quote, cls.excluded)}"
         return json_value(branch)
 
     def calls(self, opening: str) -> Step[None]:

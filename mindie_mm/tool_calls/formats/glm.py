@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import ClassVar
 
-from mindie_mm.tool_calls.lark import Rules
+from mindie_mm.structured.lark import Rules
 from mindie_mm.tool_calls.scanner import Step
 from mindie_mm.tool_calls.tool import Tool
 from mindie_mm.tool_calls.typed_text import TypedTextParser

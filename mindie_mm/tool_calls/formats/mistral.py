@@ -8,8 +8,8 @@ import secrets
 import string
 from collections.abc import Collection
 
+from mindie_mm.structured.lark import Rules, json_value
 from mindie_mm.tool_calls.json_calls import JsonCallParser
-from mindie_mm.tool_calls.lark import Rules, json_value
 from mindie_mm.tool_calls.scanner import NAME, Step
 from mindie_mm.tool_calls.tool import Tool
 

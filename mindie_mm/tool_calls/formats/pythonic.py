@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from mindie_mm.tool_calls.lark import Rules, json_value, separated
+from mindie_mm.structured.lark import Rules, json_value, separated
 from mindie_mm.tool_calls.literals import LiteralScanner
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import NAME, NoMatch, Step
