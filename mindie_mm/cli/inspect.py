@@ -61,7 +61,7 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
 
 def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:
     """Print the row's text and describe its media. Return the pictures."""
-    from mindie_mm.nn.splice import ITEM, MediaShape
+    from mindie_mm.shm.format.item import ITEM, MediaShape
 
     click.echo(f"{len(sample.ids)} tokens")
     pictures, at = [], 0

@@ -34,11 +34,12 @@ from mindie_mm.nn.layers import PatchProjection
 from mindie_mm.nn.mindie import PLANES, InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.pixels import joined
-from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
+from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
 _PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}

@@ -28,10 +28,11 @@ from mindie_mm.nn.mindie import PLANES, InSegment, Layout
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
-from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
+from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
 _DEFAULTS: Mapping[str, Any] = {

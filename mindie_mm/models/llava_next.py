@@ -24,9 +24,10 @@ from mindie_mm.nn.family import Plan, PretrainedFamily
 from mindie_mm.nn.mindie import NORMALIZED, InSegment, InWord, Layout, mindie_pad
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
-from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.traits import Traits
 from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
 _SIZE = "size"

@@ -29,9 +29,10 @@ from mindie_mm.models._qwen_windows import PICOSECONDS, window_places
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.model import ModelSpec, Positions
-from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape
+from mindie_mm.nn.splice import ItemView, MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.weights.pretrained import load_pretrained, read_config
+from mindie_mm.shm.format.item import MediaShape
 
 _DEFAULT_FPS = 2.0
 _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}

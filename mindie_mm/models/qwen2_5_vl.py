@@ -18,7 +18,7 @@ from mindie_mm.models._qwen import INTERVAL_GRIDS, QwenModel, QwenProcessor
 from mindie_mm.models._qwen_windows import PICOSECONDS, window_places
 from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.splice import MediaShape
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
 _UNSTATED_FPS = 24.0

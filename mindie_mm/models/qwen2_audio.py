@@ -32,11 +32,12 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
 from mindie_mm.nn.mindie import Joined, OfPrompt, PromptLayout, mindie_pad
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
 _MASK = "feature_attention_mask"

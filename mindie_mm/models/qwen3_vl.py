@@ -30,11 +30,12 @@ from mindie_mm.nn.family import Plan, PretrainedFamily, Spelling
 from mindie_mm.nn.mindie import NORMALIZED, PLANES, Joined, PromptLayout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.paged_batch import PagedBatch
-from mindie_mm.nn.splice import MediaItem, MediaShape, split_features
+from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.weights.pretrained import load_pretrained, read_config
 from mindie_mm.nn.weights.shares import DECODER_PLAN
 from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
 # Layout of the handle words that MindIE's own processor writes. Pixels are normalized, and their axes are (channel,

@@ -30,11 +30,12 @@ from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.model import Model, ModelSpec, Positions
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_pictures
-from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.build import build
 from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
 _BYTES = "image"

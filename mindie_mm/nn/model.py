@@ -18,19 +18,11 @@ from torch import Tensor, nn
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.inputs import PROMPT
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
-from mindie_mm.nn.splice import (
-    ItemView,
-    MediaItem,
-    MediaShape,
-    Splice,
-    plain_ids,
-    read_media,
-    splice,
-    without_prompt_embeds,
-)
+from mindie_mm.nn.splice import ItemView, MediaItem, Splice, plain_ids, read_media, splice, without_prompt_embeds
 from mindie_mm.nn.staging import settle, to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.processes import faults
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
 EMBEDDINGS = "embeddings"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,57 +11,15 @@ from torch import Tensor
 
 from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
-from mindie_mm.inputs import ALL_KINDS, PROMPT, Kind
+from mindie_mm.inputs import PROMPT
 from mindie_mm.nn.mindie import Layout, attach_words
 from mindie_mm.shm import LooseView, Ref, View, attach, is_name_word
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsRef, SegmentsView, is_segment_word
 
 ItemRef = Ref | SegmentsRef
 ItemView = View | LooseView | SegmentsView
 """The arrays of an item, read-only and not copied. The type depends on the wire format of the handle words."""
-
-
-ITEM = "item"
-"""Name of the array that describes the item in a block. Every block in the native wire format has this array."""
-
-
-@dataclass(frozen=True, slots=True)
-class MediaShape:
-    """The kind, placeholder and geometry of a media item."""
-
-    kind: Kind
-    token: int
-    """Placeholder id that the handle words replace."""
-    num_features: int
-    """Number of features that the tower returns."""
-    grid: tuple[int, ...] = ()
-    """Geometry that only the family interprets, such as patches (t, h, w)."""
-    second_token: int | None = None
-    """A second placeholder id of the item, such as that of a film's sound. Only the family knows it: it is not stored.
-    Handle words never replace it."""
-
-    def to_array(self) -> NDArray[np.int64]:
-        """Return the block's `item` array, int64 [3 + len(grid)]."""
-        return np.array([ALL_KINDS.index(self.kind), self.token, self.num_features, *self.grid], np.int64)
-
-    @classmethod
-    def of(cls, view: Mapping[str, NDArray[Any]]) -> MediaShape:
-        """Read the `item` array of a block.
-
-        Raises:
-            CorruptReference: The array is missing, or its values are out of range.
-
-        """
-        if ITEM not in view:
-            raise CorruptReference(
-                f"the block contains the arrays {', '.join(view)}, but no array {ITEM!r}, which describes them"
-            )
-        kind, token, num_features, *grid = view[ITEM].tolist()
-        if not 0 <= kind < len(ALL_KINDS) or token < 0 or num_features < 1:
-            raise CorruptReference(
-                f"the array {ITEM!r} of the block is invalid: kind {kind}, token {token}, {num_features} features"
-            )
-        return cls(ALL_KINDS[kind], token, num_features, tuple(grid))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,12 +21,12 @@ from mindie_mm.media.guard.caps import Work, decodes_to_count, under
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
-from mindie_mm.nn.splice import ITEM
 from mindie_mm.processes import faults
 from mindie_mm.processes.tasks import gather_in_order, in_thread, off_loop
 from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import Block
+from mindie_mm.shm.format.item import ITEM
 from mindie_mm.tokenize.media_stage import MediaStage, RequestMedia
 from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
@@ -201,7 +201,7 @@ class _RequestMedia(RequestMedia):
 
     async def _fill(self, item: PlannedItem, salt: str, block: Block) -> None:
         """Write the arrays of an item, and publish its block."""
-        block[ITEM][...] = item.shape.to_array()
+        block[ITEM][...] = item.shape.values
         faults.point("mid-fill")
         with naming(item.name):
             digest = await self._write(item, salt, block)

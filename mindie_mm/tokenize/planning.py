@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from mindie_mm.errors import InputError, LimitExceeded, OperationalError
 from mindie_mm.inputs import PROMPT, Kind, Media, MediaOptions, require_within
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
-from mindie_mm.nn.splice import ITEM, MediaShape
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.format.item import ITEM, MediaShape
 from mindie_mm.tokenize.placeholders import Expansion
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class PlannedItem:
     @property
     def specs(self) -> dict[str, ArraySpec]:
         """Array specs of the item's block."""
-        return {**self.plan.specs, ITEM: ArraySpec(self.shape.to_array().shape, "int64")}
+        return {**self.plan.specs, ITEM: self.shape.spec}
 
     @property
     def name(self) -> str:

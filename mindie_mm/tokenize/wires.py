@@ -15,9 +15,9 @@ from typing import ClassVar, Literal
 from mindie_mm.errors import SharedMemoryError, naming
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
-from mindie_mm.nn.splice import ITEM
 from mindie_mm.processes import faults
 from mindie_mm.shm import Arena, ArraySpec, DiskArena, collect
+from mindie_mm.shm.format.item import ITEM
 from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt, put_words
@@ -150,7 +150,7 @@ class NativeWire(ItemWire):
     ) -> Sequence[int]:
         with arena.allocate(item.specs, path_file=path_file) as block:
             faults.point("allocated")
-            block[ITEM][...] = item.shape.to_array()
+            block[ITEM][...] = item.shape.values
             faults.point("mid-fill")
             if not self._preprocessed.copy(content, block):
                 item.plan.write(block)
@@ -179,7 +179,7 @@ class DiskWire(ItemWire):
         assert self.arena is not None
         undo.callback(self.arena.roll_back, self.arena.num_blocks)
         with self.arena.allocate(item.specs) as block:
-            block[ITEM][...] = item.shape.to_array()
+            block[ITEM][...] = item.shape.values
             item.plan.write(block)
             content = digest()
             words = block.publish(content).to_words()

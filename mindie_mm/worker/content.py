@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from mindie_mm.errors import MindieMMError
 from mindie_mm.routing import Content
 from mindie_mm.salt import salted
-from mindie_mm.shm import Ref, is_name_word
+from mindie_mm.shm import Ref, View, is_name_word
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.reader.mapped import mapped_arena
 
 BLOCK_TOKENS = 64
@@ -27,10 +28,6 @@ _GROWTH = 32
 multiple of `BLOCK_TOKENS`. Long prompts thus have few blocks. The event loop looks up each block for each engine."""
 
 _KEY_BYTES = 16
-_ITEM = "item"
-"""Name of the array that states the number of features (docs/wire-format.md)."""
-_NUM_FEATURES = 2
-"""Index of the number of features in this array."""
 _AT = struct.Struct("<q")
 
 
@@ -100,11 +97,7 @@ def _item(name_word: int) -> Content | None:
     """Read the digest and the number of features of an item. Return None if its block is gone or has no digest."""
     try:
         ref = Ref.from_words(name_word, None)
-        buffer, base, header = mapped_arena(ref.arena).block(ref)
+        view = View(mapped_arena(ref.arena), ref)
+        return None if view.digest is None else Content(view.digest, MediaShape.of(view).num_features)
     except MindieMMError:  # the engine reports the error
         return None
-    if header.digest is None or _ITEM not in header.arrays:
-        return None
-    at = base + header.arrays[_ITEM].offset + 8 * _NUM_FEATURES
-    num_features = int.from_bytes(bytes(buffer[at : at + 8]), "little", signed=True)
-    return Content(header.digest, max(0, num_features))

@@ -29,9 +29,10 @@ from mindie_mm.batch.settings import Run
 from mindie_mm.cli import main
 from mindie_mm.cli.resuming import resuming
 from mindie_mm.errors import InputError, ProcessDied, StorageError
-from mindie_mm.nn.splice import ITEM, MediaShape, read_media
+from mindie_mm.nn.splice import read_media
 from mindie_mm.processes import ipc
 from mindie_mm.shm import release
+from mindie_mm.shm.format.item import ITEM, MediaShape
 from mindie_mm.tokenize import Tokenizer
 from tests import warm
 from tests.batch.conftest import CLI, content, run, run_in_process, settings, tokenize, written

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from mindie_mm.engine.cache.encoder_cache import EncoderCache
-from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.splice import MediaItem
+from mindie_mm.shm.format.item import MediaShape
 
 
 def media(digest, ref=""):

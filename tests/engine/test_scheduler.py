@@ -15,8 +15,9 @@ from mindie_mm.engine.scheduler import BaseScheduler, Scheduler
 from mindie_mm.engine.seq2seq import Seq2SeqScheduler
 from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.nn.model import Positions
-from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.splice import MediaItem
 from mindie_mm.settings.config import EngineConfig
+from mindie_mm.shm.format.item import MediaShape
 
 BLOCK = 4
 

@@ -11,9 +11,10 @@ from mindie_mm.engine.requests.engine_messages import Add, Encode
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.models import load_model
-from mindie_mm.nn.splice import MediaItem, MediaShape
+from mindie_mm.nn.splice import MediaItem
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import picture, run
 

@@ -19,10 +19,10 @@ from mindie_mm.engine.requests.engine_messages import Add
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch, StaleReference, UnsupportedCheckpoint
 from mindie_mm.models import load_model
-from mindie_mm.nn.splice import MediaShape
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import Arena, ArraySpec, free, release, request_directory
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import FamilyContract, clip, picture, run
 from tests.models.mindie_contract import MindIEContract
@@ -171,11 +171,11 @@ def test_an_error_of_the_tower_fails_its_own_request_alone(reference, model, tok
     good = tokenizer.tokenize(TWO_IMAGES, path_file)
     with Arena.create(1 << 20) as arena:
         pad = model.module.config.image_token_id
-        item = MediaShape("image", pad, 16, (1, 8, 8)).to_array()
-        specs = {"pixel_values": ArraySpec((16, 588), "uint8"), "item": ArraySpec(item.shape, "int64")}
+        item = MediaShape("image", pad, 16, (1, 8, 8))
+        specs = {"pixel_values": ArraySpec((16, 588), "uint8"), "item": item.spec}
         with arena.allocate(specs, path_file=path_file) as block:
             block["pixel_values"][...] = 0
-            block["item"][...] = item
+            block["item"][...] = item.values
             words = block.publish().to_words()
         bad = torch.tensor([10, *words, *[pad] * 14, 11])
         outputs, errors = run(Engine(model, EngineConfig()), [bad, good], max_tokens=12)

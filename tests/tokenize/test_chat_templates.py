@@ -16,8 +16,9 @@ from transformers.processing_utils import ProcessorMixin
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.splice import MediaShape, read_media
+from mindie_mm.nn.splice import read_media
 from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.text.chat_template import TemplateSources
 from mindie_mm.worker.llm import LLM

@@ -91,5 +91,7 @@ def _span_key(sequence: Sequence, span: tuple[int, int]) -> bytes:
 def _identity(item: MediaItem) -> bytes:
     """Return a hash of KEY_BYTES bytes that identifies an item's features."""
     assert item.digest is not None
-    shape = item.shape.to_array().tobytes()  # avoids wrong cache hits if the digest does not cover the shape
+    shape = np.array(
+        item.shape.values, np.int64
+    ).tobytes()  # avoids wrong cache hits if the digest does not cover the shape
     return blake3(len(shape).to_bytes(8) + shape + item.digest).digest(KEY_BYTES)

@@ -28,9 +28,10 @@ from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import EMBEDDINGS, MediaModel, Model, Positions
 from mindie_mm.nn.paged_batch import Chunk, GraphBatch, PagedBatch, PagedCache
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from mindie_mm.nn.splice import ItemView, MediaItem, MediaShape, Splice
+from mindie_mm.nn.splice import ItemView, MediaItem, Splice
 from mindie_mm.settings.config import EngineConfig, MiB
 from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.format.item import MediaShape
 
 _log = logging.getLogger(__name__)
 
