@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindie_mm.tool_calls.formats.hermes import HermesParser
 from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.parsers.json_objects import HermesParser
 
 _DESCRIPTION = """# Tools
 

@@ -7,11 +7,9 @@ import re
 from abc import ABC
 from typing import Any, ClassVar
 
-from mindie_mm.structured.lark import Rules, json_value
 from mindie_mm.tool_calls.json_arguments import without_control_characters
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import MAX_NAME, NoMatch, Step
-from mindie_mm.tool_calls.tool import Tool
 
 _ARGUMENTS = ("arguments", "parameters")
 _OTHER = ("id", "type")
@@ -26,28 +24,32 @@ class JsonCallParser(ToolCallParser, ABC):
     """
 
     tool_names = re.compile(".+", re.DOTALL)
-    call_tags: ClassVar[tuple[str, str]] = ("", "")
-    """Texts before and after a call in the grammar."""
-    arguments_key: ClassVar[str] = "arguments"
-    """Key of the arguments in the grammar."""
+    call_tags = ('{"name": {name}, "arguments": ', "}")
+    after_opening: ClassVar[str] = ""
+    """Text between an opening and its calls."""
+    after_calls: ClassVar[tuple[str, ...]] = ()
+    """Texts of which one may follow the calls of an opening."""
 
     @classmethod
-    def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule that matches calls of a tool."""
-        before, after = cls._tags(tool.name)
-        return f"{rules.text(before)} {json_value(tool.schema)} {rules.text(after)}"
+    def tags_of(cls, name: str) -> tuple[str, str]:
+        """Return the texts before and after the arguments of a call, with the name as a JSON string."""
+        return super().tags_of(json.dumps(name, ensure_ascii=False))
 
     @classmethod
     def written(cls, name: str, arguments: str) -> str | None:
         """Return a call as the model writes it."""
-        before, after = cls._tags(name)
+        before, after = cls.tags_of(name)
         return before + arguments + after
 
-    @classmethod
-    def _tags(cls, name: str) -> tuple[str, str]:
-        before, after = cls.call_tags
-        name_text = json.dumps(name, ensure_ascii=False)
-        return f'{before}{{"name": {name_text}, "{cls.arguments_key}": ', "}" + after
+    def calls(self, opening: str) -> Step[None]:
+        """Parse one call, a list of calls, or several calls after one opening."""
+        yield from self.space()
+        if self.after_opening:
+            yield from self.expect(self.after_opening)
+            yield from self.space()
+        yield from (self.call_list() if opening.endswith("[") else self.call_objects())
+        if self.after_calls:
+            yield from self.close(*self.after_calls)
 
     def call_object(self, *, known_keys: bool = False) -> Step[None]:
         """Parse a call.

@@ -11,7 +11,7 @@ from functools import partial
 from typing import ClassVar
 
 from mindie_mm.errors import InputError
-from mindie_mm.structured.lark import Rules
+from mindie_mm.structured.lark import Rules, json_value
 from mindie_mm.tool_calls.events import CallArguments, CallEnd, CallStart, Content, Event
 from mindie_mm.tool_calls.json_arguments import JsonArguments
 from mindie_mm.tool_calls.scanner import MAX_NAME, NAME, Ended, NoMatch, Step
@@ -36,6 +36,8 @@ class ToolCallParser(JsonArguments, ABC):
 
     markers: ClassVar[tuple[str, ...]] = ()
     """Special tokens that must not be removed from the decoded text."""
+    in_templates: ClassVar[tuple[str, ...]] = ()
+    """Texts that only chat templates of this format contain. A template contains at least one of them."""
     openings: ClassVar[tuple[str, ...]] = ()
     """Texts with which calls begin."""
     starts: ClassVar[tuple[str, ...]] = ()
@@ -50,6 +52,8 @@ class ToolCallParser(JsonArguments, ABC):
     """Pattern of the tool names that the format can represent."""
     around: ClassVar[tuple[str, str, str]] = ("", "", "")
     """Texts that a model writes before the first call, between two calls and after the last call."""
+    call_tags: ClassVar[tuple[str, str]] = ("", "")
+    """Texts that a model writes before and after the arguments of a call. `{name}` stands for the tool's name."""
 
     def __init__(self, tools: Sequence[Tool] = (), num_earlier_calls: int = 0) -> None:
         """Create a parser for one answer.
@@ -78,9 +82,9 @@ class ToolCallParser(JsonArguments, ABC):
         next(self._steps)
 
     @classmethod
-    @abstractmethod
     def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
         """Return whether a checkpoint with this chat template and these added tokens uses this format."""
+        return any(text in template for text in cls.in_templates)
 
     @classmethod
     def grammar(
@@ -135,9 +139,21 @@ class ToolCallParser(JsonArguments, ABC):
         return str(rules)
 
     @classmethod
-    @abstractmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
         """Return the right side of a rule that matches calls of a tool. Further rules are added to `rules`."""
+        before, after = map(rules.text, cls.tags_of(tool.name))
+        return " ".join(filter(None, [before, cls.arguments_rule(tool, rules), after]))
+
+    @classmethod
+    def arguments_rule(cls, tool: Tool, rules: Rules) -> str:  # the arguments may not be JSON
+        """Return a sequence that matches the arguments of a tool."""
+        return json_value(tool.schema)
+
+    @classmethod
+    def tags_of(cls, name: str) -> tuple[str, str]:
+        """Return the texts before and after the arguments of a call of the tool `name`."""
+        before, after = cls.call_tags
+        return before.replace("{name}", name), after
 
     @abstractmethod
     def calls(self, opening: str) -> Step[None]:

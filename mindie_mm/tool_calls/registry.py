@@ -12,22 +12,26 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from mindie_mm.errors import InputError
-from mindie_mm.tool_calls.formats.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
-from mindie_mm.tool_calls.formats.deepseek_dsml import DeepSeekV4Parser, DeepSeekV32Parser, DeepSeekV41Parser
-from mindie_mm.tool_calls.formats.gemma4 import FunctionGemmaParser, Gemma4Parser
-from mindie_mm.tool_calls.formats.glm import Glm45Parser, Glm47Parser
-from mindie_mm.tool_calls.formats.granite import Granite20bFcParser, GraniteParser
-from mindie_mm.tool_calls.formats.hermes import HermesParser
-from mindie_mm.tool_calls.formats.internlm import InternLMParser
-from mindie_mm.tool_calls.formats.kimi_k2 import KimiK2Parser
-from mindie_mm.tool_calls.formats.lfm2 import Lfm2Parser
-from mindie_mm.tool_calls.formats.llama3_json import Llama3JsonParser
-from mindie_mm.tool_calls.formats.minicpm5 import MiniCPM5Parser
-from mindie_mm.tool_calls.formats.mistral import MistralParser, MistralV3Parser
-from mindie_mm.tool_calls.formats.phi4 import Phi4Parser
-from mindie_mm.tool_calls.formats.pythonic import PythonicParser
-from mindie_mm.tool_calls.formats.qwen3_coder import Qwen3CoderParser
 from mindie_mm.tool_calls.parser import ToolCallParser
+from mindie_mm.tool_calls.parsers.dsml import DeepSeekV4Parser, DeepSeekV32Parser, DeepSeekV41Parser
+from mindie_mm.tool_calls.parsers.gemma4 import FunctionGemmaParser, Gemma4Parser
+from mindie_mm.tool_calls.parsers.json_objects import (
+    Granite20bFcParser,
+    GraniteParser,
+    HermesParser,
+    InternLMParser,
+    Llama3JsonParser,
+    Phi4Parser,
+)
+from mindie_mm.tool_calls.parsers.named_json import (
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+    KimiK2Parser,
+    MistralParser,
+    MistralV3Parser,
+)
+from mindie_mm.tool_calls.parsers.python_syntax import Lfm2Parser, PythonicParser
+from mindie_mm.tool_calls.parsers.tagged import Glm45Parser, Glm47Parser, MiniCPM5Parser, Qwen3CoderParser
 from mindie_mm.tool_calls.response_template import ResponseTemplateParser
 
 _log = logging.getLogger(__name__)

@@ -65,11 +65,6 @@ class ResponseTemplateParser(ToolCallParser):
         return type(cls.__name__, (cls,), {"template": template, "known": known, "markers": markers})
 
     @classmethod
-    def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return False, because this format cannot be detected in a chat template."""
-        return False
-
-    @classmethod
     def grammar(
         cls,
         tools: Sequence[Tool],

@@ -35,7 +35,7 @@ class TypedTextParser(ToolCallParser, ABC):
 
     @classmethod
     def arguments_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a sequence that matches the arguments of a tool in the order of the tool's schema."""
+        """Return a sequence that matches the arguments in the order of the tool's schema."""
         arguments = []
         for name, (schema, is_required) in properties_of(tool, _NAMES).items():
             values = [cls._value(name, branch, schema, rules) for branch in branches_of(schema, f"{tool.name}.{name}")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindie_mm.errors import InputError
-from mindie_mm.tool_calls.formats.hermes import HermesParser
+from mindie_mm.tool_calls.parsers.json_objects import HermesParser
 from mindie_mm.tool_calls.reasoning import reasoning_for, reasoning_named
 from mindie_mm.tool_calls.registry import FORMATS, GROUP, OTHER_NAMES, format_names, parser_for, parser_named
 from tests.tool_calls.assembling import TOOLS, answer_of, calls_of
@@ -99,7 +99,7 @@ def test_the_error_for_an_unknown_name_lists_the_known_names():
 
 
 OTHER = """
-from mindie_mm.tool_calls.formats.hermes import HermesParser
+from mindie_mm.tool_calls.parsers.json_objects import HermesParser
 
 class OtherParser(HermesParser):
     openings = ("<call>",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from mindie_mm.structured.lark import Rules, json_value, separated
@@ -26,15 +26,11 @@ class Gemma4Parser(ToolCallParser, LiteralScanner):
     """
 
     quote: ClassVar[str] = '<|"|>'
+    in_templates = ("<|tool_call>",)
     markers = ("<|tool_call>", "<tool_call|>", '<|"|>')
     openings = ("<|tool_call>",)
     closings = ("<tool_call|>",)
     excluded: ClassVar[tuple[str, ...]] = ('<|"|>',)
-
-    @classmethod
-    def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template contains the marker."""
-        return cls.openings[0] in template
 
     @classmethod
     def call_rule(cls, tool: Tool, rules: Rules) -> str:
@@ -106,6 +102,7 @@ class FunctionGemmaParser(Gemma4Parser):
     """
 
     quote = "<escape>"
+    in_templates = ("<start_function_call>",)
     markers = ("<start_function_call>", "<end_function_call>", "<escape>")
     openings = ("<start_function_call>",)
     closings = ("<end_function_call>",)

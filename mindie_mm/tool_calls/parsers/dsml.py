@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC
-from collections.abc import Collection
 from typing import ClassVar
 
-from mindie_mm.structured.lark import Rules
 from mindie_mm.tool_calls.scanner import NoMatch, Step
-from mindie_mm.tool_calls.tool import Tool
 from mindie_mm.tool_calls.typed_text import TypedTextParser
 
 _ATTRIBUTE = re.compile(r'\s*([a-z]+)="([^"]*)"')
@@ -31,26 +28,16 @@ class DsmlParser(TypedTextParser, ABC):
     def __init_subclass__(cls) -> None:
         """Derive the tags of a subclass from its `section` and `prefix`."""
         super().__init_subclass__()
+        cls.in_templates = (f"{cls.prefix}{cls.section}",)
         cls.openings = (f"<{cls.prefix}{cls.section}>",)
         cls.closings = (f"</{cls.prefix}{cls.section}>",)
         cls.around = (f"{cls.openings[0]}\n", "", cls.closings[0])
+        cls.call_tags = (f'<{cls.prefix}invoke name="{{name}}">\n', f"</{cls.prefix}invoke>\n")
         cls.excluded = (f"</{cls.prefix}parameter>",)
         cls.tags_of_argument = (
             f'<{cls.prefix}parameter name="{{name}}" string="{{is_string}}">',
             f"</{cls.prefix}parameter>\n",
         )
-
-    @classmethod
-    def detects(cls, template: str, vocabulary: Collection[str]) -> bool:
-        """Return whether the template contains the name of the element around the calls."""
-        return f"{cls.prefix}{cls.section}" in template
-
-    @classmethod
-    def call_rule(cls, tool: Tool, rules: Rules) -> str:
-        """Return a rule that matches calls of a tool."""
-        before = rules.text(f'<{cls.prefix}invoke name="{tool.name}">\n')
-        after = rules.text(f"</{cls.prefix}invoke>\n")
-        return f"{before} {cls.arguments_rule(tool, rules)} {after}"
 
     def calls(self, opening: str) -> Step[None]:
         """Parse the calls of a section."""

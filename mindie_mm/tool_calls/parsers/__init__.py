@@ -1,0 +1,1 @@
+"""The tool-call formats of this package."""
