@@ -21,7 +21,7 @@ from bench.report import median, write
 from mindie_mm.decode.scratch import Scratch, layout_of, make_file
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import Arena, ArraySpec, release
-from mindie_mm.shm.memory.scatter import map_pieces
+from mindie_mm.shm.mapping import map_pieces
 from mindie_mm.tokenize import AsyncTokenizer, Tokenizer, TokenizeRequest
 from tests.media_samples import encoded, photograph
 from tools.arguments import parser

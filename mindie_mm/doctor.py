@@ -34,9 +34,9 @@ from mindie_mm.settings.config import (
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.settings.sources import Configuration, misspelt_variables
 from mindie_mm.shm import require_spool
+from mindie_mm.shm.dev_shm import ShmSpace
 from mindie_mm.shm.format.layout import SHM_DIRECTORY
-from mindie_mm.shm.memory.space import ShmSpace
-from mindie_mm.shm.requests.spool import require_locks
+from mindie_mm.shm.spool import require_locks
 from mindie_mm.tokenize import Tokenizer
 
 MIN_OPEN_FILES = 1024

@@ -23,7 +23,7 @@ from mindie_mm.processes.restarts import logged
 from mindie_mm.settings.config import ServiceConfig, require_media_dir
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import arenas_of, collect, make_spool, require_spool
-from mindie_mm.shm.requests.spool import require_locks
+from mindie_mm.shm.spool import require_locks
 from mindie_mm.worker.worker import Worker
 from service.http import errors, page
 from service.http.access import Access, OwnHost, is_loopback

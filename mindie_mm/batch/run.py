@@ -21,7 +21,7 @@ from mindie_mm.batch.tally import Tally
 from mindie_mm.batch.workers import Workers
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.settings.paths import absolute
-from mindie_mm.shm.memory.liveness_lock import is_same
+from mindie_mm.shm.liveness_lock import is_same
 
 LOCK_FILE = ".lock"
 _NAME_A_FOLDER = "Choose a folder that you may write to, or one that does not exist yet"

@@ -23,7 +23,7 @@ from mindie_mm.device import host_memory
 from mindie_mm.errors import ArenaFull, InputError, MediaError, MindieMMError, StorageError, error_name
 from mindie_mm.inputs import Media, webui_items, webui_messages
 from mindie_mm.processes import faults
-from mindie_mm.shm.disk.disk_writer import WriteBatchMemory
+from mindie_mm.shm.disk_writer import WriteBatchMemory
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions

@@ -21,15 +21,15 @@ from mindie_mm.cli.progress import progress_shown
 from mindie_mm.cli.shm_view import arena_rows, block_rows, footer, line, printable, segment_rows, size
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError, os_errors_as
 from mindie_mm.settings.environment import default_spool
+from mindie_mm.shm.arena_info import ArenaInfo, survey
+from mindie_mm.shm.dev_shm import ShmSpace
 from mindie_mm.shm.format.layout import SHM_DIRECTORY, file_name
 from mindie_mm.shm.format.mindie_words import is_segment_name
-from mindie_mm.shm.memory.space import ShmSpace
-from mindie_mm.shm.operate.arena_info import ArenaInfo, survey
-from mindie_mm.shm.operate.reclaim import Collected, Reclaimed, collect, collect_path_file
-from mindie_mm.shm.operate.unrecorded import remove, require_removable, unrecorded
-from mindie_mm.shm.reader.view import release_block
-from mindie_mm.shm.requests.path_file import release
-from mindie_mm.shm.requests.spool import require_spool
+from mindie_mm.shm.path_file import release
+from mindie_mm.shm.reclaim import Collected, Reclaimed, collect, collect_path_file
+from mindie_mm.shm.spool import require_spool
+from mindie_mm.shm.unrecorded import remove, require_removable, unrecorded
+from mindie_mm.shm.view import release_block
 
 _BLOCK = re.compile(r"mindie_mm-([0-9a-f]{4}):([0-9]{1,5})")
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mindie_mm.cli.console import table_lines
+from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo
+from mindie_mm.shm.dev_shm import ShmSpace
 from mindie_mm.shm.format.layout import SHM_DIRECTORY, block_name
-from mindie_mm.shm.memory.space import ShmSpace
-from mindie_mm.shm.operate.arena_info import ArenaInfo, BlockInfo
-from mindie_mm.shm.operate.unrecorded import SegmentInfo
+from mindie_mm.shm.unrecorded import SegmentInfo
 
 
 def arena_rows(arenas: Sequence[ArenaInfo]) -> list[str]:

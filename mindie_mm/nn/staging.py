@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from mindie_mm.device import kind_of
 from mindie_mm.nn.splice import ItemView
 from mindie_mm.shm import Ref, View
-from mindie_mm.shm.reader.mapped import MappedArena
+from mindie_mm.shm.mapped import MappedArena
 
 _log = logging.getLogger(__name__)
 

@@ -10,28 +10,27 @@ with attach(Ref.from_words(name_word, shape_word)) as view:     # another proces
 
 release(path_file)                                              # any process
 
-format/     binary format of handle words, arena headers and block headers
-memory/     files in /dev/shm: creation, locking, mapping and removal
-owner/      arenas: allocation of blocks, and threads that wait for room
-reader/     attaching, viewing and freeing blocks
-requests/   path file and spool of a request
-operate/    survey of /dev/shm, and reclamation of memory that dead processes left behind
-disk/       files on disk that contain blocks
+format/     binary format of handle words, arena files and blocks
+owner/      arenas: allocation of blocks, and the queue for room
+view        attaching and freeing blocks; mapped: the arenas that this process reads
+path_file   list of the blocks of a request; spool: directories of live requests
+reclaim     reclamation of memory that dead processes left behind; arena_info: survey of /dev/shm
+disk_arena  files on disk that contain blocks
 mindie      segments in MindIE's wire format
+dev_shm, liveness_lock, mapping, segment    files in /dev/shm: creation, locking, mapping and removal
 """
 
-from mindie_mm.shm.disk.disk_arena import DiskArena
-from mindie_mm.shm.format.ref import Ref
+from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo, arenas_of, survey
+from mindie_mm.shm.disk_arena import DiskArena
+from mindie_mm.shm.format.block import Block
 from mindie_mm.shm.format.spec import ArraySpec
-from mindie_mm.shm.format.words import NAME_WORD_STOP, is_name_word
-from mindie_mm.shm.memory.block import Block
-from mindie_mm.shm.operate.arena_info import ArenaInfo, BlockInfo, arenas_of, survey
-from mindie_mm.shm.operate.reclaim import Collected, collect
+from mindie_mm.shm.format.words import NAME_WORD_STOP, Ref, is_name_word
+from mindie_mm.shm.mapped import mount
 from mindie_mm.shm.owner.arena import Arena
-from mindie_mm.shm.reader.mapped import mount
-from mindie_mm.shm.reader.view import LooseView, View, attach, free
-from mindie_mm.shm.requests.path_file import PATH_FILE_NAME, release
-from mindie_mm.shm.requests.spool import RequestDirectory, make_spool, request_directory, require_spool
+from mindie_mm.shm.path_file import PATH_FILE_NAME, release
+from mindie_mm.shm.reclaim import Collected, collect
+from mindie_mm.shm.spool import RequestDirectory, make_spool, request_directory, require_spool
+from mindie_mm.shm.view import LooseView, View, attach, free
 
 __all__ = [
     "NAME_WORD_STOP",

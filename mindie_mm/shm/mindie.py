@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from mindie_mm.errors import CorruptReference, InputError, SharedMemoryError
+from mindie_mm.shm.dev_shm import give_name
 from mindie_mm.shm.format.mindie_words import (
     decode_shape_from_int64,
     decode_shm_name_from_int64,
@@ -31,8 +32,8 @@ from mindie_mm.shm.format.mindie_words import (
     is_segment_name,
 )
 from mindie_mm.shm.format.spec import DTYPE_CODES, ITEM_SIZES
-from mindie_mm.shm.memory.anonymous_file import give_name
-from mindie_mm.shm.memory.segment import (
+from mindie_mm.shm.path_file import recorded, release
+from mindie_mm.shm.segment import (
     free_name,
     map_segment,
     opened_segment,
@@ -40,7 +41,6 @@ from mindie_mm.shm.memory.segment import (
     reserved,
     unlink_segment,
 )
-from mindie_mm.shm.requests.path_file import recorded, release
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,7 @@ from mindie_mm.routing import Content
 from mindie_mm.salt import salted
 from mindie_mm.shm import Ref, View, is_name_word
 from mindie_mm.shm.format.item import MediaShape
-from mindie_mm.shm.reader.mapped import mapped_arena
+from mindie_mm.shm.mapped import mapped_arena
 
 BLOCK_TOKENS = 64
 """Number of tokens of a block at the beginning of a prompt. Shorter blocks would take more time to hash, and KV blocks

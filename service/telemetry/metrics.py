@@ -16,9 +16,9 @@ from mindie_mm.engine.requests.engine_messages import Stats, Timings
 from mindie_mm.errors import BadReference, CorruptReference, SegmentMissing, StaleReference
 from mindie_mm.processes.standard_streams import dropped_lines
 from mindie_mm.shm import ArenaInfo
-from mindie_mm.shm.format.stats import ArenaStats
-from mindie_mm.shm.memory.space import ShmSpace
-from mindie_mm.shm.operate.reclaim import totals
+from mindie_mm.shm.dev_shm import ShmSpace
+from mindie_mm.shm.format.layout import ArenaStats
+from mindie_mm.shm.reclaim import totals
 from mindie_mm.worker.worker import Worker
 
 PREFIX = "mindie_mm:"

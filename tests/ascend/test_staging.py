@@ -27,7 +27,7 @@ def staged(releases: bool = False) -> dict:
     from mindie_mm.errors import SegmentMissing, StaleReference
     from mindie_mm.nn import staging
     from mindie_mm.shm import Ref, attach, free
-    from mindie_mm.shm.reader.mapped import drop_removed
+    from mindie_mm.shm.mapped import drop_removed
     from tests.ascend.test_runtime import simulator
 
     lines: list[str] = []

@@ -17,7 +17,7 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import SharedMemoryError, StorageError
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import Arena, DiskArena, request_directory
-from mindie_mm.shm.disk.disk_writer import sync_folder
+from mindie_mm.shm.disk_writer import sync_folder
 from mindie_mm.worker.answer_file import Origin, continued
 from service.app import require_places
 from tests.batch.conftest import run, run_in_process, settings, written

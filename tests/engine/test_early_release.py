@@ -18,7 +18,7 @@ from mindie_mm.errors import SegmentMissing, StaleReference
 from mindie_mm.models import load_model
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import Ref, arenas_of, attach, release
-from mindie_mm.shm.reader.mapped import drop_removed
+from mindie_mm.shm.mapped import drop_removed
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.async_engine import AsyncEngine

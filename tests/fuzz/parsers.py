@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mindie_mm.errors import CorruptReference, SegmentMissing
 from mindie_mm.shm import ArraySpec, Ref, is_name_word
-from mindie_mm.shm.format.block_header import BlockHeader, BlockPlan, DamagedHeaderError
+from mindie_mm.shm.format.block import BlockHeader, BlockPlan, DamagedHeaderError
 from mindie_mm.shm.format.layout import ENTRY_BYTES, SHM_DIRECTORY, ArenaHeader, Owner
 from mindie_mm.shm.format.mindie_words import (
     decode_shape_from_int64,
@@ -24,7 +24,7 @@ from mindie_mm.shm.format.mindie_words import (
     encode_shm_name_to_int64,
 )
 from mindie_mm.shm.format.spec import DTYPES
-from mindie_mm.shm.requests.path_file import read_contents
+from mindie_mm.shm.path_file import read_contents
 from tests.fuzz.target import Target, sealed, sealed_arena
 
 _WORDS = struct.Struct("<BQQ")

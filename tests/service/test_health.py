@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mindie_mm.errors import ArenaFull, SegmentMissing, StaleReference
-from mindie_mm.shm.operate.reclaim import CAUSES
+from mindie_mm.shm.reclaim import CAUSES
 from service.telemetry.metrics import Metrics
 from tools.serving import RunningService
 

@@ -16,8 +16,7 @@ import pytest
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
 from mindie_mm.shm import Arena, ArraySpec, Block, Ref, attach, free, release
-from mindie_mm.shm.format.layout import PAGE
-from mindie_mm.shm.format.stats import ArenaStats
+from mindie_mm.shm.format.layout import PAGE, ArenaStats
 from mindie_mm.shm.owner import waiting
 
 PAGE_SPECS = {"x": ArraySpec((1000,), "uint8")}

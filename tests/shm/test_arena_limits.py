@@ -10,7 +10,7 @@ import pytest
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded
 from mindie_mm.shm import Arena, ArraySpec, Ref, free, release, survey
-from mindie_mm.shm.format.stats import ArenaStats
+from mindie_mm.shm.format.layout import ArenaStats
 
 MiB = 1 << 20
 TENTH = {"x": ArraySpec((100 * 1024,), "uint8")}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mindie_mm.shm.format.extent import Pieces
+from mindie_mm.shm.format.layout import Pieces
 from mindie_mm.shm.owner.heap import Heap
 
 KiB, MiB = 1 << 10, 1 << 20

@@ -17,8 +17,7 @@ import pytest
 
 from mindie_mm.errors import SharedMemoryError
 from mindie_mm.shm import Arena, ArraySpec, Ref, attach, collect, free, release, survey
-from mindie_mm.shm.format import layout
-from mindie_mm.shm.memory import block
+from mindie_mm.shm.format import block, layout
 from mindie_mm.shm.owner import arena as arena_module
 from mindie_mm.shm.owner import arena_file, heap, inventory, quota, table, waiting
 from mindie_mm.tokenize import Tokenizer
@@ -298,7 +297,7 @@ time.sleep(600)
 
 FORKED = """
 import signal
-from mindie_mm.shm.reader import mapped
+from mindie_mm.shm import mapped
 arena = Arena.create(1 << 20)
 specs = {"x": ArraySpec((10,), "uint8")}
 with arena.allocate(specs, path_file=None) as block:

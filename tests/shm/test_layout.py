@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from mindie_mm.errors import SegmentMissing
 from mindie_mm.shm import Arena, ArraySpec, Ref
-from mindie_mm.shm.format.block_header import BlockHeader, BlockPlan, DamagedHeaderError
-from mindie_mm.shm.format.extent import Extent
-from mindie_mm.shm.format.layout import PAGE, ArenaHeader, Owner
+from mindie_mm.shm.format.block import BlockHeader, BlockPlan, DamagedHeaderError
+from mindie_mm.shm.format.layout import PAGE, ArenaHeader, Extent, Owner
 from mindie_mm.shm.format.spec import DTYPES
 from mindie_mm.shm.owner.heap import Heap, size_class
-from mindie_mm.shm.requests.path_file import read_contents
+from mindie_mm.shm.path_file import read_contents
 
 OWNER = Owner(1234, 5678, "6f1dcb2b-7c2e-4f31-9f0a-0d6b6f0a3c11", 4026531836, 4026531841)
 HEADER = ArenaHeader(0x1F2A, 64, 1 << 20, 1_700_000_000_000_000_000, OWNER)

@@ -39,7 +39,7 @@ from mindie_mm.shm.mindie import (
     is_segment_word,
     release_shared_memory,
 )
-from mindie_mm.shm.requests.path_file import read_contents, recorded
+from mindie_mm.shm.path_file import read_contents, recorded
 from tests.namespaces import UNSHARE, require
 
 SHM = Path("/dev/shm")
@@ -586,7 +586,7 @@ for request in iter(hear, ""):
 
 
 def test_path_files_and_segments_need_neither_numpy_nor_torch():
-    modules = "mindie_mm.shm.requests.path_file, mindie_mm.shm.mindie"
+    modules = "mindie_mm.shm.path_file, mindie_mm.shm.mindie"
     script = f"import sys, {modules}; print({{'numpy', 'torch'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -12,7 +12,7 @@ import pytest
 
 from mindie_mm.errors import SegmentMissing
 from mindie_mm.shm import ArraySpec, DiskArena, mount
-from mindie_mm.shm.disk.disk_digest import digest_of
+from mindie_mm.shm.disk_writer import digest_of
 
 PAGES = (4096, 65536)
 SPECS = {"pixels": ArraySpec((7, 1000), "uint8"), "grid": ArraySpec((3,), "int64")}
@@ -30,7 +30,7 @@ class Mmap(mmap.mmap):
 mmap.PAGESIZE, mmap.mmap = int(sys.argv[1]), Mmap
 
 from mindie_mm.shm import Arena, ArraySpec, DiskArena, Ref, attach, mount
-from mindie_mm.shm.disk.disk_digest import digest_of
+from mindie_mm.shm.disk_writer import digest_of
 """
 
 WRITER = """

@@ -11,9 +11,8 @@ import pytest
 
 from mindie_mm.errors import SegmentMissing
 from mindie_mm.shm import Arena, ArenaInfo, ArraySpec, Collected, Ref, arenas_of, attach, collect, mindie, survey
-from mindie_mm.shm.format.layout import block_name
-from mindie_mm.shm.format.stats import STATS_OFFSET, ArenaStats
-from mindie_mm.shm.operate.reclaim import collect_path_file, totals
+from mindie_mm.shm.format.layout import STATS_OFFSET, ArenaStats, block_name
+from mindie_mm.shm.reclaim import collect_path_file, totals
 
 SPECS = {"x": ArraySpec((10, 588), "uint8"), "grid": ArraySpec((1, 3), "int64")}
 
@@ -188,7 +187,7 @@ def test_an_inaccessible_path_file_is_not_taken_for_removed(tmp_path: Path, star
     process = start(
         """
 os.setuid(65534)
-from mindie_mm.shm.operate import reclaim
+from mindie_mm.shm import reclaim
 say("ready"); hear()
 try: say(reclaim._is_gone(sys.argv[1]))
 except PermissionError: say("cannot tell")

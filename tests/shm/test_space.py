@@ -12,7 +12,7 @@ from mindie_mm import doctor
 from mindie_mm.device.host_memory import available_bytes
 from mindie_mm.errors import DeviceError
 from mindie_mm.settings.config import WorkerConfig
-from mindie_mm.shm.memory.space import ShmSpace
+from mindie_mm.shm.dev_shm import ShmSpace
 from service.telemetry.metrics import _SharedMemory
 from tests.shm.test_hostile import require, run
 
@@ -23,7 +23,7 @@ NO_PROC = (*MOUNTED, 'mount -t tmpfs tmpfs /proc && exec "$@"', "sh")
 
 SHOW = """
 from mindie_mm.cli.shm_view import footer, line
-from mindie_mm.shm.memory.space import ShmSpace
+from mindie_mm.shm.dev_shm import ShmSpace
 def show():
     arenas = survey()
     say(footer(arenas, ShmSpace.now()))

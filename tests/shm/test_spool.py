@@ -12,7 +12,7 @@ import pytest
 
 from mindie_mm.errors import InputError, SharedMemoryError
 from mindie_mm.shm import Arena, ArraySpec, collect, make_spool, request_directory, require_spool
-from mindie_mm.shm.memory.liveness_lock import is_locked, lock_of_the_dead
+from mindie_mm.shm.liveness_lock import is_locked, lock_of_the_dead
 
 SPECS = {"x": ArraySpec((1000,), "uint8")}
 

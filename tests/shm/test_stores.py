@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SegmentMissing, SharedMemoryError, StaleReference
-from mindie_mm.shm import Arena, ArraySpec, DiskArena, Ref, attach, free, mount
-from mindie_mm.shm.disk import disk_arena as disk
-from mindie_mm.shm.disk import disk_writer
-from mindie_mm.shm.disk.disk_digest import digest_of
-from mindie_mm.shm.memory.liveness_lock import LivenessLock
+from mindie_mm.shm import Arena, ArraySpec, DiskArena, Ref, attach, disk_writer, free, mount
+from mindie_mm.shm import disk_arena as disk
+from mindie_mm.shm.disk_writer import digest_of
+from mindie_mm.shm.liveness_lock import LivenessLock
 
 SPECS = {"pixel_values": ArraySpec((37, 588), "uint8"), "grid": ArraySpec((3,), "int64")}
 CAPACITY = 1 << 20

@@ -10,7 +10,7 @@ import pytest
 
 from mindie_mm.errors import InputError, LimitExceeded, SharedMemoryError
 from mindie_mm.shm import Arena, ArraySpec, attach, release
-from mindie_mm.shm.requests.path_file import read_contents
+from mindie_mm.shm.path_file import read_contents
 
 PAGE = 4096
 

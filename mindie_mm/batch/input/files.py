@@ -14,8 +14,8 @@ from blake3 import blake3
 
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.processes import faults
-from mindie_mm.shm.disk.disk_writer import sync_folder
-from mindie_mm.shm.memory.liveness_lock import NO_LOCKS
+from mindie_mm.shm.disk_writer import sync_folder
+from mindie_mm.shm.liveness_lock import NO_LOCKS
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from mindie_mm.batch.output.manifest import Manifest, Shard
 from mindie_mm.batch.output.shard import ShardInfo, ShardRow, arena_path, read_table, table_path
 from mindie_mm.settings.paths import absolute
-from mindie_mm.shm.reader.mapped import MappedArena
-from mindie_mm.shm.reader.view import View
+from mindie_mm.shm.mapped import MappedArena
+from mindie_mm.shm.view import View
 from mindie_mm.tokenize.prompt import MediaSpan
 
 _OPEN_ARENAS = 8

@@ -16,7 +16,7 @@ from mindie_mm.batch.output.shard import ShardInfo, arena_path, read_info, read_
 from mindie_mm.batch.settings import FORMAT, Run
 from mindie_mm.errors import CorruptReference, InputError, SegmentMissing, StorageError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
-from mindie_mm.shm.disk.disk_digest import digest_of as blocks_digest
+from mindie_mm.shm.disk_writer import digest_of as blocks_digest
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, Shared
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.processes import faults
 from mindie_mm.shm import ArraySpec, DiskArena
-from mindie_mm.shm.disk.disk_writer import WriteBatchMemory
+from mindie_mm.shm.disk_writer import WriteBatchMemory
 from mindie_mm.shm.format.layout import DISK_PAGE, ArenaHeader
 from mindie_mm.shm.format.words import MAX_ARENA
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words

@@ -46,7 +46,7 @@ from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline, Loading
 from mindie_mm.settings.environment import fault_folder
 from mindie_mm.shm import collect, mount
-from mindie_mm.shm.reader.mapped import drop_removed
+from mindie_mm.shm.mapped import drop_removed
 from mindie_mm.structured.grammar import Grammars
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 

@@ -1,6 +1,6 @@
 """Layout of an arena file (docs/wire-format.md): header page, table of entries, release words, data.
 
-    0                header: one page; the owner's counters begin at byte 512 (stats.py)
+    0                header: one page; the owner's counters begin at byte 512
     one page         table: 64 bytes per entry: state word, offset, size, allocation time, reserved, next piece
     releases_offset  release words: the doorbell, then one word per entry, on separate pages; any process may write them
     data_offset      blocks, aligned to pages
@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple, Self
 from uuid import UUID
 
 from mindie_mm.errors import SegmentMissing, SharedMemoryError
@@ -257,3 +258,90 @@ class ArenaHeader:
                 f"the arena's file has {file_bytes} bytes, but its header requires {header.file_bytes}"
             )
         return header
+
+
+class Extent(NamedTuple):
+    """Range of bytes in a file."""
+
+    offset: int
+    nbytes: int
+
+
+Pieces = tuple[Extent, ...]
+"""Extents of a block. Concatenated in this order, they form the block."""
+
+
+def read_pieces(entries: memoryview, num_entries: int, block: int) -> Pieces:
+    """Read the pieces of a block from the arena's table (docs/wire-format.md, 2.3).
+
+    The table is not trusted, because its words can have any values. The size of the first piece is the size in the
+    block's own entry minus the sizes of all other pieces. In a damaged table, this size can be 0 or negative.
+
+    Returns:
+        The pieces, or an empty tuple if a link points outside the table or the links form a cycle.
+
+    """
+    at = WORDS_PER_ENTRY * block
+    offset, left, behind = entries[at + OFFSET], entries[at + SIZE], entries[at + NEXT]
+    pieces: list[Extent] = []
+    while behind:
+        if behind > num_entries or len(pieces) == num_entries:
+            return ()
+        at = WORDS_PER_ENTRY * (behind - 1)
+        pieces.append(Extent(entries[at + OFFSET], entries[at + SIZE]))
+        left -= pieces[-1].nbytes
+        behind = entries[at + NEXT]
+    return (Extent(offset, left), *pieces)
+
+
+STATS_OFFSET = 512
+"""Offset of the counters in the arena's first page, in bytes."""
+
+POPULATED, USED, PEAK, ALLOCATIONS, WAITS, FULL, TAKEN_BACK, WAITING, WAITED_NS = range(9)
+"""Indices of the counters, in the order of the fields of `ArenaStats`."""
+
+_WORDS = struct.Struct("<9Q")
+STATS_BYTES = _WORDS.size
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStats:
+    """Counters of an arena.
+
+    The owner can change the counters while they are being read. Each value is exact, but two values can be from
+    different moments.
+    """
+
+    populated_bytes: int
+    """Number of bytes at the start of the arena's file whose pages have been faulted in."""
+    used_bytes: int
+    """Bytes in blocks that the owner has not reclaimed. A freed block counts until the owner reclaims it."""
+    peak_bytes: int
+    """Largest value of `used_bytes` so far."""
+    allocations: int
+    """Number of blocks allocated so far."""
+    waits: int
+    """Number of requests, and of direct calls to `Arena.allocate`, that had to wait for room."""
+    full: int
+    """Number of waits that ended with ArenaFull, because no room became free."""
+    taken_back: int
+    """Number of published blocks that were freed and reclaimed."""
+    waiting_bytes: int
+    """Number of bytes that requests are waiting for at the moment."""
+    waited_ns: int
+    """Total time that requests have waited for room, in nanoseconds."""
+
+    @classmethod
+    def read(cls, descriptor: int) -> Self:
+        """Read the counters of an arena from its open file.
+
+        Raises:
+            SegmentMissing: The file is truncated.
+
+        """
+        words = os.pread(descriptor, STATS_BYTES, STATS_OFFSET)
+        if len(words) < STATS_BYTES:
+            raise SegmentMissing(
+                f"the arena's file is too short: its counters end at byte {STATS_OFFSET + STATS_BYTES}"
+            )
+        return cls(*_WORDS.unpack(words))

@@ -13,17 +13,15 @@ from typing import Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded
 from mindie_mm.settings.paths import absolute
-from mindie_mm.shm.format.block_header import BlockPlan, check_digest
-from mindie_mm.shm.format.layout import PAGE, round_up
+from mindie_mm.shm.format.block import Block, BlockPlan, check_digest
+from mindie_mm.shm.format.layout import FULL, PAGE, WAITED_NS, WAITING, WAITS, round_up
 from mindie_mm.shm.format.spec import ArraySpec
-from mindie_mm.shm.format.stats import FULL, WAITED_NS, WAITING, WAITS
-from mindie_mm.shm.memory.block import Block
+from mindie_mm.shm.mapped import drop_removed
 from mindie_mm.shm.owner.arena_file import ArenaFile
 from mindie_mm.shm.owner.heap import size_class
 from mindie_mm.shm.owner.inventory import Inventory
 from mindie_mm.shm.owner.waiting import WaitingLine
-from mindie_mm.shm.reader.mapped import drop_removed
-from mindie_mm.shm.requests.path_file import record
+from mindie_mm.shm.path_file import record
 
 DEFAULT_TIMEOUT_S = 10.0
 

@@ -13,14 +13,20 @@ from pathlib import Path
 from threading import Event
 
 from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
-from mindie_mm.shm.format.extent import Pieces
-from mindie_mm.shm.format.layout import SHM_DIRECTORY, ArenaHeader, Owner, file_name
-from mindie_mm.shm.format.stats import POPULATED, STATS_BYTES, STATS_OFFSET
+from mindie_mm.shm.dev_shm import give_name, make_anonymous, reopened, reserve
+from mindie_mm.shm.format.layout import (
+    POPULATED,
+    SHM_DIRECTORY,
+    STATS_BYTES,
+    STATS_OFFSET,
+    ArenaHeader,
+    Owner,
+    Pieces,
+    file_name,
+)
 from mindie_mm.shm.format.words import MAX_ARENA
-from mindie_mm.shm.memory.anonymous_file import give_name, make_anonymous, reopened, reserve
-from mindie_mm.shm.memory.liveness_lock import LivenessLock, unlink_same
-from mindie_mm.shm.memory.populate import MADV_POPULATE_WRITE, Populator
-from mindie_mm.shm.memory.scatter import map_pieces
+from mindie_mm.shm.liveness_lock import LivenessLock, unlink_same
+from mindie_mm.shm.mapping import MADV_POPULATE_WRITE, Populator, map_pieces
 
 # Minimum interval in nanoseconds between two checks that the file is still intact.
 _LOOK_NS = 1_000_000
@@ -39,7 +45,7 @@ class ArenaFile:
         self.mapping: mmap.mmap | None = mapping
         """Mapping of the whole file. None after `close`."""
         self.stats = memoryview(mapping)[STATS_OFFSET : STATS_OFFSET + STATS_BYTES].cast("Q")
-        """Counters in the header page, as 8-byte words. stats.py defines the indices."""
+        """Counters in the header page, as 8-byte words. `ArenaStats` defines the indices."""
         self._lock = lock
         self._packed, self._file_bytes = header.pack(), header.file_bytes
         self._seen_ns = 0

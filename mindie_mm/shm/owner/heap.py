@@ -10,8 +10,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from functools import lru_cache
 
-from mindie_mm.shm.format.extent import Extent, Pieces
-from mindie_mm.shm.format.layout import PAGE, round_up
+from mindie_mm.shm.format.layout import PAGE, Extent, Pieces, round_up
 
 # Number of size classes between two powers of two. A block of more than eight pages wastes at most an eighth of its
 # size.

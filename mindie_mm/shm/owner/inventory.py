@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mindie_mm.errors import SharedMemoryError, StaleReference
-from mindie_mm.shm.format.block_header import BlockPlan
-from mindie_mm.shm.format.extent import Pieces
-from mindie_mm.shm.format.stats import ALLOCATIONS, PEAK, TAKEN_BACK, USED
-from mindie_mm.shm.memory.block import Block, Buffer, Store
+from mindie_mm.shm.format.block import Block, BlockPlan, Buffer, Store
+from mindie_mm.shm.format.layout import ALLOCATIONS, PEAK, TAKEN_BACK, USED, Pieces
 from mindie_mm.shm.owner.arena_file import ArenaFile
 from mindie_mm.shm.owner.heap import Heap
 from mindie_mm.shm.owner.quota import Quotas

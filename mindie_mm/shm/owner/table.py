@@ -6,7 +6,6 @@ import secrets
 from collections import deque
 from itertools import pairwise
 
-from mindie_mm.shm.format.extent import Pieces
 from mindie_mm.shm.format.layout import (
     ALLOCATED_NS,
     DOORBELL,
@@ -21,6 +20,7 @@ from mindie_mm.shm.format.layout import (
     STATE,
     WORDS_PER_ENTRY,
     ArenaHeader,
+    Pieces,
     fence,
     state_word,
 )

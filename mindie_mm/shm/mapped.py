@@ -14,8 +14,7 @@ from threading import Lock
 from weakref import finalize
 
 from mindie_mm.errors import CorruptReference, SegmentMissing, SharedMemoryError, StaleReference
-from mindie_mm.shm.format.block_header import MAX_HEADER_BYTES, BlockHeader, DamagedHeaderError
-from mindie_mm.shm.format.extent import Pieces, read_pieces
+from mindie_mm.shm.format.block import MAX_HEADER_BYTES, BlockHeader, Buffer, DamagedHeaderError
 from mindie_mm.shm.format.layout import (
     DISK_PAGE,
     DOORBELL,
@@ -30,16 +29,16 @@ from mindie_mm.shm.format.layout import (
     STATE_NAMES,
     WORDS_PER_ENTRY,
     ArenaHeader,
+    Pieces,
     fence,
     file_name,
+    read_pieces,
     require_own,
     state_word,
 )
-from mindie_mm.shm.format.ref import Ref
-from mindie_mm.shm.memory.block import Buffer
-from mindie_mm.shm.memory.populate import MADV_POPULATE_READ, Populator
-from mindie_mm.shm.memory.scatter import map_file, map_pieces
-from mindie_mm.shm.memory.segment import NOT_OURS
+from mindie_mm.shm.format.words import Ref
+from mindie_mm.shm.mapping import MADV_POPULATE_READ, Populator, map_file, map_pieces
+from mindie_mm.shm.segment import NOT_OURS
 
 _log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from uuid import uuid4
 from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
 from mindie_mm.processes import faults
 from mindie_mm.settings.paths import absolute
-from mindie_mm.shm.memory.liveness_lock import NO_LOCKS, LivenessLock, is_same, lock_of_the_dead
-from mindie_mm.shm.requests.path_file import PATH_FILE_NAME, release
+from mindie_mm.shm.liveness_lock import NO_LOCKS, LivenessLock, is_same, lock_of_the_dead
+from mindie_mm.shm.path_file import PATH_FILE_NAME, release
 
 _HIDDEN = ".mindie_mm-"
 

@@ -17,17 +17,16 @@ from typing import Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, os_errors_as
 from mindie_mm.settings.paths import absolute
-from mindie_mm.shm.disk.disk_digest import combined
-from mindie_mm.shm.disk.disk_writer import (
+from mindie_mm.shm.disk_writer import (
     WRITE_BATCH_BYTES,
     DiskWriter,
     WriteBatch,
     WriteBatchMemory,
+    combined,
     sync_folder,
     write_all,
 )
-from mindie_mm.shm.format.block_header import BlockPlan, check_digest
-from mindie_mm.shm.format.extent import Extent
+from mindie_mm.shm.format.block import Block, BlockPlan, check_digest
 from mindie_mm.shm.format.layout import (
     DISK_PAGE,
     FILLING,
@@ -38,14 +37,14 @@ from mindie_mm.shm.format.layout import (
     STATE,
     WORDS_PER_ENTRY,
     ArenaHeader,
+    Extent,
     Owner,
     round_up,
     state_word,
 )
 from mindie_mm.shm.format.spec import ArraySpec
 from mindie_mm.shm.format.words import MAX_ARENA, MAX_BLOCK
-from mindie_mm.shm.memory.block import Block
-from mindie_mm.shm.memory.liveness_lock import LivenessLock, is_same
+from mindie_mm.shm.liveness_lock import LivenessLock, is_same
 
 GENERATION = 1
 """Generation of every block. It never changes, because table entries are not reused."""

@@ -22,10 +22,9 @@ from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, Shared
 from mindie_mm.processes import faults
 from mindie_mm.settings.paths import require_path
 from mindie_mm.shm.format.mindie_words import is_segment_name
-from mindie_mm.shm.format.ref import Ref
-from mindie_mm.shm.format.words import MAX_BLOCK, MAX_GENERATION
-from mindie_mm.shm.memory.segment import unlink_segment
-from mindie_mm.shm.reader.view import release_block
+from mindie_mm.shm.format.words import MAX_BLOCK, MAX_GENERATION, Ref
+from mindie_mm.shm.segment import unlink_segment
+from mindie_mm.shm.view import release_block
 
 PATH_FILE_NAME = "shm_name.txt"
 MAX_BYTES = 16 << 20

@@ -14,15 +14,15 @@ from typing import Literal, get_args
 
 from mindie_mm.errors import MindieMMError
 from mindie_mm.processes import faults
+from mindie_mm.shm.arena_info import BlockInfo, arena_files, opened, survey
 from mindie_mm.shm.format.layout import PUBLISHED, STATE_NAMES, Owner, block_name
-from mindie_mm.shm.format.ref import Ref
-from mindie_mm.shm.memory.liveness_lock import lock_of_the_dead, unlink_same
-from mindie_mm.shm.memory.segment import segment_bytes, unlink_segment
-from mindie_mm.shm.operate.arena_info import BlockInfo, arena_files, opened, survey
-from mindie_mm.shm.reader.mapped import drop_removed
-from mindie_mm.shm.reader.view import release_block
-from mindie_mm.shm.requests.path_file import PATH_FILE_NAME, read_contents
-from mindie_mm.shm.requests.spool import collect_request, request_directories
+from mindie_mm.shm.format.words import Ref
+from mindie_mm.shm.liveness_lock import lock_of_the_dead, unlink_same
+from mindie_mm.shm.mapped import drop_removed
+from mindie_mm.shm.path_file import PATH_FILE_NAME, read_contents
+from mindie_mm.shm.segment import segment_bytes, unlink_segment
+from mindie_mm.shm.spool import collect_request, request_directories
+from mindie_mm.shm.view import release_block
 
 _log = logging.getLogger(__name__)
 

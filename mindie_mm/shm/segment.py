@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, SegmentMissing, SharedMemoryError
+from mindie_mm.shm.dev_shm import make_anonymous, reserve
 from mindie_mm.shm.format.layout import SHM_DIRECTORY
 from mindie_mm.shm.format.mindie_words import PREFIX, is_segment_name
-from mindie_mm.shm.memory.anonymous_file import make_anonymous, reserve
 
 MAX_SEGMENT_BYTES = 10**9
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindie_mm.errors import SegmentMissing, SharedMemoryError, os_errors_as
-from mindie_mm.shm.format.block_header import BlockHeader, DamagedHeaderError
-from mindie_mm.shm.format.extent import Extent, Pieces, read_pieces
+from mindie_mm.shm.format.block import BlockHeader, DamagedHeaderError
 from mindie_mm.shm.format.layout import (
     ALLOCATED_NS,
     FREE,
@@ -26,12 +25,15 @@ from mindie_mm.shm.format.layout import (
     STATE_NAMES,
     WORDS_PER_ENTRY,
     ArenaHeader,
+    ArenaStats,
+    Extent,
     Owner,
+    Pieces,
+    read_pieces,
 )
-from mindie_mm.shm.format.ref import Ref
 from mindie_mm.shm.format.spec import ArraySpec
-from mindie_mm.shm.format.stats import ArenaStats
-from mindie_mm.shm.memory.liveness_lock import is_locked
+from mindie_mm.shm.format.words import Ref
+from mindie_mm.shm.liveness_lock import is_locked
 
 _FILE_NAME = re.compile(r"mindie_mm-([0-9a-f]{4})")
 

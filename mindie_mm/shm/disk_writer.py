@@ -1,17 +1,25 @@
-"""Background writer of batches of blocks. While it writes a batch to the file, the caller fills the next batch."""
+"""Background writer of batches of blocks to a file on disk, and the digest that detects damage to the file.
+
+While the writer writes a batch, the caller fills the next batch. The writer also computes the digests of the blocks,
+and the digest of the file is computed from these, so the file need not be read again. The hash function is XXH3, which
+is as fast as reading the data from memory. BLAKE3 would take 5% of the processing time of a row. The digest does not
+protect against deliberate changes, because an attacker could replace the digest, too.
+"""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
-from mindie_mm.errors import LimitExceeded, os_errors_as
+from mindie_mm.errors import LimitExceeded, SegmentMissing, os_errors_as
+from mindie_mm.shm.format.layout import DISK_PAGE, OFFSET, PUBLISHED, SIZE, STATE, WORDS_PER_ENTRY, ArenaHeader
 
 WRITE_BATCH_BYTES = 16 * 2**20
 """Size of a batch's memory in bytes. Two batches are used alternately. A larger block gets its own batch."""
@@ -165,3 +173,39 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def combined(head: bytes, blocks: Iterable[bytes]) -> str:
+    """Return the digest of a file in hexadecimal.
+
+    It is the XXH3-128 of the concatenation of the head of the file and the digests of its blocks.
+
+    Args:
+        head: All bytes of the file before the first block.
+        blocks: XXH3-128 digests of the published blocks, in file order.
+
+    """
+    return xxh3_128_hexdigest(head + b"".join(blocks))
+
+
+def digest_of(path: Path) -> str:
+    """Compute the digest of a file from its contents. If the file is intact, the digest equals `DiskArena.digest`.
+
+    Raises:
+        SegmentMissing: The file is not a complete file of blocks, or is damaged.
+        OSError: The file cannot be read.
+
+    """
+    with path.open("rb") as file:
+        header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()), DISK_PAGE)
+        with mmap.mmap(file.fileno(), header.file_bytes, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as data:
+            with data[DISK_PAGE : header.releases_offset].cast("Q") as entries:
+                blocks = []
+                for at in range(0, len(entries), WORDS_PER_ENTRY):
+                    offset, size = entries[at + OFFSET], entries[at + SIZE]
+                    if offset + size > header.file_bytes:
+                        raise SegmentMissing(f"block {at // WORDS_PER_ENTRY} is outside the file")
+                    if entries[at + STATE] & 0xFF == PUBLISHED:
+                        with data[offset : offset + size] as block:
+                            blocks.append(xxh3_128_digest(block))
+            return combined(data[: header.data_offset].tobytes(), blocks)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindie_mm.errors import InputError, MindieMMError, SharedMemoryError, os_errors_as
+from mindie_mm.shm.arena_info import arena_files, opened
 from mindie_mm.shm.format.layout import SHM_DIRECTORY
-from mindie_mm.shm.operate.arena_info import arena_files, opened
-from mindie_mm.shm.requests.path_file import PATH_FILE_NAME, read_contents
-from mindie_mm.shm.requests.spool import request_directories
+from mindie_mm.shm.path_file import PATH_FILE_NAME, read_contents
+from mindie_mm.shm.spool import request_directories
 
 _File = tuple[str, str]
 """Device and inode of a file, as in /proc/<pid>/maps."""

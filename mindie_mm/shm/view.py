@@ -8,9 +8,9 @@ from weakref import ref as weak_reference
 
 from mindie_mm.errors import InputError, SegmentMissing
 from mindie_mm.shm.format.layout import fence
-from mindie_mm.shm.format.ref import Ref
 from mindie_mm.shm.format.spec import ndarray
-from mindie_mm.shm.reader.mapped import MappedArena, mapped_arena
+from mindie_mm.shm.format.words import Ref
+from mindie_mm.shm.mapped import MappedArena, mapped_arena
 
 if TYPE_CHECKING:
     import numpy as np

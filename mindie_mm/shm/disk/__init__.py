@@ -1,1 +1,0 @@
-"""Files on disk that contain blocks. A file is written once, and then read like an arena."""

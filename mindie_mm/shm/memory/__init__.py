@@ -1,1 +1,0 @@
-"""Files in /dev/shm: creation, locking, mapping and removal."""

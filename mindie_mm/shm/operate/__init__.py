@@ -1,1 +1,0 @@
-"""Tools for operators: survey /dev/shm, and reclaim memory that dead processes left behind."""
