@@ -27,6 +27,7 @@
         |-- ServiceStopping         the service is stopping
         |-- ProcessDied             a process died or is closed; a request may be retried once
         |   `-- EngineReloaded      an engine was replaced on purpose; a request may be retried
+        |       `-- WeightsChanged  the new engine has other weights, so an output that has begun cannot continue
         `-- NoProcess               no process accepts requests, and none was restarted in time
 
 Messages state the value and the limit. The service maps each error to an HTTP status by the nearest class in a table
@@ -158,6 +159,10 @@ class ProcessDied(OperationalError):
 
 class EngineReloaded(ProcessDied):
     """An engine process was replaced on purpose before the request was complete."""
+
+
+class WeightsChanged(EngineReloaded):
+    """An output that has begun cannot continue, because the weights were replaced."""
 
 
 class NoProcess(OperationalError):

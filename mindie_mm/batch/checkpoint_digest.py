@@ -8,7 +8,6 @@ from mindie_mm.batch.input.file_state import digest_of
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _TOKENIZING_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 
 
@@ -38,8 +37,7 @@ def weights_digest(checkpoint: Checkpoint) -> str:
 
     """
     digest = blake3()
-    for file in sorted({file for pattern in _WEIGHTS for file in checkpoint.path.glob(pattern)}):
-        if file.is_file():
-            with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
-                digest.update(f"{file.name}\0{digest_of(opened)}\0".encode())
+    for file in checkpoint.weight_files():
+        with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"), file.open("rb") as opened:
+            digest.update(f"{file.name}\0{digest_of(opened)}\0".encode())
     return digest.hexdigest(16)

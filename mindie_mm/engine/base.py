@@ -23,6 +23,7 @@ from mindie_mm.engine.requests.engine_messages import (
     Add,
     Encode,
     FinishReason,
+    Origin,
     Progress,
     Ready,
     Refill,
@@ -32,12 +33,13 @@ from mindie_mm.engine.requests.engine_messages import (
 )
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.engine.requests.sequence import Sequence
-from mindie_mm.engine.sampler import logprobs_of, sample, score, without_tokens
+from mindie_mm.engine.sampler import DRAWS_PER_TOKEN, logprobs_of, sample, score, without_tokens
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
 from mindie_mm.engine.sent_features import sendable
 from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.engine.towers import Towers
 from mindie_mm.errors import (
+    ContextLengthExceeded,
     CorruptReference,
     DeviceError,
     InputError,
@@ -46,6 +48,7 @@ from mindie_mm.errors import (
     SegmentMissing,
     StaleReference,
     TokenOutOfRange,
+    WeightsChanged,
 )
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.placement import devices_of
@@ -91,6 +94,8 @@ class BaseEngine(ABC):
         self._sequences: dict[str, Sequence] = {}
         self.grammars: Grammars | None = None
         """Compiler of structured outputs. If it is None, requests for structured outputs are refused."""
+        self.weights = b""
+        """See `Origin.weights`."""
 
     @property
     @abstractmethod
@@ -191,7 +196,24 @@ class BaseEngine(ABC):
         sequence = self._sequence(message)
         if (wanted := sequence.params.structure) is not None:
             sequence.constraint = self._constraint(wanted)
+        sequence.origin = Origin(sequence.content_digest(), self.weights)
+        if message.origin is not None:
+            _require_same(message.origin, sequence.origin, begun=bool(message.drawn_ids))
+        if message.drawn_ids:
+            self._restore(sequence, message.drawn_ids)
         return sequence
+
+    def _restore(self, sequence: Sequence, drawn_ids: abc.Sequence[int]) -> None:
+        """Bring a new sequence into the state in which the tokens `drawn_ids` left an earlier sequence."""
+        if len(drawn_ids) >= sequence.max_tokens:  # another engine may have a shorter context
+            detail = f"the request has {sequence.num_prompt} prompt tokens and {len(drawn_ids)} output tokens"
+            raise ContextLengthExceeded.of(sequence.num_prompt + sequence.max_tokens, detail)
+        for token in drawn_ids:
+            sequence.append(token)
+            if sequence.constraint is not None:
+                sequence.constraint.accept(token)
+        if sequence.generator is not None:
+            torch.rand(len(drawn_ids), DRAWS_PER_TOKEN, generator=sequence.generator)
 
     def _items_again(self, sequence: Sequence, message: Refill) -> list[MediaItem]:
         """Read a sequence's media from new blocks. Raise OperationalError if the prompt or a digest has changed."""
@@ -339,6 +361,7 @@ class BaseEngine(ABC):
             token_ids=[] if alone else [token],
             logprobs=None if alone else logprobs,
             cached_tokens=sequence.num_cached if first else None,
+            origin=sequence.origin if first or media_consumed else None,
             prompt_logprobs=sequence.prompt_logprobs if first and sequence.params.prompt_logprobs is not None else None,
             finish_reason=reason,
             stop_token_id=stop_token_id,
@@ -446,6 +469,14 @@ def generator_of(params: SamplingParams) -> torch.Generator | None:
     else:
         generator.manual_seed(params.seed)
     return generator
+
+
+def _require_same(expected: Origin, found: Origin, *, begun: bool) -> None:
+    """Raise an error if the output of a request would continue with another prompt or with other weights."""
+    if found.prompt != expected.prompt:
+        raise OperationalError("the request's media have changed since its output began; send the request again")
+    if begun and found.weights != expected.weights:
+        raise WeightsChanged("the checkpoint's weights were replaced after the output began; send the request again")
 
 
 def _failure(request_id: str, error: MindieMMError) -> Progress:

@@ -126,7 +126,8 @@ class Engine(BaseEngine):
             self._blocks.forget(sequence.kv_blocks)
         consumed = self._consume_media(step)
         for sequence in consumed.difference(sampling):
-            progress.append(Progress(request_id=sequence.request_id, media_consumed=True))
+            update = Progress(request_id=sequence.request_id, media_consumed=True, origin=sequence.origin)
+            progress.append(update)
         for sequence, draw in zip(sampling, draws, strict=True):
             update = self._advance(sequence, draw, media_consumed=sequence in consumed)
             progress.append(update)  # one by one, so that a later failure does not lose earlier results

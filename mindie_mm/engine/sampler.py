@@ -20,6 +20,8 @@ from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, SamplingParams
 from mindie_mm.engine.requests.sequence import Sequence
 
+DRAWS_PER_TOKEN = 2
+"""Number of random numbers that a sampled token takes from its generator."""
 _PIECE = 256
 """Number of tokens per piece of the vocabulary. A piece is drawn first, and then a token in this piece."""
 
@@ -153,7 +155,8 @@ def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, scores.masked_fill(dropped, -torch.inf))
     probabilities = logits.softmax(dim=-1)
     uniform = upload(
-        torch.stack([torch.rand(2, generator=sequence.generator) for sequence in sequences]), logits.device
+        torch.stack([torch.rand(DRAWS_PER_TOKEN, generator=sequence.generator) for sequence in sequences]),
+        logits.device,
     )
     # Draw a piece of the vocabulary, then a token in this piece. In one cumulative sum over the whole vocabulary,
     # rounding would remove many unlikely tokens.

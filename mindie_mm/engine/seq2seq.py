@@ -193,7 +193,7 @@ class Seq2SeqEngine(BaseEngine):
         prompt = torch.from_numpy(sequence.ids(0, sequence.num_prompt))
         decoding = self._decodings[sequence] = self._model.encode_prompt(prompt, splices)
         faults.point("mid-prefill")
-        return self._model.decode(decoding, [self._model.rules.start_token_id])
+        return self._model.decode(decoding, [self._model.rules.start_token_id, *sequence.output_ids])[-1:]
 
     def _constrain(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
         for row, sequence in zip(logits, sequences, strict=True):

@@ -104,6 +104,25 @@ class Seq2SeqContract(FamilyContract):
         _, errors = run(engine, [*tokenized.values()], max_tokens=10 * self.num_tokens)
         assert {error.name for error in errors.values()} == {"ContextLengthExceeded"}
 
+    def test_a_continued_answer_equals_an_undisturbed_answer(self, model, tokenized):
+        for name, ids in tokenized.items():
+            for seed in (None, 3):
+                params = SamplingParams(temperature=0 if seed is None else 1, seed=seed, max_tokens=self.num_tokens)
+
+                def tokens(drawn_ids, ids=ids, params=params):
+                    engine = self.engine(model)
+                    assert engine.add(Add("a", ids.numpy().tobytes(), params, drawn_ids=drawn_ids)) is None
+                    return [
+                        token
+                        for _ in iter(engine.has_work, False)
+                        for progress in engine.step().progress
+                        for token in progress.token_ids
+                    ]
+
+                whole = tokens([])
+                for count in range(1, len(whole)):
+                    assert tokens(whole[:count]) == whole[count:], name
+
     def test_blocks_may_be_freed_once_the_prompts_are_encoded(self, reference, model, tokenizer, path_file):
         tokenized = {name: self.tokenize(tokenizer, name, items, path_file) for name, items in self.prompts.items()}
         engine = self.engine(model, encoder_cache_bytes=0)

@@ -185,6 +185,8 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
     # If one rank fails, the others must receive its error before they wait for it in a collective operation.
     device = ranks.run_on_all(lambda: ranks.open_device(config.device))
     torch.set_num_threads(config.num_threads or ranks.num_threads())
+    checkpoint = ranks.run_on_all(lambda: Checkpoint.open(start.model))
+    weights = ranks.run_on_all(checkpoint.weights_state)  # before loading, because files may be replaced meanwhile
     model = ranks.run_on_all(
         lambda: load_model(
             Path(start.model) if start.model else None,
@@ -200,7 +202,6 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
     )
     if ranks.number == 0 and (detail := slow_dtype(model.module)):
         _log.warning("%s. Use --dtype float32, or 32 bits for the part (--vision-bits, --projector-bits)", detail)
-    checkpoint = Checkpoint.open(start.model)
     family = family_of(checkpoint, start.family)
     with reading(checkpoint, family):
         processor = family.processor(checkpoint)
@@ -209,9 +210,12 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
         step = WorstCase(model, processor, device, config, ranks).step(family.kinds)
     num_starting = 1 if start.replica.others_started else start.replica.count
     kv_bytes = ranks.run_on_all(lambda: kv_cache_bytes(model, step, device, config, ranks, num_starting))
+    engine: BaseEngine
     if isinstance(model, Seq2SeqModel):
-        return Seq2SeqEngine(model, config, kv_bytes), step.num_bytes
-    engine = Engine(model, config, ranks.all_reduce_min(kv_bytes), ranks)
-    tokenizer = load_tokenizer(checkpoint, start.family)
-    engine.grammars = Grammars(tokenizer, model.spec.eos_token_ids, torch.get_num_threads())
+        engine = Seq2SeqEngine(model, config, kv_bytes)
+    else:
+        engine = Engine(model, config, ranks.all_reduce_min(kv_bytes), ranks)
+        tokenizer = load_tokenizer(checkpoint, start.family)
+        engine.grammars = Grammars(tokenizer, model.spec.eos_token_ids, torch.get_num_threads())
+    engine.weights = weights
     return engine, step.num_bytes

@@ -43,8 +43,17 @@ class Start(msgspec.Struct, frozen=True):
     """Memory of the largest step that the first process of the engine reported, or None for that process."""
 
 
+class Origin(msgspec.Struct, frozen=True, array_like=True):
+    """What an output is computed from, apart from its settings. An output continues only with the same origin."""
+
+    prompt: bytes
+    """Digest of the prompt's ids and media."""
+    weights: bytes
+    """Digest of the state of the checkpoint's weight files."""
+
+
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """A new request."""
+    """A new request, or a request whose output continues."""
 
     request_id: str
     input_ids: bytes
@@ -53,6 +62,10 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     params: SamplingParams
     asked_s: float = msgspec.field(default_factory=time.monotonic)
     """Time at which the client received the request, by time.monotonic. All processes of a machine share this clock."""
+    drawn_ids: list[int] = []
+    """Output tokens that were drawn before. The engine continues after them as if it had drawn them itself."""
+    origin: Origin | None = None
+    """Origin of an output that has begun. The request fails if its origin is another one."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -156,6 +169,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the blocks of the request's media may be freed. This is sent once for each Add and Refill."""
     needs_media: bool = False
     """Whether the request was preempted and waits for a Refill with its media."""
+    origin: Origin | None = None
+    """Origin of the output. It is sent with `media_consumed` and with the first output token."""
     features: list[Features] = []
     """Features of the next media items of an `Encode`."""
     error: Failure | None = None

@@ -10,10 +10,11 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm.engine.requests.engine_messages import Timings, TokenLogprob
+from mindie_mm.engine.requests.engine_messages import Origin, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.nn.model import Positions
 from mindie_mm.nn.splice import MediaItem
@@ -40,6 +41,8 @@ class Sequence:
     """Maximum number of output tokens, from the request or from the context length."""
     generator: torch.Generator | None
     """Random generator of this sequence, or None if sampling is greedy."""
+    origin: Origin | None = None
+    """See `Progress.origin`."""
     constraint: Constraint | None = None
     """Constraint on the output, if the request asks for a structured output."""
     kv_blocks: list[int] = field(default_factory=list)
@@ -89,6 +92,13 @@ class Sequence:
         """Append an output token."""
         self.token_ids.append(token)
         self.output_counts[token] += 1
+
+    def content_digest(self) -> bytes:
+        """Return a digest of the prompt's ids and media. It does not depend on the blocks that contain the media."""
+        digest = blake3(self.ids(0, self.num_prompt).tobytes())
+        for item in self.items:
+            digest.update(item.shape.to_array().tobytes() + (item.digest or b""))
+        return digest.digest(16)
 
     @property
     def media_stop(self) -> int:

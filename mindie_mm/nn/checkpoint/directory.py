@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
+
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as, panics_as
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.checkpoint.folder_errors import check_adapter, check_link, check_pointer, no_checkpoint
@@ -41,6 +43,7 @@ _CLASS_KEYS: Mapping[Kind, str] = {
     "audio": "feature_extractor_type",
 }
 """Key that names the transformers class for the preprocessing settings of each kind."""
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt")
 
@@ -193,6 +196,25 @@ class Checkpoint:
                 f"{also_missing(self.path, 'tokenizer.json')}"
             )
         return self.json("tokenizer.json")
+
+    def weight_files(self) -> list[Path]:
+        """Return the files that may contain weights, sorted. Broken links count as missing."""
+        files = {file for pattern in _WEIGHTS for file in self.path.glob(pattern)}
+        return sorted(file for file in files if file.is_file())
+
+    def weights_state(self) -> bytes:
+        """Return a digest that changes if a file of the weights is replaced or written. No file is read.
+
+        Raises:
+            UnsupportedCheckpoint: A file cannot be accessed.
+
+        """
+        digest = blake3()
+        for file in self.weight_files():
+            with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
+                state = file.stat()
+            digest.update(f"{file.name}\0{state.st_ino} {state.st_size} {state.st_ctime_ns}\0".encode())
+        return digest.digest(16)
 
     def check_tokenizer(self) -> None:
         """Raise UnsupportedCheckpoint if there is no vocabulary file, or one of the tokenizer's files is damaged."""
