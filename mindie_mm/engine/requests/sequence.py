@@ -97,7 +97,7 @@ class Sequence:
         """Return a digest of the prompt's ids and media. It does not depend on the blocks that contain the media."""
         digest = blake3(self.ids(0, self.num_prompt).tobytes())
         for item in self.items:
-            digest.update(item.shape.to_array().tobytes() + (item.digest or b""))
+            digest.update(np.array(item.shape.values).tobytes() + (item.digest or b""))
         return digest.digest(16)
 
     @property
