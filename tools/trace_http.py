@@ -2,8 +2,8 @@
 
 The service, its tokenizer process and its engine process run as threads of this process, on the embedded checkpoint.
 They exchange their usual messages. Decoder processes are not traced. The question is asked over a TCP connection, after
-a question about another picture. The output lists the project's files in the order in which the request enters them, the
-functions that it enters in each, and the number of calls. Comprehensions count as parts of their functions.
+a question about another picture. The output lists the project's files in the order in which the request enters them,
+the functions that it enters in each, and the number of calls. Comprehensions count as parts of their functions.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ class EngineConfig:
     kv_block_size: Count | None = None
     """Number of tokens in one block of the KV cache. Default: 128 on an NPU, else 16."""
     encoder_cache_bytes: CountOrNone = 256 * MiB
-    """Size of the cache of media features. The tower does not run again for an item in this cache."""
+    """Maximum size of the cache of media features. The tower does not run again for an item in this cache. The cache
+    is smaller if memory is short."""
     prefix_caching: bool = True
     """Reuse the KV cache for prompts that begin with the same tokens and media."""
     enforce_eager: bool = False

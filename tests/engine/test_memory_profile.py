@@ -19,7 +19,7 @@ from mindie_mm.engine.cache.kv_cache_size import block_size, useful_blocks, usef
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.process import largest_step
 from mindie_mm.engine.process.largest_step import Step, WorstCase
-from mindie_mm.engine.process.memory_profile import kv_cache_bytes
+from mindie_mm.engine.process.memory_profile import encoder_cache_bytes, kv_cache_bytes
 from mindie_mm.engine.requests.engine_messages import Replica
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import DeviceError, InputError
@@ -227,17 +227,38 @@ async def test_an_engine_is_restarted_if_the_others_have_taken_their_share(rando
     """Its cache must fit in the memory that is left, and not in a share of it."""
     (tmp_path / "sitecustomize.py").write_text(FREE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    config = EngineConfig(device="cpu", encoder_cache_bytes=400 * MiB, memory_share=1.0)
-    (tmp_path / "free").write_text(f"{540 * MiB}")
-    with pytest.raises(DeviceError, match="cpu has 270 MiB free for each of 2 engines"):
-        await AsyncEngine.start(random_checkpoint, config, replica=Replica(0, 2))
-    (tmp_path / "free").write_text(f"{GiB}")
+    config = EngineConfig(device="cpu", max_num_seqs=1)
+    (tmp_path / "free").write_text(f"{4 * GiB}")
     engine = await AsyncEngine.start(random_checkpoint, config, replica=Replica(0, 2))
     try:
-        (tmp_path / "free").write_text(f"{540 * MiB}")
+        needed = engine.info.step_bytes
+        assert engine.info.kv_cache_bytes < needed
+        (tmp_path / "free").write_text(f"{needed}")
+        with pytest.raises(DeviceError, match=r"MiB free for each of 2 engines .* the encoder cache takes 0 MiB"):
+            await AsyncEngine.start(random_checkpoint, config, replica=Replica(0, 2))
         await engine.reload(grace_s=0)
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory_share": 0.5}, {"kv_cache_bytes": 2 * MiB}], ids=str)
+def test_the_encoder_cache_shrinks_before_an_engine_does_not_start(settings, small_pictures, caplog):
+    """Without it, the KV cache has room for at least one request of full length, or for the size that is set."""
+    free = 10 * MiB
+    assert encoder_room(small_pictures, GiB, **settings) == 256 * MiB
+    assert not caplog.records
+    smaller = encoder_room(small_pictures, free, **settings)
+    assert 0 < smaller < free
+    assert f"the encoder cache takes {smaller // MiB} MiB instead of the 256 MiB of encoder_cache_bytes" in caplog.text
+    model = load_model(small_pictures, device="cpu")
+    kept = room(small_pictures, device=Weightless(free), encoder_cache_bytes=smaller, **settings)
+    assert kept == pytest.approx(settings.get("kv_cache_bytes", 512 * model.spec.kv_token_bytes), abs=8)
+    assert encoder_room(small_pictures, 1000, **settings) == 0
+
+
+def encoder_room(path, free, **settings):
+    config = EngineConfig(device="cpu", **FEW | settings)
+    return encoder_cache_bytes(load_model(path, device="cpu"), Step(()), Weightless(free), config)
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked for", "measured"])

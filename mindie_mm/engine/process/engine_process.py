@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from mindie_mm.device import slow_dtype
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.process.largest_step import Step, WorstCase
-from mindie_mm.engine.process.memory_profile import kv_cache_bytes
+from mindie_mm.engine.process.memory_profile import encoder_cache_bytes, kv_cache_bytes
 from mindie_mm.engine.process.placing import num_devices, placed
 from mindie_mm.engine.process.progress_collector import ProgressCollector
 from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
@@ -209,6 +210,8 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
     if step is None:
         step = WorstCase(model, processor, device, config, ranks).step(family.kinds)
     num_starting = 1 if start.replica.others_started else start.replica.count
+    encoder_bytes = ranks.run_on_all(lambda: encoder_cache_bytes(model, step, device, config, ranks, num_starting))
+    config = replace(config, encoder_cache_bytes=ranks.all_reduce_min(encoder_bytes))
     kv_bytes = ranks.run_on_all(lambda: kv_cache_bytes(model, step, device, config, ranks, num_starting))
     engine: BaseEngine
     if isinstance(model, Seq2SeqModel):

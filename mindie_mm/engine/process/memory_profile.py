@@ -1,4 +1,4 @@
-"""The size of the KV cache. It is what the model's largest step leaves of the memory."""
+"""The sizes of the caches. They get what the model's largest step leaves of the memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,42 @@ from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.settings.config import EngineConfig
 
 _log = logging.getLogger(__name__)
+
+
+def encoder_cache_bytes(
+    model: Model | Seq2SeqModel,
+    step: Step,
+    device: Device,
+    config: EngineConfig,
+    ranks: Ranks = ALONE,
+    num_engines: int = 1,
+) -> int:
+    """Return the size in bytes of this rank's encoder cache.
+
+    The size is `config.encoder_cache_bytes`, or less if memory is short: the KV cache of one request of full length, or
+    of `config.kv_cache_bytes`, comes first. The arguments are those of `kv_cache_bytes`.
+    """
+    spec, asked = model.spec, config.encoder_cache_bytes
+    if config.kv_cache_bytes is not None:
+        first = min(config.kv_cache_bytes, useful_bytes(model, config)) + (0 if step.is_kept else step.num_bytes)
+    else:
+        one = max(useful_bytes(model, config) // config.max_num_seqs, block_size(spec, config) * spec.kv_token_bytes)
+        first = one + 2 * one // spec.num_layers + 1 + step.num_bytes  # `kv_cache_bytes` subtracts this copy of a layer
+    free = _free_bytes(model, device, ranks, num_engines)
+    left = max(0, min(asked, int(free * (config.memory_share or 1)) - first))
+    if left < asked:
+        _log.warning(
+            "memory is short: the encoder cache takes %s instead of the %s of encoder_cache_bytes",
+            mib(left),
+            mib(asked),
+        )
+    return left
+
+
+def _free_bytes(model: Model | Seq2SeqModel, device: Device, ranks: Ranks, num_engines: int) -> int:
+    """Return this rank's part of the free memory. Ranks and engines on CPUs divide the host's memory equally."""
+    on_cpu = model.spec.device.type == "cpu"
+    return device.free_bytes() // (ranks.count * num_engines if on_cpu else 1)
 
 
 def kv_cache_bytes(
@@ -49,7 +85,7 @@ def kv_cache_bytes(
     taken = step.num_bytes + config.encoder_cache_bytes
     divided = num_engines > 1 and spec.device.type == "cpu"
     each, fewer = (f" for each of {num_engines} engines", ", or lower replicas") if divided else ("", "")
-    free = device.free_bytes() // (ranks.count * num_engines if spec.device.type == "cpu" else 1)
+    free = _free_bytes(model, device, ranks, num_engines)
     encoder_cache = Part("the encoder cache", config.encoder_cache_bytes, "encoder_cache_bytes")
     largest = max(*step.parts, encoder_cache, key=lambda part: part.num_bytes)
     says = f"{spec.device} has {mib(free)} free{each} after loading the weights; {step}; the encoder cache takes "

@@ -125,8 +125,8 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     r"""A parser of calls between markers. The arguments are in a fenced block.
 
     A call consists of `<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`, a newline, a fenced block of JSON and
-    `<｜tool▁call▁end｜>`. The markers around the calls are those of DeepSeek-V3.1. vLLM calls this format `deepseek_v3`,
-    and SGLang calls it `deepseekv3`.
+    `<｜tool▁call▁end｜>`. The markers around the calls are those of DeepSeek-V3.1. vLLM calls this format
+    `deepseek_v3`, and SGLang calls it `deepseekv3`.
     """
 
     around = (_BEGIN, "\n", _END)
