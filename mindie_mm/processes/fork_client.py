@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Self
 
@@ -16,24 +16,25 @@ from mindie_mm.processes import faults
 from mindie_mm.processes.fork_server import Forked, Ready
 from mindie_mm.processes.forking import Fork, ForkedProcess, worker_files
 from mindie_mm.processes.ipc import Child, Failure, Process, socket_pair, spawn
-from mindie_mm.processes.restarts import Restarts, Starter, logged
+from mindie_mm.processes.supervised import Supervised
 from mindie_mm.settings.environment import environment_now, without_blas_threads
 
 _log = logging.getLogger(__name__)
 
-ANSWER_LIMIT_S = 10.0
-"""Maximum time in seconds to wait for a reply from the fork server. After that, the fork server is killed. It normally
-replies within milliseconds."""
-
 _MODULE = "mindie_mm.processes.fork_server"
-_WHAT = "the fork server"
+
+_START_LIMIT_S = 60.0
+"""Maximum time in seconds to wait until the fork server is ready. After that, workers are spawned. Waiting is
+worthwhile, because a spawned worker has to import the same modules as the fork server."""
 
 
-class ForkClient:
-    """Client of a fork server. If the fork server dies, it is restarted, and workers are spawned in the meantime.
+class ForkClient(Supervised):
+    """Client of a fork server. If the fork server dies, it is restarted. If that fails, workers are spawned.
 
     It is an asynchronous context manager, inside which workers can be started.
     """
+
+    silence_s = 5.0  # it normally replies within milliseconds
 
     def __init__(self, module: str, *arguments: str) -> None:
         """Start the fork server, which then imports the modules. This needs no event loop.
@@ -45,22 +46,17 @@ class ForkClient:
             arguments: Arguments of `prepare`.
 
         """
+        super().__init__("fork server")
         self._arguments = (module, *arguments)
         self._begun: tuple[Process, socket.socket] | None = None
-        self._child: Child | None = None
-        self._ready: Ready | None = None
-        """First message of the fork server. None while it cannot fork."""
-        self._tried = asyncio.Event()
-        """Set when the first fork server is ready or has failed."""
+        """Fork server that was started without an event loop, and this process's end of its channel."""
+        self._devices: set[str] = set()
+        """See `Ready.devices`."""
         self._asking = asyncio.Lock()
         self._reply: asyncio.Future[Forked] | None = None
         """Future of the reply to the last request."""
-        self._starter = Starter(_WHAT)
-        self._keeper: asyncio.Task[None] | None = None
-        try:
-            self._begun = self._spawn()
-        except (OSError, ProcessDied) as error:
-            _log.warning("%s cannot be started: %s", _WHAT, error)
+        with suppress(OSError, ProcessDied):  # the next attempt logs the error
+            self._begun = self._begin()
 
     async def __aenter__(self) -> Self:
         """Start to wait for the fork server on the running event loop."""
@@ -69,29 +65,12 @@ class ForkClient:
 
     async def __aexit__(self, *_: object) -> None:
         """Stop the fork server. Workers continue to run."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
-        self._ready = None
-        self._forget(f"{_WHAT} is closed")
-        if self._child is not None:
-            await self._child.end()
+        await self.close()
         self.abandon()
 
-    @property
-    def num_alive(self) -> int:
-        """Number of fork servers that accept requests, 0 or 1."""
-        return int(self._ready is not None)
-
-    @property
-    def restarts(self) -> Restarts:
-        """How often the fork server was restarted, and how often a restart failed."""
-        return Restarts.of([self._starter])
-
     async def allows(self, *devices: str | None) -> bool:
-        """Return whether an engine on all `devices` may be forked. Wait for the first fork server if necessary."""
-        await self._tried.wait()
-        return self._ready is not None and {*devices} - {None} <= {*self._ready.devices}
+        """Return whether an engine on all `devices` may be forked. Wait for the fork server if necessary."""
+        return await self.settled(_START_LIMIT_S) and {*devices} - {None} <= self._devices
 
     async def start(
         self, module: str, *arguments: str, environment: Mapping[str, str] | None = None, spare: bool = False
@@ -108,14 +87,15 @@ class ForkClient:
             ProcessDied: The worker can be neither forked nor spawned.
 
         """
-        await self._tried.wait()
-        if self._ready is not None:
-            fork = Fork.of(module, arguments, environment_now() if environment is None else environment, spare=spare)
+        fork = Fork.of(module, arguments, environment_now() if environment is None else environment, spare=spare)
+        for _ in range(2):  # if the fork server dies during the first attempt, its successor forks the worker
+            if not await self.settled(_START_LIMIT_S):
+                break
             forking = asyncio.create_task(self._fork(fork))
             try:
                 return await asyncio.shield(forking)
             except (MindieMMError, OSError) as error:
-                _log.warning("%s is started without %s: %s", module, _WHAT, error)
+                _log.warning("%s was not forked: %s", module, error)
             except asyncio.CancelledError:
                 with suppress(MindieMMError, OSError):
                     await (await forking).end()
@@ -130,93 +110,56 @@ class ForkClient:
             process.kill()
             process.wait()
 
-    def _spawn(self) -> tuple[Process, socket.socket]:
+    def _begin(self) -> tuple[Process, socket.socket]:
         return spawn(_MODULE, *self._arguments, environment=without_blas_threads())
 
+    async def _spawn(self) -> Child:
+        (process, sock), self._begun = self._begun or self._begin(), None
+        return await Child.adopt(process, sock)
+
+    async def _prepare(self, child: Child) -> None:
+        self._devices = {*(await child.ready(Ready, "it")).devices}
+
     async def _keep(self) -> None:
-        """Wait for the fork server, receive its replies, and restart it when it dies, until canceled."""
         try:
-            if self._begun is None:
-                return
-            await self._adopt()
+            await self._launch()
         except (MindieMMError, OSError) as error:
-            _log.warning("%s did not start, so processes are started without it: %s", _WHAT, error)
-            if self._child is None or self._child.status is None or self._child.status >= 0:
-                return  # it would fail again
-            await self._restart()
-        finally:
-            self._tried.set()
-        while True:
-            with logged(f"the connection to {_WHAT} failed"):
-                await self._receive()
-            assert self._child is not None
-            self._ready = None
-            await self._child.end()
-            self._forget(f"{_WHAT} died with status {self._child.status}")
-            _log.warning("%s died with status %s", _WHAT, self._child.status)
-            await self._restart()
-
-    async def _restart(self) -> None:
-        self._tried.set()  # workers are spawned until the restart succeeds
-        await self._starter.again(self._again)
-
-    async def _again(self) -> None:
-        self._begun = self._spawn()
-        await self._adopt()
-
-    async def _adopt(self) -> None:
-        """Wait until the fork server that was started last is ready."""
-        assert self._begun is not None
-        (process, sock), self._begun = self._begun, None
-        self._child = await Child.adopt(process, sock)
-        try:
-            self._ready = await self._child.ready(Ready, _WHAT)
-        except BaseException:
-            await self._child.end()
-            raise
-
-    async def _receive(self) -> None:
-        """Hand the replies of the fork server to `_fork`, until it dies."""
-        assert self._child is not None
-        while True:
-            try:
-                reply = msgspec.msgpack.decode(await self._child.channel.recv(), type=Forked | Failure)
-            except EOFError:
+            _log.warning("the fork server did not start, so processes are started without it: %s", error)
+            if self.child is None or self.child.status is None or self.child.status >= 0:
+                self._settled.set()  # it would fail again
                 return
-            self._starter.proved()
-            assert self._reply is not None
-            if isinstance(reply, Forked):
-                self._reply.set_result(reply)
-            else:
-                self._reply.set_exception(reply.exception())
+            await self._restart()
+        await super()._keep()
 
-    def _forget(self, why: str) -> None:
+    def _take(self, message: bytes) -> None:
+        self._starter.proved()
+        reply = msgspec.msgpack.decode(message, type=Forked | Failure)
+        assert self._reply is not None
+        if isinstance(reply, Forked):
+            self._reply.set_result(reply)
+        else:
+            self._reply.set_exception(reply.exception())
+
+    def _fail(self, died: str) -> None:
         if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(ProcessDied(why))
+            self._reply.set_exception(ProcessDied(died))
+
+    def _waiting(self) -> Iterable[object]:
+        return () if self._reply is None or self._reply.done() else (self._reply,)
 
     async def _fork(self, fork: Fork) -> Child:
         """Fork a worker. The caller must not cancel this call, because it would not learn the worker's process id."""
         async with self._asking:
-            if self._ready is None:
-                raise ProcessDied(f"{_WHAT} is not running")
-            assert self._child is not None
+            self.check()
+            assert self.child is not None
             self._reply = asyncio.get_running_loop().create_future()
             ours, theirs = socket_pair()
             try:
                 with theirs, worker_files() as files:
-                    self._child.channel.send_with(msgspec.msgpack.encode(fork), (theirs.fileno(), *files))
-                hung = asyncio.get_running_loop().call_later(ANSWER_LIMIT_S, self._kill)
-                try:
-                    forked = await self._reply
-                finally:
-                    hung.cancel()
+                    self.child.channel.send_with(msgspec.msgpack.encode(fork), (theirs.fileno(), *files))
+                forked = await self._reply
             except BaseException:
                 ours.close()
                 raise
         faults.point("spawned")
         return await Child.adopt(ForkedProcess(forked.pid), ours)
-
-    def _kill(self) -> None:
-        _log.error("%s did not answer within %g s and was killed", _WHAT, ANSWER_LIMIT_S)
-        assert self._child is not None
-        self._child.kill()

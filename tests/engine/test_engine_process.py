@@ -171,7 +171,7 @@ async def test_requests_fail_at_once_while_the_engine_cannot_restart(engine, tmp
     async with asyncio.timeout(0.9 * RESTART_WAIT_S):
         for request_id in ("waits", "comes later"):
             with pytest.raises(
-                NoProcess, match=f"the engine did not start: {tmp_path}/gone is not a checkpoint directory"
+                NoProcess, match=f"the engine process did not start: {tmp_path}/gone is not a checkpoint directory"
             ):
                 await tokens(engine, request_id)
         monkeypatch.setattr(engine, "_start", start)
@@ -234,7 +234,7 @@ async def test_an_engine_that_hangs_is_restarted(random_checkpoint, device, capl
         await periods.passed(3)
         assert engine.pid == before, "an idle engine is not restarted"
         os.kill(before, signal.SIGSTOP)
-        message = f"engine process {before} made no step for {STEP_TIMEOUT_S:g} s and was stopped"
+        message = f"engine process {before} made no progress for {STEP_TIMEOUT_S:g} s and was stopped"
         hung = asyncio.create_task(tokens(engine, "hung"))
         await periods.passed(2)
         with pytest.raises(ProcessDied, match=message):

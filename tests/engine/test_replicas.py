@@ -138,7 +138,7 @@ async def test_a_reload_replaces_the_engines_one_by_one_and_lets_requests_finish
         first = pair.engines[0]
         while first.accepts:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0)
-        with pytest.raises(ProcessDied, match="the engine is being reloaded"):
+        with pytest.raises(ProcessDied, match="the engine process is being reloaded"):
             first.check()
         direct = asyncio.create_task(tokens(first, "waiting", ids(8)))
         for stream in (one, two):
@@ -275,12 +275,12 @@ async def test_engines_that_are_all_closed_refuse_requests(random_checkpoint: Pa
         while engine.accepts:  # noqa: ASYNC110 - no event
             await asyncio.sleep(0)
         await engines.close()
-        with pytest.raises(ProcessDied, match="the engine is closed"):
+        with pytest.raises(ProcessDied, match="the engine process is closed"):
             await ending
         with pytest.raises(ProcessDied):
             async for _ in stream:
                 pass
-    with pytest.raises(ProcessDied, match="the engine is closed"):
+    with pytest.raises(ProcessDied, match="the engine process is closed"):
         await tokens(engines, "b", ids(1))
 
 

@@ -208,7 +208,7 @@ async def test_a_rank_that_hangs_restarts_all_ranks(random_checkpoint, periods):
         processes[2].suspend()
         hung = asyncio.create_task(tokens(engine, "hung"))
         await periods.passed(2)
-        message = f"engine process {processes[0].pid} made no step for {STEP_TIMEOUT_S:g} s"
+        message = f"engine process {processes[0].pid} made no progress for {STEP_TIMEOUT_S:g} s"
         with pytest.raises(ProcessDied, match=message):
             await hung
         assert_gone(processes)

@@ -130,7 +130,7 @@ async def test_a_forked_worker_uses_the_current_standard_output(
     assert capfd.readouterr().out == "printed\n"
 
 
-async def test_workers_outlive_the_fork_server_and_are_spawned_until_it_is_restarted(forks: ForkClient) -> None:
+async def test_workers_outlive_the_fork_server_and_later_ones_wait_for_its_successor(forks: ForkClient) -> None:
     old = await forks.start(MODULE)
     await state(old)
     first = fork_server()
@@ -138,19 +138,11 @@ async def test_workers_outlive_the_fork_server_and_are_spawned_until_it_is_resta
     asking = asyncio.create_task(forks.start(MODULE))
     await asyncio.sleep(0)
     first.kill()
-    spawned = await asking
-    found = await state(spawned)
-    assert found.prepared_in is None or found.prepared_in != first.pid
-    while True:
-        other = await forks.start(MODULE)
-        prepared_in = (await state(other)).prepared_in
-        await other.end()
-        if prepared_in is not None:
-            break
-    assert prepared_in == fork_server().pid != first.pid
+    later = await asking
+    assert (await state(later)).prepared_in == fork_server().pid != first.pid
     old.channel.send(b"print")
     assert await old.channel.recv() == b"printed"
-    for child in (old, spawned):
+    for child in (old, later):
         await child.end()
         assert child.status == 0
 
@@ -172,10 +164,22 @@ async def test_a_worker_is_used_although_the_fork_server_dies_right_after_the_fo
         assert child.status == 0
 
 
-async def test_a_fork_server_that_hangs_is_killed(forks: ForkClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_client, "ANSWER_LIMIT_S", 0.1)
+async def test_a_fork_server_that_hangs_is_replaced(forks: ForkClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "silence_s", 0.1)
     await (await forks.start(MODULE)).end()
-    fork_server().send_signal(signal.SIGSTOP)
+    hung = fork_server()
+    hung.send_signal(signal.SIGSTOP)
+    child = await forks.start(MODULE)
+    assert (await state(child)).prepared_in == fork_server().pid != hung.pid
+    await child.end()
+
+
+async def test_workers_are_spawned_if_the_fork_server_does_not_restart(
+    forks: ForkClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await (await forks.start(MODULE)).end()
+    monkeypatch.setattr(forks, "_arguments", (MODULE, "fails"))
+    fork_server().kill()
     child = await forks.start(MODULE)
     assert (await state(child)).prepared_in is None
     await child.end()

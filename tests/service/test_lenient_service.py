@@ -231,7 +231,7 @@ def test_the_service_is_unhealthy_until_killed_tokenizers_are_replaced(
     for child in children(lenient, "mindie_mm.tokenize.stage.tokenizer_process"):
         child.kill()
     error = wait_for_health(lenient, 503).json()["error"]
-    assert "no tokenizer process" in error["message"]
+    assert "the tokenizer process died" in error["message"]
     assert httpx2.get(f"{lenient.url}/health/live").status_code == 200
     wait_for_health(lenient, 200)
     processes = [lenient.process.pid, *(child.pid for child in psutil.Process(lenient.process.pid).children())]

@@ -361,7 +361,7 @@ async def wait_until_stopped_and_read(engine: AsyncEngine) -> None:
     """Wait until the engine is stopped, and everything that it has sent has been read."""
     process = psutil.Process(engine.pid)
     await until(lambda: process.status() == psutil.STATUS_STOPPED)
-    channel = engine._child.channel._writer.get_extra_info("socket")
+    channel = engine.child.channel._writer.get_extra_info("socket")
     await until(lambda: not select.select([channel.fileno()], [], [], 0)[0])
     for _ in range(3):  # messages pass from the stream to the queue, and from the queue to the reader
         await asyncio.sleep(0)
