@@ -315,13 +315,13 @@ def test_each_reuse_of_an_entry_has_another_generation(arena: Arena) -> None:
         seen.add((ref.block, ref.generation))
         free(ref)
     assert len(seen) == 3 * 64
-    entry = arena._inventory._table._free[0]
-    arena._inventory._table._generations[entry] = (1 << 24) - 1
+    entry = arena._table._free[0]
+    arena._table._generations[entry] = (1 << 24) - 1
     last = publish(arena)
     assert last.generation == (1 << 24) - 1
     free(last)
     arena.sweep()
-    assert arena._inventory._table._generations[entry] == 1
+    assert arena._table._generations[entry] == 1
 
 
 def test_many_threads_allocate_and_free_without_corruption(arena: Arena) -> None:
@@ -345,7 +345,7 @@ def test_many_threads_allocate_and_free_without_corruption(arena: Arena) -> None
         thread.join()
     assert wrong == []
     assert arena.used_bytes == 0
-    assert arena._inventory._heap.largest_bytes == arena.capacity_bytes
+    assert arena._heap.largest_bytes == arena.capacity_bytes
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

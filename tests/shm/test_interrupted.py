@@ -19,13 +19,13 @@ from mindie_mm.errors import SharedMemoryError
 from mindie_mm.shm import Arena, ArraySpec, Ref, attach, collect, free, release, survey
 from mindie_mm.shm.format import block, layout
 from mindie_mm.shm.owner import arena as arena_module
-from mindie_mm.shm.owner import arena_file, heap, inventory, quota, table, waiting
+from mindie_mm.shm.owner import arena_file, heap, table, waiting
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import picture
 
 SPECS = {"x": ArraySpec((100 << 10,), "uint8")}
 SMALL = {"x": ArraySpec((15 << 10,), "uint8")}
-MODULES = (arena_module, arena_file, block, heap, inventory, layout, quota, table, waiting)
+MODULES = (arena_module, arena_file, block, heap, layout, table, waiting)
 FILES = {module.__file__ for module in MODULES}
 
 
@@ -98,8 +98,8 @@ class Kept:
         self.before = self.state()
 
     def state(self) -> tuple[int, ...]:
-        inventory = self.arena._inventory
-        return self.arena.num_blocks, self.arena.used_bytes, inventory._table.num_free, inventory._heap.largest_bytes
+        arena = self.arena
+        return arena.num_blocks, arena.used_bytes, arena._table.num_free, arena._heap.largest_bytes
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_block_filled_during_an_interrupted_change_is_published_whole_or_refus
                 ref = kept.publish()
             assert (attach(ref)["x"] == 7).all()
             arena.sweep()
-            assert arena._inventory._quotas._held[str(path_file).encode()] == kept.nbytes
+            assert arena._used_by[str(path_file).encode()] == kept.nbytes
     assert 5 < refused < 60
 
 

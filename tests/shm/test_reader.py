@@ -198,7 +198,7 @@ def test_a_damaged_arena_header_is_missing(arena: Arena, at: int) -> None:
 
 def test_a_damaged_block_header_is_missing(arena: Arena) -> None:
     ref, expected = publish(arena)
-    offset = arena._inventory._table._entries[8 * ref.block + 1]
+    offset = arena._table._entries[8 * ref.block + 1]
     size = int.from_bytes(arena._file.mapping[offset + 8 : offset + 12], "little")
     before = arena._file.mapping[offset : offset + size]
     for at in range(size):

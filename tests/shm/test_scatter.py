@@ -29,7 +29,7 @@ def holes(arena: Arena) -> list[Ref]:
     for ref in blocks[::2]:
         free(ref)
     assert arena.num_blocks == 32
-    assert arena._inventory._heap.largest_bytes == 16 * KiB
+    assert arena._heap.largest_bytes == 16 * KiB
     return blocks[1::2]
 
 
@@ -79,7 +79,7 @@ def test_a_block_in_pieces_takes_only_its_bytes_and_returns_them(
     for hole in holes:
         free(hole)
     assert arena.used_bytes == 0
-    assert arena._inventory._heap.largest_bytes == arena.capacity_bytes
+    assert arena._heap.largest_bytes == arena.capacity_bytes
     whole = publish(arena, MiB - PAGE)
     attach(whole).verify()
 
@@ -157,7 +157,7 @@ def test_small_blocks_never_wait_while_a_quarter_is_free(path_file: Path) -> Non
             while living and arena.capacity_bytes - arena.used_bytes < arena.capacity_bytes // 4:
                 free(living.pop(draw.randrange(len(living))))
             living.append(publish(arena, size))
-            scattered += living[-1].block in arena._inventory._table._rest
+            scattered += living[-1].block in arena._table._rest
         assert scattered > 10
         for ref in living:
             attach(ref).verify()
