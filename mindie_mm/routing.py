@@ -6,10 +6,11 @@ the project, so that a router can import it quickly.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+
+from cachetools import LRUCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,7 @@ class HeldContent:
 
     def __init__(self, capacity_tokens: int) -> None:
         """Create an empty record, which forgets the oldest content above `capacity_tokens` tokens."""
-        self._capacity_tokens = capacity_tokens
-        self._num_tokens = 0
-        self._contents: OrderedDict[bytes, int] = OrderedDict()
+        self._contents = LRUCache[bytes, int](capacity_tokens, getsizeof=lambda num_tokens: num_tokens)
 
     def num_tokens(self, contents: Sequence[Content]) -> int:
         """Return how many tokens of `contents` the engine holds."""
@@ -81,14 +80,10 @@ class HeldContent:
     def add(self, contents: Sequence[Content]) -> None:
         """Record that a request with `contents` was sent to the engine."""
         for content in contents:
-            if not content.num_tokens:  # it saves nothing, and would never be forgotten
-                continue
-            self._num_tokens += content.num_tokens - self._contents.pop(content.key, 0)
-            self._contents[content.key] = content.num_tokens
-        while self._num_tokens > self._capacity_tokens:
-            self._num_tokens -= self._contents.popitem(last=False)[1]
+            # Content without tokens saves nothing, and would never be forgotten.
+            if 0 < content.num_tokens <= self._contents.maxsize:
+                self._contents[content.key] = content.num_tokens
 
     def clear(self) -> None:
         """Forget all content, because the engine was restarted."""
         self._contents.clear()
-        self._num_tokens = 0

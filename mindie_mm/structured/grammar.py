@@ -6,6 +6,7 @@ from collections import abc
 from functools import cached_property
 
 import numpy as np
+from cachetools import LRUCache
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
@@ -62,8 +63,7 @@ class Grammars:
         """
         self._num_threads = num_threads
         self._unfit = ""
-        self._compiled: dict[StructuredOutputs, LLMatcher] = {}
-        """Matchers of the `KEPT` most recently used descriptions. The last entry is the most recent."""
+        self._compiled = LRUCache[StructuredOutputs, LLMatcher](KEPT)
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if i not in eos_token_ids}
         self._added = {token.content: i for i, token in added.items()}
         self._shown = {token.content: i for i, token in added.items() if not token.special}
@@ -91,9 +91,8 @@ class Grammars:
         """
         if self._unfit:
             raise InputError(self._unfit)
-        self._compiled[wanted] = matcher = self._compiled.pop(wanted, None) or self._matcher(wanted)
-        if len(self._compiled) > KEPT:
-            del self._compiled[next(iter(self._compiled))]
+        if (matcher := self._compiled.get(wanted)) is None:
+            matcher = self._compiled[wanted] = self._matcher(wanted)
         return Constraint(matcher.deep_copy())
 
     def rehearse(self, wanted: StructuredOutputs) -> None:

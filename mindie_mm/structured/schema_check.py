@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import msgspec
+from cachetools import LRUCache
 
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -51,9 +52,8 @@ class SchemaCheck:
         self._closed = False
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[str] | None = None
-        self._known: dict[StructuredOutputs, str] = {}
-        """Error of each of the `KEPT` most recently used descriptions, or "" for a valid description. The last entry is
-        the most recent.
+        self._known = LRUCache[StructuredOutputs, str](KEPT)
+        """Error of each of the `KEPT` most recently used descriptions, or "" for a valid description.
 
         The engine keeps the same number of compiled descriptions in the same order. A description that the engine has
         to compile again is therefore also checked again, with a pause after the check.
@@ -77,7 +77,6 @@ class SchemaCheck:
                         await asyncio.wait({self._asking})  # the reply to a canceled caller must be read first
                     self._asking = asyncio.create_task(self._ask(wanted))
                     message = await asyncio.shield(self._asking)
-        self._remember(wanted, message)
         if message:
             raise InputError(message)
 
@@ -89,12 +88,6 @@ class SchemaCheck:
             await asyncio.wait({self._asking})
         if self._child is not None:
             await self._child.end()
-
-    def _remember(self, wanted: StructuredOutputs, message: str) -> None:
-        self._known.pop(wanted, None)
-        self._known[wanted] = message
-        if len(self._known) > KEPT:
-            del self._known[next(iter(self._known))]
 
     async def _ask(self, wanted: StructuredOutputs) -> str:
         """Ask the process for the error of `wanted`. If the process dies, ask a second process.
@@ -116,9 +109,7 @@ class SchemaCheck:
                 if child is not None:
                     await child.end()
                 continue
-            self._remember(
-                wanted, message
-            )  # the caller of `check`, which would store the result, may have been canceled
+            self._known[wanted] = message  # here, because the caller of `check` may have been canceled
             return message
         raise ProcessDied(f"{_WHAT} {'is closed' if self._closed else 'died twice'}")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from threading import Lock
 from typing import Any
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 _Arrays = Mapping[str, NDArray[Any]]
@@ -21,9 +21,7 @@ class Preprocessed:
     """
 
     def __init__(self, capacity_bytes: int = 0) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._used_bytes = 0
-        self._items = OrderedDict[bytes, _Arrays]()
+        self._items = LRUCache[bytes, _Arrays](capacity_bytes, getsizeof=_nbytes)
         self._lock = Lock()
 
     def __contains__(self, digest: bytes) -> bool:
@@ -31,36 +29,28 @@ class Preprocessed:
 
     def fits(self, nbytes: int) -> bool:
         """Return whether arrays of `nbytes` bytes fit in the cache."""
-        return nbytes <= self._capacity_bytes
+        return nbytes <= self._items.maxsize
 
     def copy(self, digest: bytes, arrays: _Arrays) -> bool:
         """Copy the arrays cached under `digest` into `arrays`, by name. Return False if there are none."""
         with self._lock:
             kept = self._items.get(digest)
-            if kept is None:
-                return False
-            self._items.move_to_end(digest)
+        if kept is None:
+            return False
         for name, array in kept.items():
             arrays[name][...] = array
         return True
 
     def keep(self, digest: bytes, arrays: _Arrays) -> None:
         """Cache a copy of `arrays` under `digest`, unless they are larger than the cache."""
-        nbytes = _nbytes(arrays)
-        if not self.fits(nbytes) or digest in self._items:
+        if not self.fits(_nbytes(arrays)) or digest in self._items:
             return
         try:
             copied = {name: np.array(array) for name, array in arrays.items()}
         except MemoryError:  # the item is complete without a cached copy
             return
         with self._lock:
-            if digest in self._items:  # another thread has cached the item
-                return
-            while self._used_bytes + nbytes > self._capacity_bytes:
-                _, dropped = self._items.popitem(last=False)
-                self._used_bytes -= _nbytes(dropped)
             self._items[digest] = copied
-            self._used_bytes += nbytes
 
 
 def _nbytes(arrays: _Arrays) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from cachetools import LRUCache
 
 from mindie_mm.errors import InputError, naming
 from mindie_mm.inputs import Media, Message, Paths, with_media
@@ -30,12 +32,16 @@ class KeptMedia:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._items: OrderedDict[bytes, _Data] = OrderedDict()
-        """Items by `_key`, in the order of their last use."""
-        self.num_bytes = 0
+        self._items = LRUCache[bytes, _Data](max_bytes, getsizeof=_size)
+        """Items by `_key`."""
 
     def __len__(self) -> int:
         return len(self._items)
+
+    @property
+    def num_bytes(self) -> int:
+        """Total size of the items."""
+        return int(self._items.currsize)
 
     def filled(self, messages: Sequence[Message], owner: bytes, salt: str) -> list[Message]:
         """Return messages with the data of the items that have only a `uuid`.
@@ -84,19 +90,15 @@ class KeptMedia:
                 f"Cache miss for {media.kind} at index {index_in_kind} but data is not provided: no data are kept for "
                 f"the uuid {shown!r}; send the data again, with the same uuid"
             )
-        self._items.move_to_end(key)
         return data
 
     def _put(self, key: bytes, data: _Data | None) -> None:
-        if (older := self._items.pop(key, None)) is not None:
-            self.num_bytes -= _size(older)
+        self._items.pop(key, None)
         if data is None:
             return
         self._items[key] = data
-        self.num_bytes += _size(data)
-        while self.num_bytes > self._max_bytes or len(self._items) > MAX_ENTRIES:
-            _, oldest = self._items.popitem(last=False)
-            self.num_bytes -= _size(oldest)
+        if len(self._items) > MAX_ENTRIES:
+            self._items.popitem()
 
 
 def _key(media: Media, owner: bytes, salt: str) -> bytes:

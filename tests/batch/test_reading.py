@@ -104,7 +104,7 @@ def test_tables_are_read_once_in_any_order(folder: Path, tmp_path: Path, monkeyp
     for row in (*range(20), *range(0, 20, 3), *range(19, -1, -1)):
         assert dataset[row].row == row
     assert len(read) == 20
-    monkeypatch.setattr("mindie_mm.batch.output.dataset._TABLE_BYTES", 0)
+    monkeypatch.setattr("mindie_mm.batch.output.dataset._TABLE_BYTES", 1)
     few = Dataset(tmp_path / "run")
     assert [few[row].row for row in (3, 3, 4, 3)] == [3, 3, 4, 3]
     assert len(read) == 23, "only one table stays in memory"

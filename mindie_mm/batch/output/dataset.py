@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -15,6 +14,7 @@ from weakref import WeakSet
 
 import numpy as np
 import pyarrow as pa
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from mindie_mm.batch.output.manifest import Manifest, Shard
@@ -53,7 +53,7 @@ class Dataset(Sequence[Sample]):
         self.folder = absolute(folder)
         self.manifest = Manifest.read(self.folder)
         self._firsts = [shard.info.first_row for shard in self.manifest.shards]
-        self._begin()
+        self.begin()
 
     def __len__(self) -> int:
         return self.manifest.num_rows
@@ -114,40 +114,29 @@ class Dataset(Sequence[Sample]):
 
     def _table(self, info: ShardInfo) -> pa.Table:
         with self._lock:
-            if (table := self._tables.get(info.first_row)) is not None:
-                self._tables.move_to_end(info.first_row)
-                return table
+            table = self._tables.get(info.first_row)
+        if table is not None:
+            return table
         # Read without the lock, so that other threads can continue.
         table = read_table(table_path(self.folder, info.first_row), info.num_rows)
         with self._lock:
-            if info.first_row not in self._tables:
-                self._tables[info.first_row] = table
-                self._table_bytes += table.nbytes
-            while len(self._tables) > 1 and self._table_bytes > _TABLE_BYTES:
-                self._table_bytes -= self._tables.popitem(last=False)[1].nbytes
+            self._tables[info.first_row] = table
         return table
 
     def _arena(self, first_row: int) -> MappedArena:
         with self._lock:
-            if (arena := self._arenas.get(first_row)) is not None:
-                self._arenas.move_to_end(first_row)
-                return arena
+            arena = self._arenas.get(first_row)
+        if arena is not None:
+            return arena
         arena = MappedArena(arena_path(self.folder, first_row))
         with self._lock:
-            arena = self._arenas.setdefault(first_row, arena)
-            if len(self._arenas) > _OPEN_ARENAS:
-                self._arenas.popitem(last=False)
-        return arena
+            return self._arenas.setdefault(first_row, arena)
 
-    def renew_lock(self) -> None:
-        """Replace the lock after a fork, and correct `_table_bytes`. The child has no thread to release the lock."""
+    def begin(self) -> None:
+        """Create the caches and their lock, also after a fork. The child has no thread to release the lock."""
+        self._tables = LRUCache[int, pa.Table](_TABLE_BYTES, getsizeof=lambda table: min(table.nbytes, _TABLE_BYTES))
+        self._arenas = LRUCache[int, MappedArena](_OPEN_ARENAS)
         self._lock = Lock()
-        self._table_bytes = sum(table.nbytes for table in self._tables.values())
-
-    def _begin(self) -> None:
-        self._tables: OrderedDict[int, pa.Table] = OrderedDict()
-        self._arenas: OrderedDict[int, MappedArena] = OrderedDict()
-        self.renew_lock()
         _datasets.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,16 +145,16 @@ class Dataset(Sequence[Sample]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._begin()
+        self.begin()
 
 
-_OF_THE_PROCESS = frozenset({"_tables", "_table_bytes", "_arenas", "_lock"})
+_OF_THE_PROCESS = frozenset({"_tables", "_arenas", "_lock"})
 _datasets: WeakSet[Dataset] = WeakSet()
 
 
-def _renew_locks() -> None:
+def _begin_again() -> None:
     for dataset in [*_datasets]:
-        dataset.renew_lock()
+        dataset.begin()
 
 
-os.register_at_fork(after_in_child=_renew_locks)
+os.register_at_fork(after_in_child=_begin_again)

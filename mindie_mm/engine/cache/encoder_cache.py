@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
+from cachetools import LRUCache
 from torch import Tensor
 
 from mindie_mm.nn.splice import ItemRef, MediaItem
@@ -19,33 +18,26 @@ class EncoderCache:
         self.queries = 0
         self.hits = 0
         self.capacity_bytes = capacity_bytes
-        self._bytes = 0
-        self._features: OrderedDict[bytes | ItemRef, Tensor] = OrderedDict()
+        # A single item always fits, because a step cannot read features that are not in the cache.
+        most = max(capacity_bytes, 1)
+        self._features = LRUCache[bytes | ItemRef, Tensor](most, getsizeof=lambda features: min(features.nbytes, most))
 
     def __contains__(self, item: MediaItem) -> bool:
         return item.key in self._features
 
     def get(self, item: MediaItem) -> Tensor | None:
         """Return the item's features, [num_features, hidden], or None."""
-        features = self._features.get(item.key)
-        if features is not None:
-            self._features.move_to_end(item.key)
-        return features
+        return self._features.get(item.key)
 
     def put(self, item: MediaItem, features: Tensor) -> None:
         """Store the item's features, and evict other features if necessary. A single item always fits."""
-        self.drop(item)
         if features.untyped_storage().nbytes() > features.nbytes:
             features = features.clone()  # a view would keep the memory of the whole batch alive
         self._features[item.key] = features
-        self._bytes += features.nbytes
-        while self._bytes > self.capacity_bytes and len(self._features) > 1:
-            self._bytes -= self._features.popitem(last=False)[1].nbytes
 
     def drop(self, item: MediaItem) -> None:
         """Remove the item's features, if they are in the cache."""
-        if (features := self._features.pop(item.key, None)) is not None:
-            self._bytes -= features.nbytes
+        self._features.pop(item.key, None)
 
     def count(self, items: list[MediaItem]) -> None:
         """Count the items of a new request as queries, and cached items as hits."""
