@@ -240,9 +240,9 @@ def preprocessing(
     """Return the functions to compare that turn an item into a published block, or into the arrays of transformers."""
 
     def ours() -> None:
-        plan = processor.plan(Media(kind, data), data, {kind: 1})
+        plan, write = processor.plan(Media(kind, data), data, {kind: 1})
         with arena.allocate(plan.specs, path_file=path_file) as block:
-            plan.write(block)
+            write(block)
             block.publish(content_digest(plan.settings, data))
 
     def theirs() -> object:

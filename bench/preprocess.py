@@ -55,11 +55,11 @@ def contestants(data: bytes, arena: Arena, path_file: Path) -> dict[str, Callabl
     settings = processor.image
 
     def ours(preprocessed: Preprocessed) -> object:
-        plan = processor.plan(Media("image", data), data, {"image": 1})
+        plan, write = processor.plan(Media("image", data), data, {"image": 1})
         digest = content_digest(plan.settings, data)
         with arena.allocate(plan.specs, path_file=path_file) as block:
             if not preprocessed.copy(digest, block):
-                plan.write(block)
+                write(block)
                 preprocessed.keep(digest, block)
             return block.publish(digest)
 

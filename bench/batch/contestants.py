@@ -95,9 +95,9 @@ def fused(pictures: Sequence[Path], checkpoint: Path, path_file: Path) -> tuple[
             began = _process_now()
             data = path.read_bytes()
             was_read = _process_now()
-            plan = processor.plan(Media("image", data), data, {"image": 1})
+            plan, write = processor.plan(Media("image", data), data, {"image": 1})
             with arena.allocate(plan.specs, path_file=path_file) as block:
-                plan.write(block)
+                write(block)
                 block.publish(content_digest(plan.settings, data))
             if number >= 8:
                 alone, reading = alone + (_process_now() - was_read), reading + (was_read - began)

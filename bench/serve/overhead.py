@@ -35,11 +35,11 @@ def decoding_s(checkpoint: Path | None, pictures: list[bytes]) -> float:
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for data in pictures:
         started = time.perf_counter()
-        plan = processor.plan(Media("image", data), data, {"image": 1})
+        plan, write = processor.plan(Media("image", data), data, {"image": 1})
         if not arrays:
             arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
             started = time.perf_counter()
-        plan.write(arrays)
+        write(arrays)
         took.append(time.perf_counter() - started)
     torch.set_num_threads(threads)
     return median(took)

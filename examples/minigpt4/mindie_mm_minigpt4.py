@@ -18,7 +18,7 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image, resize
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
@@ -65,14 +65,14 @@ class MiniGPT4Processor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((self.side, self.side, 3), np.uint8)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         image, side = open_image(data), self.side
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             arrays["pixel_values"][...] = resize(image.decode(), side, side)
 
         spec = ArraySpec((side, side, 3), "uint8")
-        return Plan(self._num_features, {"pixel_values": spec}, f"image {side}", write)
+        return Plan(self._num_features, {"pixel_values": spec}, f"image {side}"), write
 
 
 class MiniGPT4Model(PretrainedModel):

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import os
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import msgspec
 
-from mindie_mm.decode.decoder_messages import Facts, FromDecoder, Item, PlanItem, Refused, ToDecoder, Written
+from mindie_mm.decode.decoder_messages import FromDecoder, Item, PlanItem, Refused, ToDecoder, Written
 from mindie_mm.decode.parcel import unpacked
-from mindie_mm.decode.planning import page_of, plan_item
+from mindie_mm.decode.planning import plan_item
 from mindie_mm.decode.scratch import Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, OperationalError
 from mindie_mm.lockdown import limit_processor_time
-from mindie_mm.media.document.pages import DocumentPage
-from mindie_mm.media.guard.caps import decoding_to_count, under
-from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.media.guard.caps import decoding_to_count
+from mindie_mm.nn.family import Plan, Processor, Write
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.processes.receiving import ReceivingChannel
 from mindie_mm.settings.config import MediaCaps
 
 
 class Decoder:
-    """Object that plans media items and writes their arrays. Its only state is the plan of the last item."""
+    """Object that plans media items and writes their arrays. Its only state is the last item."""
 
     def __init__(self, processor: Processor, caps: MediaCaps, scratch: Scratch) -> None:
         self._processor = processor
         self._scratch = scratch
         self.caps = caps
-        self._plan: Plan | None = None
+        self._write: Write | None = None
+        """Function that writes the item that was planned last."""
         self._limit_s = caps.max_decode_s
         """Limit on CPU time for the last item, in seconds."""
 
@@ -43,30 +43,25 @@ class Decoder:
                     return self._planned(message.item, descriptors[0], stack)
                 if message.item is not None:
                     self._planned(message.item, descriptors[0], stack)
-                plan, self._plan = self._plan, None
-                assert plan is not None, "an item is planned before it is written"
-                plan.write(self._scratch.arrays(message.layout))
+                write, self._write = self._write, None
+                assert write is not None, "an item is planned before it is written"
+                write(self._scratch.arrays(message.layout))
                 return Written()
             except MindieMMError as error:
                 return Refused(Failure.of(error))
             except Exception as error:  # noqa: BLE001 - an error fails the item, not the process
                 return _refused(error)
 
-    def _planned(self, item: Item, descriptor: int, stack: ExitStack) -> Facts:
-        self._plan = None
+    def _planned(self, item: Item, descriptor: int, stack: ExitStack) -> Plan:
+        self._write = None
         try:
             data = unpacked(descriptor, item.parts, is_list=item.is_list)
         except (OSError, ValueError) as error:
             raise MediaError(f"the file cannot be read or has changed: {error}") from error
         stack.close()
-        with ExitStack() as caps:
-            of_item = caps.enter_context(under(self.caps))
-            if item.decodes_to_count:
-                caps.enter_context(decoding_to_count())
-            data = page_of(item.media, data)
-            self._plan = plan_item(self._processor, item.media, data, item.counts, self.caps)
-        num_pages = data.num_pages if isinstance(data, DocumentPage) else 0
-        return Facts.of(self._plan, of_item.picture_pixels, of_item.video_pixels, num_pages)
+        with decoding_to_count() if item.decodes_to_count else nullcontext():
+            plan, self._write = plan_item(self._processor, item.media, data, item.counts, self.caps)
+        return plan
 
     def limit_s(self, message: ToDecoder) -> float:
         """Return the maximum processor time in seconds for handling `message`."""

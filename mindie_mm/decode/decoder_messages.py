@@ -1,9 +1,9 @@
-"""Messages between the tokenizer process, its decoder processes and the nursery, encoded as msgpack."""
+"""Messages between the tokenizer process, its decoder processes and the nursery, encoded as msgpack.
+
+A decoder answers `PlanItem` with a `Plan`.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any, Self
 
 import msgspec
 
@@ -13,7 +13,6 @@ from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.nn.family import Plan
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import MediaCaps
-from mindie_mm.shm import ArraySpec
 
 
 class DecoderSetup(msgspec.Struct, frozen=True):
@@ -68,51 +67,6 @@ class WriteItem(msgspec.Struct, frozen=True, tag="write"):
     """Item to decode. None means the item that the decoder planned last."""
 
 
-class Facts(msgspec.Struct, frozen=True, tag="facts"):
-    """Decoder to tokenizer process: the plan of an item, without its `write` function."""
-
-    num_features: int
-    specs: dict[str, tuple[str, tuple[int, ...]]]
-    """Dtype and shape of each array."""
-    settings: str
-    grid: tuple[int, ...]
-    picture_pixels: int
-    """`Work.picture_pixels` of this item alone."""
-    video_pixels: int
-    """`Work.video_pixels` of this item alone."""
-    num_pages: int = 0
-    """Number of pages of the PDF, if the item is a page."""
-    leaves_out_sound: bool = False
-    """`Plan.leaves_out_sound`."""
-
-    @classmethod
-    def of(cls, plan: Plan, picture_pixels: int, video_pixels: int, num_pages: int = 0) -> Self:
-        """Return the facts of `plan`."""
-        specs = {name: (spec.dtype, spec.shape) for name, spec in plan.specs.items()}
-        return cls(
-            num_features=plan.num_features,
-            specs=specs,
-            settings=plan.settings,
-            grid=plan.grid,
-            picture_pixels=picture_pixels,
-            video_pixels=video_pixels,
-            num_pages=num_pages,
-            leaves_out_sound=plan.leaves_out_sound,
-        )
-
-    def plan(self) -> Plan:
-        """Return the plan. Do not call its `write` function, because a decoder writes the arrays."""
-        specs = {name: ArraySpec(shape, dtype) for name, (dtype, shape) in self.specs.items()}
-        return Plan(
-            num_features=self.num_features,
-            specs=specs,
-            settings=self.settings,
-            write=_write_elsewhere,
-            grid=self.grid,
-            leaves_out_sound=self.leaves_out_sound,
-        )
-
-
 class Written(msgspec.Struct, frozen=True, tag="written"):
     """Decoder to tokenizer process: the arrays are in the scratch memory."""
 
@@ -153,10 +107,6 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 ToDecoder = PlanItem | WriteItem
-FromDecoder = Facts | Written | Refused
+FromDecoder = Plan | Written | Refused
 ToNursery = Fork | Kill
 FromNursery = Forked | Ended
-
-
-def _write_elsewhere(arrays: Mapping[str, Any]) -> None:
-    raise AssertionError("a decoder writes these arrays")

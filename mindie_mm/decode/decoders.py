@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from mindie_mm.decode.decoder_messages import (
     DecoderSetup,
-    Facts,
     FromDecoder,
     Item,
     PlanItem,
@@ -26,6 +25,7 @@ from mindie_mm.decode.jobs import DecoderProcess, Group, Job, JobQueue
 from mindie_mm.decode.nursery_client import NurseryClient
 from mindie_mm.decode.scratch import layout_of
 from mindie_mm.errors import NoProcess
+from mindie_mm.nn.family import Plan
 from mindie_mm.processes.restarts import Starter, logged
 from mindie_mm.processes.tasks import gather, off_loop
 
@@ -96,7 +96,7 @@ class Decoders:
         """Process ids of the live decoders."""
         return [process.pid for process in self._processes]
 
-    async def plan(self, group: Group, item: Item, descriptor: int) -> Facts:
+    async def plan(self, group: Group, item: Item, descriptor: int) -> Plan:
         """Plan an item.
 
         Args:
@@ -111,7 +111,7 @@ class Decoders:
 
         """
         reply, _ = await self._do(Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
-        return cast("Facts", reply)
+        return cast("Plan", reply)
 
     async def write(self, group: Group, item: Item, descriptor: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Decode an item to `arrays`. Raise the same errors as `plan`.
@@ -208,12 +208,12 @@ class Decoders:
             except EOFError:
                 return
             job = process.job
-            if job is None or isinstance(reply, Written if job.layout is None else Facts):
+            if job is None or isinstance(reply, Written if job.layout is None else Plan):
                 raise ValueError(f"the decoder sent an unexpected {type(reply).__name__}")
             starter.proved()
             if not isinstance(reply, Written) or job.reply.done():  # otherwise, `write` still has to copy the arrays
                 process.job = None
-            if isinstance(reply, Facts):
+            if isinstance(reply, Plan):
                 process.planned = job.item
                 process.kept_for = job.group if job.group.keeps_decoder else None
             if not job.reply.done():

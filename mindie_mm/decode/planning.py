@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mindie_mm.errors import InputError, LimitExceeded
@@ -14,7 +14,7 @@ from mindie_mm.media.document.pages import DocumentPage, page_of_document
 from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.image.encoded_image import Data
-from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.nn.family import Plan, Processor, Write
 from mindie_mm.nn.model import EMBEDDINGS
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import ArraySpec
@@ -22,23 +22,42 @@ from mindie_mm.shm import ArraySpec
 _DEFAULTS = MediaCaps()
 
 
-def plan_item(processor: Processor, media: Media, data: Data, counts: Mapping[Kind, int], caps: MediaCaps) -> Plan:
-    """Return the plan of the item `media` with the source `data`. Call this function inside `under(caps)`.
+def plan_item(
+    processor: Processor, media: Media, data: Data | Embeddings, counts: Mapping[Kind, int], caps: MediaCaps
+) -> tuple[Plan, Write]:
+    """Return the plan of the item `media` with the source `data`, and the function that writes its arrays.
+
+    Both apply the limits of `caps`.
 
     Raises:
-        InputError, MediaError, LimitExceeded: In the same cases as `Processor.plan`.
+        InputError, MediaError, LimitExceeded: In the same cases as `page_of` and `Processor.plan`.
 
     """
-    if media.is_embeddings:
-        embeddings = read_embeddings(data, GRID_KEYS.get(media.kind, GRID))
-        if media.kind != PROMPT and (rows := len(embeddings.array)) > (most := processor.max_tokens(media.kind)):
-            raise LimitExceeded(f"the embeddings have {rows} rows; the limit of this model is {most}")
-        return under_caps(plan_embeddings(processor, media.kind, embeddings, in_file=True), caps)
-    plan = under_caps(processor.plan(media, data, counts), caps)
-    return replace(plan, settings=f"{plan.settings}, {data.settings}") if isinstance(data, DocumentPage) else plan
+    with under(caps) as work:
+        if isinstance(data, Embeddings):
+            plan, write = _plan_embeddings(processor, media.kind, data)
+        else:
+            data = page_of(media, data)
+            plan, write = _plan_data(processor, media, data, counts)
+    settings, num_pages = _with_caps(plan.settings, caps), 0
+    if isinstance(data, DocumentPage):
+        settings, num_pages = f"{settings}, {data.settings}", data.num_pages
+    pixels = {"picture_pixels": work.picture_pixels, "video_pixels": work.video_pixels}
+    return msgspec.structs.replace(plan, settings=settings, num_pages=num_pages, **pixels), _under(write, caps)
 
 
-def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings, *, in_file: bool = False) -> Plan:
+def _plan_data(processor: Processor, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
+    if not media.is_embeddings:
+        return processor.plan(media, data, counts)
+    embeddings = read_embeddings(data, GRID_KEYS.get(media.kind, GRID))
+    if media.kind != PROMPT and (rows := len(embeddings.array)) > (most := processor.max_tokens(media.kind)):
+        raise LimitExceeded(f"the embeddings have {rows} rows; the limit of this model is {most}")
+    return _plan_embeddings(processor, media.kind, embeddings, in_file=True)
+
+
+def _plan_embeddings(
+    processor: Processor, kind: Kind, source: Embeddings, *, in_file: bool = False
+) -> tuple[Plan, Write]:
     """Return a plan for features that the caller passes instead of media. The engine runs no tower for them.
 
     Args:
@@ -74,7 +93,7 @@ def plan_embeddings(processor: Processor, kind: Kind, source: Embeddings, *, in_
 
     spec = ArraySpec(array.shape, str(array.dtype))
     noun = f"{kind} embeddings" if kind == PROMPT else "embeddings"
-    return Plan(num_features, {EMBEDDINGS: spec}, f"{noun} {spec} {grid}", write, grid)
+    return Plan(num_features, {EMBEDDINGS: spec}, f"{noun} {spec} {grid}", grid), write
 
 
 def _grid(
@@ -115,19 +134,19 @@ def page_of(media: Media, data: Data) -> Data:
     return page_of_document(data, media.page)
 
 
-def under_caps(plan: Plan, caps: MediaCaps) -> Plan:
-    """Return `plan` with a `write` function that applies the limits of `caps`.
+def _under(write: Write, caps: MediaCaps) -> Write:
+    """Return `write` with the limits of `caps`, because it opens images again if they are the frames of a video."""
 
-    The limits must apply to `write`, too, because it opens encoded images again if they are the frames of a video. If
-    the background color or `hdr_to_sdr` is not the default, it becomes part of `Plan.settings`, because it changes the
-    arrays.
-    """
-
-    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    def write_within(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         with under(caps, limits_request_pixels=False):  # planning has already counted all pixels
-            plan.write(arrays)
+            write(arrays)
 
+    return write_within
+
+
+def _with_caps(settings: str, caps: MediaCaps) -> str:
+    """Return `Plan.settings` with the background color and `hdr_to_sdr`, which change the arrays, unless default."""
     background = tuple(caps.rgba_background_color)
-    settings = plan.settings if background == _DEFAULTS.rgba_background_color else f"{plan.settings}, on {background}"
-    settings = settings if caps.hdr_to_sdr == _DEFAULTS.hdr_to_sdr else f"{settings}, hdr_to_sdr {caps.hdr_to_sdr}"
-    return replace(plan, write=write, settings=settings)
+    if background != _DEFAULTS.rgba_background_color:
+        settings = f"{settings}, on {background}"
+    return settings if caps.hdr_to_sdr == _DEFAULTS.hdr_to_sdr else f"{settings}, hdr_to_sdr {caps.hdr_to_sdr}"

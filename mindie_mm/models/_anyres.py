@@ -13,7 +13,7 @@ from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.media.image.preprocess import Size, check_settings, resample_of
 from mindie_mm.media.image.tiles import best_canvas, without_padding, write_canvas
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
@@ -105,7 +105,7 @@ class AnyresProcessor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((*max(self.canvases, key=lambda canvas: self.num_features(*canvas)), 3), np.uint8)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         image = open_image(data)
         canvas = best_canvas(image.height, image.width, self.canvases)
 
@@ -113,13 +113,13 @@ class AnyresProcessor(Processor):
             write_canvas(image.decode(), canvas, arrays["pixel_values"], self.resample)
 
         tiles = self.num_tiles(image.height, image.width)
-        return Plan(
+        plan = Plan(
             num_features=self.num_features(image.height, image.width),
             specs={"pixel_values": ArraySpec((tiles, self.side, self.side, 3), "uint8")},
             settings=f"canvas {canvas}, tiles of {self.side}, {self.resample}",
-            write=write,
             grid=(image.height, image.width),
         )
+        return plan, write
 
     def num_tiles(self, height: int, width: int) -> int:
         """Return the number of tiles of an image with this size in pixels, including the whole image."""

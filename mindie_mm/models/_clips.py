@@ -14,7 +14,7 @@ from mindie_mm.media.audio.mel import MelSettings, write_log_mel
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.image.preprocess import check_settings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Plan, Processor, Spelling
+from mindie_mm.nn.family import Plan, Processor, Spelling, Write
 from mindie_mm.shm import ArraySpec
 
 SPECTROGRAM = "input_features"
@@ -48,7 +48,7 @@ def read_mel(checkpoint: Checkpoint, tower: Any) -> MelSettings:
     return MelSettings.read(settings, where)
 
 
-def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: int = 0) -> Plan:
+def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: int = 0) -> tuple[Plan, Write]:
     """Return the plan of an audio clip. Its grid is (frames,).
 
     Args:
@@ -75,13 +75,13 @@ def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         write_log_mel(samples, settings, arrays[SPECTROGRAM])
 
-    return Plan(
+    plan = Plan(
         num_features=num_features_of(num_frames),
         specs={SPECTROGRAM: ArraySpec((settings.num_bins, stored), "float32")},
         settings=f"sound of {media.options.sampling_rate}, {settings}, {stored} frames",
-        write=write,
         grid=(num_frames,),
     )
+    return plan, write
 
 
 def spell_clip(processor: Processor, num_features: int, grid: tuple[int, ...]) -> Spelling | None:

@@ -15,7 +15,7 @@ from mindie_mm.media.image.encoded_image import Data, Pixels, Resample, open_ima
 from mindie_mm.media.image.preprocess import Size, background_of, check_settings, pad, resample_of
 from mindie_mm.models._deepseek_original import CHAT_TEMPLATE, ORIGINAL
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, Processor
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
 from mindie_mm.nn.splice import MediaItem
@@ -93,13 +93,13 @@ class DeepseekProcessor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((self.side, self.side, 3), np.uint8)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         image = open_image(data)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             self.write(image.decode(), arrays)
 
-        return Plan(self._num_features, self.specs(), f"deepseek {sorted(self.settings.items())}", write)
+        return Plan(self._num_features, self.specs(), f"deepseek {sorted(self.settings.items())}"), write
 
     def specs(self) -> Mapping[str, ArraySpec]:
         """Return the arrays of a block, by name."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mindie_mm.models._clips import SPECTROGRAM, num_features_of
 from mindie_mm.models._mrope import Block, grid_axes
 from mindie_mm.models._qwen_windows import PICOSECONDS
-from mindie_mm.nn.family import Placeholder, Plan, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, Spelling, Write
 
 Grid = tuple[int, ...]
 _GRID_NUMBERS = 5
@@ -30,20 +30,21 @@ def is_film(grid: Grid) -> bool:
     return len(grid) == _GRID_NUMBERS
 
 
-def film_plan(video: Plan, sound: Plan) -> Plan:
+def film_plan(pictures: tuple[Plan, Write], clip: tuple[Plan, Write]) -> tuple[Plan, Write]:
     """Return the plan of a film from those of its pictures and of its sound."""
+    (video, write_video), (sound, write_sound) = pictures, clip
 
     def write(arrays: Mapping[str, NDArray[Any]]) -> None:
-        video.write({name: array for name, array in arrays.items() if name != SPECTROGRAM})
-        sound.write({SPECTROGRAM: arrays[SPECTROGRAM]})
+        write_video({name: array for name, array in arrays.items() if name != SPECTROGRAM})
+        write_sound({SPECTROGRAM: arrays[SPECTROGRAM]})
 
-    return Plan(
+    plan = Plan(
         num_features=video.num_features + sound.num_features,
         specs={**video.specs, **sound.specs},
         settings=f"{video.settings}, with {sound.settings}",
-        write=write,
         grid=(*video.grid, *sound.grid),
     )
+    return plan, write
 
 
 @dataclass(frozen=True, slots=True)

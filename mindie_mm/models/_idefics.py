@@ -15,7 +15,7 @@ from mindie_mm.media.image.encoded_image import Data, open_image, resize
 from mindie_mm.media.image.preprocess import check_settings, resample_of
 from mindie_mm.media.image.tiles import cut
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import HALF, Normalization
@@ -110,7 +110,7 @@ class IdeficsProcessor(Processor):
     def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...] | None:
         return (0, 0) if kind == "image" and num_features == self.tile_features else None
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         image = open_image(data)
         side, resample = self.side, self._resample
         first = self._resized(image.height, image.width)
@@ -124,13 +124,13 @@ class IdeficsProcessor(Processor):
             tiles[-1] = resize(rgb, side, side, resample)
 
         tiles = rows * columns + 1
-        return Plan(
+        plan = Plan(
             num_features=tiles * self.tile_features,
             specs={"pixel_values": ArraySpec((tiles, side, side, 3), "uint8")},
             settings=f"{first}, {rows}x{columns} tiles of {side}, {resample}",
-            write=write,
             grid=(rows, columns),
         )
+        return plan, write
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width of an image after its first resize, before it is cut into tiles."""

@@ -29,7 +29,7 @@ from mindie_mm.models._qwen_pixels import (
     smart_resize,
 )
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.layers import PatchProjection
 from mindie_mm.nn.mindie import PLANES, InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
@@ -106,7 +106,7 @@ class QwenProcessor(Processor):
         # With the published limits, the array would take tens of gigabytes, so a single element is broadcast.
         return np.broadcast_to(np.uint8(0), (self.video.max_frames, *largest(self.video), 3))
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         if media.kind == "image":
             return _plan_image(data, self.image.with_options(media.options))
         return self._plan_video(data, self.video.with_options(media.options), media.options)
@@ -158,7 +158,7 @@ class QwenProcessor(Processor):
         """
         return patches
 
-    def _plan_video(self, data: Data, settings: PixelSettings, options: MediaOptions) -> Plan:
+    def _plan_video(self, data: Data, settings: PixelSettings, options: MediaOptions) -> tuple[Plan, Write]:
         video = open_video(data, options.sample_fps)
         check_asked(video, options)
         rate = video.fps
@@ -191,11 +191,10 @@ class QwenProcessor(Processor):
                 arrays[_SECONDS][...] = temporal / fps
 
         patches = ArraySpec((math.prod(grid), settings.patch_bytes), "uint8")
-        return Plan(
+        plan = Plan(
             num_features=math.prod(grid) // merge**2,
             specs={"pixel_values_videos": patches},
             settings=f"video {indices} {height}x{width}, patch {temporal} {patch}, merge {merge}",
-            write=write,
             grid=self.video_grid(grid, video, indices, options),
             mindie_specs={
                 PLANES: patches,
@@ -203,6 +202,7 @@ class QwenProcessor(Processor):
                 _SECONDS: ArraySpec((1, 1), "float32"),
             },
         )
+        return plan, write
 
     def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
         (t, h, w), patch = grid[:3], self.image.patch_size
@@ -224,7 +224,7 @@ def _check_tower(settings: PixelSettings, vision: Any, where: str) -> None:
             raise UnsupportedCheckpoint(f"{where}: {name} is {value}, but the tower in config.json takes {taken}")
 
 
-def _plan_image(data: Data, settings: PixelSettings) -> Plan:
+def _plan_image(data: Data, settings: PixelSettings) -> tuple[Plan, Write]:
     image = open_image(data)
     height, width = smart_resize(image.height, image.width, settings)
     patch, merge = settings.patch_size, settings.merge_size
@@ -237,17 +237,17 @@ def _plan_image(data: Data, settings: PixelSettings) -> Plan:
         if PLANES in arrays:
             arrays[_GRIDS["image"]][...] = grid
 
-    return Plan(
+    plan = Plan(
         num_features=math.prod(grid) // merge**2,
         specs={"pixel_values": ArraySpec((math.prod(grid), patch**2 * 3), "uint8")},
         settings=f"image {height}x{width}, patch {patch}, merge {merge}",
-        write=write,
         grid=grid,
         mindie_specs={
             PLANES: ArraySpec((math.prod(grid), settings.patch_bytes), "uint8"),
             _GRIDS["image"]: ArraySpec((3,), "int64"),
         },
     )
+    return plan, write
 
 
 def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) -> np.ndarray[Any, Any]:

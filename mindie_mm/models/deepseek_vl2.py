@@ -23,7 +23,7 @@ from mindie_mm.models._experts import join_experts
 from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
@@ -215,7 +215,7 @@ class DeepseekVL2Processor(Processor):
         canvas = max(self.canvases, key=lambda canvas: self.num_features(*self._tiles(canvas)))
         return np.zeros((*canvas, 3), np.uint8)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         image, size = open_image(data), self.size
         if round(size * min(image.width, image.height) / max(image.width, image.height)) < 1:
             raise LimitExceeded(
@@ -235,13 +235,13 @@ class DeepseekVL2Processor(Processor):
             cut = local.reshape(down, size, across, size, 3).transpose(0, 2, 1, 3, 4)
             tiles[1:].reshape(cut.shape)[...] = cut
 
-        return Plan(
+        plan = Plan(
             num_features=self.num_features(across, down),
             specs={_TILES: ArraySpec((1 + across * down, size, size, 3), "uint8")},
             settings=f"image {across}x{down} tiles of {size}, around it {colour}",
-            write=write,
             grid=(across, down),
         )
+        return plan, write
 
     def _tiles(self, canvas: CanvasSize) -> tuple[int, int]:
         """Return the number of tiles (across, down)."""

@@ -19,7 +19,7 @@ from mindie_mm.media.image.encoded_image import Data, Pixels, open_image, resize
 from mindie_mm.media.image.patches import patchify, unpatchify
 from mindie_mm.media.image.preprocess import Size, check_settings, resample_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization, joined
 from mindie_mm.nn.splice import MediaItem, split_features
@@ -115,7 +115,7 @@ class FuyuProcessor(Processor):
         # prefix.
         return [self._bos, *(text or self._blank), self._answer]
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         image = open_image(data)
         height, width = self._size(image.height, image.width)
         patch = self.patch
@@ -126,13 +126,13 @@ class FuyuProcessor(Processor):
             padded[:height, :width] = resize(image.decode(), height, width, self._resample)
             patchify(padded, arrays["patches"].reshape(-1, patch, patch, 3), patch, 1)
 
-        return Plan(
+        plan = Plan(
             num_features=rows * columns,
             specs={"patches": ArraySpec((rows * columns, patch**2 * 3), "uint8")},
             settings=f"fuyu {height}x{width}, {self._resample}, patch {patch}, padding {self._padding}",
-            write=write,
             grid=(rows, columns),
         )
+        return plan, write
 
     def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
         patches = arrays["patches"].reshape(-1, self.patch, self.patch, 3)

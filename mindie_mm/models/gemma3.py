@@ -19,7 +19,7 @@ from mindie_mm.media.image.encoded_image import Data, open_image, resize
 from mindie_mm.media.image.preprocess import Size, check_output_size, check_settings, resample_of
 from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.weights.pretrained import read_config
@@ -107,7 +107,7 @@ class Gemma3Processor(Processor):
         crops = num_features // self._features - 1
         return (crops,) if crops > 0 else ()
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         image, side, resample = open_image(data), self._side, self._resample
         crops = self.crops(image.height, image.width)
 
@@ -117,13 +117,13 @@ class Gemma3Processor(Processor):
             for place, (rows, columns) in zip(pixels[1:], crops, strict=True):
                 place[...] = resize(rgb[rows, columns], side, side, resample)
 
-        return Plan(
+        plan = Plan(
             num_features=(1 + len(crops)) * self._features,
             specs={"pixel_values": ArraySpec((1 + len(crops), side, side, 3), "uint8")},
             settings=f"gemma3 {side}, {resample}, {len(crops)} crops",
-            write=write,
             grid=(len(crops),) if crops else (),
         )
+        return plan, write
 
     def crops(self, height: int, width: int) -> list[tuple[slice, slice]]:
         """Return the rows and columns of each crop of an image.

@@ -23,7 +23,7 @@ from mindie_mm.media.video.frames import Sampling, comes_sampled, stepped
 from mindie_mm.models._internvl_original import CHAT_TEMPLATE, ORIGINAL, translated
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.mindie import PLANES, InSegment, Layout
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
@@ -125,13 +125,13 @@ class InternVLProcessor(Processor):
     def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...]:
         return (num_features // self.tile_features,)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         return self._plan_video(media, data) if media.kind == "video" else self._plan_image(data)
 
     def _run(self, tiles: int) -> Sequence[int]:
         return (self._start, *[self.placeholders["image"].token] * (tiles * self.tile_features), self._end)
 
-    def _plan_image(self, data: Data) -> Plan:
+    def _plan_image(self, data: Data) -> tuple[Plan, Write]:
         image = open_image(data)
         side, resample = self.side, self._resamples["image"]
         rows, columns = closest_grid(image.height, image.width, side, self._least, self._most)
@@ -146,7 +146,7 @@ class InternVLProcessor(Processor):
             _with_thumbnail(rows * columns), f"{rows}x{columns} tiles of {side}, thumbnail, {resample}", write
         )
 
-    def _plan_video(self, media: Media, data: Data) -> Plan:
+    def _plan_video(self, media: Media, data: Data) -> tuple[Plan, Write]:
         video = open_video(data, media.options.sample_fps)
         total, count = video.num_frames, self._sampling.count(video, media.options)
         whole = count == total and comes_sampled(video, media.options)
@@ -160,11 +160,11 @@ class InternVLProcessor(Processor):
 
         return self._plan(len(indices), f"frames {indices} of {side}, {resample}", write)
 
-    def _plan(self, tiles: int, settings: str, write: Any) -> Plan:
+    def _plan(self, tiles: int, settings: str, write: Write) -> tuple[Plan, Write]:
         side = self.side
         specs = {"pixel_values": ArraySpec((tiles, side, side, 3), "uint8")}
         planes = {PLANES: ArraySpec((tiles, 3, side, side), "uint8")}
-        return Plan(tiles * self.tile_features, specs, settings, write, grid=(tiles,), mindie_specs=planes)
+        return Plan(tiles * self.tile_features, specs, settings, (tiles,), planes), write
 
     def _sample(self, total: int, count: int) -> list[int]:
         """Return the indices of about `count` frames out of `total` frames, in ascending order.

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from mindie_mm.media.image.tiles import best_canvas
 from mindie_mm.models._anyres import AnyresProcessor
 from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Plan, PretrainedFamily
+from mindie_mm.nn.family import Plan, PretrainedFamily, Write
 from mindie_mm.nn.mindie import NORMALIZED, InSegment, InWord, Layout, mindie_pad
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
@@ -60,23 +61,23 @@ class LlavaNextProcessor(AnyresProcessor):
         super().__init__(checkpoint)
         self.mindie_pad = mindie_pad(checkpoint.config)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        plan = super().plan(media, data, counts)
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
+        plan, write_tiles = super().plan(media, data, counts)
         if self._mindie_features(*plan.grid) != plan.num_features:
-            return plan
+            return plan, write_tiles
         (pixels,) = plan.specs.values()
         tiles, side = pixels.shape[:2]
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             if NORMALIZED not in arrays:
-                plan.write(arrays)
+                write_tiles(arrays)
                 return
-            plan.write({"pixel_values": (uint8 := np.empty(pixels.shape, np.uint8))})
+            write_tiles({"pixel_values": (uint8 := np.empty(pixels.shape, np.uint8))})
             arrays[NORMALIZED][0] = self.normalizations["image"](torch.from_numpy(uint8)).numpy()
             arrays[_SIZE][...] = 1, *plan.grid
 
         specs = {NORMALIZED: ArraySpec((1, tiles, 3, side, side), "float16"), _SIZE: ArraySpec((3,), "int64")}
-        return replace(plan, write=write, mindie_specs=specs)
+        return msgspec.structs.replace(plan, mindie_specs=specs), write
 
     def _mindie_features(self, height: int, width: int) -> int:
         """Return the number of features that MindIE computes for an image.

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from mindie_mm.models._anyres import AnyresProcessor
 from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
@@ -115,33 +115,34 @@ class LlavaOnevisionProcessor(AnyresProcessor):
             return super().worst_case(kind)
         return np.zeros((self._sampling.limit, self.side, self.side, 3), np.uint8)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         if media.kind == "video":
             return self._plan_video(media, data)
-        plan = super().plan(media, data, counts) if counts["image"] == 1 else self._plan_one_of_several(data)
-        return replace(plan, grid=(*plan.grid, int(counts["image"] == 1)))
+        is_alone = counts["image"] == 1
+        plan, write = super().plan(media, data, counts) if is_alone else self._plan_one_of_several(data)
+        return msgspec.structs.replace(plan, grid=(*plan.grid, int(is_alone))), write
 
     def on_canvas(self, height: int, width: int) -> tuple[int, int]:
         rows, columns = super().on_canvas(height, width)
         ratio = math.sqrt(rows * columns / (self._max_tiles * self.rows**2))
         return (int(rows // ratio), int(columns // ratio)) if ratio > _LONGER else (rows, columns)
 
-    def _plan_one_of_several(self, data: Data) -> Plan:
+    def _plan_one_of_several(self, data: Data) -> tuple[Plan, Write]:
         image = open_image(data)
         self._alone.check(image.height, image.width)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             arrays["pixel_values"][0] = self._alone.apply(image.decode())
 
-        return Plan(
+        plan = Plan(
             num_features=self.rows**2 + 1,
             specs={"pixel_values": ArraySpec((1, self.side, self.side, 3), "uint8")},
             settings=f"one tile, {self._alone}",
-            write=write,
             grid=(image.height, image.width),
         )
+        return plan, write
 
-    def _plan_video(self, media: Media, data: Data) -> Plan:
+    def _plan_video(self, media: Media, data: Data) -> tuple[Plan, Write]:
         video = open_video(data, media.options.sample_fps)
         count = self._sampling.count(video, media.options)
         indices = evenly(video.num_frames, count)
@@ -151,13 +152,13 @@ class LlavaOnevisionProcessor(AnyresProcessor):
             for place, frame in zip(arrays["pixel_values_videos"], video.decode(indices), strict=True):
                 place[...] = self._frame.apply(frame)
 
-        return Plan(
+        plan = Plan(
             num_features=count * self._frame_features + 1,
             specs={"pixel_values_videos": ArraySpec((count, self.side, self.side, 3), "uint8")},
             settings=f"frames {indices}, {self._frame}",
-            write=write,
             grid=(count,),
         )
+        return plan, write
 
 
 class LlavaOnevisionModel(TowerModel):

@@ -27,7 +27,7 @@ from mindie_mm.models._molmo_network import CELLS, CROP, CROPS, PATCH, POSITIONS
 from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
@@ -210,7 +210,7 @@ class MolmoProcessor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((*CROPS.canvas(1, self.max_crops), 3), np.uint8)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         image = open_image(data)
         height, width = image.height - CROPS.shared, image.width - CROPS.shared
         rows, columns = choose_tiling(height, width, CROPS.step, self.max_crops)
@@ -225,13 +225,13 @@ class MolmoProcessor(Processor):
                 canvas.resize(rgb, arrays[name])
 
         specs = {name: ArraySpec((canvas.rows, canvas.columns, 3), "float32") for name, canvas in canvases.items()}
-        return Plan(
+        plan = Plan(
             num_features=_num_features((rows, columns)),
             specs=specs,
             settings=f"image {rows}x{columns} crops, {[spec.shape for spec in specs.values()]}",
-            write=write,
             grid=(rows, columns),
         )
+        return plan, write
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if len(grid) != 2 or min(grid) <= 0 or _num_features(grid) != num_features:

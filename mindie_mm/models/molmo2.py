@@ -25,7 +25,7 @@ from mindie_mm.media.video.frames import check_asked, comes_sampled, num_taken, 
 from mindie_mm.models._crops import Geometry, choose_tiling, cut_crops, cut_patches, only_tiling
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
@@ -173,7 +173,7 @@ class Molmo2Processor(Processor):
     def _rows(self, part: str, rows: int, columns: int) -> list[int]:
         return ([self.placeholders["image"].token] * columns + self._row_ends[part]) * rows
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         if media.kind == "video":
             return self._plan_video(media, data)
         image, geometry = open_image(data), self.geometries["image"]
@@ -186,15 +186,15 @@ class Molmo2Processor(Processor):
             for name in sizes:
                 _resize(values, arrays[name])
 
-        return Plan(
+        plan = Plan(
             num_features=self._image_features(rows, columns),
             specs={name: ArraySpec((*size, 3), "uint8") for name, size in sizes.items()},
             settings=f"molmo2 {rows}x{columns} crops, {geometry}",
-            write=write,
             grid=(rows, columns),
         )
+        return plan, write
 
-    def _plan_video(self, media: Media, data: Data) -> Plan:
+    def _plan_video(self, media: Media, data: Data) -> tuple[Plan, Write]:
         video, geometry = open_video(data, media.options.sample_fps), self.geometries["video"]
         fps = video.fps or self._max_fps  # the reference's assumption for frames without a rate
         indices = self._sample(video, fps, media.options)
@@ -207,13 +207,13 @@ class Molmo2Processor(Processor):
             for place, frame in zip(arrays[_FRAMES], video.decode(taken), strict=True):
                 _resize(_as_planes(frame), place)
 
-        return Plan(
+        plan = Plan(
             num_features=len(taken) * self._frame_features,
             specs={_FRAMES: ArraySpec((len(taken), geometry.side, geometry.side, 3), "uint8")},
             settings=f"molmo2 frames {taken}, {geometry}",
-            write=write,
             grid=times,
         )
+        return plan, write
 
     def _sample(self, video: Video, fps: float, options: MediaOptions) -> Tensor:
         """Return the ascending int32 indices of the frames to sample from a video with frame rate `fps`.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from mindie_mm.models._mrope import Block, grid_block, positions_of
 from mindie_mm.models._qwen import INTERVAL_GRIDS, QwenModel, QwenProcessor
 from mindie_mm.models._qwen_windows import PICOSECONDS, window_places
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.splice import ItemView, MediaItem
 from mindie_mm.nn.staging import to_device
@@ -96,16 +97,16 @@ class Qwen25OmniProcessor(QwenProcessor):
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros(self.mel.max_samples, np.float32) if kind == "audio" else super().worst_case(kind)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         if media.kind == "audio":
             return plan_audio(media, data, self.mel)
-        plan = super().plan(media, data, counts)
+        plan, write = super().plan(media, data, counts)
         if media.kind != "video" or not isinstance(data, bytes) or not has_sound(data):
-            return plan
+            return plan, write
         if not media.options.use_audio_in_video:
-            return replace(plan, leaves_out_sound=True)
+            return msgspec.structs.replace(plan, leaves_out_sound=True), write
         with naming("the sound of the video"):
-            return film_plan(plan, plan_audio(Media("audio", None), data, self.mel))
+            return film_plan((plan, write), plan_audio(Media("audio", None), data, self.mel))
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions

@@ -6,9 +6,9 @@ Source: arXiv 2407.10759. Token ids and spectrograms match transformers' `qwen2_
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from mindie_mm.models._clips import (
     spell_clip,
 )
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.mindie import Joined, OfPrompt, PromptLayout, mindie_pad
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.splice import MediaItem
@@ -103,17 +103,17 @@ class Qwen2AudioProcessor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros(self.mel.max_samples, np.float32)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        plan = plan_audio(media, data, self.mel, _FURTHER_FRAMES)
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
+        plan, write_spectrogram = plan_audio(media, data, self.mel, _FURTHER_FRAMES)
         bins, frames = self.mel.num_bins, self.mel.max_frames
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            plan.write({SPECTROGRAM: arrays[SPECTROGRAM].reshape(bins, -1)})
+            write_spectrogram({SPECTROGRAM: arrays[SPECTROGRAM].reshape(bins, -1)})
             if _MASK in arrays:
                 arrays[_MASK][...] = np.arange(frames) < plan.grid[0]
 
         specs = {SPECTROGRAM: ArraySpec((1, bins, frames), "float32"), _MASK: ArraySpec((1, frames), "int64")}
-        return replace(plan, write=write, mindie_specs=specs)
+        return msgspec.structs.replace(plan, mindie_specs=specs), write
 
 
 class Qwen2AudioModel(PretrainedModel):

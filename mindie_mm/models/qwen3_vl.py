@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from mindie_mm.models._mrope import Grid, mrope_positions
 from mindie_mm.models._qwen import THW, QwenModel, QwenProcessor
 from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Plan, PretrainedFamily, Spelling
+from mindie_mm.nn.family import Plan, PretrainedFamily, Spelling, Write
 from mindie_mm.nn.mindie import NORMALIZED, PLANES, Joined, PromptLayout
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.paged_batch import PagedBatch
@@ -114,21 +115,22 @@ class Qwen3VLProcessor(QwenProcessor):
             self._frame_pixels = config.get("max_video_tokens", 768) * settings.factor**2
         return settings
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        plan, settings = super().plan(media, data, counts), self.image if media.kind == "image" else self.video
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
+        plan, write_patches = super().plan(media, data, counts)
+        settings = self.image if media.kind == "image" else self.video
         pixels, grids = _ARRAYS[media.kind]
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             if grids not in arrays:
-                plan.write(arrays)
+                write_patches(arrays)
                 return
             own = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.mindie_specs.items()}
-            plan.write(own)
+            write_patches(own)
             arrays[pixels][...] = settings.normalize_planes(torch.from_numpy(own[PLANES])).numpy()
             arrays[grids][...] = plan.grid[:3]
 
         specs = {pixels: ArraySpec(plan.mindie_specs[PLANES].shape, "float32"), grids: ArraySpec((1, 3), "int32")}
-        return replace(plan, write=write, mindie_specs=specs)
+        return msgspec.structs.replace(plan, mindie_specs=specs), write
 
     def sample(self, total: int, fps: float | None, settings: PixelSettings) -> list[int]:
         if settings.num_frames is not None:
@@ -200,7 +202,7 @@ class Qwen3VLProcessor(QwenProcessor):
         if kind == "image":
             return super().max_tokens(kind)
         data = self.worst_case(kind)
-        return self.plan(Media(kind, data), data, {}).num_features
+        return self.plan(Media(kind, data), data, {})[0].num_features
 
     def worst_case(self, kind: Kind) -> Data:
         """Return the data of an item that has `max_tokens` features.
@@ -228,7 +230,7 @@ class Qwen3VLProcessor(QwenProcessor):
 
     def _num_features(self, shape: tuple[int, int, int, int]) -> int:
         data = np.broadcast_to(_ZERO, shape)
-        return self.plan(Media("video", data), data, {}).num_features
+        return self.plan(Media("video", data), data, {})[0].num_features
 
 
 class Qwen3VLModel(QwenModel):

@@ -24,7 +24,7 @@ from mindie_mm.nn.checkpoint.config_keys import Keys, Required, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.checkpoint.folder_errors import check_pointer
-from mindie_mm.nn.family import Family, Placeholder, Plan, Processor
+from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Write
 from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.model import Model, ModelSpec, Positions
@@ -141,7 +141,7 @@ class QwenVLProcessor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((self.size, self.size, 3), np.uint8)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         image, size = open_image(data, drop_alpha=True), self.size  # like `convert("RGB")` in the original code
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -153,13 +153,13 @@ class QwenVLProcessor(Processor):
             else:
                 arrays[_BYTES][...] = resized
 
-        return Plan(
+        plan = Plan(
             num_features=self.num_queries,
             specs={_BYTES: ArraySpec((size, size, 3), "uint8")},
             settings=f"image {size}x{size}, Pillow's bicubic",
-            write=write,
             mindie_specs={_PIXELS: ArraySpec((1, 3, size, size), "float32")},
         )
+        return plan, write
 
 
 class QwenVLModel(Model):

@@ -20,7 +20,7 @@ from mindie_mm.media.video.frames import check_asked, comes_sampled, num_taken
 from mindie_mm.models._idefics import DEFAULTS, IdeficsModel, IdeficsProcessor, read_size, resized, tile_side
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.shm import ArraySpec
 
@@ -100,7 +100,7 @@ class SmolVLMProcessor(IdeficsProcessor):
         shown = (f"\nFrame from {time // 60:02d}:{time % 60:02d}:{self.spell_whole()}" for time in seconds)
         return Spelling(f"{intro}{''.join(shown)}\n\n", self.runs(frames))
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         if media.kind == "image":
             return super().plan(media, data, counts)
         video = open_video(data, media.options.sample_fps)
@@ -115,13 +115,13 @@ class SmolVLMProcessor(IdeficsProcessor):
             for place, frame in zip(arrays["pixel_values"], video.decode(indices), strict=True):
                 place[...] = resize(resize(frame, *first, resample), side, side, resample)
 
-        return Plan(
+        plan = Plan(
             num_features=len(indices) * self.tile_features,
             specs={"pixel_values": ArraySpec((len(indices), side, side, 3), "uint8")},
             settings=f"frames {indices}, {first}, then {side}, {resample}",
-            write=write,
             grid=(int(duration), *(int(index / fps) for index in indices)),
         )
+        return plan, write
 
     def _sample(self, video: Video, options: MediaOptions) -> list[int]:
         """Return the ascending indices of the sampled frames.

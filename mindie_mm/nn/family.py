@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -76,9 +77,15 @@ class Spelling:
     """A second placeholder id in `runs`, such as that of a film's sound. Its embeddings are replaced, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A plan for turning one media item into arrays in shared memory. The plan is made before anything is allocated."""
+Write = Callable[[Mapping[str, np.ndarray[Any, Any]]], None]
+"""Function that decodes and preprocesses an item into the arrays of `Plan.specs` or of `Plan.mindie_specs`."""
+
+
+class Plan(msgspec.Struct, frozen=True, tag="planned"):
+    """A plan for turning one media item into arrays in shared memory. The plan is made before anything is allocated.
+
+    A decoder sends it to the tokenizer process.
+    """
 
     num_features: int
     """Number of features of the item, which is also the number of its placeholder ids."""
@@ -89,20 +96,24 @@ class Plan:
 
     The digest is a hash of this text and the source.
     """
-    write: Callable[[Mapping[str, np.ndarray[Any, Any]]], None]
-    """Function that decodes and preprocesses the item into the arrays of `specs` or of `mindie_specs`."""
     grid: tuple[int, ...] = ()
     """Geometry that only the family interprets, such as patches (t, h, w).
 
     The model reads it from `MediaShape.grid`.
     """
-    mindie_specs: Mapping[str, ArraySpec] = field(default_factory=dict)
+    mindie_specs: Mapping[str, ArraySpec] = {}
     """Arrays of the item in MindIE's wire format. The keys are the field names of the kind's layout.
 
     Empty if this format cannot describe the item.
     """
     leaves_out_sound: bool = False
     """Whether the item is a video whose sound the model could hear, but `use_audio_in_video` is not set."""
+    picture_pixels: int = 0
+    """`Work.picture_pixels` of this item alone. A family leaves this and the following fields out."""
+    video_pixels: int = 0
+    """`Work.video_pixels` of this item alone."""
+    num_pages: int = 0
+    """Number of pages of the document if the item is one of its pages."""
 
 
 class Processor(ABC):
@@ -147,8 +158,10 @@ class Processor(ABC):
         return own or tokenizers or self.traits.chat_template
 
     @abstractmethod
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
-        """Plan the arrays of one item. Read only the headers of the source if they suffice.
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
+        """Plan the arrays of one item, and return the plan with the function that writes the arrays.
+
+        Read only the headers of the source if they suffice.
 
         Args:
             media: The item.

@@ -10,7 +10,7 @@ import numpy as np
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.media.image.preprocess import Preprocess
-from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.nn.family import Plan, Processor, Write
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.shm import ArraySpec
 
@@ -36,7 +36,7 @@ class OneSizeProcessor(Processor):
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((*self.size, 3), np.uint8)
 
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> Plan:
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         image = open_image(data)
         self.steps.check(image.height, image.width)
 
@@ -44,4 +44,4 @@ class OneSizeProcessor(Processor):
             arrays["pixel_values"][0] = self.steps.apply(image.decode())
 
         specs = {"pixel_values": ArraySpec((1, *self.size, 3), "uint8")}
-        return Plan(self.num_features, specs, f"image {self.steps}", write)
+        return Plan(self.num_features, specs, f"image {self.steps}"), write

@@ -13,7 +13,7 @@ from mindie_mm.decode import Decoders, Group
 from mindie_mm.decode.decoder_messages import Item
 from mindie_mm.decode.digest import content_digest, parcel_digest
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
-from mindie_mm.decode.planning import plan_embeddings, under_caps
+from mindie_mm.decode.planning import plan_item
 from mindie_mm.errors import InputError, LimitExceeded, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media.guard import cancellation
@@ -149,22 +149,22 @@ class _RequestMedia(RequestMedia):
         counts = self._stage.planner.counts(media)
         plans = await gather_in_order([self._plan_item(item, index, counts) for index, item in enumerate(media)])
         of_prompt = Work(self._stage.caps)
-        for item, pixels in plans:
+        for item in plans:
             with naming(item.name):
-                of_prompt.add_picture(pixels.picture_pixels)
-                of_prompt.add_video(pixels.video_pixels)
-        return [item for item, _ in plans]
+                of_prompt.add_picture(item.plan.picture_pixels)
+                of_prompt.add_video(item.plan.video_pixels)
+        return plans
 
-    async def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> tuple[PlannedItem, Work]:
+    async def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> PlannedItem:
         stage, planner = self._stage, self._stage.planner
-        pixels = Work(stage.caps)
         with naming(f"media item {index} ({media.kind})"):
             planner.check_options(media.options)
             if isinstance(media.source, Embeddings):
-                plan = plan_embeddings(planner.processor, media.kind, media.source)
-                planned = planner.item(index, media.kind, under_caps(plan, stage.caps))
+                planned = planner.item(
+                    index, media.kind, *plan_item(planner.processor, media, media.source, counts, stage.caps)
+                )
                 self._sources[planned] = media.source
-                return planned, pixels
+                return planned
             parcel = await self._packed(media)
             counting = decodes_to_count()
             item = Item(
@@ -172,17 +172,14 @@ class _RequestMedia(RequestMedia):
                 page=media.page,
                 is_embeddings=media.is_embeddings,
             )
-            facts = await stage.decoders.plan(self._group, item, parcel.descriptor)
+            plan = await stage.decoders.plan(self._group, item, parcel.descriptor)
             # A compromised decoder could return so many features that the prompt's ids use all memory.
-            planner.require_makes(media.kind, facts.num_features, facts.grid)
-            if facts.num_features > (most := stage.room.arena.capacity_bytes // _LEAST_FEATURE_BYTES):
-                raise LimitExceeded(
-                    f"the item has {facts.num_features} features; the arena has room for at most {most}"
-                )
-            pixels.picture_pixels, pixels.video_pixels = facts.picture_pixels, facts.video_pixels
-            planned = planner.item(index, media.kind, facts.plan())
+            planner.require_makes(media.kind, plan.num_features, plan.grid)
+            if plan.num_features > (most := stage.room.arena.capacity_bytes // _LEAST_FEATURE_BYTES):
+                raise LimitExceeded(f"the item has {plan.num_features} features; the arena has room for at most {most}")
+            planned = planner.item(index, media.kind, plan)
             self._sources[planned] = item, parcel
-            return planned, pixels
+            return planned
 
     async def _packed(self, media: Media) -> Parcel:
         if (parcel := pack_file(media)) is not None:
@@ -212,7 +209,8 @@ class _RequestMedia(RequestMedia):
         """Write the arrays of an item, and return the digest of its content."""
         stage, source, settings = self._stage, self._sources[item], item.plan.settings
         if isinstance(source, Embeddings):
-            item.plan.write(block)
+            assert item.write is not None
+            item.write(block)
             return content_digest(settings, source.array, salt)
         request, parcel = source
         arrays = {name: block[name] for name in item.plan.specs}

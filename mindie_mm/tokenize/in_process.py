@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from mindie_mm.decode.digest import content_digest
-from mindie_mm.decode.planning import page_of, plan_embeddings, plan_item, under_caps
+from mindie_mm.decode.planning import page_of, plan_item
 from mindie_mm.errors import InputError, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media.document.pages import DocumentPage
-from mindie_mm.media.guard.caps import under
+from mindie_mm.media.guard.caps import Work, under
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.source import read_source
 from mindie_mm.nn.family import Processor
@@ -79,19 +79,20 @@ class _RequestMedia(RequestMedia):
 
     def _plan_prompt(self, media: Sequence[Media]) -> list[PlannedItem]:
         counts = self._planner.counts(media)
-        with under(self._caps):
-            return [self._plan_item(item, index, counts) for index, item in enumerate(media)]
+        of_prompt, items = Work(self._caps), []
+        for index, item in enumerate(media):
+            with naming(f"media item {index} ({item.kind})"):
+                items.append(planned := self._plan_item(item, index, counts))
+                of_prompt.add_picture(planned.plan.picture_pixels)
+                of_prompt.add_video(planned.plan.video_pixels)
+        return items
 
     def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> PlannedItem:
-        with naming(f"media item {index} ({media.kind})"):
-            self._planner.check_options(media.options)
-            if isinstance(media.source, Embeddings):
-                data: Data = np.ascontiguousarray(media.source.array)
-                plan = under_caps(plan_embeddings(self._processor, media.kind, media.source), self._caps)
-            else:
-                data = read_source(media)
-                plan = plan_item(self._processor, media, page_of(media, data), counts, self._caps)
-            self._wire.check(plan, media.kind)
-            item = self._planner.item(index, media.kind, plan)
-        self._data[item] = data
+        self._planner.check_options(media.options)
+        with under(self._caps):
+            data = media.source if isinstance(media.source, Embeddings) else read_source(media)
+        plan, write = plan_item(self._processor, media, data, counts, self._caps)
+        self._wire.check(plan, media.kind)
+        item = self._planner.item(index, media.kind, plan, write)
+        self._data[item] = np.ascontiguousarray(data.array) if isinstance(data, Embeddings) else data
         return item

@@ -71,7 +71,8 @@ class MindIEWire(ItemWire):
                 segments[field.name], arrays[field.name] = _segment(spec, path_file, undo)
             else:
                 arrays[field.name] = np.empty(spec.shape, spec.dtype)
-        item.plan.write(arrays)
+        assert item.write is not None
+        item.write(arrays)
         words = list(layout.words({name: segment.name for name, segment in segments.items()}, arrays))
         if layout.enclosed:
             token, num_pads = item.shape.token, item.plan.num_features - len(words) - 2
@@ -82,7 +83,8 @@ class MindIEWire(ItemWire):
         """Store each row of the item's array in its own segment. Yield the words and placeholders of all runs."""
         ((name, spec),) = item.plan.mindie_specs.items()
         rows = np.empty(spec.shape, spec.dtype)
-        item.plan.write({name: rows})
+        assert item.write is not None
+        item.write({name: rows})
         token, run_length = item.shape.token, item.plan.num_features // len(rows)
         for i in range(len(rows)):
             segment, array = _segment(ArraySpec(rows[i : i + 1].shape, spec.dtype), path_file, undo)
@@ -127,7 +129,8 @@ class MindIEPromptWire(Wire):
             words += [encode_shm_name_to_int64(segment.name), encode_shape_to_int64(joined.shape)]
         for (item, _), arrays in zip(items, parts, strict=True):
             with naming(item.name):
-                item.plan.write(arrays)
+                assert item.write is not None
+                item.write(arrays)
         ids = np.full_like(prompt.ids, self._pad) if self._layout.replaces_ids else prompt.ids.copy()
         ids[start : start + len(words)] = words
         return replace(prompt, ids=ids)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from mindie_mm.errors import InputError, LimitExceeded, OperationalError
 from mindie_mm.inputs import PROMPT, Kind, Media, MediaOptions, require_within
-from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import ITEM, MediaShape
@@ -26,6 +26,8 @@ class PlannedItem:
     plan: Plan
     index: int
     """Index of the item among the media of its prompt."""
+    write: Write | None = None
+    """Function that writes the item's arrays. None if a decoder process writes them."""
 
     @property
     def shape(self) -> MediaShape:
@@ -113,7 +115,7 @@ class Planner:
                 f"a decoder planned {num_features} features and the grid {grid}, which is not possible for this model"
             )
 
-    def item(self, index: int, kind: Kind, plan: Plan) -> PlannedItem:
+    def item(self, index: int, kind: Kind, plan: Plan, write: Write | None = None) -> PlannedItem:
         """Create the planned item for `plan`. Warn of the first video whose sound is left out."""
         processor = self.processor
         if plan.leaves_out_sound and not self._has_warned:
@@ -121,7 +123,8 @@ class Planner:
             _log.warning("a video has sound, which is left out; set use_audio_in_video to include it")
         if kind == PROMPT:
             placeholder = text_placeholder(processor)
-            return PlannedItem(Expansion(kind, placeholder, plan.num_features, Spelling()), plan, index)
+            return PlannedItem(Expansion(kind, placeholder, plan.num_features, Spelling()), plan, index, write)
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         assert spelling is not None, f"the {kind} was planned with {plan.num_features} features and {plan.grid}"
-        return PlannedItem(Expansion(kind, processor.placeholders[kind], plan.num_features, spelling), plan, index)
+        expansion = Expansion(kind, processor.placeholders[kind], plan.num_features, spelling)
+        return PlannedItem(expansion, plan, index, write)

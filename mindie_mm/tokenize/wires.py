@@ -54,7 +54,7 @@ class Wire(ABC):
 
         Raises:
             ArenaFull: The arena has no free memory for an item.
-            SharedMemoryError: Shared memory cannot be used. The errors of `item.plan.write` are raised, too.
+            SharedMemoryError: Shared memory cannot be used. The errors of `item.write` are raised, too.
 
         """
 
@@ -153,7 +153,8 @@ class NativeWire(ItemWire):
             block[ITEM][...] = item.shape.values
             faults.point("mid-fill")
             if not self._preprocessed.copy(content, block):
-                item.plan.write(block)
+                assert item.write is not None
+                item.write(block)
                 self._preprocessed.keep(content, {name: block[name] for name in item.plan.specs})
             faults.point("filled")
             ref = block.publish(content)
@@ -180,7 +181,8 @@ class DiskWire(ItemWire):
         undo.callback(self.arena.roll_back, self.arena.num_blocks)
         with self.arena.allocate(item.specs) as block:
             block[ITEM][...] = item.shape.values
-            item.plan.write(block)
+            assert item.write is not None
+            item.write(block)
             content = digest()
             words = block.publish(content).to_words()
         self.stored.append((content, item.specs))

@@ -16,14 +16,13 @@ import psutil
 import pytest
 
 from mindie_mm.decode import Decoders, Group
-from mindie_mm.decode.decoder_messages import DecoderSetup, Facts, Item
+from mindie_mm.decode.decoder_messages import DecoderSetup, Item
 from mindie_mm.decode.nursery import load_processor
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
-from mindie_mm.decode.planning import page_of, plan_item
+from mindie_mm.decode.planning import plan_item
 from mindie_mm.inputs import Media
-from mindie_mm.media.guard.caps import under
 from mindie_mm.media.source import read_source
-from mindie_mm.nn.family import Processor
+from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.processes.restarts import Starter
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import Arena, Block, release
@@ -42,13 +41,12 @@ class Bench:
 
     def arrays_in_process(self, media: Media) -> Arrays:
         """Decode an item in this process, and return its arrays."""
-        with under(MediaCaps()):
-            plan = plan_item(self._processor, media, page_of(media, read_source(media)), {media.kind: 1}, MediaCaps())
+        plan, write = plan_item(self._processor, media, read_source(media), {media.kind: 1}, MediaCaps())
         arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
-        plan.write(arrays)
+        write(arrays)
         return arrays
 
-    async def plan(self, media: Media, group: Group | None = None) -> Facts:
+    async def plan(self, media: Media, group: Group | None = None) -> Plan:
         with packed(media) as parcel:
             return await self.decoders.plan(group or Group(), item_of(media, parcel), parcel.descriptor)
 
@@ -59,23 +57,23 @@ class Bench:
         """
         with packed(media) as parcel:
             item = item_of(media, parcel)
-            facts = await self.decoders.plan(Group(), item, parcel.descriptor)
-            with self.block(facts) as block:
+            plan = await self.decoders.plan(Group(), item, parcel.descriptor)
+            with self.block(plan) as block:
                 before_write()
-                await self.write(item, parcel, facts, block)
+                await self.write(item, parcel, plan, block)
                 return {name: np.array(array) for name, array in block.items()}
 
     @contextmanager
-    def block(self, facts: Facts) -> Iterator[Block]:
+    def block(self, plan: Plan) -> Iterator[Block]:
         """Yield a block for an item. Free the block at the end."""
-        blocks = self.arena.try_allocate([facts.plan().specs], path_file=self.path_file)
+        blocks = self.arena.try_allocate([plan.specs], path_file=self.path_file)
         assert blocks is not None
         (block,) = blocks
         with block:
             yield block
 
-    async def write(self, item: Item, parcel: Parcel, facts: Facts, block: Block, group: Group | None = None) -> None:
-        arrays = {name: block[name] for name in facts.specs}
+    async def write(self, item: Item, parcel: Parcel, plan: Plan, block: Block, group: Group | None = None) -> None:
+        arrays = {name: block[name] for name in plan.specs}
         await self.decoders.write(group or Group(), item, parcel.descriptor, arrays)
 
     async def whole(self) -> list[int]:

@@ -54,9 +54,9 @@ async def test_an_item_is_written_again_when_its_decoder_is_killed_while_writing
     before = await bench.whole()
     with packed(SMALL) as parcel:
         item = item_of(SMALL, parcel)
-        facts = await bench.decoders.plan(Group(), item, parcel.descriptor)
-        with bench.block(facts) as block, stopped(*before):
-            task = asyncio.create_task(bench.write(item, parcel, facts, block))
+        plan = await bench.decoders.plan(Group(), item, parcel.descriptor)
+        with bench.block(plan) as block, stopped(*before):
+            task = asyncio.create_task(bench.write(item, parcel, plan, block))
             await until(lambda: busy(bench.decoders))
             (pid,) = busy(bench.decoders)
             os.kill(pid, signal.SIGKILL)
@@ -103,9 +103,9 @@ async def test_a_decoder_that_hangs_over_a_cancelled_item_is_killed(bench: Bench
     before = await bench.whole()
     with packed(SMALL) as parcel:
         item = item_of(SMALL, parcel)
-        facts = await bench.decoders.plan(Group(), item, parcel.descriptor)
-        with bench.block(facts) as block, stopped(*before):
-            task = asyncio.create_task(bench.write(item, parcel, facts, block))
+        plan = await bench.decoders.plan(Group(), item, parcel.descriptor)
+        with bench.block(plan) as block, stopped(*before):
+            task = asyncio.create_task(bench.write(item, parcel, plan, block))
             await until(lambda: busy(bench.decoders))
             (pid,) = busy(bench.decoders)
             (other,) = set(before) - {pid}
@@ -165,11 +165,11 @@ async def test_the_decoder_that_planned_an_item_writes_it(bench: Bench) -> None:
                 occupied = asyncio.create_task(bench.plan(SMALL)) if other == before[0] else None
                 if occupied:
                     await until(lambda: busy(bench.decoders))
-                facts = await bench.decoders.plan(group, item, parcel.descriptor)
+                plan = await bench.decoders.plan(group, item, parcel.descriptor)
             if occupied:
                 await occupied
-            with bench.block(facts) as block, stopped(*before):
-                task = asyncio.create_task(bench.write(item, parcel, facts, block, group))
+            with bench.block(plan) as block, stopped(*before):
+                task = asyncio.create_task(bench.write(item, parcel, plan, block, group))
                 await until(lambda: busy(bench.decoders))
                 assert busy(bench.decoders) == [pid]
                 for one in before:
@@ -368,7 +368,7 @@ async def test_an_item_is_planned_again_when_its_decoder_hangs(
         pids = decoders.pids
         with stopped(*pids), packed(SMALL) as parcel:
             items = [decoders.plan(Group(), item_of(SMALL, parcel), parcel.descriptor) for _ in range(2)]
-            assert [facts.num_features for facts in await asyncio.gather(*items)] == [20, 20]
+            assert [plan.num_features for plan in await asyncio.gather(*items)] == [20, 20]
         assert not set(pids) & set(decoders.pids)
     finally:
         await decoders.close()

@@ -37,9 +37,9 @@ async def test_an_image_is_the_same_in_a_decoder(bench: Bench, name: str) -> Non
 
 async def test_the_pages_of_a_tiff_are_decoded_and_have_digests_of_their_own(bench: Bench) -> None:
     pages = [Media("image", PAGES, page=index) for index in (0, 1)]
-    facts = [await bench.plan(page) for page in pages]
-    assert [one.num_pages for one in facts] == [2, 2]
-    assert len({one.settings for one in facts}) == 2
+    plans = [await bench.plan(page) for page in pages]
+    assert [one.num_pages for one in plans] == [2, 2]
+    assert len({one.settings for one in plans}) == 2
     arrays = [await bench.arrays(page) for page in pages]
     assert all(same(found, bench.arrays_in_process(page)) for found, page in zip(arrays, pages, strict=True))
     assert not same(*arrays)

@@ -54,9 +54,9 @@ async def test_a_page_is_the_same_in_a_decoder(bench: Bench, pdf: bytes) -> None
 
 async def test_pages_of_one_pdf_have_different_digests(bench: Bench) -> None:
     pdf = two_pages()
-    facts = [await bench.plan(Media("image", pdf, page=index)) for index in (0, 1)]
-    assert len({one.settings for one in facts}) == 2
-    assert [one.num_pages for one in facts] == [2, 2]
+    plans = [await bench.plan(Media("image", pdf, page=index)) for index in (0, 1)]
+    assert len({one.settings for one in plans}) == 2
+    assert [one.num_pages for one in plans] == [2, 2]
 
 
 def test_a_page_shows_its_picture_and_its_text() -> None:

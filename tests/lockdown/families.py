@@ -37,9 +37,9 @@ def digests(processors: Mapping[str, Processor], media: Mapping[str, bytes]) -> 
 
 def digest_of(processor: Processor, item: Media, data: bytes) -> str:
     with under(MediaCaps()):
-        plan = processor.plan(item, data, Counter({item.kind: 1}))
+        plan, write = processor.plan(item, data, Counter({item.kind: 1}))
         arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
-        plan.write(arrays)
+        write(arrays)
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays.values())).hexdigest()
 
 

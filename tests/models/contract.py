@@ -825,7 +825,7 @@ class FamilyContract:
             pytest.skip("other devices run the step")
         worst = WorstCase(model, processor, CPU(), EngineConfig(max_model_len=min(model.spec.max_model_len, 1024)))
         works = [worst._prefill(min(model.spec.max_model_len, size)) for size in (24, 256)]
-        works += [worst._encode(kind, worst._largest_plan(kind), 2) for kind in family_named(self.name).kinds]
+        works += [worst._encode(kind, *worst._largest_plan(kind), 2) for kind in family_named(self.name).kinds]
         ids = [torch.arange(8)] * (2 if isinstance(model, Seq2SeqModel) else 1)
         before = model.logits(*ids)
         for work in works:
@@ -836,7 +836,7 @@ class FamilyContract:
     def test_the_worst_case_takes_the_most_tokens(self, processor):
         for kind in family_named(self.name).kinds:
             data = processor.worst_case(kind)
-            plan = processor.plan(Media(kind, data), data, {kind: 1})
+            plan, _ = processor.plan(Media(kind, data), data, {kind: 1})
             most = processor.max_tokens(kind)
             assert 0.9 * most <= plan.num_features <= most, kind
             self.assert_a_slot_for_each_feature(processor, kind, plan)
@@ -849,7 +849,7 @@ class FamilyContract:
         data = encode_video(frames, fps=10) if encoded else frames
 
         def planned(**options: Any) -> Plan:
-            return processor.plan(Media("video", data, MediaOptions(**options)), data, {"video": 1})
+            return processor.plan(Media("video", data, MediaOptions(**options)), data, {"video": 1})[0]
 
         def taken(**options: Any) -> int:
             return len(literal_eval(re.search(r"\[.*?\]", planned(**options).settings)[0]))
@@ -890,7 +890,7 @@ class FamilyContract:
         for total, rate, options in cases:
             video, case = replace(video, num_frames=total, fps=rate), (total, rate, options)
             with under(MediaCaps()), suppress(InputError):
-                plan = processor.plan(Media("video", b"", MediaOptions(**options)), b"", {"video": 1})
+                plan, _ = processor.plan(Media("video", b"", MediaOptions(**options)), b"", {"video": 1})
                 taken = literal_eval(re.search(r"\[.*?\]", plan.settings)[0])
                 assert taken == sorted(taken), case
                 assert 0 <= taken[0] <= taken[-1] < total, case
@@ -915,7 +915,7 @@ class FamilyContract:
             frames = moving_frames(total, 48, 32)
             for data in (frames, tuple(frames)):
                 with suppress(LimitExceeded):  # small checkpoints accept only few frames
-                    plan = processor.plan(Media("video", data, MediaOptions(num_frames=count)), data, {"video": 1})
+                    plan, _ = processor.plan(Media("video", data, MediaOptions(num_frames=count)), data, {"video": 1})
                     taken = literal_eval(re.search(r"\[.*?\]", plan.settings)[0])
                     assert len(taken) == count
                     assert taken[-1] < total
@@ -926,9 +926,9 @@ class FamilyContract:
             return
         data, whole = (CASES / "last_byte_missing.mp4").read_bytes(), encode_video(moving_frames(47, 48, 32), fps=25)
         for options in ({}, {"num_frames": 2}, {"num_frames": 4}):
-            plan = processor.plan(Media("video", data, MediaOptions(**options)), data, {"video": 1})
+            plan, _ = processor.plan(Media("video", data, MediaOptions(**options)), data, {"video": 1})
             taken = literal_eval(re.search(r"\[.*?\]", plan.settings)[0])
-            expected = processor.plan(Media("video", whole, MediaOptions(**options)), whole, {"video": 1})
+            expected, _ = processor.plan(Media("video", whole, MediaOptions(**options)), whole, {"video": 1})
             assert taken == literal_eval(re.search(r"\[.*?\]", expected.settings)[0])
             assert len(tokenizer.tokenize([{"video": data, **options}, {"text": "Hm?"}], path_file))
 
@@ -966,9 +966,9 @@ class FamilyContract:
         """Newly allocated shared memory may contain bytes of an earlier item, so every byte must be overwritten."""
 
         def written(media: Media, fill: int) -> dict[str, bytes]:
-            plan = processor.plan(media, read_source(media), Counter([media.kind]))
+            plan, write = processor.plan(media, read_source(media), Counter([media.kind]))
             arrays = {name: np.full(spec.nbytes, fill, np.uint8) for name, spec in plan.specs.items()}
-            plan.write({name: arrays[name].view(spec.dtype).reshape(spec.shape) for name, spec in plan.specs.items()})
+            write({name: arrays[name].view(spec.dtype).reshape(spec.shape) for name, spec in plan.specs.items()})
             return {name: array.tobytes() for name, array in arrays.items()}
 
         for name, items in self.prompts.items():
@@ -980,9 +980,8 @@ class FamilyContract:
             found = media_of(parse_inputs(items))
             counts = Counter(media.kind for media in found)
             for media in found:
-                self.assert_a_slot_for_each_feature(
-                    processor, media.kind, processor.plan(media, read_source(media), counts)
-                )
+                plan, _ = processor.plan(media, read_source(media), counts)
+                self.assert_a_slot_for_each_feature(processor, media.kind, plan)
 
     @pytest.mark.slow  # the shorter suite tests the service with the families that call this test
     def test_served_tokens_equal_the_models(self, path, device, model, tokenizer, path_file, tmp_path):

@@ -181,7 +181,7 @@ class TestInternVL(MindIEContract, ExtremeShapes, FamilyContract):
     @pytest.mark.parametrize("options", [{}, {"num_frames": 4}, {"fps": 3.0}], ids=str)
     def test_an_encoded_video_is_sampled_as_the_reference_does(self, options, processor, path, model):
         video = encode_video(moving_frames(9), fps=10)
-        plan = processor.plan(Media("video", video, options=MediaOptions(**options)), video, {"video": 1})
+        plan, write = processor.plan(Media("video", video, options=MediaOptions(**options)), video, {"video": 1})
         metadata = {"total_num_frames": 9, "fps": 10.0}
         expected = InternVLVideoProcessor.from_pretrained(path)(
             [decode_all(video)],
@@ -191,7 +191,7 @@ class TestInternVL(MindIEContract, ExtremeShapes, FamilyContract):
             **options,
         )
         found = {"pixel_values": np.empty(plan.specs["pixel_values"].shape, np.uint8)}
-        plan.write(found)
+        write(found)
         pixels = model.normalizations["video"](torch.from_numpy(found["pixel_values"]))
         assert torch.equal(pixels, expected["pixel_values_videos"][0])
 

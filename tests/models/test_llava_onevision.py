@@ -97,12 +97,12 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
     @pytest.mark.parametrize("options", [{}, {"num_frames": 4}, {"fps": 3.0}], ids=str)
     def test_an_encoded_video_is_sampled_as_the_reference_does(self, options, processor, path, model):
         video = encode_video(moving_frames(9), fps=10)
-        plan = processor.plan(Media("video", video, options=MediaOptions(**options)), video, {"video": 1})
+        plan, write = processor.plan(Media("video", video, options=MediaOptions(**options)), video, {"video": 1})
         frames = decode_all(video)
         indices = default_sample_indices_fn(VideoMetadata(total_num_frames=9, fps=10.0), **options)
         expected = LlavaOnevisionVideoProcessor.from_pretrained(path)([frames[indices]], return_tensors="pt")
         found = {"pixel_values_videos": np.empty(plan.specs["pixel_values_videos"].shape, np.uint8)}
-        plan.write(found)
+        write(found)
         pixels = model.normalizations["video"](torch.from_numpy(found["pixel_values_videos"]))
         assert torch.equal(pixels, expected["pixel_values_videos"][0])
 

@@ -167,9 +167,9 @@ class TestMolmo(FamilyContract):
     @pytest.mark.parametrize("size", [(1, 5000), (112, 112), (111, 3000), (2, 2)], ids=str)
     def test_pictures_of_any_shape_are_accepted(self, size, processor):
         data = np.full((*size, 3), 255, np.uint8)
-        plan = processor.plan(Media("image", data), data, {"image": 1})
+        plan, write = processor.plan(Media("image", data), data, {"image": 1})
         arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
-        plan.write(arrays)
+        write(arrays)
         assert all(np.abs(array - 1).max() < 1e-5 for array in arrays.values())
 
     def test_a_picture_is_centred_on_its_canvas(self):

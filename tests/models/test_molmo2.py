@@ -221,9 +221,9 @@ class TestMolmo2(FamilyContract):
         processor = family_named(self.name).processor(Checkpoint.open(other))
         for size in ((640, 480), (1000, 300), (50, 900)):
             pixels = np.asarray(photograph(size=size))
-            plan = processor.plan(Media("image", pixels), pixels, {"image": 1})
+            plan, write = processor.plan(Media("image", pixels), pixels, {"image": 1})
             arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
-            plan.write(arrays)
+            write(arrays)
             raw = Molmo2ImageProcessor(do_rescale=False, do_normalize=False)
             expected = raw([photograph(size=size)], return_tensors="pt")
             rows, columns = plan.grid
@@ -274,7 +274,7 @@ class TestMolmo2(FamilyContract):
         with pytest.raises(LimitExceeded, match=r"31 frames .* limit is 6"):
             processor.plan(Media("video", video, options=MediaOptions(num_frames=31)), video, {"video": 1})
         processor._max_frames = 64
-        plan = processor.plan(Media("video", video, options=MediaOptions(num_frames=31)), video, {"video": 1})
+        plan, _ = processor.plan(Media("video", video, options=MediaOptions(num_frames=31)), video, {"video": 1})
         assert len(plan.grid) == 31
 
     @pytest.mark.parametrize(

@@ -45,10 +45,10 @@ def processor(tmp_path) -> Qwen2VLProcessor:
 
 
 def preprocess(processor, kind, data, **options):
-    """Return the plan and the arrays that `plan.write` fills."""
-    plan = processor.plan(Media(kind, data, MediaOptions(**options)), data, {kind: 1})
+    """Return the plan and the arrays that `write` fills."""
+    plan, write = processor.plan(Media(kind, data, MediaOptions(**options)), data, {kind: 1})
     arrays = {name: np.full(spec.shape, 77, spec.dtype) for name, spec in plan.specs.items()}
-    plan.write(arrays)
+    write(arrays)
     return plan, {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
@@ -181,7 +181,7 @@ def test_given_frames_are_all_used(processor):
     ):
         preprocess(processor, "video", np.broadcast_to(frames[:1], (769, *frames.shape[1:])))
     many = np.broadcast_to(frames[:1, :28, :28], (769, 28, 28, 3))
-    plan = processor.plan(Media("video", many, MediaOptions(max_frames=768)), many, {"video": 1})
+    plan, _ = processor.plan(Media("video", many, MediaOptions(max_frames=768)), many, {"video": 1})
     assert plan.grid[0] == 384
 
 
@@ -205,7 +205,7 @@ def test_pixels_of_all_frames_can_be_bounded(tmp_path):
     expected = reference.Qwen2VLVideoProcessor(**config)(
         videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], return_tensors="pt"
     )
-    plan = processor.plan(Media("video", frames), frames, {"video": 1})
+    plan, _ = processor.plan(Media("video", frames), frames, {"video": 1})
     assert plan.num_features == expected["video_grid_thw"].prod() // 4
 
 

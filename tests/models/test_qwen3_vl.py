@@ -171,7 +171,7 @@ class TestQwen3VL(MindIEContract, FamilyContract):
         save_json(tmp_path, preprocessor_config=IMAGES, video_preprocessor_config=videos)
         processor = family_named(self.name).processor(Checkpoint.open(tmp_path))
         video = clip(*sizes)
-        plan = processor.plan(Media("video", video), video, {})
+        plan, _ = processor.plan(Media("video", video), video, {})
         expected = Qwen3VLVideoProcessor.from_pretrained(tmp_path)(videos=[video], return_tensors="pt")
         assert list(plan.grid[:3]) == expected["video_grid_thw"][0].tolist()
 

@@ -24,7 +24,7 @@ from mindie_mm.engine.towers import fetched_bytes
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.inputs import PROMPT, Kind, Media
 from mindie_mm.media.image.encoded_image import Data
-from mindie_mm.nn.family import Plan, Processor
+from mindie_mm.nn.family import Plan, Processor, Write
 from mindie_mm.nn.model import EMBEDDINGS, MediaModel, Model, Positions
 from mindie_mm.nn.paged_batch import Chunk, GraphBatch, PagedBatch, PagedCache
 from mindie_mm.nn.seq2seq import Seq2SeqModel
@@ -250,9 +250,10 @@ class WorstCase:
         """Return the memory for the features of the media in one step. PROMPT stands for embeddings of the prompt."""
         name = "embeddings of the prompt" if kind == PROMPT else f"the tower on {kind}s"
         settings = "max_tower_tokens, max_tower_bytes or max_model_len"
-        plan = self._largest_plan(kind)
-        if plan is None:
+        largest = self._largest_plan(kind)
+        if largest is None:
             return Part(name, 0, settings)
+        plan, _ = largest
         config = self._config
         features = plan.num_features
         item_bytes = sum(spec.nbytes for spec in plan.specs.values()) + features * self._model.spec.feature_bytes
@@ -261,28 +262,28 @@ class WorstCase:
         total = copies * features
         few = min(copies, 2) if self._device.computes_peaks else copies
 
-        def peak(one: Plan) -> int:
+        def peak(one: tuple[Plan, Write]) -> int:
             # A computed peak grows at most in proportion to the number of equal items, from two items on.
-            scale = total / (few * one.num_features)
-            return self._peak_bytes(name, [self._encode(kind, one, few)], settings, scale)
+            scale = total / (few * one[0].num_features)
+            return self._peak_bytes(name, [self._encode(kind, *one, few)], settings, scale)
 
         name = f"{name} ({total} features)"
         if self._device.computes_peaks and features > _LARGE:
-            pieces = [self._piece(kind, plan, part) for part in (_LARGE // 4, _LARGE // 2)]
-            if len({piece.num_features for piece in pieces}) == 2:
+            pieces = [self._piece(kind, largest, part) for part in (_LARGE // 4, _LARGE // 2)]
+            if len({piece.num_features for piece, _ in pieces}) == 2:
                 smaller, larger = map(peak, pieces)
                 if larger <= _LINEAR * smaller:
                     return Part(name, larger, settings)
-        return Part(name, peak(plan), settings)
+        return Part(name, peak(largest), settings)
 
-    def _piece(self, kind: Kind, whole: Plan, wanted: int) -> Plan:
+    def _piece(self, kind: Kind, whole: tuple[Plan, Write], wanted: int) -> tuple[Plan, Write]:
         """Return the plan of a piece of the largest item, with about `wanted` features, or `whole`."""
         worst = None if kind == PROMPT else self._largest(kind)
-        return whole if worst is None else self._try_plan(kind, _cut(worst, wanted, whole.num_features)) or whole
+        return whole if worst is None else self._try_plan(kind, _cut(worst, wanted, whole[0].num_features)) or whole
 
-    def _encode(self, kind: Kind, plan: Plan, number: int) -> Callable[[], object]:
+    def _encode(self, kind: Kind, plan: Plan, write: Write, number: int) -> Callable[[], object]:
         arrays = {name: np.zeros(spec.shape, spec.dtype) for name, spec in plan.specs.items()}
-        plan.write(arrays)
+        write(arrays)
         token = 0 if kind == PROMPT else self._processor.placeholders[kind].token
         shape = MediaShape(kind, token, plan.num_features, plan.grid)
         # A tower only looks up arrays by name, so a dict can replace the view.
@@ -290,29 +291,29 @@ class WorstCase:
         items = [MediaItem(slots, view, shape) for _ in range(number)]
         return torch.inference_mode()(lambda: self._model.features_of(items))
 
-    def _largest_plan(self, kind: Kind) -> Plan | None:
+    def _largest_plan(self, kind: Kind) -> tuple[Plan, Write] | None:
         if kind == PROMPT:
             shape = self._max_model_len, self._model.spec.hidden_size
-            return Plan(self._max_model_len, {EMBEDDINGS: ArraySpec(shape, "float32")}, "", lambda _: None)
+            return Plan(self._max_model_len, {EMBEDDINGS: ArraySpec(shape, "float32")}, ""), lambda _: None
         worst = self._largest(kind)
         return None if worst is None else self._plan(kind, worst)
 
     def _largest(self, kind: Kind) -> Data | None:
         """Return the family's largest item, cut to the maximum context length. Return None if no item fits."""
         worst = self._processor.worst_case(kind)
-        plan = self._plan(kind, worst)
+        plan, _ = self._plan(kind, worst)
         while plan.num_features > self._max_model_len:
             shorter = _cut(worst, self._max_model_len, plan.num_features)
             cut = self._try_plan(kind, shorter)
             if cut is None or getattr(shorter, "shape", None) == getattr(worst, "shape", None):
                 return None
-            worst, plan = shorter, cut
+            worst, (plan, _) = shorter, cut
         return worst
 
-    def _plan(self, kind: Kind, data: Data) -> Plan:
+    def _plan(self, kind: Kind, data: Data) -> tuple[Plan, Write]:
         return self._processor.plan(Media(kind, data), data, {kind: 1})
 
-    def _try_plan(self, kind: Kind, data: Data) -> Plan | None:
+    def _try_plan(self, kind: Kind, data: Data) -> tuple[Plan, Write] | None:
         try:
             return self._plan(kind, data)
         except MindieMMError:  # the family does not accept an item this short
