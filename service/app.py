@@ -29,7 +29,7 @@ from service.http import errors, page
 from service.http.access import Access, OwnHost, is_loopback
 from service.middleware import Middleware
 from service.request.admission import Admission
-from service.request.chat_format import ChatFormat, require_formats
+from service.request.chat_dialect import ChatDialect, require_formats
 from service.request.fingerprint import fingerprint
 from service.request.kept_media import KeptMedia
 from service.request.media import MediaPolicy
@@ -60,7 +60,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     model_names = tuple(dict.fromkeys(config.served_model_name)) or (checkpoint_name(worker.config.model or EMBEDDED),)
     admission = Admission(config.max_concurrent_requests, config.request_timeout_s, config.max_held_logprobs)
     metrics = Metrics(model_names[0])
-    chat_format = ChatFormat.of(worker, config)
+    chat_dialect = ChatDialect.of(worker, config)
     metrics.watch(lambda: [engine.stats for engine in worker.engine.engines])
     metrics.watch_processes(worker)
     metrics.watch_arenas(lambda: arenas_of(worker.tokenizer_stage.pids))
@@ -80,7 +80,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 admission=admission,
                 metrics=metrics,
                 tokens=TokenTexts(worker.tokenizer),
-                chat_format=chat_format,
+                chat_dialect=chat_dialect,
                 tokenizer_info=tokenizer_info(worker.config.model),
                 fingerprint=fingerprint(worker, model_names[0]),
                 created=int(time.time()),

@@ -26,7 +26,7 @@ from service.schemas.unknown_fields import pass_over_fields
 
 
 @dataclass(frozen=True, slots=True)
-class Form(ABC):
+class Responder(ABC):
     """One request, and the format of the answer."""
 
     call: Call
@@ -124,13 +124,18 @@ class Incoming:
             raise InputError(message, param="priority")
 
     def answered(
-        self, form: Form, *, stream: bool | None = False, last: str | None = DONE, timeout_s: float | None = None
+        self,
+        responder: Responder,
+        *,
+        stream: bool | None = False,
+        last: str | None = DONE,
+        timeout_s: float | None = None,
     ) -> Response:
-        """Return the response for `form`: a stream of events followed by `last`, or the whole answer."""
+        """Return the response for `responder`: a stream of events followed by `last`, or the whole answer."""
         admission = self.service.admission
         if stream:
-            return EventStream(form.events, admission, last, timeout_s)
-        return WholeAnswer(form.answer, admission, timeout_s)
+            return EventStream(responder.events, admission, last, timeout_s)
+        return WholeAnswer(responder.answer, admission, timeout_s)
 
 
 async def _incoming(request: Request, service: ServiceDep) -> Incoming:

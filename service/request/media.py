@@ -24,7 +24,7 @@ from mindie_mm.media.fetch.threads import Threads
 from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
 from mindie_mm.processes.tasks import gather, in_thread
 from mindie_mm.settings.config import ServiceConfig
-from service.request.formats import HEAD_BYTES, extension, is_base64_media
+from service.request.file_types import HEAD_BYTES, extension, is_base64_media
 from service.request.quota import NO_FILES, ItemQuota, MediaQuota
 
 _MAX_PATH = 4096

@@ -18,7 +18,7 @@ Part = Reasoning | Event
 
 
 @dataclass(frozen=True, slots=True)
-class MessageForm:
+class MessageRules:
     """Rules that turn the text of a request's choices into messages."""
 
     reasoning: ReasoningFormat | None = None
@@ -58,18 +58,18 @@ class MessageForm:
 class MessageReader:
     """Splits the text of one choice. The message does not depend on the pieces in which the text arrives."""
 
-    def __init__(self, form: MessageForm) -> None:
-        self._form = form
+    def __init__(self, rules: MessageRules) -> None:
+        self._rules = rules
         self._reasoning = (
             ReasoningParser(
-                form.reasoning, opened=form.opened, parser=form.parser, verbatim=not form.separates_reasoning
+                rules.reasoning, opened=rules.opened, parser=rules.parser, verbatim=not rules.separates_reasoning
             )
-            if form.reasoning
+            if rules.reasoning
             else None
         )
         self._held = ""
         """Reasoning that was read but not yet returned."""
-        self._calls = form.parser(form.tools, form.num_earlier_calls) if form.parser else None
+        self._calls = rules.parser(rules.tools, rules.num_earlier_calls) if rules.parser else None
 
     def push(self, text: str) -> list[Part]:
         """Read the next piece of the text, and return the new parts. The beginning of a marker may be held back."""
@@ -89,11 +89,11 @@ class MessageReader:
             if isinstance(part, Content):
                 read += self._released()
                 read += self._kept(self._calls.push(part.text) if self._calls else [part])
-            elif not self._form.shows_reasoning:
+            elif not self._rules.shows_reasoning:
                 continue
-            elif not self._form.separates_reasoning:
+            elif not self._rules.separates_reasoning:
                 read.append(Content(part.text))
-            elif self._form.streams_reasoning:
+            elif self._rules.streams_reasoning:
                 read.append(part)
             else:
                 self._held += part.text
@@ -109,14 +109,14 @@ class MessageReader:
         kept: list[Part] = []
         for event in events:
             if not isinstance(event, Content):
-                if self._form.parallel or event.index == 0:
+                if self._rules.parallel or event.index == 0:
                     kept.append(event)
             elif text := self._without_hidden(event.text):
                 kept.append(Content(text))
         return kept
 
     def _without_hidden(self, text: str) -> str:
-        for token in self._form.hidden:
+        for token in self._rules.hidden:
             text = text.replace(token, "")
         return text
 
@@ -135,13 +135,13 @@ class MessageParts:
             else:
                 self.answer.add([part])
 
-    def finish_reason(self, reason: ChatFinishReason | None, form: MessageForm) -> ChatFinishReason | None:
+    def finish_reason(self, reason: ChatFinishReason | None, rules: MessageRules) -> ChatFinishReason | None:
         """Return `tool_calls` if the choice stopped after a complete tool call, or else `reason`."""
         if reason != "stop" or not any(call.complete for call in self.answer.calls):
             return reason
-        return "function_call" if form.as_function else "tool_calls"
+        return "function_call" if rules.as_function else "tool_calls"
 
-    def message(self, form: MessageForm) -> ChatMessage:
+    def message(self, rules: MessageRules) -> ChatMessage:
         """Return the message of an answer that is not streamed."""
         calls = self.answer.calls
         content = self.answer.content
@@ -152,7 +152,7 @@ class MessageParts:
             "reasoning_content": self.reasoning or None,
             "reasoning": self.reasoning or None,
         }
-        if calls and form.as_function:
+        if calls and rules.as_function:
             message["function_call"] = {"name": calls[0].name, "arguments": calls[0].arguments}
         elif calls:
             message["tool_calls"] = [
@@ -162,7 +162,7 @@ class MessageParts:
         return message
 
 
-def delta_of(part: Part, form: MessageForm) -> ChatDelta | None:
+def delta_of(part: Part, rules: MessageRules) -> ChatDelta | None:
     """Return the delta that streams `part`, or None for the end of a call, which has no delta."""
     match part:
         case Content(text):
@@ -172,10 +172,12 @@ def delta_of(part: Part, form: MessageForm) -> ChatDelta | None:
         case CallStart(index, call_id, name):
             begun: FunctionDelta = {"name": name, "arguments": ""}
             call: ToolCallDelta = {"index": index, "id": call_id, "type": "function", "function": begun}
-            return {"function_call": begun} if form.as_function else {"tool_calls": [call]}
+            return {"function_call": begun} if rules.as_function else {"tool_calls": [call]}
         case CallArguments(index, text):
             more: FunctionDelta = {"arguments": text}
-            return {"function_call": more} if form.as_function else {"tool_calls": [{"index": index, "function": more}]}
+            return (
+                {"function_call": more} if rules.as_function else {"tool_calls": [{"index": index, "function": more}]}
+            )
         case CallEnd():
             return None
 
@@ -183,29 +185,29 @@ def delta_of(part: Part, form: MessageForm) -> ChatDelta | None:
 class ReasoningCount:
     """Counts the tokens of one choice before its reasoning ends."""
 
-    def __init__(self, tokenizer: Tokenizer, form: MessageForm, silent: Collection[int] | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, rules: MessageRules, silent: Collection[int] | None) -> None:
         """Create a counter. `silent` has the same meaning as in `TextStream`."""
-        self._form = form.reasoning
+        self._reasoning = rules.reasoning
         self._stream = TextStream(tokenizer, silent=silent)
         self._text = ""
-        self._begun = form.opened
-        self._is_over = form.reasoning is None
+        self._begun = rules.opened
+        self._is_over = rules.reasoning is None
         self.num_tokens = 0
 
     def push(self, token_ids: Iterable[int]) -> None:
         """Count the next tokens."""
         for token_id in token_ids:
-            if self._is_over or self._form is None:
+            if self._is_over or self._reasoning is None:
                 return
             self._text += self._stream.push(token_id)
             self.num_tokens += 1
             if not self._begun:
-                self._begin(self._form.start.rstrip())
-            if self._begun and self._form.end in self._text:
+                self._begin(self._reasoning.start.rstrip())
+            if self._begun and self._reasoning.end in self._text:
                 self._is_over = True
                 self.num_tokens -= 1  # the token that ends the reasoning
             if self._begun:
-                self._text = self._text[-len(self._form.end) :]
+                self._text = self._text[-len(self._reasoning.end) :]
 
     def _begin(self, start: str) -> None:
         head = self._text.lstrip()

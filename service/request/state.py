@@ -13,7 +13,7 @@ from mindie_mm.errors import ModelNotFound, ServiceStopping
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.worker.worker import Worker
 from service.request.admission import Admission
-from service.request.chat_format import ChatFormat
+from service.request.chat_dialect import ChatDialect
 from service.request.kept_media import KeptMedia
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
@@ -44,7 +44,7 @@ class Service:
     admission: Admission
     metrics: Metrics
     tokens: TokenTexts
-    chat_format: ChatFormat
+    chat_dialect: ChatDialect
     """Format of tool calls and reasoning."""
     spool_probe: SpoolProbe
     """Checks whether files can be written to the spool."""

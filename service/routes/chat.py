@@ -16,9 +16,9 @@ from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.worker import Delta
-from service.request.chat_form import ChatForm
-from service.request.incoming import Form, IncomingDep
-from service.request.message import MessageForm, MessageParts, MessageReader, ReasoningCount, delta_of
+from service.request.chat_call import ChatCall
+from service.request.incoming import IncomingDep, Responder
+from service.request.message import MessageParts, MessageReader, MessageRules, ReasoningCount, delta_of
 from service.request.prompt_logprobs import prompt_logprobs
 from service.request.sse import DONE
 from service.request.text_logprobs import LogprobsBuffer
@@ -50,7 +50,7 @@ async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     use = body.tool_use(body.parallel_tool_calls)
     call = incoming.call(body, body, prefix="chatcmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
     budget = body.thinking_token_budget
-    form = ChatForm.of(
+    chat = ChatCall.of(
         call,
         use,
         body.messages,
@@ -59,21 +59,21 @@ async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
         stream_reasoning=body.stream_reasoning is not False,
         budget=None if budget == -1 else budget,
     )
-    return incoming.answered(_Chat(form.call, body, int(time.time()), use, form), stream=body.stream)
+    return incoming.answered(_Chat(chat.call, body, int(time.time()), use, chat), stream=body.stream)
 
 
 @dataclass(frozen=True, slots=True)
-class _Chat(Form):
+class _Chat(Responder):
     """One chat request."""
 
     body: ChatBody
     created: int
     use: ToolUse
-    form: ChatForm
+    chat: ChatCall
 
     def request(self) -> TokenizeRequest:
         """Return the request to the tokenizer process. Raise InputError if a template variable is not valid."""
-        messages, variables = self.form.format.request(
+        messages, variables = self.chat.dialect.request(
             self.body.messages, self.use, self.body.chat_template_kwargs, self.body.reasoning_effort
         )
         return TokenizeRequest(
@@ -91,11 +91,11 @@ class _Chat(Form):
 
     async def answer(self) -> ChatCompletion:
         async with self.call.prompts([self.request()]) as (source,):
-            form = await self.form.after(source.prompt)
-            choices = await form.call.choices([source])
+            chat = await self.chat.after(source.prompt)
+            choices = await chat.call.choices([source])
         faults.point("answered")
-        counts = [self._count(form) for _ in choices]
-        if form.message.reasoning:
+        counts = [self._count(chat) for _ in choices]
+        if chat.message.reasoning:
             for choice, count in zip(choices, counts, strict=True):
                 async for token_ids in in_turns(choice.token_ids, 4):
                     count.push(token_ids)
@@ -105,8 +105,8 @@ class _Chat(Form):
             "created": self.created,
             "model": self.call.service.model_name,
             "system_fingerprint": self.call.service.fingerprint,
-            "choices": [await self._choice(choice, form.message) for choice in choices],
-            "usage": usage([source.prompt], choices, num_reasoning=_total(form.message, counts)),
+            "choices": [await self._choice(choice, chat.message) for choice in choices],
+            "usage": usage([source.prompt], choices, num_reasoning=_total(chat.message, counts)),
             **self.call.timings(choices),
             **self._spans(source.prompt),
             "prompt_token_ids": self._prompt_ids(source.prompt),
@@ -122,22 +122,22 @@ class _Chat(Form):
         choices = [Choice(index=index) for index in range(self.call.n)]
         buffers = [self._logprobs_buffer() for _ in choices]
         async with self.call.prompts([self.request()]) as (source,):
-            form = await self.form.after(source.prompt)
-            streams = [_Stream(form.message, self._count(form)) for _ in choices]
+            chat = await self.chat.after(source.prompt)
+            streams = [_Stream(chat.message, self._count(chat)) for _ in choices]
             spans = self._spans(source.prompt)
             ids = self._prompt_ids(source.prompt)
             prompted: Prompted = {} if ids is None else {"prompt_token_ids": ids}
-            async with aclosing(form.call.deltas([source])) as deltas:
+            async with aclosing(chat.call.deltas([source])) as deltas:
                 async for index, delta in deltas:
                     first = not choices[index].texts
                     choices[index].add(delta)
                     if first:
                         so_far = self._so_far(source.prompt, choices, streams, len(delta.token_ids))
-                        head = _part(index, form.message.delta({"role": self.body.role, "content": ""}))
+                        head = _part(index, chat.message.delta({"role": self.body.role, "content": ""}))
                         yield {**self._chunk([head]), **spans, **prompted, **so_far}
                         spans, prompted = {}, {}  # only the first chunk of the answer has these fields
                         if echoed := self.body.echoed:
-                            yield {**self._chunk([_part(index, form.message.delta({"content": echoed}))]), **so_far}
+                            yield {**self._chunk([_part(index, chat.message.delta({"content": echoed}))]), **so_far}
                     logprobs = await self._logprobs(delta, buffers[index]) if self.body.logprobs else None
                     for chunk in streams[index].chunks(index, delta, logprobs, self._tokened(delta)):
                         yield {**self._chunk([chunk]), **self._so_far(source.prompt, choices, streams)}
@@ -159,10 +159,10 @@ class _Chat(Form):
         self, prompt: Prompt, choices: Sequence[Choice], streams: Sequence[_Stream], num_untold: int = 0
     ) -> Usage:
         counts = [stream.count for stream in streams]
-        return usage([prompt], choices, num_untold, _total(streams[0].form, counts))
+        return usage([prompt], choices, num_untold, _total(streams[0].rules, counts))
 
-    def _count(self, form: ChatForm) -> ReasoningCount:
-        return ReasoningCount(self.call.service.worker.tokenizer, form.message, self.call.silent)
+    def _count(self, chat: ChatCall) -> ReasoningCount:
+        return ReasoningCount(self.call.service.worker.tokenizer, chat.message, self.call.silent)
 
     def _spans(self, prompt: Prompt) -> Spanned:
         return {"media_spans": media_spans(prompt)} if self.body.media_spans else {}
@@ -177,21 +177,21 @@ class _Chat(Form):
             "choices": choices,
         }
 
-    async def _choice(self, choice: Choice, form: MessageForm) -> ChatChoice:
-        parts, reader = MessageParts(), MessageReader(form)
+    async def _choice(self, choice: Choice, rules: MessageRules) -> ChatChoice:
+        parts, reader = MessageParts(), MessageReader(rules)
         parts.add(reader.push(choice.text))
         parts.add(reader.finish(whole=_is_whole(choice)))
         return {
             "index": choice.index,
-            "message": self._message(parts, form),
+            "message": self._message(parts, rules),
             "logprobs": await self._logprobs(choice, self._logprobs_buffer()) if self.body.logprobs else None,
-            "finish_reason": parts.finish_reason(choice.finish_reason, form),
+            "finish_reason": parts.finish_reason(choice.finish_reason, rules),
             "stop_reason": choice.stop_reason,
             "token_ids": choice.token_ids if self.body.return_token_ids else None,
         }
 
-    def _message(self, parts: MessageParts, form: MessageForm) -> ChatMessage:
-        message = parts.message(form)
+    def _message(self, parts: MessageParts, rules: MessageRules) -> ChatMessage:
+        message = parts.message(rules)
         message["role"] = self.body.role
         if echoed := self.body.echoed:
             message["content"] = echoed + (message["content"] or "")
@@ -229,11 +229,11 @@ class _Chat(Form):
 class _Stream:
     """The chunks of one streamed choice."""
 
-    def __init__(self, form: MessageForm, count: ReasoningCount) -> None:
-        self.form = form
+    def __init__(self, rules: MessageRules, count: ReasoningCount) -> None:
+        self.rules = rules
         self.count = count
         """Counter of the reasoning tokens so far."""
-        self._reader = MessageReader(form)
+        self._reader = MessageReader(rules)
         self._parts = MessageParts()
 
     def chunks(
@@ -243,21 +243,21 @@ class _Stream:
         self.count.push(delta.token_ids)
         deltas: list[ChatDelta]
         has_tokens = bool(logprobs or tokened.get("token_ids"))
-        if self.form.is_plain:
+        if self.rules.is_plain:
             deltas = [{"content": delta.text}] if delta.text or has_tokens or delta.finish_reason else []
         else:
             parts = self._reader.push(delta.text)
             if delta.finish_reason:
                 parts += self._reader.finish(whole=_is_whole(delta))
             self._parts.add(parts)
-            deltas = [content for part in parts if (content := delta_of(part, self.form)) is not None]
+            deltas = [content for part in parts if (content := delta_of(part, self.rules)) is not None]
             if delta.finish_reason or (has_tokens and not deltas):
                 deltas.append({})
-        chunks: list[ChatChunkChoice] = [_part(index, self.form.delta(content)) for content in deltas]
+        chunks: list[ChatChunkChoice] = [_part(index, self.rules.delta(content)) for content in deltas]
         if chunks:
             chunks[0] = {**chunks[0], "logprobs": logprobs, **tokened}
             if delta.finish_reason:
-                chunks[-1]["finish_reason"] = self._parts.finish_reason(delta.finish_reason, self.form)
+                chunks[-1]["finish_reason"] = self._parts.finish_reason(delta.finish_reason, self.rules)
                 chunks[-1]["stop_reason"] = delta.stop_reason
         return chunks
 
@@ -267,9 +267,9 @@ def _is_whole(end: Choice | Delta) -> bool:
     return end.finish_reason == "stop" and not isinstance(end.stop_reason, str)
 
 
-def _total(form: MessageForm, counts: Sequence[ReasoningCount]) -> int | None:
+def _total(rules: MessageRules, counts: Sequence[ReasoningCount]) -> int | None:
     """Return the number of reasoning tokens, or None if the checkpoint does not write reasoning."""
-    return sum(count.num_tokens for count in counts) if form.reasoning else None
+    return sum(count.num_tokens for count in counts) if rules.reasoning else None
 
 
 def _part(index: int, delta: ChatDelta) -> ChatChunkChoice:

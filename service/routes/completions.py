@@ -16,7 +16,7 @@ from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.retry import PromptSource
-from service.request.incoming import Form, IncomingDep
+from service.request.incoming import IncomingDep, Responder
 from service.request.prompt_logprobs import prompt_logprobs
 from service.request.sse import DONE
 from service.request.text_logprobs import LogprobsBuffer
@@ -60,7 +60,7 @@ class _Written:
 
 
 @dataclass(frozen=True, slots=True)
-class _Completion(Form):
+class _Completion(Responder):
     """One completion request."""
 
     body: CompletionBody

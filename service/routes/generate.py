@@ -16,7 +16,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Answer
-from service.request.incoming import Form, Incoming, IncomingDep
+from service.request.incoming import Incoming, IncomingDep, Responder
 from service.routes.infer import Details, InferParameters, InputsBody, details
 from service.schemas.body import WHOLE, Array, TokenIds, must_be
 from service.schemas.description import answered, streamed
@@ -145,7 +145,7 @@ def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Generate(Form):
+class _Generate(Responder):
     """One /generate or /generate_stream request."""
 
     body: GenerateBody

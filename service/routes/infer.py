@@ -22,7 +22,7 @@ from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.worker import Answer
 from service.request.call import Call
-from service.request.incoming import Form, IncomingDep
+from service.request.incoming import IncomingDep, Responder
 from service.schemas.body import (
     INT32_MAX,
     WHOLE,
@@ -212,7 +212,7 @@ async def infer(body: InferBody, incoming: IncomingDep) -> Response:
 
 
 @dataclass(frozen=True, slots=True)
-class _Infer(Form):
+class _Infer(Responder):
     """One /infer request."""
 
     body: InferBody

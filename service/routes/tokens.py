@@ -126,7 +126,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
         messages = None
         variables = template_variables(body.chat_template_kwargs, use.offered, None, body.reasoning_effort)
     else:
-        messages, variables = service.chat_format.request(
+        messages, variables = service.chat_dialect.request(
             body.messages, use, body.chat_template_kwargs, body.reasoning_effort
         )
     wanted = TokenizeRequest(

@@ -13,7 +13,7 @@ from mindie_mm.tool_calls.events import Content, Reasoning
 from mindie_mm.tool_calls.reasoning import reasoning_named
 from mindie_mm.tool_calls.registry import parser_named
 from mindie_mm.tool_calls.tool import Tool
-from service.request.message import MessageForm, MessageParts, MessageReader, ReasoningCount, delta_of
+from service.request.message import MessageParts, MessageReader, MessageRules, ReasoningCount, delta_of
 from tests.service.conftest import TINY
 
 TOOLS = [
@@ -63,16 +63,16 @@ TEXTS: dict[str, tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = 
 }
 
 
-def form_of(given: dict[str, Any]) -> MessageForm:
+def rules_of(given: dict[str, Any]) -> MessageRules:
     made = dict(given)
     for key, named in (("reasoning", reasoning_named), ("parser", parser_named)):
         if key in made:
             made[key] = named(made[key])  # type: ignore[operator]
-    return MessageForm(tools=TOOLS, **made)
+    return MessageRules(tools=TOOLS, **made)
 
 
-def read(form: MessageForm, pieces: list[str], *, whole: bool = True) -> MessageParts:
-    reader, parts = MessageReader(form), MessageParts()
+def read(rules: MessageRules, pieces: list[str], *, whole: bool = True) -> MessageParts:
+    reader, parts = MessageReader(rules), MessageParts()
     for piece in pieces:
         parts.add(reader.push(piece))
     parts.add(reader.finish(whole=whole))
@@ -82,28 +82,28 @@ def read(form: MessageForm, pieces: list[str], *, whole: bool = True) -> Message
 @pytest.mark.parametrize("name", TEXTS)
 def test_no_split_of_a_text_changes_its_message(name: str) -> None:
     given, text, reasoning, content, calls = TEXTS[name]
-    form, rng = form_of(given), random.Random(name)
+    rules, rng = rules_of(given), random.Random(name)
     for attempt in range(200):
         cuts = sorted(rng.randrange(len(text) + 1) for _ in range(attempt % 12)) if attempt else range(len(text))
         pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        parts = read(form, pieces)
+        parts = read(rules, pieces)
         found = [(call.name, json.loads(call.arguments)) for call in parts.answer.calls]
         assert (parts.reasoning, parts.answer.content, found) == (reasoning, content, calls), pieces
-    message = parts.message(form)
+    message = parts.message(rules)
     assert ("tool_calls" in message, message["reasoning"] or "") == (bool(calls), reasoning)
-    assert parts.finish_reason("stop", form) == ("tool_calls" if calls else "stop")
-    assert parts.finish_reason("length", form) == "length"
+    assert parts.finish_reason("stop", rules) == ("tool_calls" if calls else "stop")
+    assert parts.finish_reason("length", rules) == "length"
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_reasoning_may_be_part_of_the_content(name: str) -> None:
     given, text, reasoning, content, calls = TEXTS[name]
-    form = form_of(given | {"separates_reasoning": False})
+    rules = rules_of(given | {"separates_reasoning": False})
     plan = text[: text.index("</think>\n\n") + len("</think>\n\n")] if "</think>\n\n" in text else ""
     if name == "reasoning that is cut":
         plan = text
     for pieces in ([text], list(text)):
-        parts = read(form, pieces)
+        parts = read(rules, pieces)
         found = [(call.name, json.loads(call.arguments)) for call in parts.answer.calls]
         assert (parts.reasoning, parts.answer.content, found) == ("", plan + content, calls)
     assert bool(plan) == bool(reasoning)
@@ -112,7 +112,7 @@ def test_reasoning_may_be_part_of_the_content(name: str) -> None:
 @pytest.mark.parametrize("name", TEXTS)
 def test_reasoning_may_be_read_at_once(name: str) -> None:
     given, text, reasoning, content, _ = TEXTS[name]
-    reader = MessageReader(form_of(given | {"streams_reasoning": False}))
+    reader = MessageReader(rules_of(given | {"streams_reasoning": False}))
     found = [part for character in text for part in reader.push(character)] + reader.finish(whole=True)
     assert [part.text for part in found if isinstance(part, Reasoning)] == ([reasoning] if reasoning else [])
     assert "".join(part.text for part in found if isinstance(part, Content)) == content
@@ -120,22 +120,22 @@ def test_reasoning_may_be_read_at_once(name: str) -> None:
 
 
 def test_a_call_that_is_cut_is_not_finished() -> None:
-    form = form_of({"parser": "hermes"})
+    rules = rules_of({"parser": "hermes"})
     for stop in range(len("<tool_call>"), len(HERMES)):
-        parts = read(form, [HERMES[:stop]], whole=False)
+        parts = read(rules, [HERMES[:stop]], whole=False)
         assert "tool_call" not in parts.answer.content, HERMES[:stop]
         for call in parts.answer.calls:
             assert HERMES.find(call.arguments) > 0
         complete = any(call.complete for call in parts.answer.calls)
         assert complete is ("}}" in HERMES[:stop])
-        assert (parts.finish_reason("stop", form) == "tool_calls") is complete
+        assert (parts.finish_reason("stop", rules) == "tool_calls") is complete
 
 
 def test_the_deltas_of_a_call_have_its_id_and_name_once() -> None:
-    form = form_of({"parser": "hermes"})
-    reader = MessageReader(form)
+    rules = rules_of({"parser": "hermes"})
+    reader = MessageReader(rules)
     parts = [part for character in HERMES for part in reader.push(character)] + reader.finish(whole=True)
-    deltas: list[Any] = [delta for part in parts if (delta := delta_of(part, form))]
+    deltas: list[Any] = [delta for part in parts if (delta := delta_of(part, rules))]
     (first,) = deltas[0]["tool_calls"]
     assert (first["index"], first["type"], first["function"]) == (
         0,
@@ -160,9 +160,9 @@ def test_the_deltas_of_a_call_have_its_id_and_name_once() -> None:
 def test_the_tokens_of_the_reasoning_are_counted(opened: bool, text: str, tokens: str) -> None:
     tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     tokenizer.add_tokens(["</think>"])
-    form = MessageForm(reasoning_named("qwen3"), opened=opened)
+    rules = MessageRules(reasoning_named("qwen3"), opened=opened)
     for step in (1, 3, 100):
-        count, ids = ReasoningCount(tokenizer, form, None), tokenizer.encode(text, add_special_tokens=False).ids
+        count, ids = ReasoningCount(tokenizer, rules, None), tokenizer.encode(text, add_special_tokens=False).ids
         for start in range(0, len(ids), step):
             count.push(ids[start : start + step])
         assert count.num_tokens == len(tokenizer.encode(tokens, add_special_tokens=False).ids)

@@ -26,7 +26,7 @@ _NO_REASONING = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class ChatFormat:
+class ChatDialect:
     """The format of tool calls and reasoning of the served checkpoint."""
 
     parser: type[ToolCallParser]
@@ -45,7 +45,7 @@ class ChatFormat:
     """Whether a reasoning effort is refused if the template has no place for it. Otherwise it is ignored."""
 
     @classmethod
-    def of(cls, worker: Worker, config: ServiceConfig) -> ChatFormat:
+    def of(cls, worker: Worker, config: ServiceConfig) -> ChatDialect:
         """Return the formats that the settings name. If a setting is missing, detect its format in the chat template.
 
         Raises:
@@ -61,7 +61,7 @@ class ChatFormat:
             given = config.tool_call_parser
             parser = parser_named(given) if given else parser_for(traits.template, vocabulary, stated)
         reasoning = reasoning_of(config) if config.reasoning_parser else reasoning_for(traits.template)
-        chat_format = cls(
+        chat_dialect = cls(
             parser or HermesParser,
             reasoning,
             traits,
@@ -72,10 +72,10 @@ class ChatFormat:
         )
         _log.debug(
             "parser of tool calls: %s; end of the reasoning: %s",
-            chat_format.parser.__name__,
+            chat_dialect.parser.__name__,
             reasoning and reasoning.end,
         )
-        return chat_format
+        return chat_dialect
 
     def request(
         self,

@@ -1,4 +1,4 @@
-"""Tests of how `ChatFormat` passes tools and reasoning settings to a chat template."""
+"""Tests of how `ChatDialect` passes tools and reasoning settings to a chat template."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -8,7 +8,7 @@ import pytest
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tool_calls.registry import parser_named
-from service.request.chat_format import ChatFormat
+from service.request.chat_dialect import ChatDialect
 from service.schemas.tool_types import ToolUse
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
@@ -19,9 +19,9 @@ PLACE = "{{ tools }}{{ tool_calls }}"
 
 def written(
     template: str, mode: Literal["describe", "ignore", "refuse"] = "describe", parser: str = "hermes"
-) -> ChatFormat:
+) -> ChatDialect:
     traits = ChatTraits(template, takes_system=True)
-    return ChatFormat(parser_named(parser), None, traits, mode, {}, frozenset())
+    return ChatDialect(parser_named(parser), None, traits, mode, {}, frozenset())
 
 
 def test_tools_are_a_variable_where_the_template_has_a_place() -> None:

@@ -1,4 +1,4 @@
-"""Prepares the answer to a chat request: its structured output, and the form of its messages."""
+"""Prepares the answer to a chat request: its structured output, and the rules for its messages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mindie_mm.tokenize.text.detokenizer import Preface
 from mindie_mm.tool_calls.history import num_calls, with_tool_calls
 from mindie_mm.tool_calls.tool import Tool
 from service.request.call import Call
-from service.request.chat_format import ChatFormat
-from service.request.message import MessageForm
+from service.request.chat_dialect import ChatDialect
+from service.request.message import MessageRules
 from service.schemas.tool_types import ToolUse
 
 _TAIL = 32
@@ -27,12 +27,12 @@ _TAIL = 32
 
 
 @dataclass(frozen=True, slots=True)
-class ChatForm:
-    """The call of the engine for a chat request, and the form of its messages."""
+class ChatCall:
+    """The call of the engine for a chat request, and the rules for its messages."""
 
     call: Call
-    message: MessageForm
-    format: ChatFormat
+    message: MessageRules
+    dialect: ChatDialect
     budget: int | None = None
     """Maximum number of reasoning tokens."""
 
@@ -47,18 +47,18 @@ class ChatForm:
         separate_reasoning: bool,
         stream_reasoning: bool,
         budget: int | None,
-    ) -> ChatForm:
-        """Return the form for a request.
+    ) -> ChatCall:
+        """Return the call for a request.
 
         Raises:
             InputError: The tool calls cannot be enforced.
 
         """
-        service, written = call.service, call.service.chat_format
+        service, written = call.service, call.service.chat_dialect
         parser = written.parser if written.reads_calls(use) else None
         tools = use.tools(close=service.config.json_additional_properties == "close")
         shown = written.shown_tokens(parser, written.reasoning)
-        form = MessageForm(
+        rules = MessageRules(
             written.reasoning,
             shows_reasoning=include_reasoning,
             separates_reasoning=separate_reasoning,
@@ -78,10 +78,10 @@ class ChatForm:
                 wanted = _wanted(call.params.structured_outputs, use, tools, written)
             if wanted != call.params.structured_outputs:
                 call = _kept_to(call, wanted, use.field)
-        return cls(call, form, written, budget)
+        return cls(call, rules, written, budget)
 
-    async def after(self, prompt: Prompt) -> ChatForm:
-        """Return the form adapted to the tokenized prompt, which may already start or end the reasoning.
+    async def after(self, prompt: Prompt) -> ChatCall:
+        """Return the call adapted to the tokenized prompt, which may already start or end the reasoning.
 
         Raises:
             InputError: The structured output is not supported.
@@ -93,23 +93,23 @@ class ChatForm:
         tokenizer = self.call.service.worker.tokenizer
         tail = tokenizer.decode(prompt.plain_ids[-_TAIL:].tolist(), skip_special_tokens=False)
         opened = reasoning.is_opened_by(tail)
-        form = replace(self, message=replace(self.message, opened=opened))
+        chat = replace(self, message=replace(self.message, opened=opened))
         if tail.rstrip().endswith(reasoning.end.rstrip()):
-            return form
+            return chat
         if self.message.separates_reasoning:
             call = replace(self.call, preface=Preface(reasoning.start, reasoning.end, opened))
-            form = replace(form, call=call)
+            chat = replace(chat, call=call)
         wanted = self.call.params.structured_outputs
         if wanted is None and self.budget is None:
-            return form
+            return chat
         opening = None if opened else reasoning.start
         if wanted is None:
             with blaming("thinking_token_budget"):
-                wanted = _anything(self.format, opening)
+                wanted = _anything(self.dialect, opening)
         wanted = msgspec.structs.replace(wanted, after=reasoning.end, opening=opening, reasoning_tokens=self.budget)
-        call = _kept_to(form.call, wanted, self.call.structure_field or "thinking_token_budget")
+        call = _kept_to(chat.call, wanted, self.call.structure_field or "thinking_token_budget")
         await call.check_structure()
-        return replace(form, call=call)
+        return replace(chat, call=call)
 
 
 def _kept_to(call: Call, wanted: StructuredOutputs | None, field: str) -> Call:
@@ -120,7 +120,7 @@ def _kept_to(call: Call, wanted: StructuredOutputs | None, field: str) -> Call:
 
 
 def _wanted(
-    given: StructuredOutputs | None, use: ToolUse, tools: Sequence[Tool], written: ChatFormat
+    given: StructuredOutputs | None, use: ToolUse, tools: Sequence[Tool], written: ChatDialect
 ) -> StructuredOutputs | None:
     """Return the structured output for an answer that may contain tool calls.
 
@@ -141,7 +141,7 @@ def _wanted(
     return None
 
 
-def _grammar(use: ToolUse, tools: Sequence[Tool], written: ChatFormat, *, with_text: bool = False) -> str:
+def _grammar(use: ToolUse, tools: Sequence[Tool], written: ChatDialect, *, with_text: bool = False) -> str:
     names = use.callable_names
     for tool in tools:
         if tool.name in names and (kind := tool.schema["type"]) != "object":
@@ -177,7 +177,7 @@ def _schema(given: StructuredOutputs | None) -> dict[str, Any] | None:
     return schema if isinstance(schema, dict) else None
 
 
-def _anything(written: ChatFormat, opening: str | None) -> StructuredOutputs:
+def _anything(written: ChatDialect, opening: str | None) -> StructuredOutputs:
     """Return a structured output that allows any text. Added tokens in `opening`, which starts reasoning, are excluded.
 
     Raises:
