@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Self
 
@@ -53,8 +53,6 @@ class ForkClient(Supervised):
         self._devices: set[str] = set()
         """See `Ready.devices`."""
         self._asking = asyncio.Lock()
-        self._reply: asyncio.Future[Forked] | None = None
-        """Future of the reply to the last request."""
         with suppress(OSError, ProcessDied):  # the next attempt logs the error
             self._begun = self._begin()
 
@@ -133,31 +131,23 @@ class ForkClient(Supervised):
 
     def _take(self, message: bytes) -> None:
         self._starter.proved()
-        reply = msgspec.msgpack.decode(message, type=Forked | Failure)
-        assert self._reply is not None
-        if isinstance(reply, Forked):
-            self._reply.set_result(reply)
+        answer = msgspec.msgpack.decode(message, type=Forked | Failure)
+        _, reply = self._replies.popitem()
+        if isinstance(answer, Forked):
+            reply.set_result(answer)
         else:
-            self._reply.set_exception(reply.exception())
-
-    def _fail(self, died: str) -> None:
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(ProcessDied(died))
-
-    def _waiting(self) -> Iterable[object]:
-        return () if self._reply is None or self._reply.done() else (self._reply,)
+            reply.set_exception(answer.exception())
 
     async def _fork(self, fork: Fork) -> Child:
         """Fork a worker. The caller must not cancel this call, because it would not learn the worker's process id."""
         async with self._asking:
             self.check()
             assert self.child is not None
-            self._reply = asyncio.get_running_loop().create_future()
             ours, theirs = socket_pair()
             try:
                 with theirs, worker_files() as files:
                     self.child.channel.send_with(msgspec.msgpack.encode(fork), (theirs.fileno(), *files))
-                forked = await self._reply
+                forked: Forked = await self._expect(ours)
             except BaseException:
                 ours.close()
                 raise

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mindie_mm.errors import InputError, NoProcess, ProcessDied
 from mindie_mm.processes.ipc import MAX_MESSAGE_BYTES, Child
@@ -43,6 +43,8 @@ class Supervised(ABC):
         """Set if the process accepts requests, or if attempts to start it must fail."""
         self._replacing = False
         """Whether the process ends because of `_replace`. The caller of `_replace` resets this attribute."""
+        self._replies: dict[Hashable, asyncio.Future[Any]] = {}
+        """Futures of the replies to requests in progress, by request."""
         self._num_received = 0
         self._receiving: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -59,13 +61,21 @@ class Supervised(ABC):
     def _take(self, message: bytes) -> None:
         """Handle a message. Call `Starter.proved` if it answers a request."""
 
-    @abstractmethod
+    def _expect(self, request: Hashable) -> asyncio.Future[Any]:
+        """Return a future for the reply to `request`. `_take` removes it and sets its result."""
+        reply = self._replies[request] = asyncio.get_running_loop().create_future()
+        return reply
+
     def _fail(self, died: str) -> None:
         """Fail all requests. `died` says which process ended, and how."""
+        for reply in self._replies.values():
+            if not reply.done():  # false if the caller was canceled
+                reply.set_exception(ProcessDied(died))
+        self._replies.clear()
 
-    @abstractmethod
     def _waiting(self) -> Iterable[Hashable]:
         """Return the requests that wait for the process."""
+        return self._replies
 
     def _progress(self) -> object:
         """Return a value that changes when the process makes progress."""

@@ -12,6 +12,7 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from cachetools import LRUCache
 from mindie_mm.errors import InputError, MindieMMError, ProcessDied
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.ipc import Child, ChildChannel, Failure, Lifeline
+from mindie_mm.processes.supervised import Supervised
 from mindie_mm.structured.grammar import KEPT, Grammars
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
@@ -34,22 +36,21 @@ description, too, and does other work."""
 _WALL_S = 10.0
 """Maximum wall-clock time of a check in seconds. If a check takes longer without exceeding `COMPILE_S` of CPU time, the
 machine is too busy, and the check ends without a result."""
-_REPLY_S = 60.0
-_WHAT = "the process that checks structured outputs"
 
 
 class _Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The first message of a process that has read the vocabulary. If reading fails, the process sends a Failure."""
 
 
-class SchemaCheck:
+class SchemaCheck(Supervised):
     """A process that checks one description at a time, and a cache of results. The first check starts the process."""
+
+    silence_s = 60.0
 
     def __init__(self, model: Path, family: str | None) -> None:
         """Prepare checks for the checkpoint directory `model`. `family` is passed to `family_of`."""
+        super().__init__("process that checks structured outputs")
         self._arguments = (str(model), family or "")
-        self._child: Child | None = None
-        self._closed = False
         self._turn = asyncio.Lock()
         self._asking: asyncio.Task[str] | None = None
         self._known = LRUCache[StructuredOutputs, str](KEPT)
@@ -59,12 +60,13 @@ class SchemaCheck:
         to compile again is therefore also checked again, with a pause after the check.
         """
 
-    async def check(self, wanted: StructuredOutputs) -> None:
-        """Check a description.
+    async def verify(self, wanted: StructuredOutputs) -> None:
+        """Check that a description can be compiled in time.
 
         Raises:
             InputError: The description is invalid, cannot be enforced, is too large, or would take too long to compile.
             ProcessDied: The process died twice, the process cannot start, or this object is closed.
+            NoProcess: The process cannot start again.
 
         """
         wanted.check()
@@ -82,49 +84,38 @@ class SchemaCheck:
 
     async def close(self) -> None:
         """End the process. A check that is running fails."""
-        self._closed = True
+        self.closed = True
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait({self._asking})
-        if self._child is not None:
-            await self._child.end()
+        await super().close()
 
     async def _ask(self, wanted: StructuredOutputs) -> str:
-        """Ask the process for the error of `wanted`. If the process dies, ask a second process.
-
-        Raises:
-            ProcessDied: Both processes died, a process cannot start, or this object is closed.
-
-        """
+        """Ask the process for the error of `wanted`. If the process dies, ask its successor."""
         for _ in range(2):
-            if self._closed:
-                break
-            try:
-                async with asyncio.timeout(_REPLY_S):
-                    self._child = self._child or await self._started()
-                    self._child.channel.send(msgspec.msgpack.encode(wanted))
-                    message = (await self._child.channel.recv()).decode()
-            except (EOFError, TimeoutError):
-                child, self._child = self._child, None
-                if child is not None:
-                    await child.end()
-                continue
-            self._known[wanted] = message  # here, because the caller of `check` may have been canceled
-            return message
-        raise ProcessDied(f"{_WHAT} {'is closed' if self._closed else 'died twice'}")
+            if self._keeper is None and not self.closed:
+                with suppress(MindieMMError):  # an InputError about the checkpoint would blame the caller
+                    await self.open()
+                self.check()
+            await self.wait_until_up()
+            assert self.child is not None
+            reply: asyncio.Future[str] = self._expect(wanted)
+            self.child.channel.send(msgspec.msgpack.encode(wanted))
+            with suppress(ProcessDied):
+                message = await reply
+                self._known[wanted] = message  # the caller of `check` may have been canceled
+                return message
+        raise ProcessDied(f"the {self.noun} died twice")
 
-    async def _started(self) -> Child:
-        """Start the process. Raise EOFError if it dies before it is ready, or ProcessDied if it sends a Failure."""
-        child = await Child.start(__name__, *self._arguments)
-        try:
-            reply = msgspec.msgpack.decode(await child.channel.recv(), type=_Ready | Failure)
-        except BaseException:
-            await child.end()
-            raise
-        if isinstance(reply, Failure):
-            await child.end()
-            raise ProcessDied(f"{_WHAT} did not start: {reply.message}")
-        return child
+    async def _spawn(self) -> Child:
+        return await Child.start(__name__, *self._arguments)
+
+    async def _prepare(self, child: Child) -> None:
+        await child.ready(_Ready, "it")
+
+    def _take(self, message: bytes) -> None:
+        self._starter.proved()
+        self._replies.popitem()[1].set_result(message.decode())
 
 
 def main(channel: ChildChannel, _: Lifeline, model: str, family: str) -> None:

@@ -246,9 +246,9 @@ class Worker:
         self.tokenizer_stage.check()
 
     async def check_schema(self, params: SamplingParams) -> None:
-        """Raise the error of `SchemaCheck.check` if `params` ask for a structured output that is not supported."""
+        """Raise the error of `SchemaCheck.verify` if `params` ask for a structured output that is not supported."""
         if (wanted := params.structure) is not None:
-            await self._schemas.check(wanted)
+            await self._schemas.verify(wanted)
 
     def spelled(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with the tokens of `bad_words` added to `bad_token_ids`.

@@ -43,7 +43,7 @@ def fits(schema: str) -> StructuredOutputs:
 @pytest.fixture
 async def check() -> AsyncIterator[SchemaCheck]:
     ready = SchemaCheck(Checkpoint.open(None).path, None)
-    await ready.check(fits("{}"))
+    await ready.verify(fits("{}"))
     yield ready
     await ready.close()
 
@@ -69,7 +69,7 @@ def used_s() -> float:
     ],
 )
 async def test_ordinary_schemas_pass(check: SchemaCheck, schema: dict[str, Any]) -> None:
-    await check.check(fits(json.dumps(schema)))
+    await check.verify(fits(json.dumps(schema)))
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ async def test_ordinary_schemas_pass(check: SchemaCheck, schema: dict[str, Any])
 async def test_a_schema_that_takes_too_long_is_refused(check: SchemaCheck, schema: str) -> None:
     before = used_s()
     with pytest.raises(InputError, match=r"more processor time than the limit of 0.1 s"):
-        await check.check(fits(schema))
+        await check.verify(fits(schema))
     assert used_s() - before < 0.25
     before = used_s()
     with pytest.raises(InputError, match="processor time"):
-        await check.check(fits(schema))
+        await check.verify(fits(schema))
     assert used_s() == before, "the result is cached"
-    await check.check(fits('{"type": "boolean"}'))
+    await check.verify(fits('{"type": "boolean"}'))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ async def test_a_schema_that_takes_too_long_is_refused(check: SchemaCheck, schem
 async def test_the_time_of_a_hostile_schema_is_bounded(check: SchemaCheck, schema: dict[str, object]) -> None:
     before = used_s()
     with contextlib.suppress(InputError):
-        await check.check(fits(json.dumps(schema)))
+        await check.verify(fits(json.dumps(schema)))
     assert used_s() - before < 0.25
 
 
@@ -124,10 +124,10 @@ async def test_a_schema_that_the_engine_must_compile_again_is_checked_again(
     monkeypatch.setattr(check, "_ask", asking)
     first, second, *others = [json.dumps({"const": i}) for i in range(KEPT + 1)]
     for schema in (first, second, *others[:-1], first, others[-1]):
-        await check.check(fits(schema))
+        await check.verify(fits(schema))
     assert tried == [first, second, *others]
-    await check.check(fits(first))  # not checked again: this schema was used recently, so it is still compiled
-    await check.check(fits(second))  # checked again: other schemas have evicted this schema
+    await check.verify(fits(first))  # not checked again: this schema was used recently, so it is still compiled
+    await check.verify(fits(second))  # checked again: other schemas have evicted this schema
     assert tried == [first, second, *others, second]
 
 
@@ -136,7 +136,7 @@ async def test_a_process_that_cannot_start_reports_the_reason(tmp_path: Path) ->
     with pytest.raises(
         ProcessDied, match=f"structured outputs did not start: {tmp_path}/gone is not a checkpoint directory"
     ):
-        await check.check(fits("{}"))
+        await check.verify(fits("{}"))
     await check.close()
 
 
@@ -163,20 +163,20 @@ def test_the_engine_makes_a_step_between_two_compilations() -> None:
 
 async def test_a_schema_that_is_too_large_is_refused_unread(check: SchemaCheck) -> None:
     with pytest.raises(InputError, match=f"{MAX_STRUCTURE_BYTES + 2} bytes; the limit is {MAX_STRUCTURE_BYTES}"):
-        await check.check(fits(f'"{"x" * MAX_STRUCTURE_BYTES}"'))
+        await check.verify(fits(f'"{"x" * MAX_STRUCTURE_BYTES}"'))
 
 
 async def test_canceled_checks_do_not_run(check: SchemaCheck) -> None:
     before = used_s()
-    asked = [asyncio.create_task(check.check(fits(LONG.format(1000003 + i)))) for i in range(40)]
+    asked = [asyncio.create_task(check.verify(fits(LONG.format(1000003 + i)))) for i in range(40)]
     await asyncio.sleep(0)
     for one in asked:
         one.cancel()
     await asyncio.wait(asked)
-    await check.check(fits('{"type": "null"}'))
+    await check.verify(fits('{"type": "null"}'))
     assert used_s() - before < 0.5, "of the 40 checks, only the one that has begun runs"
     with pytest.raises(InputError):
-        await check.check(fits("5"))
+        await check.verify(fits("5"))
 
 
 async def test_canceled_checks_do_not_enlarge_the_cache_of_results(check: SchemaCheck) -> None:
@@ -185,7 +185,7 @@ async def test_canceled_checks_do_not_enlarge_the_cache_of_results(check: Schema
     Otherwise, a schema that the engine has to compile again could pass the check without a pause.
     """
     for i in range(KEPT + 4):
-        asked = asyncio.create_task(check.check(fits(json.dumps({"const": i}))))
+        asked = asyncio.create_task(check.verify(fits(json.dumps({"const": i}))))
         while (asking := check._asking) is None or asking.done():  # noqa: ASYNC110 - no event announces this
             await asyncio.sleep(0)
         asked.cancel()
@@ -194,30 +194,22 @@ async def test_canceled_checks_do_not_enlarge_the_cache_of_results(check: Schema
 
 
 async def test_a_process_that_dies_or_hangs_is_replaced(check: SchemaCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "silence_s", 2.0)
     died = process()
     died.kill()
-    await check.check(fits('{"type": "null"}'))
-    hung, child = process(), check._child
-    assert child is not None
+    await check.verify(fits('{"type": "null"}'))
+    hung = process()
     assert hung.pid != died.pid
-    end, reply_s = child.end, schema_check._REPLY_S
-
-    async def ended() -> None:
-        monkeypatch.setattr(schema_check, "_REPLY_S", reply_s)  # the next process again has the usual time to start
-        await end()
-
-    monkeypatch.setattr(child, "end", ended)
-    monkeypatch.setattr(schema_check, "_REPLY_S", 0.5)
     os.kill(hung.pid, signal.SIGSTOP)
-    await check.check(fits('{"type": "string"}'))
+    await check.verify(fits('{"type": "string"}'))
     assert not psutil.pid_exists(hung.pid)
 
 
 async def test_closing_does_not_wait_for_schemas() -> None:
     check = SchemaCheck(Checkpoint.open(None).path, None)
-    await check.check(fits("{}"))
+    await check.verify(fits("{}"))
     before = processor_s(os.getpid())
-    asked = [asyncio.create_task(check.check(fits(LONG.format(1000003 + i)))) for i in range(20)]
+    asked = [asyncio.create_task(check.verify(fits(LONG.format(1000003 + i)))) for i in range(20)]
     await asyncio.sleep(0)
     await check.close()
     assert processor_s(os.getpid()) - before < 10 * COMPILE_S, "waiting schemas are not compiled"

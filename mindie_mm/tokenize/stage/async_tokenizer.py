@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from mindie_mm.errors import ProcessDied
 from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.ipc import Child
 from mindie_mm.processes.restarts import logged
@@ -47,8 +46,6 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         super().__init__("tokenizer process")
         self._forks = forks
         self._setup = msgspec.json.encode(Setup.of(model_path, config)).decode()
-        self._replies: dict[int, asyncio.Future[list[Prompt]]] = {}
-        """Futures of the prompts of requests in progress, by request number."""
         self._numbers = count()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder[FromProcess](FromProcess)
@@ -79,8 +76,7 @@ class AsyncTokenizer(Supervised, TokenizerStage):
     async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
         await self.wait_until_up()
         number = next(self._numbers)
-        reply: asyncio.Future[list[Prompt]] = asyncio.get_running_loop().create_future()
-        self._replies[number] = reply
+        reply: asyncio.Future[list[Prompt]] = self._expect(number)
         self._send(Tokenize(number, [*requests]))
         try:
             return await reply
@@ -104,15 +100,6 @@ class AsyncTokenizer(Supervised, TokenizerStage):
         self._starter.proved()
         if not isinstance(reply, Pong):
             _hand_over(reply, self._replies.pop(reply.number))
-
-    def _fail(self, died: str) -> None:
-        for prompts in self._replies.values():
-            if not prompts.done():  # false if the caller was canceled
-                prompts.set_exception(ProcessDied(died))
-        self._replies.clear()
-
-    def _waiting(self) -> Iterable[int]:
-        return self._replies
 
     def _ping(self) -> None:
         self._send(Ping())
