@@ -103,7 +103,7 @@ class SchemaCheck(Supervised):
             self.child.channel.send(msgspec.msgpack.encode(wanted))
             with suppress(ProcessDied):
                 message = await reply
-                self._known[wanted] = message  # the caller of `check` may have been canceled
+                self._known[wanted] = message  # the caller of `verify` may have been canceled
                 return message
         raise ProcessDied(f"the {self.noun} died twice")
 
