@@ -60,7 +60,7 @@ class MindIEWire(ItemWire):
         self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
     ) -> Sequence[int]:
         assert path_file is not None
-        layout, specs = self._layouts[item.shape.kind], item.plan.mindie_specs
+        layout, specs = self._layouts[item.kind], item.plan.mindie_specs
         if layout.per_run:
             return list(self._words_of_runs(item, path_file, undo))
         segments: dict[str, Segment] = {}
@@ -75,7 +75,7 @@ class MindIEWire(ItemWire):
         item.write(arrays)
         words = list(layout.words({name: segment.name for name, segment in segments.items()}, arrays))
         if layout.enclosed:
-            token, num_pads = item.shape.token, item.plan.num_features - len(words) - 2
+            token, num_pads = item.placeholder.token, item.plan.num_features - len(words) - 2
             return [token, *words, *[self._pad] * num_pads, token]
         return words
 
@@ -85,7 +85,7 @@ class MindIEWire(ItemWire):
         rows = np.empty(spec.shape, spec.dtype)
         assert item.write is not None
         item.write({name: rows})
-        token, run_length = item.shape.token, item.plan.num_features // len(rows)
+        token, run_length = item.placeholder.token, item.plan.num_features // len(rows)
         for i in range(len(rows)):
             segment, array = _segment(ArraySpec(rows[i : i + 1].shape, spec.dtype), path_file, undo)
             array[...] = rows[i : i + 1]
@@ -117,7 +117,7 @@ class MindIEPromptWire(Wire):
             if isinstance(field, OfPrompt):
                 words += _stored(_of_prompt(field, prompt), path_file, undo)
                 continue
-            own = [i for i, (item, _) in enumerate(items) if item.shape.kind == field.kind]
+            own = [i for i, (item, _) in enumerate(items) if item.kind == field.kind]
             if not own:
                 words += [0, 0]
                 continue
@@ -140,7 +140,7 @@ class MindIEPromptWire(Wire):
         keep = np.ones(len(prompt), bool)
         spans: list[MediaSpan] = []
         for span, item in zip(prompt.spans, items, strict=True):
-            before, after = item.expansion.placeholder.before, item.expansion.placeholder.after
+            before, after = item.placeholder.before, item.placeholder.after
             first, last = span.start - span.lead, span.stop + span.tail
             frame = np.r_[first : first + len(before), last - len(after) : last]
             start = span.start - int(np.count_nonzero(~keep))

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import Kind
-from mindie_mm.nn.family import Placeholder, Spelling
+from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """The ids that represent a media item in a prompt."""
-
-    kind: Kind
-    placeholder: Placeholder
-    num_features: int
-    spelling: Spelling
-    lead: int = 0
-    """Number of ids of the item's spelling before its first placeholder."""
-    tail: int = 0
-    """Number of ids of the item's spelling after its last placeholder."""
-
-    @property
-    def runs(self) -> Sequence[Sequence[int] | NDArray[np.int64]]:
-        """For each placeholder of the item, the run of ids that replaces the placeholder."""
-        if self.spelling.runs is None:
-            return (np.full(self.num_features, self.placeholder.token, np.int64),)
-        return self.spelling.runs
 
 
 def check_order(actual: Sequence[object], expected: Sequence[object], num_items: int) -> None:
@@ -45,7 +23,7 @@ def check_order(actual: Sequence[object], expected: Sequence[object], num_items:
         )
 
 
-def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[int], opening: int = 0) -> Prompt:
+def expand(ids: Sequence[int], items: Sequence[PlannedItem], tokens: Collection[int], opening: int = 0) -> Prompt:
     """Replace the placeholders in `ids` with the items' runs of ids. The result does not contain handle words.
 
     Args:
@@ -86,7 +64,7 @@ def expand(ids: Sequence[int], items: Sequence[Expansion], tokens: Collection[in
 
 
 def insert(
-    ids: Sequence[int], at: int, items: Sequence[Expansion], tokens: Collection[int], opening: int = 0
+    ids: Sequence[int], at: int, items: Sequence[PlannedItem], tokens: Collection[int], opening: int = 0
 ) -> Prompt:
     """Insert the items into `ids` before index `at`, with the ids that precede and follow their placeholders.
 
@@ -98,7 +76,7 @@ def insert(
     return replace(prompt, opening=(ahead, ahead + opening))
 
 
-def _written(item: Expansion) -> Iterator[int]:
+def _written(item: PlannedItem) -> Iterator[int]:
     yield from item.placeholder.before
     yield from (item.placeholder.token for _ in item.runs)
     yield from item.placeholder.after

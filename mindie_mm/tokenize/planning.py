@@ -7,32 +7,46 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mindie_mm.errors import InputError, LimitExceeded, OperationalError
 from mindie_mm.inputs import PROMPT, Kind, Media, MediaOptions, require_within
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import ITEM, MediaShape
-from mindie_mm.tokenize.placeholders import Expansion
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedItem:
-    """A media item that has been read and planned, but not preprocessed."""
+    """A media item that has been read and planned, but not preprocessed, and the ids that represent it in a prompt."""
 
-    expansion: Expansion
+    kind: Kind
+    placeholder: Placeholder
     plan: Plan
+    spelling: Spelling
     index: int
     """Index of the item among the media of its prompt."""
     write: Write | None = None
     """Function that writes the item's arrays. None if a decoder process writes them."""
+    lead: int = 0
+    """Number of ids of the item's spelling before its first placeholder."""
+    tail: int = 0
+    """Number of ids of the item's spelling after its last placeholder."""
+
+    @property
+    def runs(self) -> Sequence[Sequence[int] | NDArray[np.int64]]:
+        """For each placeholder of the item, the run of ids that replaces the placeholder."""
+        if self.spelling.runs is None:
+            return (np.full(self.plan.num_features, self.placeholder.token, np.int64),)
+        return self.spelling.runs
 
     @property
     def shape(self) -> MediaShape:
-        item = self.expansion
-        return MediaShape(item.kind, item.placeholder.token, item.num_features, self.plan.grid)
+        return MediaShape(self.kind, self.placeholder.token, self.plan.num_features, self.plan.grid)
 
     @property
     def specs(self) -> dict[str, ArraySpec]:
@@ -42,7 +56,7 @@ class PlannedItem:
     @property
     def name(self) -> str:
         """Name of the item in error messages."""
-        return f"media item {self.index} ({self.expansion.kind})"
+        return f"media item {self.index} ({self.kind})"
 
 
 def text_placeholder(processor: Processor) -> Placeholder:
@@ -122,9 +136,7 @@ class Planner:
             self._has_warned = True
             _log.warning("a video has sound, which is left out; set use_audio_in_video to include it")
         if kind == PROMPT:
-            placeholder = text_placeholder(processor)
-            return PlannedItem(Expansion(kind, placeholder, plan.num_features, Spelling()), plan, index, write)
+            return PlannedItem(kind, text_placeholder(processor), plan, Spelling(), index, write)
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
         assert spelling is not None, f"the {kind} was planned with {plan.num_features} features and {plan.grid}"
-        expansion = Expansion(kind, processor.placeholders[kind], plan.num_features, spelling)
-        return PlannedItem(expansion, plan, index, write)
+        return PlannedItem(kind, processor.placeholders[kind], plan, spelling, index, write)

@@ -22,8 +22,8 @@ from mindie_mm.nn.family import Family, Placeholder, Processor
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import ContentFormat, Switch
 from mindie_mm.tokenize.media_stage import MediaStage
-from mindie_mm.tokenize.placeholders import Expansion, insert
 from mindie_mm.tokenize.placeholders import expand as expand_items
+from mindie_mm.tokenize.placeholders import insert
 from mindie_mm.tokenize.planning import PlannedItem, text_placeholder
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.text.spelling import Rendered
@@ -106,9 +106,9 @@ class Prompts:
         parse_special = self._parse_special if options.parse_special is None else options.parse_special
 
         def expand(planned: Sequence[PlannedItem]) -> Prompt:
-            if planned and len(planned) == len(items) and all(item.shape.kind == PROMPT for item in planned):
-                expansions = [item.expansion for item in planned]  # embeddings of a whole prompt, without BOS
-                return expand_items([item.placeholder.token for item in expansions], expansions, self._tokens)
+            if planned and len(planned) == len(items) and all(item.kind == PROMPT for item in planned):
+                # Embeddings of a whole prompt, without BOS.
+                return expand_items([item.placeholder.token for item in planned], planned, self._tokens)
             spelled = self._spell(planned)
             pieces = [item if isinstance(item, Text) else next(spelled) for item in items]
             rendered = self._text.render_items(pieces, parse_special=parse_special)
@@ -245,10 +245,9 @@ class Prompts:
         ids = processor.frame([*encoded.ids], len(planned))
         opening = _in_common(ids, processor.frame([*self._text.opening], len(planned)))
         if self._inserted_at is not None:
-            items = [item.expansion for item in planned]
-            return insert(ids, self._inserted_at, items, tokens, opening)
+            return insert(ids, self._inserted_at, planned, tokens, opening)
         reaches = zip(planned, encoded.items, strict=True)
-        items = [_reaching(item.expansion, encoded.ids, *reach) for item, reach in reaches]
+        items = [_reaching(item, encoded.ids, *reach) for item, reach in reaches]
         return expand_items(ids, items, tokens, opening)
 
     def _spell(self, planned: Sequence[PlannedItem]) -> Iterator[str]:
@@ -258,9 +257,9 @@ class Prompts:
             if self._inserted_at is not None:
                 yield ""
                 continue
-            numbers[item.shape.kind] += 1
-            placeholder = item.expansion.placeholder
-            head, tail = (part.format(numbers[item.shape.kind]) for part in placeholder.caption)
+            numbers[item.kind] += 1
+            placeholder = item.placeholder
+            head, tail = (part.format(numbers[item.kind]) for part in placeholder.caption)
             before, after = self._text.spell(placeholder.before), self._text.spell(placeholder.after)
             marker = self._marker_of[placeholder]
             framed = marker if before and marker.startswith(before) else before + marker + after
@@ -274,7 +273,7 @@ class Prompts:
 
         `embeds_mark` has the same meaning as in `Rendered`.
         """
-        items = [item.expansion for item in planned] if self._inserted_at is None else []
+        items = planned if self._inserted_at is None else []
         markers = [
             embeds_mark if embeds_mark and item.kind == PROMPT else self._marker_of[item.placeholder] for item in items
         ]
@@ -299,7 +298,7 @@ def _bounded(prompt: Prompt, options: PromptOptions) -> Prompt:
     return truncate(prompt, options.max_prompt_tokens)
 
 
-def _reaching(item: Expansion, ids: Sequence[int], start: int, stop: int) -> Expansion:
+def _reaching(item: PlannedItem, ids: Sequence[int], start: int, stop: int) -> PlannedItem:
     """Return `item` with the lead and tail of its spelling. The spelling is at ids [start, stop)."""
     own = [index for index in range(start, stop) if ids[index] == item.placeholder.token]
     return replace(item, lead=own[0] - start, tail=stop - 1 - own[-1]) if own else item

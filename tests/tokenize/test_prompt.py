@@ -1,12 +1,15 @@
 """Tests of prompts: placeholders, handle words, references and truncation."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from mindie_mm.errors import ContextLengthExceeded, CorruptReference, InputError
-from mindie_mm.nn.family import Placeholder, Spelling
+from mindie_mm.nn.family import Placeholder, Plan, Spelling
 from mindie_mm.shm import Ref
-from mindie_mm.tokenize.placeholders import Expansion, expand, insert
+from mindie_mm.tokenize.placeholders import expand, insert
+from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words
 from mindie_mm.tokenize.truncate import cut, truncate
 
@@ -15,7 +18,7 @@ TOKENS = {6, 7}
 
 
 def item(kind, placeholder, num_features, runs=None):
-    return Expansion(kind, placeholder, num_features, Spelling(runs=runs))
+    return PlannedItem(kind, placeholder, Plan(num_features, {}, ""), Spelling(runs=runs), 0)
 
 
 def test_expand_repeats_the_placeholder_of_each_item():
@@ -62,8 +65,8 @@ def test_an_item_may_have_several_runs():
 def test_ids_that_spell_an_item_belong_to_its_span():
     """A span includes the ids of the prompt that frame the item, and the framing tokens of its placeholder."""
     items = [
-        Expansion("image", IMAGE, 2, Spelling(), lead=1, tail=1),
-        Expansion("image", IMAGE, 1, Spelling(), lead=1, tail=1),
+        replace(item("image", IMAGE, 2), lead=1, tail=1),
+        replace(item("image", IMAGE, 1), lead=1, tail=1),
     ]
     prompt = expand([1, 3, 9, 6, 8, 4, 2, 9, 6, 8], items, TOKENS)
     assert prompt.ids.tolist() == [1, 3, 9, 6, 6, 8, 4, 2, 9, 6, 8]
@@ -71,7 +74,7 @@ def test_ids_that_spell_an_item_belong_to_its_span():
 
 
 def test_an_id_shared_by_two_spellings_belongs_to_the_first_item():
-    items = [Expansion("image", IMAGE, 1, Spelling(), lead=1, tail=1) for _ in range(2)]
+    items = [replace(item("image", IMAGE, 1), lead=1, tail=1) for _ in range(2)]
     prompt = expand([9, 6, 9, 6, 9], items, TOKENS)
     assert [(span.lead, span.tail) for span in prompt.spans] == [(1, 1), (0, 1)]
 
