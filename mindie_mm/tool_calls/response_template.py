@@ -27,7 +27,7 @@ class ResponseTemplateParser(ToolCallParser):
     template: ClassVar[Mapping[str, Any]]
     """Response template of the checkpoint."""
     known: ClassVar[type[ToolCallParser] | None] = None
-    """Format that was detected in the chat template, if any. Its markers, grammar and ids are used."""
+    """Format that was detected in the chat template, if any. Its texts, grammar and ids are used."""
 
     def __init__(self, tools: Sequence[Tool] = (), num_earlier_calls: int = 0) -> None:
         """Create a parser for one answer."""
@@ -61,8 +61,8 @@ class ResponseTemplateParser(ToolCallParser):
             load_response_template(dict(template))
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"the response_template of the tokenizer cannot be read: {error}") from error
-        markers = known.markers if known else ()
-        return type(cls.__name__, (cls,), {"template": template, "known": known, "markers": markers})
+        own = {name: getattr(known, name) for name in ("markers", "openings", "starts")} if known else {}
+        return type(cls.__name__, (cls,), {"template": template, "known": known, **own})
 
     @classmethod
     def grammar(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import combinations, product
 from typing import Any
 from urllib.parse import unquote
 
@@ -85,7 +86,7 @@ def branches_of(schema: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
     """
     branches: list[dict[str, Any]] = []
-    for part in _parts(schema, schema):
+    for part in _parts(schema, schema, exact=True):
         if unfit := part.keys() & {*_CONDITIONS, *_UNIONS, "$ref"}:
             raise InputError(
                 f"the schema of {where} uses the keyword {reprlib.repr(min(unfit))}, which this tool-call format "
@@ -160,8 +161,11 @@ def keyword(schema: Mapping[str, Any], name: str, kind: type, where: str) -> Any
     return value
 
 
-def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _parts(schema: Any, root: Mapping[str, Any], *, exact: bool = False) -> Iterator[Mapping[str, Any]]:
     """Yield schemas whose union is `schema`. References in `schema` are resolved.
+
+    A value that fits several alternatives of `oneOf` does not fit the schema. If `exact` is set, alternatives that a
+    value may fit at the same time are therefore not separated.
 
     A schema whose reference or combination cannot be resolved is yielded unchanged. Each reference is followed only
     once, because following it again would not change the union.
@@ -183,10 +187,25 @@ def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         union = next((key for key in _UNIONS if isinstance(part.get(key), list)), None)
         if union is None and isinstance(parts := part.get("allOf"), list) and len(parts) == 1:
             union = "allOf"
-        if union is None or part.keys() - _ANNOTATIONS - _DEFINITIONS - {union}:
+        overlapping = exact and union == "oneOf" and not _exclude_each_other(part[union], root)
+        if union is None or overlapping or part.keys() - _ANNOTATIONS - _DEFINITIONS - {union}:
             yield part
             continue
         stack.extend(reversed(part[union]))
+
+
+def _exclude_each_other(schemas: Sequence[Any], root: Mapping[str, Any]) -> bool:
+    """Return whether no value fits two of the schemas, as far as their types and constants show."""
+    for one, other in combinations(schemas, 2):
+        kinds = [
+            {"number" if kind == "integer" else kind for kind in types_of(schema, root)} for schema in (one, other)
+        ]
+        values = [_values(_mapping(schema), "oneOf") for schema in (one, other)]
+        if all(kinds) and kinds[0].isdisjoint(kinds[1]):
+            continue
+        if None in values or any(_equal(a, b) for a, b in product(*filter(None, values))):
+            return False
+    return True
 
 
 def _mapping(schema: Any) -> Mapping[str, Any]:

@@ -30,7 +30,7 @@ from mindie_mm.errors import ContextLengthExceeded, InputError
 from mindie_mm.inputs import shown
 from mindie_mm.processes.tasks import gather
 from mindie_mm.settings.limits import python_number
-from mindie_mm.tokenize.text.detokenizer import Preface
+from mindie_mm.tokenize.text.detokenizer import StopScope
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Answer, Worker
 
@@ -135,7 +135,7 @@ async def beam_search(
     length_penalty: float,
     request_id: str,
     silent: Collection[int] | None = None,
-    preface: Preface | None = None,
+    stop_scope: StopScope | None = None,
 ) -> list[BeamSearchSequence]:
     """Return the `width` best outputs for a prompt, best first.
 
@@ -149,7 +149,7 @@ async def beam_search(
         length_penalty: See `BeamSearchParams`.
         request_id: Unique id of the request.
         silent: See `Worker.generate`.
-        preface: See `Worker.generate`.
+        stop_scope: See `Worker.generate`.
 
     Raises:
         InputError: The model is an encoder-decoder model, or `params` request a structured output.
@@ -190,7 +190,7 @@ async def beam_search(
     timings = first.timings and msgspec.structs.replace(first.timings, decode_s=time.monotonic() - began_s)
     return [
         BeamSearchSequence(
-            worker.text_of(beam.token_ids, beam.finish_reason, params, silent, preface),
+            worker.text_of(beam.token_ids, beam.finish_reason, params, silent, stop_scope),
             [*beam.token_ids],
             beam.cum_logprob,
             [*beam.logprobs],

@@ -32,7 +32,7 @@ from mindie_mm.tokenize.stage.async_tokenizer import AsyncTokenizer
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.tokenize.text.bad_words import bad_token_ids
-from mindie_mm.tokenize.text.detokenizer import Detokenizer, Preface, is_skipped, load_tokenizer
+from mindie_mm.tokenize.text.detokenizer import Detokenizer, StopScope, is_skipped, load_tokenizer
 from mindie_mm.tokenize.token_ids import TokenIds, prompt_of_token_ids
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.engine_replicas import EngineReplicas
@@ -326,7 +326,7 @@ class Worker:
         *,
         whole: bool = False,
         silent: Collection[int] | None = None,
-        preface: Preface | None = None,
+        stop_scope: StopScope | None = None,
         written: Sequence[int] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output for a prompt. If the generator is closed, the request is aborted.
@@ -340,14 +340,14 @@ class Worker:
             whole: Whether the caller uses the output only when it is complete. In this case the output starts again
                 (`Delta.restarted`) if the engine dies.
             silent: Ids of the tokens that have no text. None means the special tokens.
-            preface: Text at the beginning of the output in which stop strings have no effect.
+            stop_scope: Part of the output in which stop strings have an effect. None means the whole output.
             written: Ids that follow the prompt, and that the output continues.
 
         """
         return generated(
             source,
             lambda prompt, use: self.generate_once(
-                prompt, params, request_id, use, silent=silent, preface=preface, written=written
+                prompt, params, request_id, use, silent=silent, stop_scope=stop_scope, written=written
             ),
             _RESTARTED if whole else None,
         )
@@ -360,7 +360,7 @@ class Worker:
         use: Use | None = None,
         *,
         silent: Collection[int] | None = None,
-        preface: Preface | None = None,
+        stop_scope: StopScope | None = None,
         written: Sequence[int] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output like `generate`, but without a second attempt if the engine dies.
@@ -369,7 +369,7 @@ class Worker:
         Without `use`, the media must stay in shared memory.
         """
         params = self.spelled(params)
-        detokenizer = self._detokenizer(params, silent, preface)
+        detokenizer = self._detokenizer(params, silent, stop_scope)
         later = np.array(written, np.int64)
         ids = np.concatenate([prompt.ids, later])
         async with aclosing(self.engine.generate(request_id, ids, params)) as steps:
@@ -410,14 +410,14 @@ class Worker:
         finish_reason: FinishReason,
         params: SamplingParams,
         silent: Collection[int] | None = None,
-        preface: Preface | None = None,
+        stop_scope: StopScope | None = None,
     ) -> str:
-        """Return the text of a whole output. `silent` and `preface` have the same meaning as in `generate`."""
-        detokenizer = self._detokenizer(params, silent, preface)
+        """Return the text of a whole output. `silent` and `stop_scope` have the same meaning as in `generate`."""
+        detokenizer = self._detokenizer(params, silent, stop_scope)
         return detokenizer.push(_shown_ids([*ids], finish_reason, params, self.tokenizer)) + detokenizer.flush()
 
     def _detokenizer(
-        self, params: SamplingParams, silent: Collection[int] | None, preface: Preface | None
+        self, params: SamplingParams, silent: Collection[int] | None, stop_scope: StopScope | None
     ) -> Detokenizer:
         return Detokenizer(
             self.tokenizer,
@@ -425,7 +425,7 @@ class Worker:
             params.min_tokens,
             silent,
             include_stop_str_in_output=params.include_stop_str_in_output,
-            preface=preface,
+            scope=stop_scope,
             **params.text_options,
         )
 

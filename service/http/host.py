@@ -16,6 +16,8 @@ _AUTHORITY = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")
 def set_host(headers: list[tuple[bytes, bytes]], target: bytes, http_version: str) -> None:
     """Check the Host header, and replace it by the host in `target` if the target is a URL.
 
+    White space around the host is removed, because it is not part of the value (RFC 9112, 5).
+
     Args:
         headers: Names in lower case and values. The Host header is changed in place.
         target: Target of the request: a path, or a URL as clients send it to a proxy. A server must ignore the Host
@@ -26,6 +28,7 @@ def set_host(headers: list[tuple[bytes, bytes]], target: bytes, http_version: st
         InputError: The request has several Host headers or a malformed one, or has none although its version is 1.1.
 
     """
+    headers[:] = [(name, value.strip(b" \t") if name == b"host" else value) for name, value in headers]
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1:
         raise InputError(f"the request has {len(hosts)} Host headers; send one")

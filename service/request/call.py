@@ -19,7 +19,7 @@ from mindie_mm.errors import BadReference, FeatureCountMismatch, InputError, Lim
 from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
-from mindie_mm.tokenize.text.detokenizer import Preface
+from mindie_mm.tokenize.text.detokenizer import StopScope
 from mindie_mm.worker.beam_search import BeamSearchSequence, beam_search
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Answer, Delta
@@ -69,7 +69,7 @@ class Call:
     """Whether token ids of the request may contain handle words."""
     silent: Collection[int] | None = None
     """Ids of the tokens that are left out of the text. If it is None, `params.skip_special_tokens` applies."""
-    preface: Preface | None = None
+    stop_scope: StopScope | None = None
     """Text at the beginning of the output in which stop strings have no effect."""
 
     @asynccontextmanager
@@ -220,7 +220,7 @@ class Call:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         begins = True
         outputs = self.service.worker.generate(
-            source, params, f"{self.id}-{index}", whole=whole, silent=self.silent, preface=self.preface
+            source, params, f"{self.id}-{index}", whole=whole, silent=self.silent, stop_scope=self.stop_scope
         )
         async with aclosing(outputs) as deltas:
             async for delta in deltas:
@@ -247,7 +247,7 @@ class Call:
                     self.length_penalty,
                     f"{self.id}-{index}",
                     self.silent,
-                    self.preface,
+                    self.stop_scope,
                 )
                 found.set_result(await beams)
         one = (await found)[index % self.n]

@@ -14,7 +14,7 @@ from mindie_mm.errors import InputError, blaming
 from mindie_mm.structured.lark import json_value
 from mindie_mm.structured.outputs import MAX_STRUCTURE_BYTES, StructuredOutputs
 from mindie_mm.tokenize.prompt import Prompt
-from mindie_mm.tokenize.text.detokenizer import Preface
+from mindie_mm.tokenize.text.detokenizer import StopScope
 from mindie_mm.tool_calls.history import num_calls, with_tool_calls
 from mindie_mm.tool_calls.tool import Tool
 from service.request.call import Call
@@ -74,6 +74,7 @@ class ChatCall:
             without_text = written.special if call.params.skip_special_tokens else frozenset[int]()
             call = replace(call, silent=without_text.difference(written.added_tokens[token] for token in shown))
         if parser is not None:
+            call = replace(call, stop_scope=StopScope(openings=parser.openings, starts=parser.starts))
             with blaming(use.field):
                 wanted = _wanted(call.params.structured_outputs, use, tools, written)
             if wanted != call.params.structured_outputs:
@@ -97,8 +98,9 @@ class ChatCall:
         if tail.rstrip().endswith(reasoning.end.rstrip()):
             return chat
         if self.message.separates_reasoning:
-            call = replace(self.call, preface=Preface(reasoning.start, reasoning.end, opened))
-            chat = replace(chat, call=call)
+            scope = self.call.stop_scope or StopScope()
+            scope = replace(scope, reasoning=(reasoning.start, reasoning.end), opened=opened)
+            chat = replace(chat, call=replace(self.call, stop_scope=scope))
         wanted = self.call.params.structured_outputs
         if wanted is None and self.budget is None:
             return chat

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.tokenize.text.detokenizer import Detokenizer, Preface, load_tokenizer
+from mindie_mm.tokenize.text.detokenizer import Detokenizer, StopScope, load_tokenizer
 from tests.processor_time import processor_time_below
 
 
@@ -144,7 +144,7 @@ def test_a_stop_string_within_min_tokens_does_not_stop_the_text_later(by_bytes):
     st.lists(st.sampled_from(["a", "ab", "\n", "t>a", ">", "</t>"]), min_size=1, max_size=2),
     st.booleans(),
 )
-def test_stop_strings_have_no_effect_in_a_preface(tokenizer, pieces, stop, opened):
+def test_stop_strings_have_no_effect_in_reasoning(tokenizer, pieces, stop, opened):
     ids = tokenizer.encode("".join(pieces), add_special_tokens=False).ids
     text = tokenizer.decode(ids)
     is_open = opened or text.lstrip().startswith("<t>")
@@ -157,12 +157,37 @@ def test_stop_strings_have_no_effect_in_a_preface(tokenizer, pieces, stop, opene
     texts = (tokenizer.decode(ids[: count + 1]) for count in range(len(ids)))
     places = ([at for one in stop if (at := begun.find(one, content)) >= 0] for begun in texts)
     found = next(filter(None, places), [])
-    detokenizer = Detokenizer(tokenizer, tuple(stop), preface=Preface("<t>\n", "</t>", opened))
+    detokenizer = Detokenizer(tokenizer, tuple(stop), scope=StopScope(("<t>\n", "</t>"), opened))
     shown = ""
     for token in ids:
         shown += detokenizer.push([token])
         assert (text[: min(found)] if found else text).startswith(shown)
     shown += detokenizer.flush()
+    assert (detokenizer.stopped_by is not None) == bool(found)
+    assert shown == (text[: min(found)] if found else text)
+
+
+@example(pieces=["a", "<c>", "b"], stop=["<"])
+@given(
+    st.lists(st.sampled_from(["<c", "<c>", "{", "a", "b", " "]), max_size=12),
+    st.lists(st.sampled_from(["b", "ab", "<", ">a", " a"]), min_size=1, max_size=2),
+)
+def test_stop_strings_have_no_effect_in_tool_calls(tokenizer, pieces, stop):
+    ids = tokenizer.encode("".join(pieces), add_special_tokens=False).ids
+    scope = StopScope(openings=("<c>",), starts=("{",))
+    found, known = [], None
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:count])
+        if text.lstrip().startswith("{"):
+            known = text.index("{")
+        elif "<c>" in text:
+            known = text.index("<c>")
+        found = [at for one in stop if (at := text.find(one)) >= 0 and (known is None or at <= known)]
+        if found:
+            break
+    detokenizer = Detokenizer(tokenizer, tuple(stop), scope=scope)
+    shown = "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush()
+    text = tokenizer.decode(ids)
     assert (detokenizer.stopped_by is not None) == bool(found)
     assert shown == (text[: min(found)] if found else text)
 

@@ -28,6 +28,7 @@ SCRIPTS = {
     "empty": [CALL + '""}\n</tool_call>'],
     "two_in_one": [CALL + '{"a": 9}}\n', '{"name": "g", "arguments": {"b": 9}}\n</tool_call>'],
     "ends_early": [CALL + '{"a": 5'],
+    "speaks": ["Certainly. ", CALL + '{"x": "a\\nb"}}\n</tool_call>'],
     "not_a_call": ["<tool_call>\nf(a=5)\n</tool_call>"],
     "cut": [CALL, '{"a": ', '"xyz', '"}', "}\n</tool_call>"],
     "thinks": ["<think>The user wants", " a list.\n\n", "I write two lines.</think>first\n", "second\n\nthird"],
@@ -55,6 +56,16 @@ def ask(service: RunningService, script: str, *, stream: bool, **changes: Any) -
         if stream:
             return assembled(client.chat.completions.create(**given, stream=True))
         return whole(client.chat.completions.create(**given))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", ["\n", "x", '": ', "}", "</tool_call>"])
+def test_a_stop_string_never_leaves_half_a_call(scripted: RunningService, stop: str, stream: bool) -> None:
+    called = ask(scripted, "speaks", stream=stream, stop=[stop])
+    expected = ("Certainly.", [("f", '{"x": "a\\nb"}')], "tool_calls")
+    assert (called.content, called.calls, called.finish_reason) == expected
+    text = ask(scripted, "speaks", stream=stream, stop=["tain"])
+    assert (text.content, text.calls, text.finish_reason) == ("Cer", [], "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -350,7 +350,9 @@ async def test_chunks_of_a_client_of_http_1_0_are_refused(address: tuple[str, in
     assert_refused(await answers_to(address, sent), 400)
 
 
-@pytest.mark.parametrize("host", [b"", b"a", b"A.b-c_d:80", b"a:", b"%41", b"127.0.0.1:1", b"[::1]", b"[::1]:8000"])
+@pytest.mark.parametrize(
+    "host", [b"", b"a", b"A.b-c_d:80", b"a:", b"%41", b"127.0.0.1:1", b"[::1]", b"[::1]:8000", b"a \t"]
+)
 async def test_valid_hosts_are_accepted(address: tuple[str, int], host: bytes) -> None:
     sent = WHOLE.replace(b"Host: a", b"Host: %s\r\nConnection: close" % host)
     assert (await answers_to(address, sent + b"hi")).startswith(b"HTTP/1.1 200")

@@ -144,3 +144,13 @@ def test_the_ids_of_the_case() -> None:
     ids = Tokenizer.from_pretrained(CASE).tokenize_chat(messages).tolist()
     assert ids[:14] == [1, 5, 9, 134, 184, 77, 69, 7, 9, 6, 9, 66, *ids[12:14]]
     assert 93 not in ids[:12]
+
+
+def test_a_character_outside_the_vocabulary_is_encoded_as_without_the_spelling() -> None:
+    tokenizer = Tokenizer.from_pretrained(CASE)
+    ids = {text: tokenizer.tokenize_chat([{"role": "user", "content": text}]).tolist() for text in ("<z> é", "<s> é")}
+    unknown = tokenizer.tokenize_chat([{"role": "user", "content": "é"}]).tolist()
+    assert 0 in unknown, "<unk> is the token of the character"
+    assert ids["<s> é"].count(0) == ids["<z> é"].count(0) == unknown.count(0)
+    spelled = tokenizer.tokenize_chat([{"role": "user", "content": "<unk> <s>"}]).tolist()
+    assert 0 not in spelled

@@ -176,6 +176,31 @@ def test_a_schema_without_output_is_refused_in_the_same_words(name: str) -> None
         assert str(caught.value) == SAID, schema
 
 
+OVERLAPPING = (
+    {"oneOf": [{"enum": ["a"]}, {"enum": ["a", "b"]}]},
+    {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    {"oneOf": [{"type": "string", "maxLength": 2}, {"type": "string", "pattern": "^b"}]},
+    {"anyOf": [{"oneOf": [{"type": "string"}, {"const": "a"}]}, {"type": "null"}]},
+)
+DISJOINT = (
+    ({"oneOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]}, {"type": ["string", "null"]}),
+    ({"oneOf": [{"enum": ["a"]}, {"enum": ["b", 1]}]}, {"enum": ["a", "b", 1]}),
+    ({"oneOf": [{"type": "integer", "minimum": 0, "maximum": 5}]}, {"enum": [0, 1, 2, 3, 4, 5]}),
+)
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_alternatives_that_one_value_may_fit_are_refused(name: str) -> None:
+    for schema in OVERLAPPING:
+        with pytest.raises(InputError, match=r"oneOf.*cannot enforce"):
+            constraint(name, schema)
+    for schema, fits in DISJOINT:
+        for seed in range(3):
+            if (text := drawn(constraint(name, schema), seed)) is not None:
+                (call,) = answer_of(parser_named(name)([tool_of(schema)]), text).calls
+                jsonschema.validate(json.loads(call.arguments)["s"], fits)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_optional_argument_that_nothing_fits_is_left_out(name: str) -> None:
     for schema in NOTHING[:-3]:  # llguidance refuses a definition that nothing fits even if nothing needs it

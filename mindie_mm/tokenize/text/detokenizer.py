@@ -99,23 +99,50 @@ def is_skipped(tokenizer: Tokenizer, token_id: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Preface:
-    """Text at the beginning of an output, such as reasoning, in which stop strings have no effect."""
+class StopScope:
+    """The part of an output in which stop strings have an effect: after the reasoning and before the first tool call.
 
-    start: str
-    """Text that starts the preface. If the output begins with other text, there is no preface."""
-    end: str
-    """Text that ends the preface."""
-    opened: bool
-    """Whether the prompt already contains the start."""
+    A stop string in reasoning would leave no content, and one in a call would leave half a call.
+    """
 
-    def stop_of(self, text: str) -> int | None:
-        """Return the index at which the preface in `text` stops, or None if more text is needed to decide this."""
-        head, start = text.lstrip(), self.start.rstrip()
+    reasoning: tuple[str, str] | None = None
+    """Texts that start and end the reasoning, or None if the model does not reason. An output that begins with other
+    text has no reasoning."""
+    opened: bool = False
+    """Whether the prompt already contains the start of the reasoning."""
+    openings: tuple[str, ...] = ()
+    """Texts with which tool calls begin."""
+    starts: tuple[str, ...] = ()
+    """Texts with which the content begins if it consists of calls without an opening."""
+
+    def begin_in(self, text: str) -> int | None:
+        """Return the index in `text` after the reasoning, or None if more text is needed to decide this."""
+        if self.reasoning is None:
+            return 0
+        start, end = self.reasoning[0].rstrip(), self.reasoning[1]
+        head = text.lstrip()
         if self.opened or head.startswith(start):
-            at = text.find(self.end, 0 if self.opened else text.index(start) + len(start))
-            return at + len(self.end) if at >= 0 else None
+            at = text.find(end, 0 if self.opened else text.index(start) + len(start))
+            return at + len(end) if at >= 0 else None
         return None if start.startswith(head) else 0
+
+    def end_in(self, text: str, begin: int, searched: int) -> int | None:
+        """Return the index in `text` at which the first call begins, or None if there is none.
+
+        Args:
+            text: Text of the output.
+            begin: Index at which the content begins.
+            searched: Index before which no opening ends.
+
+        """
+        if self.starts and (content := text[begin:].lstrip()).startswith(self.starts):
+            return len(text) - len(content)
+        found = (text.find(opening, max(begin, searched - len(opening))) for opening in self.openings)
+        return min((at for at in found if at >= 0), default=None)
+
+    def is_in_reasoning(self, text: str) -> bool:
+        """Return whether `text`, whose reasoning has not ended, has begun with it."""
+        return self.opened or (self.reasoning is not None and self.reasoning[0].rstrip() in text)
 
 
 class Detokenizer:
@@ -131,11 +158,11 @@ class Detokenizer:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
-        preface: Preface | None = None,
+        scope: StopScope | None = None,
     ) -> None:
         """Create a detokenizer. `TextStream` and `SamplingParams` describe the other arguments.
 
-        `preface` describes the text before the stop strings have an effect.
+        `scope` is the part of the output in which stop strings have an effect. None means the whole output.
         """
         self._stream = TextStream(
             tokenizer,
@@ -146,9 +173,11 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._stop = stop
         self._includes_stop = include_stop_str_in_output
-        self._preface = preface
-        self._begin = 0 if preface is None else None
-        """Index at which the text begins in which stop strings have an effect. None until it is known."""
+        self._scope = StopScope() if scope is None else scope
+        self._begin: int | None = None
+        """Index at which the scope begins. None until it is known."""
+        self._end: int | None = None
+        """Index at which the scope ends. None until it is known."""
         self._num_tokens = 0
         self._text = ""
         self._emitted = 0
@@ -184,28 +213,31 @@ class Detokenizer:
         before = len(self._text)
         self._text += piece
         if self._begin is None:
-            assert self._preface is not None
-            self._begin = self._preface.stop_of(self._text)
+            self._begin = self._scope.begin_in(self._text)
             if self._begin is None:
                 return
             before = self._begin
+        if self._end is None:
+            self._end = self._scope.end_in(self._text, self._begin, before)
         # Only stop strings that end in this piece count. An earlier stop string, before `min_tokens`, is ignored.
         places = ((self._text.find(text, max(self._begin, before - len(text) + 1)), text) for text in self._stop)
-        hits = [(at, text) for at, text in places if at >= 0]
+        hits = [(at, text) for at, text in places if 0 <= at <= self._last_start()]
         if hits and self._num_tokens >= self._min_tokens:
             at, self.stopped_by = min(hits)
             self._text = self._text[: at + len(self.stopped_by) if self._includes_stop else at]
+
+    def _last_start(self) -> int:
+        """Return the last index at which a stop string may begin."""
+        return len(self._text) - 1 if self._end is None else self._end
 
     def _certain(self) -> int:
         """Return the index at which an incomplete stop string may begin, or the length of the text if there is none."""
         text = self._text
         if self._begin is None:
-            assert self._preface is not None
-            is_open = self._preface.opened or self._preface.start.rstrip() in text
-            return len(text) if is_open else 0
+            return len(text) if self._scope.is_in_reasoning(text) else 0
         if self.stopped_by is None and not self._includes_stop:
             # An index that was ruled out stays ruled out, so the search begins where the returned text ends.
-            for start in range(max(self._emitted, self._begin), len(text)):
+            for start in range(max(self._emitted, self._begin), self._last_start() + 1):
                 tail = text[start:]
                 if any(stop.startswith(tail) for stop in self._stop):
                     return start

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -23,6 +23,9 @@ from typing import Protocol
 from tokenizers import AddedToken, Tokenizer
 
 from mindie_mm.errors import InputError
+
+_UNASSIGNED = "\U0010fffd"
+"""A character of the private use area, which is in no vocabulary."""
 
 
 class Encoding(Protocol):
@@ -76,6 +79,8 @@ class SealedTokenizer:
         self._tokenizer = tokenizer
         self._control_ids = control_ids
         self._never_text = frozenset(never_text)
+        # Characters outside the vocabulary become these tokens, one of which may be a control token, such as <unk>.
+        self._unknown = {token.id for token in tokenizer.model.tokenize(_UNASSIGNED)}
         self._control = re.compile("|".join(map(re.escape, sorted(control_ids, key=len, reverse=True))) or "(?!)")
         # Neither normalizers nor neighboring characters change a name: no character of it has a composed form.
         secret = secrets.token_hex(8)
@@ -100,18 +105,18 @@ class SealedTokenizer:
             _Segment(self._names[piece], len(piece)) if index % 2 else _Segment(piece, len(piece), is_text=True)
             for index, piece in enumerate(pieces)
         ]
-        sealed, made = self._encoded(segments)
+        sealed, made = self._encoded(segments, self._never_text)
         if made:
             # The vocabulary of a Unigram model includes its control tokens, so the model finds them in a text. Each is
             # cut after its first character.
-            sealed, made = self._encoded([*self._cut_at(segments, made)])
+            sealed, made = self._encoded([*self._cut_at(segments, made)], self._never_text - self._unknown)
         if made:
             text = "".join(pieces)[made[0] : made[0] + 1]
             raise InputError(f"the text contains the character {text!r}, which becomes a control token; remove it")
         return sealed
 
-    def _encoded(self, segments: Sequence[_Segment]) -> tuple[_Sealed, list[int]]:
-        """Encode a prompt. Return the encoding, and the offsets of control tokens that a text has produced."""
+    def _encoded(self, segments: Sequence[_Segment], never: Container[int]) -> tuple[_Sealed, list[int]]:
+        """Encode a prompt. Return the encoding, and the offsets of tokens in `never` that a text has produced."""
         encoding = self._copy.encode("".join(segment.written for segment in segments), add_special_tokens=False)
         written = [0, *accumulate(len(segment.written) for segment in segments)]
         chars = [0, *accumulate(segment.num_chars for segment in segments)]
@@ -121,7 +126,7 @@ class SealedTokenizer:
             return chars[-1] if index == len(segments) else min(chars[index] + at - written[index], chars[index + 1])
 
         found = [*zip(encoding.ids, encoding.offsets, strict=True)]
-        made = [place(at) for index, (at, _) in found if index in self._never_text and index not in self._id_of]
+        made = [place(at) for index, (at, _) in found if index in never and index not in self._id_of]
         kept = [(own, span) for index, span in found for own in self._id_of.get(index, (index,))]
         return _Sealed([own for own, _ in kept], [span for _, span in kept], place), made
 
