@@ -65,8 +65,9 @@ proxies:
 demo: install
 	$(BIN)/python -m tools.demo
 
+# build/tests.xml has the duration of each test.
 test: install browser proxies
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --junit-xml=build/tests.xml
 
 # With those that take longest: kills on a Ray cluster, schemathesis over the whole interface, restarts with their pauses, a slice
 # of the soak.

@@ -16,6 +16,8 @@ from mindie_mm.settings.config import ServiceConfig, WorkerConfig
 from tests.docker.dockerfile import DEVICES, FOLDER, ROOT
 from tests.docker.settings import VARIABLES, nbytes, shm_bytes
 
+pytestmark = pytest.mark.slow
+
 FILE = FOLDER / "compose.yaml"
 FOUND = yaml.safe_load(FILE.read_text())
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

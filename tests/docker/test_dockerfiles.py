@@ -26,6 +26,8 @@ from tests.docker.dockerfile import (
 )
 from tests.docker.settings import VARIABLES
 
+pytestmark = pytest.mark.slow
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HADOLINT = Path(sys.executable).with_name("hadolint")
 

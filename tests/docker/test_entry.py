@@ -16,6 +16,8 @@ from tests.docker.image import free_port, ready
 from tests.docker.settings import nbytes
 from tests.docker.test_compose import FOUND, plain
 
+pytestmark = pytest.mark.slow
+
 LAST = last_stage(read("cpu"))
 DEFAULT_SHM_BYTES = 64 * 2**20
 """Size of /dev/shm that Docker uses by default."""
@@ -41,7 +43,6 @@ def probes() -> set[str]:
     return paths | {template["metadata"]["annotations"]["prometheus.io/path"]}
 
 
-@pytest.mark.slow
 def test_the_entry_point_serves_becomes_healthy_and_stops(tmp_path: Path) -> None:
     env = environment(free_port()) | {"MINDIE_MM_API_KEY": "a-key", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     assert not is_healthy(env)

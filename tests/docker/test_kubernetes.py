@@ -17,6 +17,8 @@ from mindie_mm.settings.config import MediaCaps, ServiceConfig
 from tests.docker.dockerfile import DEVICES, FOLDER, ROOT, last_stage, of, read
 from tests.docker.settings import VARIABLES, nbytes, shm_bytes
 
+pytestmark = pytest.mark.slow
+
 MANIFESTS = FOLDER / "kubernetes"
 VERSIONS = ("1.25", "1.31", "1.37")
 """Versions of Kubernetes. The first is the oldest that `kubernetes_validate` supports, and the last is the newest."""

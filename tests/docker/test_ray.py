@@ -16,6 +16,8 @@ from tests.docker.dockerfile import FOLDER
 from tests.docker.settings import nbytes, shm_bytes
 from tests.docker.test_kubernetes import VERSION, VERSIONS, env_of
 
+pytestmark = pytest.mark.slow
+
 SERVE = yaml.safe_load((FOLDER / "ray/serve.yaml").read_text())
 SERVICE = yaml.safe_load((FOLDER / "ray/rayservice.yaml").read_text())
 CLUSTER = SERVICE["spec"]["rayClusterConfig"]

@@ -27,6 +27,8 @@ from tests.warm import running_service
 from tests.watching import metric, wait_until
 from tools.serving import RunningService
 
+pytestmark = pytest.mark.slow
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMIT = 3
 WAIT_S = 300.0
@@ -313,7 +315,6 @@ def fill_up(service: RunningService, count: int) -> None:
         wait_until(lambda: metric(service, "num_requests_running") == 0)
 
 
-@pytest.mark.slow
 def test_a_client_that_reads_nothing_does_not_delay_the_stop(loaded: RunningService) -> None:
     """This test stops the service, so it must be the last test that uses `loaded`."""
     before = metric(loaded, "request_success_total", finished_reason="length")

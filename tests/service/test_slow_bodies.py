@@ -25,6 +25,8 @@ from service.telemetry.metrics import Metrics
 from tests.warm import Popen
 from tools.serving import running_service
 
+pytestmark = pytest.mark.slow
+
 IDLE_S = 1.0
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 

@@ -17,6 +17,8 @@ from tests.service.test_lifetime import post
 from tests.watching import wait_until
 from tools.serving import RunningService, running_service
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 9
 NUM_FILES = 4
 """Files per request. All requests together have 36 files. The event loop's default executor has at most 32 threads."""
@@ -52,7 +54,6 @@ def stalling(tmp_path: Path, folder: Path, mount: socket.socket) -> Iterator[Run
         yield running
 
 
-@pytest.mark.slow
 def test_reads_that_stall_do_not_block_other_requests_or_the_stop(
     stalling: RunningService, mount: socket.socket, folder: Path, tmp_path: Path, red_square: str
 ) -> None:
