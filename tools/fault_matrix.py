@@ -225,10 +225,7 @@ def _judge(point: Point, run_result: Run) -> None:
     allowed = {"right", "left"}
     if point.role == "api" or point.cause == "stop":
         allowed |= {"failed", "lost"}
-    for number, outcome in enumerate(run_result.outcomes):
-        # A stream with output cannot be repeated.
-        if (point.role in ("engine", "replica") or point.cause == "lose engine") and (number, outcome) == (0, "failed"):
-            continue
+    for outcome in run_result.outcomes:
         stopped = point.cause == "stop" and "ServiceUnavailableError" in outcome
         if outcome not in allowed and not stopped:
             run_result.troubles.append(f"in flight: {outcome}")

@@ -174,7 +174,7 @@ class Session:
         self._loop.run(self._answer(request, params, answer, silent=silent))
 
     async def _answer(self, request: TokenizeRequest, params: SamplingParams, answer: Answer, *, silent: bool) -> None:
-        deltas = self.worker.answer(request, params, uuid.uuid4().hex, whole=silent)
+        deltas = self.worker.answer(request, params, uuid.uuid4().hex)
         with ExitStack() as waiting:
             waiting.enter_context(progress_shown(lambda: "thinking"))
             async with aclosing(deltas):

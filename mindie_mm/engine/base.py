@@ -26,7 +26,6 @@ from mindie_mm.engine.requests.engine_messages import (
     Origin,
     Progress,
     Ready,
-    Refill,
     Stats,
     Stepped,
     TokenLogprob,
@@ -45,14 +44,12 @@ from mindie_mm.errors import (
     InputError,
     MindieMMError,
     OperationalError,
-    SegmentMissing,
-    StaleReference,
     TokenOutOfRange,
     WeightsChanged,
 )
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.placement import devices_of
-from mindie_mm.nn.splice import MediaItem, plain_ids
+from mindie_mm.nn.splice import MediaItem
 from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import EngineConfig
@@ -108,7 +105,7 @@ class BaseEngine(ABC):
         scheduler, encoder_cache = self._scheduler, self._encoder_cache
         return Stats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.parked),
+            num_waiting=len(scheduler.waiting),
             kv_cache_usage=scheduler.usage,
             encoder_cache_queries=encoder_cache.queries,
             encoder_cache_hits=encoder_cache.hits,
@@ -153,27 +150,6 @@ class BaseEngine(ABC):
             return _failure(request_id, sent)
         return Progress(request_id=request_id, features=sent, finish_reason="stop" if len(sent) == len(items) else None)
 
-    def refill(self, message: Refill) -> Progress | None:
-        """Resume a preempted request whose media are in new blocks of shared memory.
-
-        Returns:
-            None if the request is resumed. Otherwise an error, or another request for media if the new blocks are lost,
-            too.
-
-        """
-        sequence = self._sequences.get(message.request_id)
-        if sequence is None or sequence not in self._scheduler.parked:
-            return None  # the client may have aborted the request
-        items = self._try_on_all(message.request_id, lambda: self._items_again(sequence, message))
-        faults.point("refilled")
-        if isinstance(items, SegmentMissing | StaleReference):
-            return Progress(request_id=message.request_id, needs_media=True)
-        if isinstance(items, MindieMMError):
-            return self._fail(sequence, items)
-        sequence.refill(items)
-        self._scheduler.resume(sequence)
-        return None
-
     def _try_on_all(self, request_id: str, work: Callable[[], T]) -> T | MindieMMError:
         """Return the result of `work`. If one rank fails, return its error on all ranks."""
         failure: MindieMMError | None = None
@@ -214,17 +190,7 @@ class BaseEngine(ABC):
                 sequence.constraint.accept(token)
         if sequence.generator is not None:
             torch.rand(len(drawn_ids), DRAWS_PER_TOKEN, generator=sequence.generator)
-
-    def _items_again(self, sequence: Sequence, message: Refill) -> list[MediaItem]:
-        """Read a sequence's media from new blocks. Raise OperationalError if the prompt or a digest has changed."""
-        ids = np.frombuffer(message.input_ids, dtype=np.int64)
-        items = self._read(ids)
-        same_ids = plain_ids(ids, items).tolist() == sequence.token_ids[: sequence.num_prompt]
-        if not same_ids or [item.digest for item in items] != [item.digest for item in sequence.items]:
-            raise OperationalError(
-                "the request's media have changed since the request was preempted; send the request again"
-            )
-        return items
+        faults.point("restored")
 
     def _constraint(self, wanted: StructuredOutputs) -> Constraint:
         if self.grammars is None:
@@ -402,24 +368,17 @@ class BaseEngine(ABC):
                 self._encoder_cache.drop(item)
 
     def _take_out(self, failed: abc.Mapping[Sequence, MindieMMError]) -> list[Progress]:
-        """Park sequences that failed because their media's blocks were freed after use. Fail the other sequences.
+        """Fail sequences. If a device is lost for good, raise its error before any sequence changes.
 
-        If a device is lost for good, raise its error before any sequence changes.
+        A preempted sequence may need blocks that were freed after use. Its client then adds the request again, and
+        the output continues.
         """
         if any(isinstance(error, DeviceError) for error in failed.values()):
             for device in self._devices:
                 require_alive(device)
-        return [
-            self._park(sequence)
-            if sequence.media_consumed and isinstance(error, SegmentMissing | StaleReference)
-            else self._fail(sequence, error)
-            for sequence, error in failed.items()
-        ]
-
-    def _park(self, sequence: Sequence) -> Progress:
-        self._scheduler.park(sequence)
-        faults.point("parked")
-        return Progress(request_id=sequence.request_id, needs_media=True)
+        if any(sequence.media_consumed for sequence in failed):
+            faults.point("media-lost")
+        return [self._fail(sequence, error) for sequence, error in failed.items()]
 
     def _fail(self, sequence: Sequence, error: MindieMMError) -> Progress:
         self._forget(sequence)

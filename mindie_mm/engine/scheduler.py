@@ -43,9 +43,6 @@ class BaseScheduler(ABC):
     def __init__(self, config: EngineConfig, encoder_cache: EncoderCache, tower_limits: TowerLimits) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.parked: set[Sequence] = set()
-        """Preempted sequences that wait for their media. They do not block the queue. Otherwise there could be a
-        deadlock: before it can provide the media again, the tokenizer may need memory that waiting sequences use."""
         self.preemptions = 0
         self.prefix_queries = 0
         """Number of prompt tokens that were looked up in the prefix cache."""
@@ -71,15 +68,16 @@ class BaseScheduler(ABC):
     def coming(self) -> Iterator[MediaItem]:
         """Yield media that later steps will probably encode, in the order in which they are needed."""
         for sequence in self.waiting:
-            yield from (item for item in sequence.items if item not in self._encoder_cache)
+            if not sequence.media_consumed:
+                yield from (item for item in sequence.items if item not in self._encoder_cache)
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind all sequences of the same or a more urgent priority."""
+        """Queue a sequence behind the sequences that are more urgent, or as urgent and were asked for earlier."""
         at = len(self.waiting)
-        while at and self.waiting[at - 1].params.priority > sequence.params.priority:
+        while at and _turn(self.waiting[at - 1]) > _turn(sequence):
             at -= 1
         self.waiting.insert(at, sequence)
 
@@ -88,22 +86,13 @@ class BaseScheduler(ABC):
         if sequence in self.running:
             self.running.remove(sequence)
             self._let_go(sequence)
-        elif sequence in self.parked:
-            self.parked.remove(sequence)
         else:
             self.waiting.remove(sequence)
 
-    def park(self, sequence: Sequence) -> None:
-        """Set a running sequence aside until `resume`, and reclaim its memory."""
-        self.running.remove(sequence)
-        self._let_go(sequence)
-        sequence.num_computed = 0
-        self.parked.add(sequence)
 
-    def resume(self, sequence: Sequence) -> None:
-        """Put a parked sequence at the head of the queue."""
-        self.parked.remove(sequence)
-        self.waiting.appendleft(sequence)
+def _turn(sequence: Sequence) -> tuple[int, float]:
+    """Return a key that orders sequences by urgency and then by age."""
+    return sequence.params.priority, sequence.asked_s
 
 
 @dataclass(slots=True)
@@ -159,7 +148,7 @@ class Scheduler(BaseScheduler):
 
     def coming(self) -> Iterator[MediaItem]:
         for sequence in self.running:
-            if sequence.num_computed < sequence.num_prompt:
+            if sequence.num_computed < sequence.num_prompt and not sequence.media_consumed:
                 yield from self._uncached(sequence, sequence.num_computed, sequence.num_prompt)
         yield from super().coming()
 
@@ -178,7 +167,7 @@ class Scheduler(BaseScheduler):
             return None
         while not self._blocks.can_grow(sequence, stop):
             # Preempt the latest of the least urgent sequences. A sequence never yields to a less urgent sequence.
-            index = max(range(len(self.running)), key=lambda one: (self.running[one].params.priority, one))
+            index = max(range(len(self.running)), key=lambda one: (*_turn(self.running[one]), one))
             last = self.running.pop(index)
             self._preempt(last)
             if last is sequence:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,12 @@ from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.inputs import PROMPT
 from mindie_mm.nn.mindie import Layout, attach_words
-from mindie_mm.shm import LooseView, Ref, View, attach, is_name_word
+from mindie_mm.shm import Ref, View, attach, is_name_word
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsRef, SegmentsView, is_segment_word
 
 ItemRef = Ref | SegmentsRef
-ItemView = View | LooseView | SegmentsView
+ItemView = View | SegmentsView
 """The arrays of an item, read-only and not copied. The type depends on the wire format of the handle words."""
 
 
@@ -61,9 +61,10 @@ class MediaItem:
         """Digest of the content. Equal digests mean equal features. Items without a digest are never cached."""
         return self.view.digest
 
-    def loose(self) -> MediaItem:
-        """Return the item with arrays that do not keep an arena mapped. Arrays in MindIE's segments stay mapped."""
-        return replace(self, view=self.view.loose()) if isinstance(self.view, View) else self
+    def close(self) -> None:
+        """Stop keeping the item's arena mapped. Arrays in MindIE's segments stay mapped."""
+        if isinstance(self.view, View):
+            self.view.close()
 
     @property
     def key(self) -> bytes | ItemRef:

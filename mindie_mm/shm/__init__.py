@@ -30,7 +30,7 @@ from mindie_mm.shm.owner.arena import Arena
 from mindie_mm.shm.path_file import PATH_FILE_NAME, release
 from mindie_mm.shm.reclaim import Collected, collect
 from mindie_mm.shm.spool import RequestDirectory, make_spool, request_directory, require_spool
-from mindie_mm.shm.view import LooseView, View, attach, free
+from mindie_mm.shm.view import View, attach, free
 
 __all__ = [
     "NAME_WORD_STOP",
@@ -42,7 +42,6 @@ __all__ = [
     "BlockInfo",
     "Collected",
     "DiskArena",
-    "LooseView",
     "Ref",
     "RequestDirectory",
     "View",

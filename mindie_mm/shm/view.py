@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
-from weakref import ref as weak_reference
 
-from mindie_mm.errors import InputError, SegmentMissing
+from mindie_mm.errors import InputError, SegmentMissing, StaleReference
 from mindie_mm.shm.format.layout import fence
 from mindie_mm.shm.format.spec import ndarray
 from mindie_mm.shm.format.words import Ref
 from mindie_mm.shm.mapped import MappedArena, mapped_arena
 
 if TYPE_CHECKING:
+    from mmap import mmap
+
     import numpy as np
 
 
@@ -21,26 +22,32 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
 
     The arrays share the arena's pages and keep its mapping alive. After you have copied the data, call `verify` or
     exit the view as a context manager. Without this check, the copy may contain data of another block that reused the
-    pages.
+    pages. A closed view raises StaleReference.
     """
 
-    __slots__ = ("_base", "_buffer", "_header", "arena", "digest", "ref")
+    __slots__ = ("_arena", "_base", "_buffer", "_header", "digest", "ref")
 
     def __init__(self, arena: MappedArena, ref: Ref) -> None:
         """Locate a block. Callers use `attach` instead."""
+        self._buffer: mmap | memoryview[int] | None
         self._buffer, self._base, header = arena.block(ref)
         self.ref = ref
         """Reference to the block."""
         self.digest = header.digest
         """Digest of the arrays and the preprocessing settings. None if the item must not be cached."""
-        self.arena = arena
-        """Arena that contains the block."""
+        self._arena: MappedArena | None = arena
         self._header = header
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         spec, offset = self._header.arrays[name]
+        self._require_open()  # without a buffer, numpy would return memory with arbitrary contents
         array: np.ndarray[Any, Any] = ndarray()(spec.shape, spec.dtype, self._buffer, self._base + offset)
         return array
+
+    @property
+    def arena(self) -> MappedArena:
+        """Arena that contains the block."""
+        return self._require_open()
 
     def file_offset(self, name: str) -> tuple[MappedArena, int] | None:
         """Return the arena, and the array's offset in the arena's file. Return None if the block has several pieces."""
@@ -64,9 +71,14 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
         fence()
         self.arena.check(self.ref)
 
-    def loose(self) -> LooseView:
-        """Return a view of the same block that does not keep the mapping alive."""
-        return LooseView(self)
+    def close(self) -> None:
+        """Stop keeping the mapping alive. Arrays of this view that are still in use keep it alive."""
+        self._arena = self._buffer = None
+
+    def _require_open(self) -> MappedArena:
+        if self._arena is None:
+            raise StaleReference(f"{self.ref}: the block was read before and may have been freed")
+        return self._arena
 
     def __enter__(self) -> Self:
         return self
@@ -74,42 +86,6 @@ class View(Mapping[str, "np.ndarray[Any, Any]"]):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.verify()
-
-
-class LooseView(Mapping[str, "np.ndarray[Any, Any]"]):
-    """Arrays of a block that may be freed between accesses. Each access looks the block up again.
-
-    An access raises StaleReference if the block was freed, and SegmentMissing if its arena has been unmapped. A
-    LooseView never refers to a later arena with the same number.
-    """
-
-    __slots__ = ("_arena", "digest", "nbytes", "ref")
-
-    def __init__(self, view: View) -> None:
-        """Keep a weak reference to the view's arena. Callers use `View.loose` instead."""
-        self.ref = view.ref
-        self.digest = view.digest
-        self.nbytes = view.nbytes
-        self._arena = weak_reference(view.arena)
-
-    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        return self._view()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._view())
-
-    def __len__(self) -> int:
-        return len(self._view())
-
-    def verify(self) -> None:
-        """Raise StaleReference if the block was freed, or SegmentMissing if its arena has been unmapped."""
-        self._view()
-
-    def _view(self) -> View:
-        arena = self._arena()
-        if arena is None:
-            raise SegmentMissing(f"{self.ref}: the arena of the block was closed")
-        return View(arena, self.ref)
 
 
 def attach(ref: Ref) -> View:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,9 @@ from mindie_mm.engine.requests.engine_messages import (
     Encode,
     Features,
     Mount,
+    Origin,
     Progress,
     Ready,
-    Refill,
     Replica,
     Start,
     Stats,
@@ -60,8 +60,6 @@ class AsyncEngine(Supervised):
         self._loading = loading
         self._requests: dict[str, asyncio.Queue[Progress]] = {}
         """Queues of unread progress, by the id of each request that the engine has not finished."""
-        self._parked: set[str] = set()
-        """Ids of requests that wait for `refill`, and not for the engine."""
         self._mounts: dict[int, Mount] = {}
         self._decoder = msgspec.msgpack.Decoder(Stepped)
         self._idle = asyncio.Event()
@@ -128,7 +126,13 @@ class AsyncEngine(Supervised):
         return not (self.accepts or self.closed or self._starter.failing.is_set())
 
     async def generate(
-        self, request_id: str, ids: NDArray[np.int64], params: SamplingParams, asked_s: float | None = None
+        self,
+        request_id: str,
+        ids: NDArray[np.int64],
+        params: SamplingParams,
+        asked_s: float | None = None,
+        drawn_ids: Sequence[int] = (),
+        origin: Origin | None = None,
     ) -> AsyncGenerator[Progress, None]:
         """Start a request and yield its progress. Closing the generator aborts the request.
 
@@ -139,6 +143,8 @@ class AsyncEngine(Supervised):
             ids: Prompt ids with handle words, int64 [T].
             params: Sampling settings.
             asked_s: Time of the request, by time.monotonic. None means the time of this call.
+            drawn_ids: Output tokens of an earlier call. The output continues after them.
+            origin: Origin of the output of the earlier call.
 
         Raises:
             InputError: A sampling setting is invalid.
@@ -152,8 +158,9 @@ class AsyncEngine(Supervised):
         params = params.check(self.info.vocab_size)
         await self.wait_until_up()
         with self._queue(request_id) as queue:
-            self._send(Add(request_id, np.ascontiguousarray(ids, np.int64).tobytes(), params, asked_s))
-            faults.point("sent")
+            words = np.ascontiguousarray(ids, np.int64).tobytes()
+            self._send(Add(request_id, words, params, asked_s, [*drawn_ids], origin))
+            faults.point("added-again" if drawn_ids else "sent")
             while True:
                 progress = await queue.get()
                 if progress.error is not None:
@@ -199,7 +206,6 @@ class AsyncEngine(Supervised):
         finally:
             if self._requests.get(request_id) is queue:
                 self._forget(request_id)
-                self._parked.discard(request_id)
                 if super().accepts:
                     self._send(Abort(request_id))
 
@@ -207,15 +213,6 @@ class AsyncEngine(Supervised):
         del self._requests[request_id]
         if not self._requests:
             self._idle.set()
-
-    def refill(self, request_id: str, ids: NDArray[np.int64]) -> None:
-        """Send the engine the media that a request needs again (`Progress.needs_media`).
-
-        `ids` are the prompt ids passed to `generate`, with the handle words of new blocks.
-        """
-        if request_id in self._parked and super().accepts:
-            self._parked.remove(request_id)
-            self._send(Refill(request_id, np.ascontiguousarray(ids, np.int64).tobytes()))
 
     def mount(self, path: Path, number: int) -> None:
         """Mount the file of blocks at `path` as arena `number`, which the caller has reserved.
@@ -325,8 +322,8 @@ class AsyncEngine(Supervised):
         await super()._restart()
 
     def _waiting(self) -> Iterable[str]:
-        """Return the requests that wait for the engine, and not for `refill`."""
-        return self._requests.keys() - self._parked
+        """Return the requests that wait for the engine."""
+        return self._requests
 
     def _take(self, message: bytes) -> None:
         """Put each request's progress into the request's queue."""
@@ -339,8 +336,6 @@ class AsyncEngine(Supervised):
                 continue
             if progress.finish_reason is not None or progress.error is not None:
                 self._forget(progress.request_id)
-            if progress.needs_media:
-                self._parked.add(progress.request_id)
             queue.put_nowait(progress)
 
     def _fail(self, died: str) -> None:
@@ -349,7 +344,6 @@ class AsyncEngine(Supervised):
         for request_id, queue in self._requests.items():
             queue.put_nowait(Progress(request_id=request_id, error=death))
         self._requests.clear()
-        self._parked.clear()
         self._idle.set()
 
     def _send(self, message: ToEngine | Start) -> None:

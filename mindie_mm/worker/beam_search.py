@@ -171,7 +171,7 @@ async def beam_search(
     beams, ended, first, began_s = [_Beam()], list[_Beam](), Answer(), 0.0
     for number in range(num_steps):
         steps = [
-            worker.generate(source, step, f"{request_id}-{number}-{index}", whole=True, written=beam.token_ids)
+            worker.generate(source, step, f"{request_id}-{number}-{index}", written=beam.token_ids)
             for index, beam in enumerate(beams)
         ]
         answers = await gather([Answer.of(deltas) for deltas in steps])

@@ -18,7 +18,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mindie_mm.engine.requests.engine_messages import Features, Progress, Ready, Replica
+from mindie_mm.engine.requests.engine_messages import Features, Origin, Progress, Ready, Replica
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import MindieMMError, NoProcess, ProcessDied
 from mindie_mm.processes.restarts import RESTART_WAIT_S, Restarts
@@ -121,8 +121,6 @@ class EngineReplicas:
             for number, engine in enumerate(self.engines)
         ]
         self._surplus_tokens = surplus_tokens
-        self._owners: dict[str, _Member] = {}
-        """Engine of each request, by the id of the request."""
         self._reloading = asyncio.Lock()
         self._num_reloads_asked = self._num_reloads_done = 0
         self._left_out = ""
@@ -197,15 +195,22 @@ class EngineReplicas:
             self.engines[0].check()
 
     async def generate(
-        self, request_id: str, ids: NDArray[np.int64], params: SamplingParams
+        self,
+        request_id: str,
+        ids: NDArray[np.int64],
+        params: SamplingParams,
+        asked_s: float | None = None,
+        drawn_ids: Sequence[int] = (),
+        origin: Origin | None = None,
     ) -> AsyncGenerator[Progress, None]:
         """Start a request on one of the engines, and yield its progress. `AsyncEngine.generate` describes the rest."""
-        asked_s = time.monotonic()
+        asked_s = time.monotonic() if asked_s is None else asked_s
         params = params.check(self.info.vocab_size)
         answer_tokens = ANSWER_TOKENS if params.max_tokens is None else min(params.max_tokens, ANSWER_TOKENS)
         await self._until_up()
-        with self._sent(request_id, ids, params.cache_salt, answer_tokens) as load:
-            async with aclosing(load.member.engine.generate(request_id, ids, params, asked_s)) as steps:
+        with self._sent(ids, params.cache_salt, answer_tokens) as load:
+            generating = load.member.engine.generate(request_id, ids, params, asked_s, drawn_ids, origin)
+            async with aclosing(generating) as steps:
                 async for step in steps:
                     if step.token_ids:
                         load.answered(len(step.token_ids))
@@ -214,15 +219,10 @@ class EngineReplicas:
     async def encode(self, request_id: str, ids: NDArray[np.int64]) -> AsyncGenerator[list[Features], None]:
         """Yield the features of a prompt's media from one of the engines. `AsyncEngine.encode` describes the rest."""
         await self._until_up()
-        with self._sent(request_id, ids, "", 0) as load:
+        with self._sent(ids, "", 0) as load:
             async with aclosing(load.member.engine.encode(request_id, ids)) as parts:
                 async for part in parts:
                     yield part
-
-    def refill(self, request_id: str, ids: NDArray[np.int64]) -> None:
-        """Send the engine of a request the media that it needs again. `AsyncEngine.refill` describes the rest."""
-        if (owner := self._owners.get(request_id)) is not None:
-            owner.engine.refill(request_id, ids)
 
     def mount(self, path: Path, number: int) -> None:
         """Mount a file of blocks in all engines. `AsyncEngine.mount` describes the rest."""
@@ -321,7 +321,7 @@ class EngineReplicas:
             await self.wait_until_up()
 
     @contextmanager
-    def _sent(self, request_id: str, ids: NDArray[np.int64], cache_salt: str, answer_tokens: int) -> Iterator[_Load]:
+    def _sent(self, ids: NDArray[np.int64], cache_salt: str, answer_tokens: int) -> Iterator[_Load]:
         """Choose an engine for a request. The request is part of the engine's load inside the context."""
         contents = contents_of(ids, cache_salt)
         members = [member for member in self._members if member.engine.accepts]
@@ -330,9 +330,7 @@ class EngineReplicas:
         chosen = members[self.order(candidates, surplus, contents.first_key)[0]]
         load = _Load(chosen, max(0, len(ids) - chosen.num_held(contents)), answer_tokens)
         chosen.add(contents)
-        self._owners[request_id] = chosen
         try:
             yield load
         finally:
             load.end()
-            del self._owners[request_id]

@@ -23,7 +23,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.token_ids import TokenIds
 from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from mindie_mm.worker.llm_arguments import Params, params_of, request_of, requests_of
-from mindie_mm.worker.worker import Answer, Delta, Worker
+from mindie_mm.worker.worker import Delta, Worker
 
 T = TypeVar("T")
 OnError = Literal["raise", "return"]
@@ -379,7 +379,7 @@ class LLM:
         yield from self._loop.iterate(deltas)  # in a method, so that the iterator keeps this LLM from being collected
 
     async def _answer(self, request: TokenizeRequest | TokenIds, params: SamplingParams) -> Output:
-        answer = await Answer.of(self._worker.answer(request, params, uuid.uuid4().hex, whole=True))
+        answer = await self._worker.whole_answer(request, params, uuid.uuid4().hex)
         return Output(
             text=answer.text,
             token_ids=answer.token_ids,

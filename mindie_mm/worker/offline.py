@@ -36,6 +36,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import WorkerConfig, kind_of_name
 from mindie_mm.shm import Arena
 from mindie_mm.worker.answer_file import Origin, continued
+from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Answer, Worker
 
 _log = logging.getLogger(__name__)
@@ -247,7 +248,9 @@ class _Asking:
             return
         try:
             prompt = record.mounted_prompt(asked.number)
-            answer = await Answer.of(self._worker.generate_once(prompt, self._params, str(record.row)))
+            source = PromptSource(prompt)
+            # A row that makes the engine die is found below, so that no attempt may hide it.
+            answer = await Answer.of(self._worker.generate(source, self._params, str(record.row), deaths=0))
         except _ENGINE_FAILED as error:
             asked.failure = error
         except MindieMMError as error:

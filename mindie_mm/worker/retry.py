@@ -1,40 +1,60 @@
-"""The lifetime of a request's prompt, with early release of its blocks and retries when a process dies.
+"""The lifetime of a request's prompt, with early release of its blocks, and the recovery of its answers.
 
 The blocks of a prompt are freed as soon as the engine has read them for all answers of the request. If an answer needs
-the blocks later, the request is tokenized again. This happens if an answer is preempted, or if it starts again because
-the engine died.
+the blocks later, the request is tokenized again.
 
-Until the client may have received output, a request survives these failures:
+An answer continues from the tokens that were drawn, so that its client does not notice these failures:
 
-- The tokenizer dies during the request, or before the engine attaches its blocks. The request is tokenized again, once.
-- The engine dies. The request is sent again, once, to the new engine, or to another engine of the service.
-- The engine is replaced on purpose (EngineReloaded). The request is sent again.
+- The engine dies, once. The answer continues in the new engine, or in another engine of the service.
+- The engine is replaced on purpose (EngineReloaded), any number of times.
+- The engine needs blocks that were freed after use, because it preempted the answer, any number of times.
+- The tokenizer dies during the request, or before the engine has read the blocks, once.
 
-NoProcess is not retried, because the request has already waited for a process. A stream is not retried after its first
-output, because a second attempt could draw other tokens. If the client waits for a whole answer, the request can be
-retried at any time, and tokens that were drawn before the failure are dropped.
+NoProcess is not retried, because the request has already waited for a process. If the checkpoint's weights were
+replaced, an answer that has begun cannot continue (WeightsChanged).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Self, TypeVar
 
-from mindie_mm.errors import ArenaFull, EngineReloaded, ProcessDied, SegmentMissing, SharedMemoryError
+import msgspec
+import numpy as np
+
+from mindie_mm.engine.requests.engine_messages import Origin, Progress, Timings
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import (
+    ArenaFull,
+    EngineReloaded,
+    MindieMMError,
+    ProcessDied,
+    SegmentMissing,
+    SharedMemoryError,
+    StaleReference,
+    WeightsChanged,
+)
 from mindie_mm.processes import faults
 from mindie_mm.shm import free
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
+from mindie_mm.worker.async_engine import AsyncEngine
+from mindie_mm.worker.engine_replicas import EngineReplicas
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+ENDS_OF_ATTEMPTS = (ProcessDied, SegmentMissing, StaleReference)
+"""Errors after which `Use.end_attempt` may allow another attempt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,9 +109,9 @@ class PromptSource:
         """Keep the blocks until `num_answers` answers have begun and the engine has read the media for each answer."""
         self._reserved = num_answers
 
-    def use(self) -> Use:
-        """Return a `Use` of the prompt for one answer."""
-        return Use(self)
+    def use(self, deaths: int = 1) -> Use:
+        """Return a `Use` of the prompt for one answer, which may survive the number `deaths` of engine deaths."""
+        return Use(self, deaths)
 
     async def hold(self, lost: _HeldPrompt | None, *, first: bool) -> _HeldPrompt:
         """Keep the blocks of the current prompt for a `Use`. Tokenize the prompt again if it is freed or `lost`."""
@@ -119,11 +139,7 @@ class PromptSource:
 
     async def _make_again(self, *, freed: bool) -> Prompt:
         """Tokenize the prompt again. This may be repeated for a `freed` prompt, but not for a lost prompt."""
-        if self._again is None:
-            raise SegmentMissing(
-                "the engine needs the media of the prompt's token ids again, but they were released; release a path "
-                "file only after the output is complete"
-            )
+        assert self._again is not None, "the blocks of the caller's ids are neither freed nor replaced"
         if self._retried and not freed:
             raise ProcessDied(
                 "the request's media were lost twice because the tokenizer process died; send the request again"
@@ -143,35 +159,33 @@ class PromptSource:
 
 
 class Use:
-    """One answer's hold on a prompt. It keeps the prompt's blocks from `take` until `release`."""
+    """One answer's hold on a prompt. It keeps the prompt's blocks from `take` until `release`, or the context exits."""
 
-    def __init__(self, source: PromptSource) -> None:
+    def __init__(self, source: PromptSource, deaths: int) -> None:
         self._source = source
+        self._deaths = deaths
         self._held: _HeldPrompt | None = None
-        self._last: _HeldPrompt | None = None
+        self._begun = self._lost = False
 
     async def take(self) -> Prompt:
-        """Return the prompt, and keep its blocks. If the blocks were freed, the prompt is tokenized again.
+        """Return the prompt for an attempt, and keep its blocks. If they were freed or lost, tokenize it again.
+
+        Concurrent calls for several answers return the same prompt.
 
         Raises:
             ProcessDied: The prompt cannot be tokenized again.
-            SegmentMissing: The caller gave the ids, and has released the blocks.
             MindieMMError: The tokenizer failed.
 
         """
-        return self._held.prompt if self._held is not None else await self._hold(None)
-
-    async def renew(self) -> Prompt:
-        """Replace the last prompt, whose blocks the engine could not read. Return the new prompt.
-
-        Concurrent calls for several answers return the same prompt. This raises the errors of `take`.
-        """
-        held, self._held = self._held, None
-        try:
-            return await self._hold(self._last)
-        finally:  # release the old prompt last, because `hold` would otherwise treat a lost prompt as freed
-            if held is not None:
-                self._source.let_go(held)
+        if self._held is None or self._lost:
+            lost, self._held, self._lost = self._held, None, False
+            try:
+                self._held = await self._source.hold(lost, first=not self._begun)
+            finally:  # release the old prompt last, because `hold` would otherwise treat a lost prompt as freed
+                if lost is not None:
+                    self._source.let_go(lost)
+            self._begun = True
+        return self._held.prompt
 
     def release(self) -> None:
         """Release the blocks, because the engine has read them or the answer has ended."""
@@ -179,10 +193,26 @@ class Use:
         if held is not None:
             self._source.let_go(held)
 
-    async def _hold(self, lost: _HeldPrompt | None) -> Prompt:
-        self._held = await self._source.hold(lost, first=self._last is None)
-        self._last = self._held
-        return self._held.prompt
+    def end_attempt(self, error: MindieMMError) -> None:
+        """Raise `error`, one of `ENDS_OF_ATTEMPTS`, unless the answer may be attempted again."""
+        if isinstance(error, WeightsChanged):
+            raise error
+        if isinstance(error, ProcessDied):
+            if isinstance(error, EngineReloaded):
+                return
+            if not self._deaths:
+                raise error
+            self._deaths -= 1
+        elif self._held is not None:  # the engine could not read blocks that it has not released
+            if not self._source.can_remake:
+                raise error
+            self._lost = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 async def _retry_once(make: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
@@ -222,43 +252,60 @@ async def tokenized(
 
 
 async def generated(
-    source: PromptSource, generate: Callable[[Prompt, Use], AsyncGenerator[T, None]], void: T | None = None
-) -> AsyncGenerator[T, None]:
-    """Yield the outputs of `generate` for the prompt. Call `generate` again if the engine dies or the blocks are lost.
+    engine: AsyncEngine | EngineReplicas,
+    source: PromptSource,
+    params: SamplingParams,
+    request_id: str,
+    written: Sequence[int] = (),
+    deaths: int = 1,
+) -> AsyncGenerator[Progress, None]:
+    """Yield the progress of one answer. After a failure, continue from the tokens that have been yielded.
+
+    This raises the errors of `AsyncEngine.generate`, and the errors below.
 
     Args:
+        engine: Engine or engines to use.
         source: Prompt of the request.
-        generate: Function that yields the outputs for a prompt, and calls `Use.release` when the engine has read the
-            blocks.
-        void: Output after which the caller must discard all earlier outputs. If it is None, `generate` is not called
-            again after its first output.
+        params: Sampling settings.
+        request_id: Unique id of the request.
+        written: Ids that follow the prompt, and that the output continues.
+        deaths: Number of engine deaths that the answer survives.
 
     Raises:
-        ProcessDied: The engine died twice, or it died after an output and `void` is None.
+        WeightsChanged: The answer has begun, and the new engine has other weights.
+        OperationalError: The prompt's media have changed since the answer began.
 
     """
-    use = source.use()
-    engine_died = begun = lost = False
-    try:
+    if params.seed is None and not params.greedy:  # so that the next engine draws from the same random numbers
+        params = msgspec.structs.replace(params, seed=secrets.randbits(63))
+    asked_s = time.monotonic()
+    drawn_ids: list[int] = []
+    origin: Origin | None = None
+    first: Timings | None = None
+    with source.use(deaths) as use:
         while True:
-            prompt = await (use.renew() if lost else use.take())
-            if begun and void is not None:
-                yield void
-            begun = lost = False
+            prompt, continues = await use.take(), bool(drawn_ids)
+            if continues:  # they were sent with the first token
+                params = msgspec.structs.replace(params, prompt_logprobs=None)
+            ids = np.concatenate([prompt.ids, np.array(written, np.int64)])
             try:
-                async with aclosing(generate(prompt, use)) as outputs:
-                    async for output in outputs:
-                        begun = True
-                        yield output
+                async with aclosing(engine.generate(request_id, ids, params, asked_s, [*drawn_ids], origin)) as steps:
+                    async for step in steps:
+                        if step.media_consumed:
+                            use.release()
+                        origin = step.origin or origin
+                        first = first or step.timings
+                        drawn_ids += step.token_ids
+                        yield _timed(step, first) if continues else step
                 return
-            except ProcessDied as error:
-                reloaded = isinstance(error, EngineReloaded)
-                if (engine_died and not reloaded) or (begun and void is None):
-                    raise
-                engine_died = engine_died or not reloaded
-            except SegmentMissing:
-                if begun or not source.can_remake:
-                    raise
-                lost = True
-    finally:
-        use.release()
+            except ENDS_OF_ATTEMPTS as error:
+                use.end_attempt(error)
+
+
+def _timed(step: Progress, first: Timings | None) -> Progress:
+    """Return the progress of a later attempt with the times until the first token of the `first` attempt."""
+    if step.timings is None or first is None:
+        return step
+    total_s = step.timings.queue_s + step.timings.prefill_s + step.timings.decode_s
+    timings = msgspec.structs.replace(first, decode_s=total_s - first.queue_s - first.prefill_s)
+    return msgspec.structs.replace(step, timings=timings)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from mindie_mm.engine.requests.default_sampling import log_default_sampling, stated_end_tokens
 from mindie_mm.engine.requests.engine_messages import Features, FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.errors import ContextLengthExceeded, SegmentMissing
+from mindie_mm.errors import ContextLengthExceeded, WeightsChanged
 from mindie_mm.inputs import Embeddings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.fork_client import ForkClient
@@ -37,14 +37,14 @@ from mindie_mm.tokenize.token_ids import TokenIds, prompt_of_token_ids
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.engine_replicas import EngineReplicas
 from mindie_mm.worker.preflight import check_before_loading
-from mindie_mm.worker.retry import PromptSource, Use, generated, tokenized
+from mindie_mm.worker.retry import ENDS_OF_ATTEMPTS, PromptSource, generated, tokenized
 
 Part = TypeVar("Part", TokenizerStage, AsyncEngine | EngineReplicas)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """An addition to a request's output, or the information that the output starts again."""
+    """An addition to a request's output."""
 
     text: str
     """New text, without stop strings. Text that may be the beginning of a stop string is held back."""
@@ -63,12 +63,6 @@ class Delta:
     the end-of-sequence token."""
     timings: Timings | None = None
     """Times up to this delta."""
-    restarted: bool = False
-    """Whether the output starts again because the engine died. Earlier deltas must be discarded, and all other fields
-    are empty in this case."""
-
-
-_RESTARTED = Delta(text="", token_ids=[], restarted=True)
 
 
 @dataclass(slots=True)
@@ -94,12 +88,7 @@ class Answer:
         return answer
 
     def add(self, delta: Delta) -> None:
-        """Append `delta`, or clear the answer if the output starts again."""
-        if delta.restarted:
-            empty = Answer()
-            for one in fields(empty):
-                setattr(self, one.name, getattr(empty, one.name))
-            return
+        """Append `delta`."""
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or []
@@ -191,15 +180,24 @@ class Worker:
         return self.engine.info.default_sampling
 
     async def answer(
-        self, request: TokenizeRequest | TokenIds, params: SamplingParams, request_id: str, *, whole: bool = False
+        self, request: TokenizeRequest | TokenIds, params: SamplingParams, request_id: str
     ) -> AsyncGenerator[Delta, None]:
-        """Answer a request, and always free its shared memory. `generate` describes `whole`."""
+        """Answer a request, and always free its shared memory."""
         async with (
             self.prompt(request, params) as source,
-            aclosing(self.generate(source, params, request_id, whole=whole)) as deltas,
+            aclosing(self.generate(source, params, request_id)) as deltas,
         ):
             async for delta in deltas:
                 yield delta
+
+    async def whole_answer(
+        self, request: TokenizeRequest | TokenIds, params: SamplingParams, request_id: str
+    ) -> Answer:
+        """Return the whole answer to a request. If the weights are replaced meanwhile, the answer starts again."""
+        async with self.prompt(request, params) as source:
+            while True:
+                with suppress(WeightsChanged):
+                    return await Answer.of(self.generate(source, params, request_id))
 
     @asynccontextmanager
     async def prompt(self, request: TokenizeRequest | TokenIds, params: SamplingParams) -> AsyncIterator[PromptSource]:
@@ -231,14 +229,14 @@ class Worker:
         with request_directory(self._spool) as directory:
             request = msgspec.structs.replace(request, path_file=str(directory.path_file), options=options)
             (source,) = await tokenized(self.tokenizer_stage, [request], self._count_remade)
-            found: list[Embeddings] = []
-            if source.prompt.spans:
-                restart: list[Features] = []
-                parts = generated(source, lambda prompt, _: self.engine.encode(request_id, prompt.ids), restart)
-                async with aclosing(parts):
-                    async for part in parts:
-                        found = [] if part is restart else [*found, *map(_embeddings, part)]
-        return found
+            with source.use() as use:
+                while (prompt := await use.take()).spans:
+                    try:
+                        async with aclosing(self.engine.encode(request_id, prompt.ids)) as parts:
+                            return [_embeddings(features) async for part in parts for features in part]
+                    except ENDS_OF_ATTEMPTS as error:
+                        use.end_attempt(error)
+        return []
 
     def check(self) -> None:
         """Raise ProcessDied with the reason if requests cannot be answered."""
@@ -318,69 +316,35 @@ class Worker:
             message = f"the request needs {wanted} output tokens, and the prompt does not fit in the rest: {error}"
             raise ContextLengthExceeded.of(limit, message) from error
 
-    def generate(
+    async def generate(
         self,
         source: PromptSource,
         params: SamplingParams,
         request_id: str,
         *,
-        whole: bool = False,
         silent: Collection[int] | None = None,
         stop_scope: StopScope | None = None,
         written: Sequence[int] = (),
+        deaths: int = 1,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output for a prompt. If the generator is closed, the request is aborted.
 
-        This raises the errors of `AsyncEngine.generate`.
+        This raises the errors of `generated`.
 
         Args:
             source: Prompt of the request.
             params: Sampling settings.
             request_id: Unique id of the request.
-            whole: Whether the caller uses the output only when it is complete. In this case the output starts again
-                (`Delta.restarted`) if the engine dies.
             silent: Ids of the tokens that have no text. None means the special tokens.
             stop_scope: Part of the output in which stop strings have an effect. None means the whole output.
             written: Ids that follow the prompt, and that the output continues.
+            deaths: Number of engine deaths that the output survives.
 
-        """
-        return generated(
-            source,
-            lambda prompt, use: self.generate_once(
-                prompt, params, request_id, use, silent=silent, stop_scope=stop_scope, written=written
-            ),
-            _RESTARTED if whole else None,
-        )
-
-    async def generate_once(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str,
-        use: Use | None = None,
-        *,
-        silent: Collection[int] | None = None,
-        stop_scope: StopScope | None = None,
-        written: Sequence[int] = (),
-    ) -> AsyncGenerator[Delta, None]:
-        """Yield the output like `generate`, but without a second attempt if the engine dies.
-
-        `use` is released when the engine has read the prompt's media, and renewed if the engine needs them again.
-        Without `use`, the media must stay in shared memory.
         """
         params = self.spelled(params)
         detokenizer = self._detokenizer(params, silent, stop_scope)
-        later = np.array(written, np.int64)
-        ids = np.concatenate([prompt.ids, later])
-        async with aclosing(self.engine.generate(request_id, ids, params)) as steps:
+        async with aclosing(generated(self.engine, source, params, request_id, written, deaths)) as steps:
             async for step in steps:
-                if step.media_consumed and use is not None:
-                    use.release()
-                if step.needs_media:
-                    if use is None:
-                        raise SegmentMissing("the engine needs the request's media again, but they were freed")
-                    renewed = await use.renew()
-                    self.engine.refill(request_id, np.concatenate([renewed.ids, later]))
                 if not step.token_ids and step.finish_reason is None:
                     continue
                 shown_ids = _shown_ids(step.token_ids, step.finish_reason, params, self.tokenizer)

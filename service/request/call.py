@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,14 @@ import msgspec
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, MAX_LOGPROBS, SamplingParams
-from mindie_mm.errors import BadReference, FeatureCountMismatch, InputError, LimitExceeded, blaming
+from mindie_mm.errors import (
+    BadReference,
+    FeatureCountMismatch,
+    InputError,
+    LimitExceeded,
+    WeightsChanged,
+    blaming,
+)
 from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
@@ -138,7 +145,11 @@ class Call:
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
         """Wait until all choices are finished, and return them."""
         choices = [Choice(index=index) for index in range(len(sources) * self.n)]
-        async with aclosing(self.deltas(sources, whole=True)) as deltas:
+
+        def discard(index: int) -> None:
+            choices[index] = Choice(index=index)
+
+        async with aclosing(self.deltas(sources, discard)) as deltas:
             async for index, delta in deltas:
                 choices[index].add(delta)
         return choices
@@ -148,21 +159,23 @@ class Call:
         return {"timings": timings(self.clock, choices)} if self.timed else {}
 
     async def deltas(
-        self, sources: Sequence[PromptSource], *, whole: bool = False
+        self, sources: Sequence[PromptSource], discard: Callable[[int], None] | None = None
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield the outputs of `n` choices per prompt as they arrive, each with the index of its choice.
 
-        The first `n` indices belong to the first prompt, the next `n` to the second, and so on. `whole` has the
-        same meaning as in `Worker.generate`.
+        The first `n` indices belong to the first prompt, the next `n` to the second, and so on.
+
+        Args:
+            sources: Prompts of the request.
+            discard: Function to call with the index of a choice whose output starts again, because the weights were
+                replaced. None means that such an output fails with WeightsChanged.
+
         """
         n = self.n
         self._require_room(sources)
         firsts = [asyncio.get_running_loop().create_future() for _ in sources]
-        outputs = partial(self._outputs, whole=whole) if self.length_penalty is None else self._beams
-        streams = [
-            self.meter.measured(outputs(sources[index // n], index, firsts[index // n]), index)
-            for index in range(len(sources) * n)
-        ]
+        outputs = partial(self._outputs, discard) if self.length_penalty is None else self._beams
+        streams = [outputs(sources[index // n], index, firsts[index // n]) for index in range(len(sources) * n)]
         for source in sources:
             source.share(n)
             if self.service.config.log_prompts:
@@ -207,58 +220,74 @@ class Call:
         self.service.admission.hold_logprobs(num_prompts + (num_generated if of_all_tokens else 0))
 
     async def _outputs(
-        self, source: PromptSource, index: int, prompt_logprobs: asyncio.Future[list[TokenLogprob]], *, whole: bool
+        self,
+        discard: Callable[[int], None] | None,
+        source: PromptSource,
+        index: int,
+        prompt_logprobs: asyncio.Future[list[TokenLogprob]],
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the output of one choice.
+        """Yield the output of one choice. `deltas` describes `discard`.
 
         The first choice of a prompt sets the future `prompt_logprobs`. The prompt's other choices wait for it, because
         their log-probabilities of the prompt are the same.
         """
-        params, shared = self._seeded(index % self.n), None
-        if index % self.n and params.prompt_logprobs is not None:
-            shared = await prompt_logprobs
-            params = msgspec.structs.replace(params, prompt_logprobs=None)
-        begins = True
-        outputs = self.service.worker.generate(
-            source, params, f"{self.id}-{index}", whole=whole, silent=self.silent, stop_scope=self.stop_scope
-        )
-        async with aclosing(outputs) as deltas:
-            async for delta in deltas:
-                if delta.prompt_logprobs is not None and not prompt_logprobs.done():
-                    prompt_logprobs.set_result(delta.prompt_logprobs)
-                if begins and shared is not None and not delta.restarted:
-                    yield replace(delta, prompt_logprobs=shared)
-                else:
-                    yield delta
-                begins = delta.restarted
+        with self.meter.measured(index) as measure:
+            params, shared = self._seeded(index % self.n), None
+            if index % self.n and params.prompt_logprobs is not None:
+                shared = await prompt_logprobs
+                params = msgspec.structs.replace(params, prompt_logprobs=None)
+            while True:
+                outputs = self.service.worker.generate(
+                    source, params, f"{self.id}-{index}", silent=self.silent, stop_scope=self.stop_scope
+                )
+                begins = True
+                try:
+                    async with aclosing(outputs) as deltas:
+                        async for delta in deltas:
+                            if delta.prompt_logprobs is not None and not prompt_logprobs.done():
+                                prompt_logprobs.set_result(delta.prompt_logprobs)
+                            if begins and shared is not None:
+                                delta = replace(delta, prompt_logprobs=shared)  # noqa: PLW2901
+                            begins = False
+                            measure(delta)
+                            yield delta
+                    return
+                except WeightsChanged:
+                    if discard is None:
+                        raise
+                    discard(index)
+                    self.meter.restart(index)
 
     async def _beams(
         self, source: PromptSource, index: int, found: asyncio.Future[list[BeamSearchSequence]]
     ) -> AsyncGenerator[Delta, None]:
         """Yield one choice of a beam search. The first choice of a prompt sets the future `found`."""
-        if index % self.n == 0:
-            assert self.length_penalty is not None
-            with blaming(self.structure_field):
-                beams = beam_search(
-                    self.service.worker,
-                    source,
-                    self.params,
-                    self.n,
-                    self.length_penalty,
-                    f"{self.id}-{index}",
-                    self.silent,
-                    self.stop_scope,
-                )
-                found.set_result(await beams)
-        one = (await found)[index % self.n]
-        yield Delta(
-            text=one.text,
-            token_ids=one.tokens,
-            logprobs=None if self.params.logprobs is None else one.logprobs,
-            cached_tokens=one.cached_tokens,
-            finish_reason=one.finish_reason,
-            timings=one.timings,
-        )
+        with self.meter.measured(index) as measure:
+            if index % self.n == 0:
+                assert self.length_penalty is not None
+                with blaming(self.structure_field):
+                    beams = beam_search(
+                        self.service.worker,
+                        source,
+                        self.params,
+                        self.n,
+                        self.length_penalty,
+                        f"{self.id}-{index}",
+                        self.silent,
+                        self.stop_scope,
+                    )
+                    found.set_result(await beams)
+            one = (await found)[index % self.n]
+            delta = Delta(
+                text=one.text,
+                token_ids=one.tokens,
+                logprobs=None if self.params.logprobs is None else one.logprobs,
+                cached_tokens=one.cached_tokens,
+                finish_reason=one.finish_reason,
+                timings=one.timings,
+            )
+            measure(delta)
+            yield delta
 
     def _seeded(self, index: int) -> SamplingParams:
         """Return the parameters of a prompt's choice `index`. Seeds are consecutive, and wrap around within int64."""

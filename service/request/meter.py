@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from mindie_mm.engine.requests.engine_messages import Timings
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -47,8 +47,9 @@ class Meter:
         if (trace := tracing.current.get()) is not None:
             trace.asked(params, n, sum(prompt_lengths))
 
-    async def measured(self, outputs: AsyncGenerator[Delta, None], index: int) -> AsyncGenerator[Delta, None]:
-        """Yield the `outputs` of choice `index`, and record their metrics and their trace.
+    @contextmanager
+    def measured(self, index: int) -> Iterator[Callable[[Delta], None]]:
+        """Record the metrics and the trace of choice `index`. Call the function that is yielded with each output.
 
         If a choice ends because another choice failed, both are counted with the same reason. The time to the first
         token is measured from the arrival of the request's head.
@@ -59,27 +60,25 @@ class Meter:
         num_drawn = 0
         reason, ended, stages = "", False, None
         self._num_tokens[index] = 0
+
+        def measure(delta: Delta) -> None:
+            nonlocal first, last, num_drawn, reason, ended, stages
+            now = time.perf_counter()
+            if num_drawn:
+                for _ in delta.token_ids:
+                    metrics.inter_token_s.observe((now - last) / len(delta.token_ids))
+            else:
+                metrics.first_token_s.observe(now - last)
+            first, last = first if num_drawn else now, now
+            num_drawn += len(delta.token_ids)
+            self._num_tokens[index] += len(delta.token_ids)
+            metrics.count_tokens(len(delta.token_ids))
+            reason = delta.finish_reason or reason
+            ended = delta.finish_reason is not None
+            stages = delta.timings
+
         try:
-            async with aclosing(outputs) as deltas:
-                async for delta in deltas:
-                    if delta.restarted:
-                        self._num_tokens[index] = 0
-                        yield delta
-                        continue
-                    now = time.perf_counter()
-                    if num_drawn:
-                        for _ in delta.token_ids:
-                            metrics.inter_token_s.observe((now - last) / len(delta.token_ids))
-                    else:
-                        metrics.first_token_s.observe(now - last)
-                    first, last = first if num_drawn else now, now
-                    num_drawn += len(delta.token_ids)
-                    self._num_tokens[index] += len(delta.token_ids)
-                    metrics.count_tokens(len(delta.token_ids))
-                    reason = delta.finish_reason or reason
-                    ended = delta.finish_reason is not None
-                    stages = delta.timings
-                    yield delta
+            yield measure
         except Exception as error:
             reason = _reason(error)
             self._failed = self._failed or reason
@@ -92,6 +91,10 @@ class Meter:
             self._count(reason or self._failed or _reason(None), num_tokens, stages if ended else None)
             if trace is not None and stages is not None:
                 trace.answered(index, asked, first, last, num_tokens, stages)
+
+    def restart(self, index: int) -> None:
+        """Record that the output of choice `index` starts again."""
+        self._num_tokens[index] = 0
 
     def finished(self, n: int) -> None:
         """Count the tokens of the longest choice of each prompt. All choices must be finished."""

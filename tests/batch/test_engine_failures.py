@@ -12,6 +12,7 @@ import signal
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,13 +69,13 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
 
     def install(fail: Fail) -> set[str]:
         async def generate(
-            self: AsyncEngine, request_id: str, ids: NDArray[np.int64], params: SamplingParams
+            self: AsyncEngine, request_id: str, ids: NDArray[np.int64], params: SamplingParams, *more: Any
         ) -> AsyncGenerator[Progress, None]:
             fail(self, request_id, False)
             failure: DeviceError | None = None
             asked.add(request_id)
             try:
-                async with aclosing(own(self, request_id, ids, params)) as steps:
+                async with aclosing(own(self, request_id, ids, params, *more)) as steps:
                     async for step in steps:  # after a failure, read the remaining steps as well
                         try:
                             fail(self, request_id, True)

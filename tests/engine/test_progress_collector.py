@@ -51,7 +51,6 @@ URGENT = {
     "last token": {"finish_reason": "length"},
     "stop": {"finish_reason": "stop", "stop_token_id": 7},
     "media consumed": {"media_consumed": True},
-    "media needed": {"token_ids": [], "needs_media": True},
     "error": {"token_ids": [], "error": Failure.of(OperationalError("it failed"))},
 }
 

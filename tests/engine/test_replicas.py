@@ -22,7 +22,7 @@ from mindie_mm.engine.process.placing import placed, shares
 from mindie_mm.engine.ranks import ALONE
 from mindie_mm.engine.requests.engine_messages import Replica
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.errors import DeviceError, EngineReloaded, InputError, ProcessDied
+from mindie_mm.errors import DeviceError, InputError, ProcessDied
 from mindie_mm.settings.cgroup import available_cpus
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import Arena, ArraySpec
@@ -114,13 +114,13 @@ async def test_a_request_without_output_is_sent_to_another_engine_at_once(pair: 
         os.kill(engine.pid, signal.SIGSTOP)
 
     async def answer() -> list[int]:
-        outputs = generated(PromptSource(Prompt(ids(7))), lambda prompt, _: pair.generate("moved", prompt.ids, SHORT))
+        outputs = generated(pair, PromptSource(Prompt(ids(7))), SHORT, "moved")
         return [token async for step in outputs for token in step.token_ids]
 
     answering = asyncio.create_task(answer())
-    while "moved" not in pair._owners:  # noqa: ASYNC110 - no event
+    while not (owners := [engine for engine in pair.engines if "moved" in engine._requests]):  # noqa: ASYNC110 - no event
         await asyncio.sleep(0)
-    dying = pair._owners["moved"].engine
+    (dying,) = owners
     (other,) = [engine for engine in pair.engines if engine is not dying]
     os.kill(dying.pid, signal.SIGKILL)
     while "moved" not in other._requests:  # noqa: ASYNC110 - no event
@@ -128,6 +128,22 @@ async def test_a_request_without_output_is_sent_to_another_engine_at_once(pair: 
     os.kill(other.pid, signal.SIGCONT)
     assert await answering == right
     await dying.wait_until_up()
+
+
+async def test_an_answer_that_has_begun_continues_in_another_engine(pair: EngineReplicas) -> None:
+    drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
+    right = await tokens(pair, "alone", ids(10), drawn)
+    pids = {engine.pid for engine in pair.engines}
+    found: list[int] = []
+    async with aclosing(generated(pair, PromptSource(Prompt(ids(10))), drawn, "continued")) as steps:
+        async for step in steps:
+            if not found:
+                (dying,) = [engine for engine in pair.engines if "continued" in engine._requests]
+                os.kill(dying.pid, signal.SIGKILL)
+            found += step.token_ids
+    assert found == right
+    await dying.wait_until_up()
+    assert len({engine.pid for engine in pair.engines} & pids) == 1
 
 
 async def test_a_reload_replaces_the_engines_one_by_one_and_lets_requests_finish(pair: EngineReplicas) -> None:
@@ -162,13 +178,8 @@ async def test_requests_that_exceed_the_grace_time_of_a_reload_are_sent_to_anoth
     right = await tokens(pair, "before", ids(8), LONG)
 
     async def answer(number: int) -> list[int]:
-        found: list[int] = []
-        outputs = generated(
-            PromptSource(Prompt(ids(8))), lambda prompt, _: pair.generate(f"r-{number}", prompt.ids, LONG), "again"
-        )
-        async for step in outputs:
-            found = [] if isinstance(step, str) else [*found, *step.token_ids]
-        return found
+        outputs = generated(pair, PromptSource(Prompt(ids(8))), LONG, f"r-{number}")
+        return [token async for step in outputs for token in step.token_ids]
 
     running = [asyncio.create_task(answer(number)) for number in range(20)]
     while min(len(engine._requests) for engine in pair.engines) == 0:  # noqa: ASYNC110 - no event
@@ -282,31 +293,6 @@ async def test_engines_that_are_all_closed_refuse_requests(random_checkpoint: Pa
                 pass
     with pytest.raises(ProcessDied, match="the engine process is closed"):
         await tokens(engines, "b", ids(1))
-
-
-class Steps:
-    """Engines that follow a script: each call yields the outputs of the next entry, and raises its errors."""
-
-    def __init__(self, *calls: list[Any]) -> None:
-        self.calls = [*calls]
-
-    async def generate(self, *_: Any) -> AsyncIterator[Any]:
-        for output in self.calls.pop(0):
-            if isinstance(output, Exception):
-                raise output
-            yield output
-
-
-async def test_a_request_survives_any_number_of_reloads_but_only_one_death() -> None:
-    reloaded, died = EngineReloaded("replaced"), ProcessDied("dead")
-    script = Steps([reloaded], [reloaded], [died], [reloaded], ["a"])
-    assert [one async for one in generated(PromptSource(Prompt(ids(1))), script.generate)] == ["a"]
-    with pytest.raises(ProcessDied, match="dead"):
-        async for _ in generated(PromptSource(Prompt(ids(1))), Steps([died], [reloaded], [died]).generate):
-            pass
-    with pytest.raises(EngineReloaded):
-        async for _ in generated(PromptSource(Prompt(ids(1))), Steps(["a", reloaded]).generate):
-            pass
 
 
 def test_more_engines_than_processors_are_refused_with_both_numbers() -> None:

@@ -5,17 +5,31 @@ import asyncio
 import numpy as np
 import pytest
 
-from mindie_mm.engine.requests.engine_messages import Timings, TokenLogprob
-from mindie_mm.errors import ArenaFull, MediaError, NoProcess, ProcessDied, SegmentMissing, StaleReference
+from mindie_mm.engine.requests.engine_messages import Origin, Progress, Timings
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import (
+    ArenaFull,
+    EngineReloaded,
+    MediaError,
+    NoProcess,
+    ProcessDied,
+    SegmentMissing,
+    StaleReference,
+    WeightsChanged,
+)
 from mindie_mm.shm import Arena, ArraySpec, attach
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.retry import PromptSource, generated, tokenized
-from mindie_mm.worker.worker import Delta
-from service.schemas.choices import Choice
 
 FIRST, SECOND = (Prompt(np.array([index], np.int64)) for index in range(2))
-DIED, LOST = ProcessDied("dead"), SegmentMissing("lost")
+DIED, LOST, RELOADED = ProcessDied("dead"), SegmentMissing("lost"), EngineReloaded("replaced")
+CONSUMED = Progress(request_id="a", media_consumed=True)
+PARAMS = SamplingParams(temperature=1.0, prompt_logprobs=1)
+
+
+def drew(*token_ids, **more):
+    return Progress(request_id="a", token_ids=[*token_ids], **more)
 
 
 class Script:
@@ -27,6 +41,8 @@ class Script:
     def __init__(self, *steps):
         self.steps = list(steps)
         self.seen = []
+        self.calls = []
+        """Arguments of each attempt, after the id of the request."""
 
     def next(self, *seen):
         self.seen += seen
@@ -41,8 +57,9 @@ class Script:
     async def tokenize_together(self, requests):
         return [self.next(request) for request in requests]
 
-    async def generate(self, prompt, use):
-        for output in self.next(prompt):
+    async def generate(self, request_id, *arguments):
+        self.calls.append(arguments)
+        for output in self.next(arguments[0].tolist()):
             if isinstance(output, BaseException):
                 raise output
             yield output
@@ -51,11 +68,20 @@ class Script:
 async def lost(source):
     use = source.use()
     await use.take()
-    return await use.renew()
+    use.end_attempt(LOST)
+    return await use.take()
 
 
-async def outputs(source, engine):
-    return [output async for output in generated(source, engine.generate)]
+async def freed(use):
+    """Take the prompt of a released `use` again."""
+    use.end_attempt(StaleReference("freed"))
+    return await use.take()
+
+
+async def outputs(source, engine, **more):
+    """Return the tokens of an answer."""
+    steps = [step async for step in generated(engine, source, PARAMS, "a", **more)]
+    return [token for step in steps for token in step.token_ids]
 
 
 async def test_a_request_whose_tokenizer_died_is_retried_once():
@@ -84,18 +110,73 @@ async def test_a_request_that_got_no_process_is_not_retried():
 
 
 async def test_an_engine_that_died_before_the_first_output_is_retried_once():
-    engine = Script([DIED], ["a", "b"])
-    assert await outputs(PromptSource(FIRST), engine) == ["a", "b"]
-    assert engine.seen == [FIRST, FIRST]
+    engine = Script([DIED], [drew(1, 2)])
+    assert await outputs(PromptSource(FIRST), engine) == [1, 2]
+    assert engine.seen == [[0], [0]]
     with pytest.raises(ProcessDied):
         await outputs(PromptSource(FIRST), Script([DIED], [DIED]))
 
 
+async def test_an_answer_continues_from_the_drawn_tokens_with_one_seed_and_time():
+    origin = Origin(b"prompt", b"weights")
+    engine = Script([drew(1, origin=origin), drew(2, 3), DIED], [drew(4), RELOADED], [RELOADED], [drew(5)])
+    assert await outputs(PromptSource(FIRST), engine) == [1, 2, 3, 4, 5]
+    assert engine.seen == [[0]] * 4
+    _, first, asked_s, *_ = engine.calls[0]
+    assert first.seed is not None
+    assert [call[1].seed for call in engine.calls] == [first.seed] * 4
+    assert [call[1].prompt_logprobs for call in engine.calls] == [1, None, None, None]
+    assert [call[2] for call in engine.calls] == [asked_s] * 4
+    assert [call[3:] for call in engine.calls] == [
+        ([], None),
+        ([1, 2, 3], origin),
+        ([1, 2, 3, 4], origin),
+        ([1, 2, 3, 4], origin),
+    ]
+
+
+async def test_a_greedy_answer_gets_no_seed():
+    engine = Script([drew(1)])
+    greedy = SamplingParams(temperature=0)
+    assert [step async for step in generated(engine, PromptSource(FIRST), greedy, "a")] == [drew(1)]
+    assert engine.calls[0][1] == greedy
+
+
+@pytest.mark.parametrize("deaths", [0, 1, 2])
+async def test_an_answer_survives_a_number_of_deaths(deaths):
+    engine = Script(*([drew(number), DIED] for number in range(3)))
+    with pytest.raises(ProcessDied, match="dead"):
+        await outputs(PromptSource(FIRST), engine, deaths=deaths)
+    assert len(engine.calls) == deaths + 1
+
+
+async def test_an_answer_does_not_continue_with_other_weights():
+    changed = WeightsChanged("other")
+    with pytest.raises(WeightsChanged):
+        await outputs(PromptSource(FIRST), Script([drew(1), RELOADED], [changed]))
+
+
+async def test_an_answer_keeps_the_times_until_its_first_token():
+    def times(**times):
+        return Timings(**{"queue_s": 0, "prefill_s": 0, "tower_s": 0, "decode_s": 0} | times)
+
+    before = [
+        drew(1, timings=times(queue_s=1, prefill_s=2, tower_s=1.5)),
+        drew(2, timings=times(queue_s=1, prefill_s=3)),
+    ]
+    after = [drew(3, timings=times(queue_s=7, prefill_s=2, tower_s=1)), drew(4)]
+    engine = Script([*before, DIED], after)
+    steps = [step async for step in generated(engine, PromptSource(FIRST), PARAMS, "a")]
+    assert [step.timings for step in steps[:2]] == [step.timings for step in before]
+    assert steps[2].timings == times(queue_s=1, prefill_s=2, tower_s=1.5, decode_s=6)
+    assert steps[3].timings is None
+
+
 async def test_lost_blocks_are_rebuilt_once():
-    stage, engine = Script(FIRST, SECOND), Script([LOST], ["a"])
+    stage, engine = Script(FIRST, SECOND), Script([LOST], [drew(1)])
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
-    assert await outputs(source, engine) == ["a"]
-    assert engine.seen == [FIRST, SECOND]
+    assert await outputs(source, engine) == [1]
+    assert engine.seen == [[0], [1]]
     (source,) = await tokenized(Script(FIRST, SECOND), [TokenizeRequest(text="a")])
     with pytest.raises(ProcessDied, match="were lost twice"):
         await outputs(source, Script([LOST], [LOST]))
@@ -103,7 +184,7 @@ async def test_lost_blocks_are_rebuilt_once():
 
 async def test_lost_blocks_are_rebuilt_even_if_the_tokenizer_dies_first():
     (source,) = await tokenized(Script(FIRST, DIED, SECOND), [TokenizeRequest(text="a")])
-    assert await outputs(source, Script([LOST], ["a"])) == ["a"]
+    assert await outputs(source, Script([LOST], [drew(1)])) == [1]
     (source,) = await tokenized(Script(FIRST, DIED, DIED), [TokenizeRequest(text="a")])
     with pytest.raises(ProcessDied, match="dead"):
         await outputs(source, Script([LOST]))
@@ -111,57 +192,23 @@ async def test_lost_blocks_are_rebuilt_even_if_the_tokenizer_dies_first():
 
 async def test_tokenizer_and_engine_may_each_fail_once():
     (source,) = await tokenized(Script(FIRST, SECOND), [TokenizeRequest(text="a")])
-    assert await outputs(source, Script([DIED], [LOST], ["a"])) == ["a"]
-
-
-async def test_nothing_is_retried_after_the_first_output():
-    with pytest.raises(ProcessDied):
-        await outputs(PromptSource(FIRST), Script(["a", DIED]))
-
-
-async def test_unread_output_restarts_once():
-    engine = Script(["a", "b", DIED], ["a", "b", "c"])
-    source = PromptSource(FIRST)
-    assert [one async for one in generated(source, engine.generate, "void")] == ["a", "b", "void", "a", "b", "c"]
-    assert engine.seen == [FIRST, FIRST]
-    engine = Script([DIED], ["a"])
-    assert [one async for one in generated(source, engine.generate, "void")] == ["a"], (
-        "without earlier output, nothing has to be discarded"
-    )
-    with pytest.raises(ProcessDied):
-        [one async for one in generated(source, Script(["a", DIED], ["a", DIED]).generate, "void")]
-    engine = Script(["a", DIED], [LOST], ["b"])
+    assert await outputs(source, Script([DIED], [LOST], [drew(1)])) == [1]
     (source,) = await tokenized(Script(FIRST, SECOND), [TokenizeRequest(text="a")])
-    assert [one async for one in generated(source, engine.generate, "void")] == ["a", "void", "b"]
-
-
-def test_a_restarted_answer_is_empty():
-    answer = Choice(index=3)
-    logprob = TokenLogprob(1, 0.0, [])
-    first = Delta(
-        "a", [1], [logprob], [logprob], cached_tokens=5, timings=Timings(queue_s=1, prefill_s=1, tower_s=1, decode_s=1)
-    )
-    last = Delta("b", [2], [logprob], [logprob], cached_tokens=7, finish_reason="stop", stop_reason="x")
-    for delta in (first, Delta("", [], restarted=True), last):
-        answer.add(delta)
-    assert (answer.index, answer.text, answer.token_ids, answer.cached_tokens) == (3, "b", [2], 7)
-    assert (answer.logprobs, answer.prompt_logprobs, answer.timings) == ([logprob], [logprob], None)
+    assert await outputs(source, Script([drew(1), DIED], [LOST], [drew(2)])) == [1, 2]
 
 
 async def test_choices_of_one_prompt_share_the_rebuilt_prompt():
     stage = Script(FIRST, SECOND)
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
 
-    async def generate(prompt, use):
-        await asyncio.sleep(0)  # all choices start with the first prompt
-        if prompt is FIRST:
-            raise SegmentMissing("lost")
-        yield "a"
+    class Engine:
+        async def generate(self, request_id, ids, *_):
+            await asyncio.sleep(0)  # all choices start with the first prompt
+            if ids.tolist() == [0]:
+                raise LOST
+            yield drew(1)
 
-    async def choice():
-        return [output async for output in generated(source, generate)]
-
-    assert await asyncio.gather(choice(), choice(), choice()) == [["a"]] * 3
+    assert await asyncio.gather(*(outputs(source, Engine()) for _ in range(3))) == [[1]] * 3
     assert stage.steps == []
 
 
@@ -215,12 +262,7 @@ async def test_blocks_are_freed_when_every_answer_has_consumed_them_or_ended(are
     second.release()
     second.release()
     assert stage.held() == [True]
-
-    async def ends(prompt, use):
-        assert can_be_read(prompt)
-        yield "a"
-
-    assert [one async for one in generated(source, ends)] == ["a"]
+    assert await outputs(source, Script([drew(1)])) == [1]
     assert stage.held() == [False]
 
 
@@ -234,13 +276,25 @@ async def test_answers_that_need_media_again_share_one_rebuilt_prompt_and_free_i
     for use in uses:
         use.release()
     for again in (1, 2, 3):  # once for each preemption
-        prompts = await asyncio.gather(*(use.renew() for use in uses))
+        prompts = await asyncio.gather(*(freed(use) for use in uses))
         assert prompts == [stage.prompts[again]] * 2
         uses[0].release()
         assert stage.held() == [False] * again + [True]
         uses[1].release()
         assert stage.held() == [False] * (again + 1)
     assert remade == stage.prompts[1:]
+
+
+async def test_an_answer_that_needs_media_again_finds_the_blocks_that_another_answer_holds(arena):
+    stage = Stage(arena)
+    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
+    source.share(2)
+    uses = [source.use(), source.use()]
+    for use in uses:
+        await use.take()
+    uses[0].release()
+    assert await freed(uses[0]) is stage.prompts[0]
+    assert stage.held() == [True]
 
 
 async def test_blocks_lost_while_another_answer_holds_them_are_rebuilt_once(arena):
@@ -250,26 +304,22 @@ async def test_blocks_lost_while_another_answer_holds_them_are_rebuilt_once(aren
     uses = [source.use(), source.use()]
     for use in uses:
         await use.take()
-    assert await uses[0].renew() is stage.prompts[1]
-    assert await uses[1].renew() is stage.prompts[1]
+    for use in uses:
+        use.end_attempt(LOST)
+        assert await use.take() is stage.prompts[1]
+    uses[0].end_attempt(LOST)
     with pytest.raises(ProcessDied, match="were lost twice"):
-        await uses[0].renew()
+        await uses[0].take()
 
 
-async def test_a_restarted_answer_gets_its_freed_blocks_rebuilt(arena):
+@pytest.mark.parametrize("failure", [DIED, StaleReference("freed")], ids=["died", "preempted"])
+async def test_an_answer_that_continues_gets_its_freed_blocks_rebuilt(arena, failure):
     stage = Stage(arena)
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
-    engine = Script(["a", DIED], ["a", "b"])
-
-    async def generate(prompt, use):
-        assert can_be_read(prompt)
-        use.release()
-        async for output in engine.generate(prompt, use):
-            yield output
-
-    assert [one async for one in generated(source, generate, "void")] == ["a", "void", "a", "b"]
-    assert engine.seen == stage.prompts
-    assert stage.held() == [False, False]
+    engine = Script([CONSUMED, drew(1), failure], [CONSUMED, drew(2)])
+    held = [stage.held() async for step in generated(engine, source, PARAMS, "a")]
+    assert held == [[False], [False], [False, False], [False, False]]
+    assert engine.seen == [prompt.ids.tolist() for prompt in stage.prompts]
 
 
 async def test_one_prompt_of_a_request_is_rebuilt_alone(arena):
@@ -282,7 +332,7 @@ async def test_one_prompt_of_a_request_is_rebuilt_alone(arena):
     uses[0].release()
     uses[1].release()
     assert stage.held() == [False, False, True]
-    assert await uses[1].renew() is stage.prompts[3]
+    assert await freed(uses[1]) is stage.prompts[3]
     assert stage.seen == [*texts, "b"]
     assert stage.held() == [False, False, True, True]
     assert [source.prompt for source in sources] == [stage.prompts[0], stage.prompts[3], stage.prompts[2]]
@@ -307,21 +357,19 @@ async def test_rebuilding_freed_media_waits_for_room_in_the_arena(arena):
     use = source.use()
     await use.take()
     use.release()
-    assert await use.renew() is maker.prompts[1]
+    assert await freed(use) is maker.prompts[1]
     stage = Script(await maker.tokenize(None), full)
     (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
     with pytest.raises(ArenaFull):
         await lost(source)
 
 
-async def test_blocks_that_cannot_be_rebuilt_are_not_freed(arena):
+async def test_the_callers_blocks_are_neither_freed_nor_rebuilt(arena):
     stage = Stage(arena)
-    use = PromptSource(await stage.tokenize(None)).use()
-    await use.take()
-    use.release()
+    source = PromptSource(await stage.tokenize(None))
+    engine = Script(*[[CONSUMED, drew(number), StaleReference("preempted")] for number in range(3)], [drew(3)])
+    assert await outputs(source, engine) == [0, 1, 2, 3]
+    assert engine.seen == [stage.prompts[0].ids.tolist()] * 4
     assert stage.held() == [True]
-    assert await use.take() is stage.prompts[0]
-    with pytest.raises(SegmentMissing, match="release a path file only after the output is complete"):
-        await use.renew()
     with pytest.raises(SegmentMissing, match="lost"):
         await outputs(PromptSource(FIRST), Script([LOST]))

@@ -30,7 +30,6 @@ from mindie_mm.engine.requests.engine_messages import (
     Mount,
     Progress,
     Ready,
-    Refill,
     Start,
     Stepped,
     ToEngine,
@@ -159,9 +158,6 @@ def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -
         case Abort():
             faults.point("aborting")
             engine.abort(message)
-        case Refill():
-            update = engine.refill(message)
-            return [update] if update else []
         case Encode():
             return [engine.encode(message)]
         case Mount():

@@ -63,8 +63,7 @@ class ProgressCollector:
 def _can_wait(progress: Progress) -> bool:
     """Return whether the progress consists of a token that is neither the first nor the last."""
     ends = progress.finish_reason is not None or progress.error is not None
-    of_media = progress.media_consumed or progress.needs_media
-    return bool(progress.token_ids) and progress.cached_tokens is None and not ends and not of_media
+    return bool(progress.token_ids) and progress.cached_tokens is None and not ends and not progress.media_consumed
 
 
 def _merged(parts: Sequence[Progress]) -> list[Progress]:

@@ -74,14 +74,6 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
-class Refill(msgspec.Struct, frozen=True, tag="refill"):
-    """New media for a request that needs them (`Progress.needs_media`). It is ignored if the request has ended."""
-
-    request_id: str
-    input_ids: bytes
-    """The same prompt as `Add.input_ids`, with the handle words of new blocks."""
-
-
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
     """A request for the features of a prompt's media. The answer is one Progress with the features of some items.
 
@@ -166,9 +158,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_id: int | None = None
     """The id in `stop_token_ids` that ended the request, if any."""
     media_consumed: bool = False
-    """Whether the blocks of the request's media may be freed. This is sent once for each Add and Refill."""
-    needs_media: bool = False
-    """Whether the request was preempted and waits for a Refill with its media."""
+    """Whether the blocks of the request's media may be freed. This is sent once for each Add. If the engine needs the
+    blocks later, the request fails with StaleReference."""
     origin: Origin | None = None
     """Origin of the output. It is sent with `media_consumed` and with the first output token."""
     features: list[Features] = []
@@ -233,4 +224,4 @@ class Stepped(msgspec.Struct, frozen=True):
     stats: Stats
 
 
-ToEngine = Add | Abort | Refill | Encode | Mount | Unmount
+ToEngine = Add | Abort | Encode | Mount | Unmount

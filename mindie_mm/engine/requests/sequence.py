@@ -108,12 +108,8 @@ class Sequence:
     def consume_media(self) -> None:
         """Unmap the media's blocks. The blocks may be freed afterwards."""
         self.media_consumed = True
-        self.items = [item.loose() for item in self.items]
-
-    def refill(self, items: abc.Sequence[MediaItem]) -> None:
-        """Replace the items with the same media in other blocks."""
-        self.media_consumed = False
-        self.items = items
+        for item in self.items:
+            item.close()
 
     @property
     def num_tokens(self) -> int:
