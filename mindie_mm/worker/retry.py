@@ -22,7 +22,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Self, TypeVar
 
@@ -57,16 +56,6 @@ ENDS_OF_ATTEMPTS = (ProcessDied, SegmentMissing, StaleReference)
 """Errors after which `Use.end_attempt` may allow another attempt."""
 
 
-@dataclass(slots=True, eq=False)
-class _HeldPrompt:
-    """One tokenization of a prompt, with the number of answers that need its blocks."""
-
-    prompt: Prompt
-    holders: int = 0
-    """Number of answers that still need the blocks."""
-    freed: bool = False
-
-
 class PromptSource:
     """The prompt of a request. Its blocks are freed when unneeded, and written again when they are needed."""
 
@@ -88,17 +77,16 @@ class PromptSource:
             on_remade: Function to call with each prompt that was tokenized again.
 
         """
-        self._current = _HeldPrompt(prompt)
+        self.prompt = prompt
+        """Current prompt. Its blocks may have been freed."""
+        self._num_holders = 0
+        """Number of answers that need the blocks."""
+        self._freed = False
         self._again = again
         self._retried = retried
         self._on_remade = on_remade
         self._reserved = 1
         self._lock = asyncio.Lock()
-
-    @property
-    def prompt(self) -> Prompt:
-        """Current prompt. Its blocks may have been freed."""
-        return self._current.prompt
 
     @property
     def can_remake(self) -> bool:
@@ -113,32 +101,35 @@ class PromptSource:
         """Return a `Use` of the prompt for one answer, which may survive the number `deaths` of engine deaths."""
         return Use(self, deaths)
 
-    async def hold(self, lost: _HeldPrompt | None, *, first: bool) -> _HeldPrompt:
+    async def hold(self, lost: Prompt | None, *, first: bool) -> Prompt:
         """Keep the blocks of the current prompt for a `Use`. Tokenize the prompt again if it is freed or `lost`."""
         async with self._lock:
-            if self._current is lost or self._current.freed:
-                self._current = _HeldPrompt(await self._make_again(freed=self._current.freed))
+            if self.prompt is lost or self._freed:
+                self.prompt = await self._make_again()
+                self._num_holders, self._freed = 0, False
             if first:
                 self._reserved -= 1
-            self._current.holders += 1
-            return self._current
+            self._num_holders += 1
+            return self.prompt
 
-    def let_go(self, held: _HeldPrompt) -> None:
+    def let_go(self, prompt: Prompt) -> None:
         """Record that a `Use` does not need the blocks. Free the blocks if no other `Use` needs them."""
-        held.holders -= 1
-        last = not held.holders and (held is not self._current or self._reserved <= 0)
-        if not last or self._again is None or not held.prompt.spans:
+        if prompt is not self.prompt:
+            return  # it was lost
+        self._num_holders -= 1
+        if self._num_holders or self._reserved > 0 or self._again is None or not prompt.spans:
             return
-        held.freed = True
+        self._freed = True
         try:
-            for ref in held.prompt.refs():
+            for ref in prompt.refs():
                 free(ref)
         except SharedMemoryError as error:
             _log.warning("blocks cannot be freed before the request ends: %s", error)
         faults.point("freed-early")
 
-    async def _make_again(self, *, freed: bool) -> Prompt:
-        """Tokenize the prompt again. This may be repeated for a `freed` prompt, but not for a lost prompt."""
+    async def _make_again(self) -> Prompt:
+        """Tokenize the prompt again. This may be repeated for a freed prompt, but not for a lost prompt."""
+        freed = self._freed
         assert self._again is not None, "the blocks of the caller's ids are neither freed nor replaced"
         if self._retried and not freed:
             raise ProcessDied(
@@ -164,7 +155,7 @@ class Use:
     def __init__(self, source: PromptSource, deaths: int) -> None:
         self._source = source
         self._deaths = deaths
-        self._held: _HeldPrompt | None = None
+        self._held: Prompt | None = None
         self._begun = self._lost = False
 
     async def take(self) -> Prompt:
@@ -178,14 +169,9 @@ class Use:
 
         """
         if self._held is None or self._lost:
-            lost, self._held, self._lost = self._held, None, False
-            try:
-                self._held = await self._source.hold(lost, first=not self._begun)
-            finally:  # release the old prompt last, because `hold` would otherwise treat a lost prompt as freed
-                if lost is not None:
-                    self._source.let_go(lost)
-            self._begun = True
-        return self._held.prompt
+            self._held = await self._source.hold(self._held, first=not self._begun)
+            self._begun, self._lost = True, False
+        return self._held
 
     def release(self) -> None:
         """Release the blocks, because the engine has read them or the answer has ended."""

@@ -158,10 +158,10 @@ class Call:
         """Return the answer's `timings`, or an empty dict if the request does not ask for them."""
         return {"timings": timings(self.clock, choices)} if self.timed else {}
 
-    async def deltas(
+    def deltas(
         self, sources: Sequence[PromptSource], discard: Callable[[int], None] | None = None
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield the outputs of `n` choices per prompt as they arrive, each with the index of its choice.
+        """Return the outputs of `n` choices per prompt as they arrive, each with the index of its choice.
 
         The first `n` indices belong to the first prompt, the next `n` to the second, and so on.
 
@@ -182,13 +182,7 @@ class Call:
                 text = prompt_text(self.service.worker.tokenizer, source.prompt)
                 _log.info("prompt of %d tokens: %s", len(source.prompt), text)
         self.meter.asked([len(source.prompt) for source in sources], self.params, n)
-        begun: set[int] = set()
-        async with aclosing(_merged(streams)) as deltas:
-            async for index, delta in deltas:
-                faults.point("next-delta" if index in begun else "first-delta")
-                begun.add(index)
-                yield index, delta
-        self.meter.finished(n)
+        return _merged(streams)
 
     def _require_room(self, sources: Sequence[PromptSource]) -> None:
         """Raise LimitExceeded or QueueFull if the answer, or all answers together, may have too many log-probabilities.
@@ -246,11 +240,10 @@ class Call:
                         async for delta in deltas:
                             if delta.prompt_logprobs is not None and not prompt_logprobs.done():
                                 prompt_logprobs.set_result(delta.prompt_logprobs)
-                            if begins and shared is not None:
-                                delta = replace(delta, prompt_logprobs=shared)  # noqa: PLW2901
-                            begins = False
                             measure(delta)
-                            yield delta
+                            faults.point("first-delta" if begins else "next-delta")
+                            yield replace(delta, prompt_logprobs=shared) if begins and shared is not None else delta
+                            begins = False
                     return
                 except WeightsChanged:
                     if discard is None:

@@ -24,6 +24,8 @@ class Meter:
         self._arrived = arrived
         self._num_tokens: dict[int, int] = {}
         """Number of tokens of each choice that has begun."""
+        self._num_unfinished = 0
+        self._n = 1
         self._failed: str | None = None
         """Reason that the metrics record for the first failed choice."""
 
@@ -42,6 +44,7 @@ class Meter:
 
     def asked(self, prompt_lengths: Sequence[int], params: SamplingParams, n: int) -> None:
         """Count the prompts of a request that asks for `n` choices per prompt."""
+        self._n, self._num_unfinished = n, len(prompt_lengths) * n
         for length in prompt_lengths:
             self._metrics.count_prompt(length, n, params.max_tokens)
         if (trace := tracing.current.get()) is not None:
@@ -91,16 +94,19 @@ class Meter:
             self._count(reason or self._failed or _reason(None), num_tokens, stages if ended else None)
             if trace is not None and stages is not None:
                 trace.answered(index, asked, first, last, num_tokens, stages)
+            self._num_unfinished -= ended
+            if not self._num_unfinished:
+                self._count_longest()
 
     def restart(self, index: int) -> None:
         """Record that the output of choice `index` starts again."""
         self._num_tokens[index] = 0
 
-    def finished(self, n: int) -> None:
+    def _count_longest(self) -> None:
         """Count the tokens of the longest choice of each prompt. All choices must be finished."""
         lengths = [self._num_tokens[index] for index in range(len(self._num_tokens))]
-        for start in range(0, len(lengths), n):
-            self._metrics.count_longest(max(lengths[start : start + n]))
+        for start in range(0, len(lengths), self._n):
+            self._metrics.count_longest(max(lengths[start : start + self._n]))
 
     def _count(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
         self._metrics.count_choice(reason, num_tokens, timings)

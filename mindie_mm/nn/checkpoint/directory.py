@@ -203,12 +203,7 @@ class Checkpoint:
         return sorted(file for file in files if file.is_file())
 
     def weights_state(self) -> bytes:
-        """Return a digest that changes if a file of the weights is replaced or written. No file is read.
-
-        Raises:
-            UnsupportedCheckpoint: A file cannot be accessed.
-
-        """
+        """Return a digest that changes if a file of the weights is replaced or written. No file is read."""
         digest = blake3()
         for file in self.weight_files():
             with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
