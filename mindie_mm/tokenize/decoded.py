@@ -130,10 +130,10 @@ class _RequestMedia(RequestMedia):
         if path_file is None:
             raise InputError("a prompt with media needs a path file, which records the blocks to free")
         room, all_specs = self._stage.room, [item.specs for item, _ in items]
-        blocks = room.try_take(all_specs, path_file)
+        blocks = room.arena.try_allocate(all_specs, path_file=path_file)
         if blocks is None:
             self._stage.decoders.let_go(self._group)
-            blocks = await room.take(all_specs, path_file)
+            blocks = await room.arena.allocate_together(all_specs, path_file=path_file, timeout_s=room.wait_s)
         try:
             faults.point("allocated")
             pairs = zip(items, blocks, strict=True)

@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import psutil
@@ -17,7 +16,7 @@ import pytest
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
 from mindie_mm.shm import Arena, ArraySpec, Block, Ref, attach, free, release
 from mindie_mm.shm.format.layout import PAGE, ArenaStats
-from mindie_mm.shm.owner import waiting
+from mindie_mm.shm.owner import queue
 
 PAGE_SPECS = {"x": ArraySpec((1000,), "uint8")}
 HALF_SPECS = {"x": ArraySpec(((1 << 19) - 1000,), "uint8")}
@@ -150,7 +149,7 @@ def test_the_owner_frees_a_published_block_at_once_without_a_descriptor(path_fil
 
 
 def test_a_waiting_request_wakes_when_the_owner_frees_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "POLL_S", 600.0)  # only a notification can end the wait in time
+    monkeypatch.setattr(queue, "POLL_S", 600.0)  # only a notification can end the wait in time
     with Arena.create(PAGE) as arena:
         with arena.allocate(PAGE_SPECS, path_file=None) as block:
             block.publish()
@@ -159,7 +158,7 @@ def test_a_waiting_request_wakes_when_the_owner_frees_a_block(monkeypatch: pytes
             target=lambda: taken.append(arena.allocate(PAGE_SPECS, path_file=None, timeout_s=600.0)), daemon=True
         )
         waiter.start()
-        while not arena._line.tickets:
+        while not arena._queue.line:
             waiter.join(0.01)
         arena.free(block)
         waiter.join(120)
@@ -183,7 +182,10 @@ def test_a_digest_has_16_to_64_bytes(arena: Arena, size: int) -> None:
         ({f"a{i}": ArraySpec((1,), "bool") for i in range(65)}, "65 arrays; it must have 1 to 64"),
         ({"": ArraySpec((1,), "bool")}, "0 bytes; it must have 1 to 255"),
         ({"n" * 256: ArraySpec((1,), "bool")}, "256 bytes; it must have 1 to 255"),
-        ({"x": ArraySpec((1 << 20,), "uint8")}, "block has [0-9]+ bytes; the limit is 1048576"),
+        (
+            {"x": ArraySpec((1 << 20,), "uint8")},
+            "the request.s media take [0-9]+ bytes of shared memory; the arena has only 1048576",
+        ),
         ({"x": ArraySpec((1 << 41,), "uint8")}, "limits are 47"),
     ],
 )
@@ -195,7 +197,7 @@ def test_a_block_beyond_a_limit_is_refused(arena: Arena, specs: dict[str, ArrayS
 
 def test_a_full_arena_raises_arena_full_after_the_timeout(arena: Arena) -> None:
     kept = [publish(arena, HALF_SPECS) for _ in range(2)]
-    with pytest.raises(ArenaFull, match=r"block of [0-9]+ bytes within 0.05 s: 0 of 1048576 bytes are free"):
+    with pytest.raises(ArenaFull, match=r"no room for 4096 bytes within 0.05 s: 0 of 1048576 bytes are free"):
         arena.allocate(PAGE_SPECS, path_file=None, timeout_s=0.05)
     free(kept[0])
     assert publish(arena, HALF_SPECS).block != kept[0].block, "the entry of a freed block must not be reused at once"
@@ -211,7 +213,7 @@ def test_a_waiting_request_wakes_when_another_process_releases_a_block(arena: Ar
     assert process.hear() == "1"
 
 
-def test_a_small_request_does_not_overtake_a_waiting_large_one(arena: Arena) -> None:
+def test_a_small_request_overtakes_a_waiting_large_one(arena: Arena) -> None:
     kept = [publish(arena, HALF_SPECS) for _ in range(2)]
     order: list[str] = []
 
@@ -223,32 +225,32 @@ def test_a_small_request_does_not_overtake_a_waiting_large_one(arena: Arena) -> 
     for name, specs in (("large", {"x": ArraySpec(((1 << 20) - PAGE,), "uint8")}), ("small", PAGE_SPECS)):
         threads.append(threading.Thread(target=wait, args=(name, specs)))
         threads[-1].start()
-        while len(arena._line.tickets) < len(threads):
+        while len(arena._queue.line) < len(threads):
             threading.Event().wait(0.001)
     free(kept[0])
-    while arena.num_blocks > 1:
-        threading.Event().wait(0.001)
-    assert order == [], "the small request fits, but must not overtake the large one"
+    threads[1].join()
+    assert order == ["small"], "there is room for the small request only"
     free(kept[1])
     for thread in threads:
         thread.join()
-    assert order == ["large", "small"]
+    assert order == ["small", "large"]
 
 
 def test_a_closed_arena_refuses_allocation_while_other_threads_wait(arena: Arena) -> None:
-    arena._line.tickets.append(SimpleQueue())  # a thread that has not yet noticed that the arena is closed
+    arena._queue.join(queue.Demand([], b"", 0), 60)  # a thread that has not yet noticed that the arena is closed
     arena.close()
     with pytest.raises(SharedMemoryError, match="is closed"):
         arena.allocate(PAGE_SPECS, path_file=None)
 
 
 def test_an_arena_closed_at_the_deadline_is_reported_as_closed(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(line: waiting.WaitingLine, take: object, timeout_s: float) -> None:
+    def wait(demand: queue.Demand, look: Callable[[], float]) -> None:
         arena.close()
+        look()
 
     publish(arena, HALF_SPECS)
     publish(arena, HALF_SPECS)
-    monkeypatch.setattr(waiting.WaitingLine, "wait", wait)
+    monkeypatch.setattr(queue.Demand, "wait", wait)
     with pytest.raises(SharedMemoryError, match="is closed"):
         arena.allocate(PAGE_SPECS, path_file=None)
 

@@ -19,13 +19,13 @@ from mindie_mm.errors import SharedMemoryError
 from mindie_mm.shm import Arena, ArraySpec, Ref, attach, collect, free, release, survey
 from mindie_mm.shm.format import block, layout
 from mindie_mm.shm.owner import arena as arena_module
-from mindie_mm.shm.owner import arena_file, heap, table, waiting
+from mindie_mm.shm.owner import arena_file, heap, queue, table
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import picture
 
 SPECS = {"x": ArraySpec((100 << 10,), "uint8")}
 SMALL = {"x": ArraySpec((15 << 10,), "uint8")}
-MODULES = (arena_module, arena_file, block, heap, layout, table, waiting)
+MODULES = (arena_module, arena_file, block, heap, layout, queue, table)
 FILES = {module.__file__ for module in MODULES}
 
 
@@ -193,7 +193,7 @@ def test_an_interrupted_change_wakes_a_waiting_thread(arena: Arena) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not arena._line.tickets:
+    while not arena._queue.line:
         pass
     number = 0
     while not arena.lost:
@@ -234,10 +234,10 @@ def test_a_garbage_collected_block_is_freed(arena: Arena) -> None:
     assert (arena.num_blocks, arena.used_bytes) == (0, 0)
 
 
-def test_an_interrupted_wait_leaves_neither_a_ticket_nor_a_lock() -> None:
+def test_an_interrupted_wait_leaves_neither_a_request_nor_a_lock() -> None:
     """After an interrupt, the arena is usable or marked as lost.
 
-    A waiting thread looks for room every millisecond. An interrupt while it changes the arena loses the arena.
+    A waiting thread looks for room every 2 ms. An interrupt while it changes the arena loses the arena.
     """
 
     def handler(*_: object) -> None:
@@ -256,7 +256,7 @@ def test_an_interrupted_wait_leaves_neither_a_ticket_nor_a_lock() -> None:
                     block.publish()
                 with pytest.raises(Interrupt):
                     interrupted(arena)
-                assert not arena._line.tickets
+                assert not arena._queue.line
                 assert not arena._mutex.locked()
                 if arena.lost:
                     lost += 1

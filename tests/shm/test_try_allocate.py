@@ -91,20 +91,19 @@ def test_holes_between_blocks_count_as_room(arena: Arena, tmp_path: Path) -> Non
 def test_a_request_beyond_the_arena_or_its_quota_is_refused(
     arena: Arena, path_file: Path, items: tuple[int, ...], message: str
 ) -> None:
-    for ask in (arena.require, lambda specs, path: arena.try_allocate(specs, path_file=path)):
-        with pytest.raises(LimitExceeded, match=message):
-            ask(pages(*items), path_file)
+    with pytest.raises(LimitExceeded, match=message):
+        arena.try_allocate(pages(*items), path_file=path_file)
     assert arena.num_blocks == 0
     assert not path_file.exists()
 
 
 def test_the_quota_of_a_request_includes_the_blocks_it_holds(arena: Arena, path_file: Path) -> None:
     (block,) = arena.try_allocate(pages(40), path_file=path_file)
-    with pytest.raises(LimitExceeded, match="its request already holds 163840"):
-        arena.require(pages(9), path_file)
-    assert arena.require(pages(8), path_file) == 8 * PAGE
+    with pytest.raises(LimitExceeded, match="needs 36864 bytes and already holds 163840"):
+        arena.try_allocate(pages(9), path_file=path_file)
+    assert arena.try_allocate(pages(8), path_file=path_file) is not None
     arena.discard(block)
-    assert arena.require(pages(48), path_file) == 48 * PAGE
+    assert arena.try_allocate(pages(48), path_file=path_file) is not None
 
 
 def test_more_items_than_the_arena_has_entries_are_refused(tmp_path: Path) -> None:
@@ -112,7 +111,7 @@ def test_more_items_than_the_arena_has_entries_are_refused(tmp_path: Path) -> No
         entries = arena._file.header.num_entries
         tiny = [{"x": ArraySpec((1,), "uint8")}] * (entries + 1)
         with pytest.raises(LimitExceeded):
-            arena.require(tiny, tmp_path / "a.txt")
+            arena.try_allocate(tiny, path_file=tmp_path / "a.txt")
 
 
 def test_an_unwritable_path_file_allocates_no_block(arena: Arena, tmp_path: Path) -> None:

@@ -12,12 +12,10 @@ from threading import Event, Lock
 from typing import NamedTuple, Self
 
 from mindie_mm.errors import ArenaFull, InputError, LimitExceeded, SharedMemoryError, StaleReference
-from mindie_mm.settings.paths import absolute
 from mindie_mm.shm.format.block import Block, BlockPlan, Buffer, check_digest
 from mindie_mm.shm.format.layout import (
     ALLOCATIONS,
     FULL,
-    PAGE,
     PEAK,
     TAKEN_BACK,
     USED,
@@ -25,14 +23,13 @@ from mindie_mm.shm.format.layout import (
     WAITING,
     WAITS,
     Pieces,
-    round_up,
 )
 from mindie_mm.shm.format.spec import ArraySpec
 from mindie_mm.shm.mapped import drop_removed
 from mindie_mm.shm.owner.arena_file import ArenaFile
-from mindie_mm.shm.owner.heap import Heap, size_class
+from mindie_mm.shm.owner.heap import Heap
+from mindie_mm.shm.owner.queue import Demand, Queue
 from mindie_mm.shm.owner.table import Table
-from mindie_mm.shm.owner.waiting import WaitingLine
 from mindie_mm.shm.path_file import record
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -144,8 +141,8 @@ class Arena:
     ) -> Block:
         """Allocate a block with uninitialized arrays, and record its reference in the path file.
 
-        The shape word encodes the dtype and shape of the first array. If there is no room, the call waits. Waiting
-        threads get room in order of arrival.
+        The shape word encodes the dtype and shape of the first array. If there is no room, the call waits in the same
+        queue as `allocate_together`.
 
         Args:
             specs: Arrays by name, 1 to 64.
@@ -159,97 +156,59 @@ class Arena:
             SharedMemoryError: The arena is closed or lost, or the path file cannot be written to.
 
         """
-        request = b"" if path_file is None else _absolute(path_file)
         if not timeout_s >= 0:
             raise InputError(f"the timeout is {timeout_s} s; it must be at least 0")
-        plan = BlockPlan.of(specs, request)
-        if plan.size > self.capacity_bytes:
-            raise LimitExceeded(
-                f"the block has {plan.size} bytes; the limit is {self.capacity_bytes}, the capacity of the arena"
-            )
-        with self._mutex:
-            block = None if self._line.tickets else self._take(plan, request)
-            if block is None:
-                self._file.require_held()
-                self._require_quota(request, plan.size)
-                self._file.stats[WAITS] += 1
-        if block is None:
-            block = self._line.wait(partial(self._take, plan, request), timeout_s)
-        if block is None:
-            with self._mutex:
-                self._file.require_held()
-                self._file.stats[FULL] += 1
-                why = self._why_full()
-            raise ArenaFull(f"no room for a block of {plan.size} bytes within {timeout_s} s: {why}")
-        if path_file is not None:
-            self._record([block], request)
-        return block
+        demand = Demand.of([specs], path_file, self._file.header)
+        blocks = self._allocate_now(demand)
+        if blocks is None:
+            try:
+                self._queue.join(demand, timeout_s)
+                demand.wait(partial(self._look, demand))
+                blocks = demand.take()
+            finally:
+                self._leave(demand)
+        return self._recorded(blocks, demand)[0]
+
+    async def allocate_together(
+        self, all_specs: Sequence[Mapping[str, ArraySpec]], *, path_file: str | Path, timeout_s: float
+    ) -> list[Block]:
+        """Allocate one block for each of `all_specs`, like `allocate`, and wait in the event loop.
+
+        Requests wait in order of arrival, and have no blocks while they wait. A later request may overtake the first
+        one if there is room for the later one only. In total, later requests may take at most as many bytes as the
+        first one needs.
+
+        Raises:
+            MindieMMError: In the same cases as `allocate`.
+
+        """
+        demand = Demand.of(all_specs, path_file, self._file.header)
+        blocks = self._allocate_now(demand)
+        if blocks is None:
+            try:
+                self._queue.join(demand, timeout_s)
+                await demand.wait_in_loop(partial(self._look, demand))
+                blocks = demand.take()
+            finally:
+                self._leave(demand)
+        return self._recorded(blocks, demand)
 
     def try_allocate(
         self, all_specs: Sequence[Mapping[str, ArraySpec]], *, path_file: str | Path
     ) -> list[Block] | None:
-        """Allocate one block for each of `all_specs`, like `allocate`, but without waiting.
+        """Allocate one block for each of `all_specs`, like `allocate_together`, but without waiting.
 
         Returns:
-            The blocks, or None if there is not enough room for all of them. In that case, no block is allocated.
+            The blocks, or None if the request has to wait. In that case, no block is allocated.
 
         Raises:
             LimitExceeded: The arena or the request's quota could never hold these blocks together.
             SharedMemoryError: The arena is closed or lost.
 
         """
-        request = _absolute(path_file)
-        plans = [BlockPlan.of(specs, request) for specs in all_specs]
-        total = self._require(plans, request)
-        blocks: list[Block] = []
-        with self._mutex:
-            self._file.require_found(time.clock_gettime_ns(time.CLOCK_BOOTTIME))
-            self._sweep()
-            if total > self._heap.free_bytes:
-                return None
-            try:
-                for plan in plans:
-                    block = self._take(plan, request)
-                    if block is None:
-                        break
-                    blocks.append(block)
-            finally:
-                if len(blocks) < len(plans):
-                    self._free(blocks)
-        if len(blocks) < len(plans):
-            return None
-        self._record(blocks, request)
-        return blocks
-
-    def require(self, all_specs: Sequence[Mapping[str, ArraySpec]], path_file: str | Path) -> int:
-        """Return the total size of the blocks of `all_specs` in bytes.
-
-        Raises:
-            LimitExceeded: The arena or the request's quota could never hold these blocks together.
-
-        """
-        request = _absolute(path_file)
-        return self._require([BlockPlan.of(specs, request) for specs in all_specs], request)
-
-    def count_waiting(self, waiting_bytes: int) -> None:
-        """Set the number of bytes that requests are waiting for. `/metrics` shows this number."""
-        with self._mutex:
-            if self._file.held:
-                self._file.stats[WAITING] = waiting_bytes
-
-    def count_wait(self, seconds: float, *, in_vain: bool) -> None:
-        """Count a request that has waited for room. `in_vain` is True if the request got no room."""
-        with self._mutex:
-            if self._file.held:
-                self._file.stats[WAITS] += 1
-                self._file.stats[FULL] += in_vain
-                self._file.stats[WAITED_NS] += int(seconds * 1e9)
-
-    def why_full(self) -> str:
-        """Describe the free space, for an error message."""
-        with self._mutex:
-            self._file.require_held()
-            return self._why_full()
+        demand = Demand.of(all_specs, path_file, self._file.header)
+        blocks = self._allocate_now(demand)
+        return None if blocks is None else self._recorded(blocks, demand)
 
     def publish(self, block: Block, digest: bytes | None) -> None:
         """Publish a block on behalf of `Block.publish`."""
@@ -274,7 +233,8 @@ class Arena:
         with self._mutex:
             if not self._is_lost() and (self._is_filling(block) or self._is_published(block)):
                 self._free([block])
-                self._line.wake()
+                if self._queue.line:
+                    self._queue.wake_first()
 
     def free(self, block: Block) -> None:
         """Free a published block immediately. Do nothing if it has been reclaimed already, or if the arena is `lost`.
@@ -285,15 +245,13 @@ class Arena:
             if not self._is_lost() and self._is_published(block):
                 self._free([block])
                 self._file.stats[TAKEN_BACK] += 1
-                self._line.wake()
+                if self._queue.line:
+                    self._queue.wake_first()
 
     def sweep(self) -> int:
         """Reclaim the published blocks that a process has freed, and return their number."""
         with self._mutex:
-            freed = self._sweep() if self._file.held and not self._torn else 0
-            if freed:
-                self._line.wake()
-            return freed
+            return self._sweep() if self._file.held and not self._torn else 0
 
     def close(self) -> None:
         """Remove the arena's file. Idempotent.
@@ -305,7 +263,7 @@ class Arena:
             self._filling.clear()
             self._published.clear()
             self._table.close()
-            self._line.wake()
+            self._queue.wake_all()
         drop_removed()  # this process may also have mapped the arena as a reader
 
     def __enter__(self) -> Self:
@@ -315,76 +273,113 @@ class Arena:
         self.close()
 
     def renew_lock(self) -> None:
-        """Replace the lock and the queue of waiting threads. These threads do not exist in a forked child."""
+        """Replace the lock and the queue. Threads that wait do not exist in a forked child."""
         self._mutex = Lock()
-        self._line = WaitingLine(self._mutex)
+        self._queue = Queue()
 
     def _is_lost(self) -> bool:
         """Return whether the arena is lost. The caller holds the lock, so no other change is in progress."""
         return self._torn or self._file.lost
 
-    def _require(self, plans: Sequence[BlockPlan], request: bytes) -> int:
-        sizes = [plan.size for plan in plans]
-        # If space is short, the last block can get whole pages instead of its full size class.
-        others = sum(map(size_class, sizes[:-1]))
-        total = others + sum(round_up(size, PAGE) for size in sizes[-1:])
-        if total > self.capacity_bytes:
-            raise LimitExceeded(
-                f"the request's media take {total} bytes of shared memory; the arena has only {self.capacity_bytes} "
-                "bytes (--arena-bytes)"
-            )
-        if len(plans) > (num_entries := self._file.header.num_entries):
-            raise LimitExceeded(
-                f"the request has {len(plans)} media items; the limit is {num_entries}, the number of entries of the "
-                "arena"
-            )
+    def _look(self, demand: Demand) -> float:
+        """Serve the queue. Return 0 if the request has its blocks, otherwise the seconds until it looks again."""
         with self._mutex:
-            self._require_quota(request, others + sum(sizes[-1:]))
-        return total
+            if not demand.is_served:
+                self._require_whole()
+                self._file.require_found()
+                self._sweep(unasked=self._queue.is_due or demand.left_s <= 0)
+                self._queue.serve_if_freed(self._take_all)
+                self._file.stats[WAITING] = self._queue.nbytes
+            return self._queue.pause_s(demand, self._why_full)
 
-    def _record(self, blocks: Sequence[Block], request: bytes) -> None:
+    def _leave(self, demand: Demand) -> None:
+        """Count a request that has waited. Free the blocks that it did not take, for example after a cancellation."""
+        for block in demand.blocks or ():
+            self.discard(block)
+        with self._mutex:
+            self._queue.leave(demand)
+            if self._file.held:
+                self._queue.serve(self._take_all)  # only the limit on overtaking may have held back the next request
+                self._file.stats[WAITING] = self._queue.nbytes
+                self._file.stats[WAITS] += 1
+                self._file.stats[FULL] += isinstance(demand.error, ArenaFull)
+                self._file.stats[WAITED_NS] += int((time.monotonic() - demand.began_s) * 1e9)
+
+    def _recorded(self, blocks: list[Block], demand: Demand) -> list[Block]:
         """Record the blocks of a request in its path file. Free all of them if that fails."""
-        try:
-            for block in blocks:
-                block.write_header(b"")
-                record(request, self.number, block.entry, block.generation)
-        except BaseException:
-            for block in blocks:
-                self.discard(block)
-            raise
+        if demand.request:
+            try:
+                for block in blocks:
+                    block.write_header(b"")
+                    record(demand.request, self.number, block.entry, block.generation)
+            except BaseException:
+                for block in blocks:
+                    self.discard(block)
+                raise
+        return blocks
 
-    def _take(self, plan: BlockPlan, request: bytes) -> Block | None:
-        """Allocate a block for filling, or return None if there is no room. The caller holds the lock.
+    def _allocate_now(self, demand: Demand) -> list[Block] | None:
+        """Allocate the blocks of a request that has just arrived, or return None if it has to wait."""
+        with self._mutex:
+            if not self._queue.line:
+                return self._take_all(demand)
+            if not self._queue.may_pass(demand.nbytes):
+                self._require_quota(demand)
+                return None
+            blocks = self._take_all(demand)
+            if blocks is not None:
+                self._queue.count_passed(demand.nbytes)
+            return blocks
+
+    def _take_all(self, demand: Demand) -> list[Block] | None:
+        """Allocate all blocks of a request, or none if there is no room. The caller holds the lock.
 
         Raises:
             LimitExceeded: The request's quota is exceeded.
-            SharedMemoryError: The arena is lost, or the block's pieces cannot be mapped.
+            SharedMemoryError: The arena is lost, or the pieces of a block cannot be mapped.
 
         """
-        now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        self._file.require_found(now_ns)
+        self._require_quota(demand)
         self._since_sweep += 1
         if self._table.rung and self._since_sweep * _SWEEP_BLOCKS >= len(self._published):
             self._sweep()
-        self._require_quota(request, plan.size)
-        block = self._cut(plan, request, now_ns)
+        if demand.nbytes > self._heap.free_bytes:
+            self._sweep(unasked=True)
+            if demand.nbytes > self._heap.free_bytes:
+                return None
+        blocks: list[Block] = []
+        try:
+            for plan in demand.plans:
+                block = self._take(plan, demand.request)
+                if block is None:
+                    self._free(blocks)
+                    return None
+                blocks.append(block)
+        except SharedMemoryError:
+            self._free(blocks)
+            raise
+        return blocks
+
+    def _take(self, plan: BlockPlan, request: bytes) -> Block | None:
+        """Allocate a block for filling, or return None if there is no room."""
+        block = self._cut(plan, request)
         if block is None:
             self._sweep(unasked=True)
-            block = self._cut(plan, request, now_ns)
-        return block or self._cut(plan, request, now_ns, in_pieces=True)
+            block = self._cut(plan, request)
+        return block or self._cut(plan, request, in_pieces=True)
 
-    def _cut(self, plan: BlockPlan, request: bytes, now_ns: int, *, in_pieces: bool = False) -> Block | None:
+    def _cut(self, plan: BlockPlan, request: bytes, *, in_pieces: bool = False) -> Block | None:
         """Allocate a block in one piece or in several pieces. Return None if the free space does not suffice."""
         self._begin_change()
-        block, pieces = None, self._find_several(plan) if in_pieces else self._find_one(plan)
+        buffer: Buffer | None
+        block, pieces = None, self._find(plan, in_pieces=in_pieces)
         if pieces is not None:
-            buffer: Buffer | None
             if len(pieces) == 1:
                 buffer, (base, nbytes) = self._file.mapping, pieces[0]
+                assert buffer is not None
             else:
                 buffer, base, nbytes = self._mapped(pieces), 0, sum(piece.nbytes for piece in pieces)
-            assert buffer is not None
-            entry, generation = self._table.take(pieces, nbytes, now_ns)
+            entry, generation = self._table.take(pieces, nbytes)
             block = Block(self, plan, request, entry, generation, pieces, nbytes, buffer, base)
             self._filling[entry] = _Filling(weakref.ref(block), entry, pieces, request, nbytes)
             if request:
@@ -396,12 +391,11 @@ class Arena:
         self._torn = False
         return block
 
-    def _find_one(self, plan: BlockPlan) -> Pieces | None:
+    def _find(self, plan: BlockPlan, *, in_pieces: bool) -> Pieces | None:
+        if in_pieces:
+            return self._heap.scatter(plan.size, plan.header_bytes, min(self._table.num_free, _MAX_PIECES))
         extent = self._heap.allocate(plan.size) if self._table.num_free else None
         return None if extent is None else (extent,)
-
-    def _find_several(self, plan: BlockPlan) -> Pieces | None:
-        return self._heap.scatter(plan.size, plan.header_bytes, min(self._table.num_free, _MAX_PIECES))
 
     def _mapped(self, pieces: Pieces) -> memoryview:
         try:
@@ -450,17 +444,19 @@ class Arena:
                 if not self._used_by[block.request]:
                     del self._used_by[block.request]
         self._file.stats[USED] = self.capacity_bytes - self._heap.free_bytes
+        self._queue.has_freed |= bool(blocks)
 
-    def _require_quota(self, request: bytes, size: int) -> None:
-        """Raise LimitExceeded unless the request may use `size` more bytes."""
+    def _require_quota(self, demand: Demand) -> None:
+        """Raise LimitExceeded unless the request may use as many more bytes as it needs."""
         self._require_whole()
-        if request and self._used_by.get(request, 0) + size > self._quota_bytes:
+        self._file.require_found()
+        request, nbytes = demand.request, demand.nbytes
+        if request and self._used_by.get(request, 0) + nbytes > self._quota_bytes:
             self._sweep(unasked=True)
-            used = self._used_by.get(request, 0)
-            if used + size > self._quota_bytes:
+            if (used := self._used_by.get(request, 0)) + nbytes > self._quota_bytes:
                 raise LimitExceeded(
-                    f"the block has {size} bytes and its request already holds {used} bytes; a request may hold at "
-                    f"most {self._quota_bytes} bytes of an arena"
+                    f"the request needs {nbytes} bytes and already holds {used} bytes; a request may hold at most "
+                    f"{self._quota_bytes} bytes of an arena"
                 )
 
     def _why_full(self) -> str:
@@ -496,11 +492,3 @@ def _renew_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_locks)
-
-
-def _absolute(path: str | Path) -> bytes:
-    """Return the encoded absolute path. If `path` is already absolute, this is four times as fast as `absolute`."""
-    encoded = os.fsencode(path)
-    if b"\0" in encoded:
-        raise InputError(f"path file {os.fspath(path)!r} contains a NUL character")
-    return encoded if encoded.startswith(b"/") else os.fsencode(absolute(path))

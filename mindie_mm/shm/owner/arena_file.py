@@ -109,11 +109,12 @@ class ArenaFile:
         if not self._lock.held:
             raise SharedMemoryError(f"arena {self.path} is closed or belongs to another process")
 
-    def require_found(self, now_ns: int) -> None:
+    def require_found(self) -> None:
         """Raise SharedMemoryError if this process does not own the file, or if the file is `lost`.
 
-        `lost` is checked at most once per millisecond. `now_ns` is the current time of CLOCK_BOOTTIME.
+        `lost` is checked at most once per millisecond.
         """
+        now_ns = time.monotonic_ns()
         if now_ns - self._seen_ns > _LOOK_NS or not self._lock.held:
             self.require_held()
             if self.lost:

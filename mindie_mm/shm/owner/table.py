@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from itertools import pairwise
 
@@ -45,7 +46,7 @@ class Table:
         """Number of unused entries."""
         return len(self._free)
 
-    def take(self, pieces: Pieces, nbytes: int, now_ns: int) -> tuple[int, int]:
+    def take(self, pieces: Pieces, nbytes: int) -> tuple[int, int]:
         """Take an entry for a new block, and another entry for each piece after the first.
 
         A memory barrier makes the new state visible before any byte of the block.
@@ -53,7 +54,6 @@ class Table:
         Args:
             pieces: Location of the block in the arena's file.
             nbytes: Total size of the pieces.
-            now_ns: Current time of CLOCK_BOOTTIME in nanoseconds.
 
         Returns:
             The block's entry and its generation.
@@ -65,7 +65,7 @@ class Table:
         entries[at + STATE] = state_word(generation, FILLING)
         self._releases[1 + entry] = 0
         entries[at + OFFSET], entries[at + SIZE] = pieces[0].offset, nbytes
-        entries[at + ALLOCATED_NS] = now_ns
+        entries[at + ALLOCATED_NS] = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         if len(pieces) > 1:
             self._link(entry, pieces[1:])
         fence()

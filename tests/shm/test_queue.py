@@ -6,14 +6,13 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from mindie_mm.errors import ArenaFull, LimitExceeded, SharedMemoryError
-from mindie_mm.shm import Arena, ArraySpec, Block, release, survey
-from mindie_mm.tokenize.room import Room
+from mindie_mm.shm import Arena, ArraySpec, Block, free, release, survey
 
 PAGE = 4096
 CAPACITY = 64 * PAGE
@@ -30,22 +29,25 @@ class Asking:
 
     def __init__(self, arena: Arena, folder: Path, wait_s: float = 300.0) -> None:
         self.arena = arena
-        self.room = Room(arena, wait_s)
+        self.wait_s = wait_s
         self._folder = folder
         self._number = 0
 
     def at_once(self, *pages: int) -> list[Block] | None:
-        return self.room.try_take(_specs(pages), self.path_file())
+        return self.arena.try_allocate(_specs(pages), path_file=self.path_file())
 
     def waiting(self, *pages: int) -> asyncio.Task[list[Block]]:
         """Start a request that waits if there is no room at once, as requests of the tokenizer do."""
         path_file = self.path_file()
 
         async def take() -> list[Block]:
-            taken = self.room.try_take(_specs(pages), path_file)
-            return await self.room.take(_specs(pages), path_file) if taken is None else taken
+            taken = self.arena.try_allocate(_specs(pages), path_file=path_file)
+            return await self.in_line(path_file, *pages) if taken is None else taken
 
         return asyncio.create_task(take())
+
+    async def in_line(self, path_file: Path, *pages: int) -> list[Block]:
+        return await self.arena.allocate_together(_specs(pages), path_file=path_file, timeout_s=self.wait_s)
 
     def path_file(self) -> Path:
         self._number += 1
@@ -75,7 +77,11 @@ def asking(arena: Arena, tmp_path: Path) -> Iterator[Asking]:
     asking = Asking(arena, tmp_path)
     yield asking
     assert arena.lost or asking.waiting_bytes == 0
-    asking.room.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
 
 
 async def turn() -> None:
@@ -217,27 +223,24 @@ async def test_a_request_that_can_never_fit_is_refused_at_once(tmp_path: Path, o
             with pytest.raises(LimitExceeded, match=message):
                 asking.at_once(*pages)
             with pytest.raises(LimitExceeded, match=message):
-                await asking.room.take(_specs(pages), asking.path_file())
+                await asking.in_line(asking.path_file(), *pages)
         with pytest.raises(LimitExceeded, match="may hold at most"):
             asking.at_once(17, 16)
         for blocks in held:
             asking.free(blocks)
         if waiting is not None:
             asking.free(await soon(waiting))
-        asking.room.close()
 
 
 async def test_an_expired_request_does_not_disturb_the_others(arena: Arena, tmp_path: Path) -> None:
     impatient, patient = Asking(arena, tmp_path, 0.05), Asking(arena, tmp_path / "patient")
     (tmp_path / "patient").mkdir()
-    patient.room = impatient.room
     held = impatient.at_once(60)
     task = impatient.waiting(30)
     await turn()
-    impatient.room._wait_s = 300.0
     behind = patient.waiting(8)
     await turn()
-    message = r"no room for [0-9]+ bytes of media within [0-9.]+ s: 16384 of 262144 bytes are free, .*--arena-bytes"
+    message = r"no room for [0-9]+ bytes within [0-9.]+ s: 16384 of 262144 bytes are free, .*--arena-bytes"
     with pytest.raises(ArenaFull, match=message):
         await task
     assert not behind.done()
@@ -246,14 +249,13 @@ async def test_an_expired_request_does_not_disturb_the_others(arena: Arena, tmp_
     patient.free(await soon(behind))
     assert stats(arena).waits == 2
     assert stats(arena).full == 1
-    impatient.room.close()
 
 
 async def test_blocks_granted_at_the_deadline_are_not_lost(
     arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline passes after the blocks were granted, but before the request's task runs again."""
-    monkeypatch.setattr("mindie_mm.tokenize.room._POLL_S", 0.1)
+    monkeypatch.setattr("mindie_mm.shm.owner.queue.POLL_S", 0.1)
     asking = Asking(arena, tmp_path, 0.5)
     held = asking.at_once(60)
     task = asking.waiting(30)
@@ -269,28 +271,49 @@ async def test_blocks_granted_at_the_deadline_are_not_lost(
     loop.call_later(0.1, block, started_s + 1.0)
     block(started_s + 0.2)
     asking.free(await soon(task))
-    asking.room.close()
 
 
 async def test_room_freed_after_the_last_poll_is_granted_in_order(
-    arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asking: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mindie_mm.tokenize.room._POLL_S", 300.0)  # the queue is polled only once, when it starts
-    asking = Asking(arena, tmp_path)
-    held = asking.at_once(60)
-    first = asking.waiting(30)
+    monkeypatch.setattr("mindie_mm.shm.owner.queue.POLL_S", 300.0)  # requests look when they begin and when they end
+    monkeypatch.setattr("mindie_mm.shm.owner.queue.LOOK_S", 300.0)
+    (held,) = asking.at_once(60)
+    ref = held.publish()
+    asking.wait_s = 0.2
+    tasks = [asking.waiting(30) for _ in range(3)]
     await turn()
-    asking.room._wait_s = 0.1
-    others = [asking.waiting(30), asking.waiting(30)]
+    free(ref)
+    blocks = [await soon(tasks[0]), await soon(tasks[1])]
+    with pytest.raises(ArenaFull):
+        await tasks[2]
+    assert stats(asking.arena).full == 1
+    for held in blocks:
+        asking.free(held)
+
+
+async def test_scripts_and_requests_wait_in_one_queue(asking: Asking) -> None:
+    """A script waits in a thread. The request that arrived before it is served first, and the next one after it."""
+    held, order = asking.at_once(64), list[str]()
+
+    async def request(name: str) -> None:
+        blocks = await asking.waiting(40)
+        order.append(name)
+        asking.free(blocks)
+
+    def script() -> None:
+        with asking.arena.allocate(_specs((40,))[0], path_file=None, timeout_s=60):
+            order.append("script")
+
+    first = asyncio.create_task(request("first"))
+    await turn()
+    thread = asyncio.create_task(asyncio.to_thread(script))
+    await asyncio.to_thread(until, lambda: asking.waiting_bytes == 80 * PAGE)
+    last = asyncio.create_task(request("last"))
     await turn()
     asking.free(held)
-    asking.free(await soon(first))
-    asking.free(await soon(others[0]))
-    with pytest.raises(ArenaFull):
-        await others[1]
-    assert stats(arena).full == 1
-    assert arena.num_blocks == 0
-    asking.room.close()
+    await asyncio.gather(first, thread, last)
+    assert order == ["first", "script", "last"]
 
 
 @pytest.mark.parametrize("served", [False, True])
@@ -300,7 +323,7 @@ async def test_a_cancelled_request_leaves_no_block(asking: Asking, served: bool)
     await turn()
     if served:
         asking.free(held)
-        asking.room._serve_all()  # grants the blocks before the task runs again
+        asking.arena._queue.serve(asking.arena._take_all)  # grants the blocks before the task runs again
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -312,7 +335,7 @@ async def test_a_cancelled_request_leaves_no_block(asking: Asking, served: bool)
 
 async def test_a_block_that_another_process_frees_wakes_the_queue(asking: Asking) -> None:
     path_file = asking.path_file()
-    (block,) = asking.room.try_take(_specs((60,)), path_file)
+    (block,) = asking.arena.try_allocate(_specs((60,)), path_file=path_file)
     block.publish()
     task = asking.waiting(30)
     await turn()
@@ -354,7 +377,7 @@ async def test_a_lost_arena_fails_all_waiting_requests(asking: Asking) -> None:
 async def test_an_unwritable_path_file_fails_only_its_request(asking: Asking, tmp_path: Path) -> None:
     held = asking.at_once(64)
     (tmp_path / "folder").mkdir()
-    bad = asyncio.create_task(asking.room.take(_specs((8, 8)), tmp_path / "folder"))
+    bad = asyncio.create_task(asking.in_line(tmp_path / "folder", 8, 8))
     await turn()
     good = asking.waiting(8)
     await turn()
@@ -367,7 +390,7 @@ async def test_an_unwritable_path_file_fails_only_its_request(asking: Asking, tm
 
 async def test_all_blocks_are_recorded_before_they_are_handed_out(asking: Asking) -> None:
     path_file = asking.path_file()
-    blocks = asking.room.try_take(_specs((3, 4)), path_file)
+    blocks = asking.arena.try_allocate(_specs((3, 4)), path_file=path_file)
     for block in blocks:
         block.publish()
     assert release(path_file) == 2
