@@ -94,8 +94,8 @@ def run(rig: Rig, point: Point) -> Run:
         died = time.monotonic()
         everybody = point.role == "api" or point.cause == "stop"
         gone = [process for role, process in seen if everybody or role in _DYING.get(point.role, [point.role])]
-        if point.role == "replica":
-            gone = _dead_engines(gone, run_result)
+        if point.role in ("replica", "fork_server"):  # the other engine, or the next fork server, lives
+            gone = _dead(gone, run_result)
         _look(rig, point, gone, died, run_result)
         run_result.outcomes = [future.result() for future in futures]
     _judge(point, run_result)
@@ -105,16 +105,16 @@ def run(rig: Rig, point: Point) -> Run:
     return run_result
 
 
-def _dead_engines(engines: list[psutil.Process], run_result: Run) -> list[psutil.Process]:
-    """Wait until one of `engines` has died, and return the dead engines."""
+def _dead(processes: list[psutil.Process], run_result: Run) -> list[psutil.Process]:
+    """Wait until one of `processes` has died, and return the dead ones."""
     dead: list[psutil.Process] = []
 
     def died() -> bool:
-        dead[:] = [engine for engine in engines if not _lives(engine)]
+        dead[:] = [process for process in processes if not _lives(process)]
         return bool(dead)
 
     if wait_until(died, DEADLINE_S) is None:
-        run_result.troubles.append("no engine died")
+        run_result.troubles.append("no process died")
     return dead
 
 

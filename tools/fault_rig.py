@@ -118,7 +118,7 @@ class Rig:
                     if module in command:
                         processes.setdefault(engine if role == "engine" else role, []).append(child)
         if servers := processes.get("fork_server"):
-            # A copy of the fork server has the same command line until it becomes a worker.
+            # A copy of the fork server has the same command line.
             processes["fork_server"] = [min(servers, key=psutil.Process.create_time)]
         with suppress(KeyError, psutil.NoSuchProcess):
             for nursery in processes["tokenizer"][0].children():

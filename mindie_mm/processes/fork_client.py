@@ -25,11 +25,14 @@ _MODULE = "mindie_mm.processes.fork_server"
 
 _START_LIMIT_S = 60.0
 """Maximum time in seconds to wait until the fork server is ready. After that, workers are spawned. Waiting is
-worthwhile, because a spawned worker has to import the same modules as the fork server."""
+worthwhile, because a spawned worker has to import the same modules."""
 
 
 class ForkClient(Supervised):
-    """Client of a fork server. If the fork server dies, it is restarted. If that fails, workers are spawned.
+    """Client of a fork server. If the fork server dies, a copy of it takes over.
+
+    The fork server forks the copy as soon as it is ready, because importing its modules again would take seconds. If no
+    fork server can be started, workers are spawned.
 
     It is an asynchronous context manager, inside which workers can be started.
     """
@@ -52,6 +55,8 @@ class ForkClient(Supervised):
         """Fork server that was started without an event loop, and this process's end of its channel."""
         self._devices: set[str] = set()
         """See `Ready.devices`."""
+        self._copy: asyncio.Task[Child] | None = None
+        """The next fork server, which waits until it is needed."""
         self._asking = asyncio.Lock()
         with suppress(OSError, ProcessDied):  # the next attempt logs the error
             self._begun = self._begin()
@@ -63,6 +68,9 @@ class ForkClient(Supervised):
 
     async def __aexit__(self, *_: object) -> None:
         """Stop the fork server. Workers continue to run."""
+        with suppress(MindieMMError, OSError):
+            if self._copy is not None:
+                await (await self._copy).end()  # first, because nobody else would learn its process id
         await self.close()
         self.abandon()
 
@@ -112,11 +120,20 @@ class ForkClient(Supervised):
         return spawn(_MODULE, *self._arguments, environment=without_blas_threads())
 
     async def _spawn(self) -> Child:
+        copy, self._copy = self._copy, None
+        with suppress(MindieMMError, OSError):
+            if copy is not None:
+                return await copy
         (process, sock), self._begun = self._begun or self._begin(), None
         return await Child.adopt(process, sock)
 
     async def _prepare(self, child: Child) -> None:
         self._devices = {*(await child.ready(Ready, "it")).devices}
+
+    async def _launch(self) -> None:
+        await super()._launch()
+        fork = Fork.of(_MODULE, self._arguments, without_blas_threads())
+        self._copy = asyncio.create_task(self._fork(fork))
 
     async def _keep(self) -> None:
         try:

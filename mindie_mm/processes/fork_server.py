@@ -28,6 +28,9 @@ from mindie_mm.settings.environment import changed_since, environment_now, fault
 THREAD_END_S = 2.0
 """Maximum time in seconds for the kernel to remove a thread that has ended."""
 
+_imported: dict[str, str] = {}
+"""Environment variables that imported modules have set. A fork server that was forked inherits them."""
+
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """First message of the fork server. It has imported the modules."""
@@ -51,6 +54,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, module: str, *arguments: str
     faults.point("starting")
     before = environment_now()
     devices = importlib.import_module(module).prepare(*arguments)
+    _imported.update(changed_since(before))
     lifeline.leave()
     if (num_threads := _num_threads()) > 1:
         error = OperationalError(f"the fork server has {num_threads} threads, but must have one")
@@ -63,7 +67,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, module: str, *arguments: str
         fork, descriptors = _serve(ReceivingChannel(sock))
         sock.close()
         channel.__exit__()  # a worker that kept these open would hide the end of the fork server from the parent
-        become(fork, descriptors, changed_since(before))
+        become(fork, descriptors, _imported)
 
 
 def _num_threads() -> int:

@@ -27,7 +27,7 @@ SLICE = (
     "api.everything",  # only the next service can free the memory
 )
 SLOW_SLICE = (
-    "fork_server.starting",  # processes are spawned until the next one is ready
+    "fork_server.starting",  # a copy takes over, whose own copy dies
     "fork_server.at rest",  # the other processes continue
     "replica.attached",  # the other engine answers a request without output
     "replica.mid-decode",  # answers that have begun continue in the other engine

@@ -24,10 +24,9 @@ from tests.forked_worker import State
 MODULE = "tests.forked_worker"
 
 
-def fork_server() -> psutil.Process:
-    """Return the process of the fork server."""
-    (found,) = [one for one in psutil.Process().children() if "mindie_mm.processes.fork_server" in one.cmdline()]
-    return found
+def fork_servers() -> list[psutil.Process]:
+    """Return the processes of the fork server and of its copy."""
+    return [one for one in psutil.Process().children() if "mindie_mm.processes.fork_server" in one.cmdline()]
 
 
 async def state(child: Child) -> State:
@@ -70,7 +69,7 @@ async def test_a_forked_worker_is_a_child_of_this_process_with_its_state(
     forked, spawned = await forks.start(MODULE, "caf\udce9", ""), await Child.start(MODULE, "caf\udce9", "")
     try:
         one, other = await state(forked), await state(spawned)
-        assert (one.pid, one.parent, one.prepared_in) == (forked.pid, os.getpid(), fork_server().pid)
+        assert (one.pid, one.parent, one.prepared_in) == (forked.pid, os.getpid(), forks.pid)
         assert other.prepared_in is None
         assert one.arguments == other.arguments == [b"caf\xe9", b""]
         own = {name: value for name, value in other.environment.items() if name in os.environb}  # without putenv's
@@ -111,7 +110,7 @@ async def test_forked_workers_ignore_signals_of_the_terminal_and_end_with_their_
     found = await state(child)
     for number in (signal.SIGINT, signal.SIGHUP):
         os.kill(found.pid, number)
-        os.kill(fork_server().pid, number)
+        os.kill(forks.pid, number)
     other = await forks.start(MODULE)
     assert (await state(other)).drawn != found.drawn, "they must not draw the same random numbers"
     await child.end()
@@ -133,13 +132,13 @@ async def test_a_forked_worker_uses_the_current_standard_output(
 async def test_workers_outlive_the_fork_server_and_later_ones_wait_for_its_successor(forks: ForkClient) -> None:
     old = await forks.start(MODULE)
     await state(old)
-    first = fork_server()
+    first = psutil.Process(forks.pid)
     first.send_signal(signal.SIGSTOP)  # the request is sent before the fork server dies
     asking = asyncio.create_task(forks.start(MODULE))
     await asyncio.sleep(0)
     first.kill()
     later = await asking
-    assert (await state(later)).prepared_in == fork_server().pid != first.pid
+    assert (await state(later)).prepared_in == forks.pid != first.pid
     old.channel.send(b"print")
     assert await old.channel.recv() == b"printed"
     for child in (old, later):
@@ -154,7 +153,10 @@ async def test_a_worker_is_used_although_the_fork_server_dies_right_after_the_fo
     monkeypatch.setenv("MINDIE_MM_FAULTS", str(tmp_path))
     async with ForkClient(MODULE, "") as forks:
         assert await forks.allows("cpu"), "it is ready"
-        server = fork_server()
+        await asyncio.wait({forks._copy})
+        server = psutil.Process(forks.pid)
+        while server.status() != psutil.STATUS_SLEEPING:  # noqa: ASYNC110 - it announces no wait for requests
+            await asyncio.sleep(0.001)
         (tmp_path / "fork_server.forked").touch()
         child = await forks.start(MODULE)
         assert (await state(child)).prepared_in == server.pid
@@ -167,10 +169,10 @@ async def test_a_worker_is_used_although_the_fork_server_dies_right_after_the_fo
 async def test_a_fork_server_that_hangs_is_replaced(forks: ForkClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "silence_s", 0.1)
     await (await forks.start(MODULE)).end()
-    hung = fork_server()
+    hung = psutil.Process(forks.pid)
     hung.send_signal(signal.SIGSTOP)
     child = await forks.start(MODULE)
-    assert (await state(child)).prepared_in == fork_server().pid != hung.pid
+    assert (await state(child)).prepared_in == forks.pid != hung.pid
     await child.end()
 
 
@@ -179,10 +181,25 @@ async def test_workers_are_spawned_if_the_fork_server_does_not_restart(
 ) -> None:
     await (await forks.start(MODULE)).end()
     monkeypatch.setattr(forks, "_arguments", (MODULE, "fails"))
-    fork_server().kill()
+    await asyncio.wait({forks._copy})
+    for one in fork_servers():
+        one.kill()
     child = await forks.start(MODULE)
     assert (await state(child)).prepared_in is None
     await child.end()
+
+
+async def test_copies_of_the_fork_server_take_over_without_importing_again(forks: ForkClient) -> None:
+    await (await forks.start(MODULE)).end()
+    for _ in range(3):
+        copy = await forks._copy
+        os.kill(forks.pid, signal.SIGKILL)
+        child = await forks.start(MODULE)
+        found = await state(child)
+        assert found.prepared_in == forks.pid == copy.pid
+        assert found.environment[b"SET_BY_AN_IMPORT"] == b"yes"
+        await child.end()
+    assert (forks.restarts.started, forks.restarts.failed) == (3, 0)
 
 
 async def test_a_canceled_start_leaves_no_worker(forks: ForkClient) -> None:
@@ -220,7 +237,7 @@ async def test_a_spare_copy_becomes_the_first_worker_of_a_forked_worker(forks: F
     """The copy is a child of the worker. Later workers of the worker are spawned."""
     child = await forks.start(MODULE, spare=True)
     outer = await state(child)
-    for prepared_in in (fork_server().pid, None):
+    for prepared_in in (forks.pid, None):
         child.channel.send(b"start")
         inner = await state(child)
         assert (inner.parent, inner.prepared_in, inner.arguments) == (outer.pid, prepared_in, [b"inner"])
@@ -247,7 +264,7 @@ def test_a_fork_works_on_the_loop_of_the_service() -> None:
     async def run() -> None:
         async with ForkClient(MODULE, "") as forks:
             child = await forks.start(MODULE)
-            assert (await state(child)).prepared_in == fork_server().pid
+            assert (await state(child)).prepared_in == forks.pid
             await child.end()
             assert child.status == 0
 
