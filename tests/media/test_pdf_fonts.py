@@ -99,6 +99,23 @@ def test_an_installed_font_draws_cyrillic_and_leaves_latin_to_pdfium(use_fonts: 
     assert ink(CYRILLIC) > 2 * ink(latin)
 
 
+@pytest.mark.parametrize("font", ["Helvetica", "Arial", "Times-Roman", "Foo-Bold", "FooNarrow,Italic"])
+def test_an_installed_font_draws_type_1_fonts(use_fonts: UseFonts, tmp_path: Path, font: str) -> None:
+    """PDFium asks for no fallback for them, so the font as a whole is replaced."""
+    czech = f"<</Type/Font/Subtype/Type1/BaseFont/{font}/Encoding<</Differences[65/Ccaron/ccaron]>>>>"
+    use_fonts(tmp_path)
+    with pytest.raises(MediaError, match=r"no installed font has all of its characters \(\u010c\u010d\)"):
+        decoded(simple_pdf("(ABxyz)", czech))
+    save_fonts(tmp_path / "some.ttf", font_of("\u010c\u010d", "Some"))
+    use_fonts(tmp_path)
+    assert ink(simple_pdf("(AB)", czech)) > 0.02
+    with pytest.raises(MediaError, match=r"no installed font has all of its characters \(xyz\)"):
+        decoded(simple_pdf("(ABxyz)", czech))
+    save_fonts(tmp_path / "other.ttf", font_of("\u010c\u010dxyz", "Other"))
+    use_fonts(tmp_path)
+    assert ink(simple_pdf("(ABxyz)", czech)) > 0.05
+
+
 def test_a_collection_gives_the_right_face(use_fonts: UseFonts, tmp_path: Path) -> None:
     """PDFium finds the face by its offset. The faces draw squares of different sizes."""
     save_fonts(tmp_path / "c.ttc", font_of(CHINESE, "Small", side=200), font_of(CHINESE, "SimSun", side=800))

@@ -20,6 +20,9 @@ _MARKS: Mapping[int, str] = {134: "sc", 136: "tc", 128: "jp", 129: "kr"}
 _FALLBACK = "Helvetica"
 """Font that PDFium asks for if a font has no glyph of a character."""
 _COLLECTION = int.from_bytes(b"ttcf")
+_ANSI = 0
+"""Charset of fonts that are not for one language."""
+_LATIN = "".join(map(chr, (*range(33, 127), *range(161, 256))))
 
 
 class FontMapper:
@@ -31,6 +34,8 @@ class FontMapper:
         self.unmapped: set[str] = set()
         """Names of Chinese, Japanese and Korean fonts for which no face was found."""
         self._fallback: Face | None = None
+        self.replacement: Face | None = None
+        """Face that replaces fonts as a whole, instead of PDFium's own fonts."""
         types = dict(pdfium.FPDF_SYSFONTINFO._fields_)
         self._info = pdfium.FPDF_SYSFONTINFO(
             version=1,
@@ -53,18 +58,36 @@ class FontMapper:
     @contextmanager
     def falling_back(self, characters: Collection[str]) -> Iterator[None]:
         """Inside this context, fall back to the face that has most of `characters`. Without any, use PDFium's own."""
-        counts = [face.num_of(characters) for face in self.faces]
-        most = max(counts, default=0)
-        self._fallback = self.faces[counts.index(most)] if most else None
+        self._fallback = self._with_most(characters)
         try:
             yield
         finally:
             self._fallback = None
 
+    @contextmanager
+    def replacing(self, characters: Collection[str]) -> Iterator[None]:
+        """Inside this context, replace all fonts that are loaded by the face that has most of `characters`.
+
+        PDFium asks for no fallback for a Type 1 font. Where the font has no glyph, PDFium would draw glyph 0 of the
+        replacement, so the caller must check that the replacement has all characters.
+        """
+        self.replacement = self._with_most(characters)
+        try:
+            yield
+        finally:
+            self.replacement = None
+
+    def _with_most(self, characters: Collection[str]) -> Face | None:
+        """Return the face with most of `characters`, and then with most Latin letters, or None if no face has any."""
+        best = max(self.faces, key=lambda face: (face.num_of(characters), face.num_of(_LATIN)), default=None)
+        return best if best is not None and best.num_of(characters) else None
+
     def _map(self, _: Any, weight: int, italic: int, charset: int, pitch: int, name: Any, exact: Any) -> int | None:
         """Return the handle of a face: its index plus 1. None lets PDFium use its own fonts."""
         text = ctypes.string_at(name).decode("latin-1")
         face = self._fallback if text == _FALLBACK else None
+        if charset == _ANSI and self.replacement is not None:
+            face = self.replacement
         if charset in _PROBES:
             face = self._of_charset(charset, text)
             if face is None:

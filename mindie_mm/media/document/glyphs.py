@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
-from mindie_mm.media.document.fonts import normalized
+from mindie_mm.media.document.fonts import Face, normalized
 
 TEXT, IMAGE, FORM = 1, 3, 5  # FPDF_PAGEOBJ_*
 _MAX_DEPTH = 8
@@ -46,10 +46,11 @@ def fonts_not_embedded(pdfium: Any, page: Any) -> set[str]:
     return {_name(pdfium, font) for item in texts if (font := _font(pdfium, item)) is not None}
 
 
-def missing_characters(pdfium: Any, page: Any) -> dict[str, set[str]]:
+def missing_characters(pdfium: Any, page: Any, replacement: Face | None) -> dict[str, set[str]]:
     """Return the visible characters without a glyph, by the name of their font.
 
-    If the page does not say which characters a font has, the set of the font is empty.
+    If the page does not say which characters a font has, the set of the font is empty. `replacement` is the face that
+    replaces fonts as a whole.
     """
     missing: dict[str, set[str]] = {}
     texts = pdfium.FPDFText_LoadPage(page)
@@ -74,7 +75,7 @@ def missing_characters(pdfium: Any, page: Any) -> dict[str, set[str]]:
                 # draws nothing for them. In other fonts, it takes the codes for glyph numbers of the replacement.
                 if "!" <= character <= "~" or code > 0xFF or not _is_flat(pdfium, texts, index):
                     missing.setdefault(name, set())
-            elif unicodedata.category(character) not in _NO_GLYPH and not _has_glyph(pdfium, font, code):
+            elif unicodedata.category(character) not in _NO_GLYPH and not _has_glyph(pdfium, font, code, replacement):
                 missing.setdefault(name, set()).add(character)
     finally:
         pdfium.FPDFText_ClosePage(texts)
@@ -87,7 +88,9 @@ def _font(pdfium: Any, text: Any) -> Any:
     return font if font and not pdfium.FPDFFont_GetIsEmbedded(font) else None
 
 
-def _has_glyph(pdfium: Any, font: Any, code: int) -> bool:
+def _has_glyph(pdfium: Any, font: Any, code: int, replacement: Face | None) -> bool:
+    if replacement is not None and normalized(_family(pdfium, font)) in replacement.names:
+        return replacement.num_of(chr(code)) == 1  # glyph 0 may have a path, too
     path = pdfium.FPDFFont_GetGlyphPath(font, code, 1.0)
     return bool(path) and pdfium.FPDFGlyphPath_CountGlyphSegments(path) > 0
 
@@ -116,4 +119,11 @@ def _is_symbol(name: str, character: str, *, is_undefined: bool) -> bool:
 def _name(pdfium: Any, font: Any) -> str:
     name = ctypes.create_string_buffer(128)
     pdfium.FPDFFont_GetBaseFontName(font, name, len(name))
+    return name.value.decode("utf-8", "replace")
+
+
+def _family(pdfium: Any, font: Any) -> str:
+    """Return the name of the family that PDFium draws a font with."""
+    name = ctypes.create_string_buffer(128)
+    pdfium.FPDFFont_GetFamilyName(font, name, len(name))
     return name.value.decode("utf-8", "replace")

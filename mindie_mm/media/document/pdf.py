@@ -92,14 +92,19 @@ class PdfPage:
 
         """
         with _lock:
-            pixels, missing = self._rendered("")
+            mapper, characters = _mapper(), set[str]()
+            pixels, missing = self._rendered(characters)
             if missing and all(missing.values()):
-                pixels, missing = self._rendered("".join(set().union(*missing.values())))
+                characters = set().union(*missing.values())
+                pixels, missing = self._rendered(characters)
+            if missing and all(missing.values()):
+                with mapper.replacing(characters):
+                    pixels, missing = self._rendered(characters)
         if missing:
             raise self._font_error(missing)
         return pixels
 
-    def _rendered(self, characters: str) -> tuple[NDArray[np.uint8], dict[str, set[str]]]:
+    def _rendered(self, characters: set[str]) -> tuple[NDArray[np.uint8], dict[str, set[str]]]:
         """Render the page, with a font of the system for `characters` that other fonts do not have.
 
         If glyphs are missing, do not render the page. Return the missing characters by the name of their font.
@@ -112,7 +117,7 @@ class PdfPage:
             if names := fonts_not_embedded(pdfium, page):
                 # PDFium asks for a fallback font when the first glyph is missing, and keeps it with the document.
                 with mapper.falling_back(characters):
-                    missing = missing_characters(pdfium, page)
+                    missing = missing_characters(pdfium, page, mapper.replacement)
                 if missing:
                     return pixels, missing
             bitmap = pdfium.FPDFBitmap_CreateEx(self.width, self.height, _RGB, pixels.ctypes.data, 3 * self.width)
@@ -142,9 +147,9 @@ class PdfPage:
         characters = "".join(sorted(set().union(*missing.values())))[:_SHOWN]
         shown = f" ({characters})" if characters else ""
         return MediaError(
-            f"{where} uses the font {names}, which is not embedded, and no installed font has its characters{shown}; "
-            f"embed the font in the PDF, or install a font with these characters where decoders run, such as the "
-            f"package {_FONT_PACKAGE} for Chinese, Japanese and Korean"
+            f"{where} uses the font {names}, which is not embedded, and no installed font has all of its "
+            f"characters{shown}; embed the font in the PDF, or install a font with these characters where decoders "
+            f"run, such as the package {_FONT_PACKAGE} for Chinese, Japanese and Korean"
         )
 
 
