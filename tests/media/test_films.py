@@ -139,6 +139,28 @@ def test_an_alpha_channel_that_is_empty_is_unused(codec):
     assert (square[0, 0].tolist(), square[48, 60].tolist()) == ([0, 0, 0], [220, 40, 40])
 
 
+@pytest.mark.parametrize(
+    ("container", "codec", "pixel_format"),
+    [("avi", "rawvideo", "bgra"), ("avi", "huffyuv", "bgra"), ("mov", "rawvideo", "argb"), ("mov", "qtrle", "argb")],
+)
+def test_an_alpha_channel_is_used_in_all_frames_or_in_none(container, codec, pixel_format):
+    fading_in = moving_square()
+    fading_in[:6] = 0
+    data = encode_rgba(fading_in, container, codec, pixel_format)
+    assert (frames_of(data)[:, 0, 0] == 255).all(), "the background is white from the first frame on"
+    (first,) = open_video(data, None).decode([0])
+    assert (first == 255).all()
+
+
+def test_the_search_for_alpha_counts_as_decoded_pixels():
+    data = encode_rgba(moving_square(opaque=0), "avi", "rawvideo", "bgra")
+    with under(MediaCaps(max_request_video_pixels=12 * 96 * 96)):
+        video = open_video(data, None)
+        video.count([11])
+        with pytest.raises(LimitExceeded, match="would be decoded"):
+            list(video.decode([11]))
+
+
 def test_hlg_has_nearly_the_colors_of_the_same_film_in_sdr():
     sdr, hdr = (frames_of(case(name)).astype(int) for name in ("sdr_orange.mp4", "hlg_orange.mp4"))
     assert np.abs(sdr - hdr).mean() < 10

@@ -32,7 +32,7 @@ from mindie_mm.media.video import seek
 from mindie_mm.media.video.alpha_track import has_alpha_track
 from mindie_mm.media.video.animation import Animation, is_animation
 from mindie_mm.media.video.display_matrix import Orientation
-from mindie_mm.media.video.rgb import FrameConverter
+from mindie_mm.media.video.rgb import UNSURE_ALPHA, FrameConverter, is_alpha_empty
 from mindie_mm.media.video.seek import Keyframes
 from mindie_mm.media.video.timeline import (
     AVI,
@@ -43,7 +43,7 @@ from mindie_mm.media.video.timeline import (
     longest_tail,
     rate_of,
 )
-from mindie_mm.settings.config import MediaCaps
+from mindie_mm.settings.config import Colour, MediaCaps
 
 CONTAINERS = ("mov", "matroska", "avi", "asf", "mpegts", "flv", "mpeg", "gif", "dv", "ogg", "ivf", "h264", "hevc")
 """Supported containers, detected by content.
@@ -181,10 +181,9 @@ class EncodedVideo:
             decoded = min(taken, len(indices))
             return kind(f"the video is broken: only {decoded} of {len(indices)} sampled frames could be decoded")
 
-        settings = self.work.caps
-        converter = FrameConverter(self.codec, settings.rgba_background_color, hdr_to_sdr=settings.hdr_to_sdr)
-        wanted = self._up_to_end(indices)
         with reading(broken):
+            converter = FrameConverter(self._background(), hdr_to_sdr=self.work.caps.hdr_to_sdr)
+            wanted = self._up_to_end(indices)
             for frame in self._frames_at(wanted):
                 if taken < len(indices):
                     yield self._upright(frame, converter)
@@ -254,6 +253,20 @@ class EncodedVideo:
         ):
             stream = _stream_to_decode(container, self.max_pixels)
             yield from seek.sought(container, stream, self.keyframes, indices, len(self.data))
+
+    def _background(self) -> Colour | None:
+        """Return the color behind transparent pixels, or None if the alpha channel is unused in the whole video."""
+        if self.codec in UNSURE_ALPHA:
+            with open_container(self.data, CONTAINERS, self.max_pixels) as container:
+                if is_alpha_empty(self._counted(container)):
+                    return None
+        return self.work.caps.rgba_background_color
+
+    def _counted(self, container: InputContainer) -> Iterator[av.VideoFrame]:
+        """Decode all frames, and count the pixels of those that the caller passes."""
+        for frame in frames_of_video(container, _stream_to_decode(container, self.max_pixels), len(self.data)):
+            yield frame
+            self.work.add_video(self._frame_pixels)
 
     def _upright(self, frame: av.VideoFrame, converter: FrameConverter) -> Pixels:
         _check_size(frame.height, frame.width, self.max_pixels)

@@ -7,6 +7,7 @@ convert them, so that colors look pale.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,7 @@ PQ, HLG = 16, 18
 """Transfer characteristics of HDR in ITU-T H.273."""
 BT2020 = 9
 """Primaries of BT.2020 in ITU-T H.273."""
-_UNSURE_ALPHA = frozenset({"rawvideo", "huffyuv"})
+UNSURE_ALPHA = frozenset({"rawvideo", "huffyuv"})
 """Codecs that have an alpha channel whenever pixels have 32 bits, even if the writer left it empty."""
 _LEVELS = 2**12
 """Number of levels of the lookup tables. HDR videos have 10 bits, rarely 12."""
@@ -48,23 +49,21 @@ _TO_BT709 = np.array(
 class FrameConverter:
     """Converter of frames to RGB. One converter is used for all frames of a video, because its setup takes time."""
 
-    def __init__(self, codec: str, background: Colour, *, hdr_to_sdr: bool) -> None:
+    def __init__(self, background: Colour | None, *, hdr_to_sdr: bool) -> None:
         """Create a converter.
 
         Args:
-            codec: FFmpeg's name of the decoder.
-            background: Color behind transparent pixels.
+            background: Color behind transparent pixels. None means that the alpha channel is dropped.
             hdr_to_sdr: Whether HDR becomes SDR.
 
         """
         self._scaler = VideoReformatter()
-        self._codec = codec
         self._background = background
         self._hdr_to_sdr = hdr_to_sdr
 
     def rgb(self, frame: av.VideoFrame, width: int, height: int) -> Pixels:
         """Return a frame as uint8 [height, width, 3]."""
-        has_alpha = any(component.is_alpha for component in frame.format.components)
+        has_alpha = self._background is not None and _has_alpha(frame)
         if self._hdr_to_sdr and frame.color_trc in (PQ, HLG):
             deep = self._scaled(frame, width, height, "rgba64le" if has_alpha else "rgb48le")
             alpha = (deep[..., 3:] >> 8).astype(np.uint8)
@@ -75,12 +74,26 @@ class FrameConverter:
 
     def _behind(self, rgba: NDArray[np.uint8]) -> Pixels:
         """Put the background behind the transparent pixels of uint8 [height, width, 4]."""
-        if self._codec in _UNSURE_ALPHA and not rgba[..., 3].any():
-            return rgba[..., :3]
+        assert self._background is not None, "without a background, the alpha channel is dropped"
         return np.asarray(on_background(Image.fromarray(rgba), self._background))
 
     def _scaled(self, frame: av.VideoFrame, width: int, height: int, pixel_format: str) -> NDArray[Any]:
         return self._scaler.reformat(frame, width, height, pixel_format, threads=torch.get_num_threads()).to_ndarray()
+
+
+def is_alpha_empty(frames: Iterable[av.VideoFrame]) -> bool:
+    """Return whether `frames` have an alpha channel that is 0 in all of them. Stop at the first frame that decides."""
+    scaler = VideoReformatter()
+    for frame in frames:
+        if not _has_alpha(frame):
+            return False
+        if scaler.reformat(frame, format="rgba", threads=torch.get_num_threads()).to_ndarray()[..., 3].any():
+            return False
+    return True
+
+
+def _has_alpha(frame: av.VideoFrame) -> bool:
+    return any(component.is_alpha for component in frame.format.components)
 
 
 def hdr_to_sdr(pixels: NDArray[np.uint16], curve: int, primaries: int) -> Pixels:
