@@ -14,9 +14,11 @@ from PIL import Image
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.media.audio.encoded_audio import open_audio
 from mindie_mm.media.guard.caps import under
+from mindie_mm.media.image.encoded_image import FORMATS, open_image
 from mindie_mm.media.video.encoded_video import EncodedVideo, open_video
 from mindie_mm.media.video.rgb import HLG, PQ, hdr_to_sdr
 from mindie_mm.settings.config import MediaCaps
+from tests.heic_samples import coded, grid_head, heif, size_of, tiled
 from tests.media_samples import decode_all, encode_video, encoded, moving_frames, photograph
 from tests.sound_samples import tone
 
@@ -240,10 +242,29 @@ def test_the_default_image_of_a_png_is_no_frame():
     assert np.array_equal(next(iter(video.decode([0]))), np.where(square[1, ..., 3:] == 0, 255, square[1, ..., :3]))
 
 
-def test_a_still_image_is_no_video():
-    for file_format in ("PNG", "WEBP"):
-        with pytest.raises(MediaError, match=r"cannot be read as a video .*animated PNG and WebP"):
-            open_video(encoded(photograph(size=(40, 30)), file_format), None)
+LARGE = photograph("chelsea.png", (128, 128))
+TILES = [np.asarray(LARGE.crop((x, y, x + 64, y + 64))) for y in (0, 64) for x in (0, 64)]
+STILL = {name: encoded(LARGE, "TIFF" if name == "HEIC" else name) for name in (*FORMATS, "MPO")} | {
+    "HEIC": heif([coded(np.asarray(LARGE))]),
+    "HEIC of another brand": heif([coded(np.asarray(LARGE))], brand=b"mif1"),
+    "tiled HEIC": tiled(TILES, grid_head(2, 2, 128, 128), size_of(128, 128)),
+    "photo.heic": (CASES.parent / "media3/photo.heic").read_bytes(),
+    "transparent WEBP": encoded(LARGE.convert("RGBA"), "WEBP", lossless=True),
+}
+"""A still image in every supported format."""
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_a_still_image_is_no_video(name):
+    with pytest.raises(MediaError, match=r"a still image, not a video; send it as an image"):
+        open_video(STILL[name], None)
+    open_image(STILL[name])
+
+
+@pytest.mark.parametrize("file_format", ["GIF", "PNG", "WEBP", "AVIF"])
+def test_an_animated_image_is_a_video(file_format):
+    two = encoded(LARGE, file_format, save_all=True, append_images=[LARGE.rotate(90)], duration=100)
+    assert frames_of(two).shape == (2, 128, 128, 3)
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "WEBP"])

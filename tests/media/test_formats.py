@@ -150,8 +150,8 @@ def test_a_truncated_file_is_refused(name):
         b"\0\0\1\0\1\0" + bytes(12) + struct.pack("<I", 22) + struct.pack("<Iii", 40, -8, 16),
         b"\xff\x4f\xff\x51",
         b"\xff\x4f\xff\x51\0\x29" + bytes(39),
-        boxes._JP2_START,
-        boxes._JP2_START + struct.pack(">I4s", 8, b"jp2c"),
+        boxes.JP2_START,
+        boxes.JP2_START + struct.pack(">I4s", 8, b"jp2c"),
         b"\0\0\0\x14ftypavif" + bytes(8),
     ],
 )  # fmt: skip

@@ -17,8 +17,8 @@ MAX_TABLE_BYTES = 2**17
 For each item or chunk, libavif searches the tables from the beginning. Real tables have a few hundred bytes.
 """
 
-_JP2_START = b"\0\0\0\x0cjP  \r\n\x87\n"
-_J2K_START = b"\xff\x4f\xff\x51"
+JP2_START = b"\0\0\0\x0cjP  \r\n\x87\n"
+J2K_START = b"\xff\x4f\xff\x51"
 _SIZ = ">4xHHIIIIIIIIH"
 _MAX_COMPONENTS = 4
 _TABLES = (b"meta", b"moov")
@@ -36,9 +36,9 @@ def check_boxes(data: bytes) -> tuple[int, int] | None:
         struct.error: A JPEG 2000 file is broken.
 
     """
-    if data.startswith(_J2K_START):
+    if data.startswith(J2K_START):
         return _check_codestream(data, 0)
-    if data.startswith(_JP2_START):
+    if data.startswith(JP2_START):
         return _check_codestream(data, _find_codestream(data))
     if data[4:8] == b"ftyp":
         num_bytes = sum(stop - start for kind, start, stop in boxes(data, 0, len(data)) if kind in _TABLES)
@@ -64,7 +64,7 @@ def _find_codestream(data: bytes) -> int:
 
 def _check_codestream(data: bytes, start: int) -> tuple[int, int]:
     """Return width and height: the reference grid minus the image offset (ISO/IEC 15444-1, A.5.1)."""
-    if not data.startswith(_J2K_START, start):
+    if not data.startswith(J2K_START, start):
         raise ValueError("no codestream")
     _, _, right, bottom, left, top, *_, components = struct.unpack_from(_SIZ, data, start)
     width, height = right - left, bottom - top

@@ -1,4 +1,6 @@
-"""Animated PNG and WebP images as videos. Pillow decodes them, because FFmpeg does not decode animated WebP.
+"""Animated PNG and WebP images as videos, and a test for still images, which are no videos.
+
+Pillow decodes the animations, because FFmpeg does not decode animated WebP.
 
 The frames and their durations are counted in the file. The W3C's PNG specification (third edition) defines animated
 PNG, and RFC 9649 defines WebP.
@@ -14,16 +16,21 @@ from itertools import islice
 import numpy as np
 
 from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.media.document.tiff import is_tiff
 from mindie_mm.media.guard import cancellation
+from mindie_mm.media.guard.boxes import J2K_START, JP2_START, MAX_BOXES, boxes
 from mindie_mm.media.guard.caps import Work, length_text, work
-from mindie_mm.media.guard.segments import PNG_START
+from mindie_mm.media.guard.segments import JPEG_START, PNG_START
+from mindie_mm.media.image.anymap import ANYMAP_START
 from mindie_mm.media.image.colours import ORIENTATION_TAG, pil_to_rgb
 from mindie_mm.media.image.encoded_image import EncodedImage, Pixels
+from mindie_mm.media.image.icons import ICON_START
 
 _DEFAULT_DENOMINATOR = 100
 """Denominator of a duration in a PNG if the file states 0."""
 _ANIMATED = 0x02
 """Flag of an animation in the header of a WebP."""
+_STILL_STARTS = (JPEG_START, PNG_START, ICON_START, JP2_START, J2K_START)
 
 
 def is_animation(data: bytes) -> bool:
@@ -31,6 +38,19 @@ def is_animation(data: bytes) -> bool:
     if data.startswith(PNG_START):
         return 0 < data.find(b"acTL") < data.find(b"IDAT")
     return data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and bool(data[20:21] and data[20] & _ANIMATED)
+
+
+def is_still(data: bytes) -> bool:
+    """Return whether `data`, which is no animation, is an image of a format other than GIF.
+
+    FFmpeg would read the first tile of a HEIC image as a video. A file is an image or a video in GIF according to its
+    number of frames.
+    """
+    if data[4:8] == b"ftyp":  # HEIC and AVIF. Animations and videos have a movie box
+        kinds = {kind for kind, _, _ in islice(boxes(data, 0, len(data)), MAX_BOXES)}
+        return b"meta" in kinds and b"moov" not in kinds
+    is_webp, is_bitmap = data[:4] == b"RIFF" and data[8:12] == b"WEBP", data[:2] == b"BM" and not any(data[15:18])
+    return is_webp or is_bitmap or is_tiff(data) or data.startswith(_STILL_STARTS) or bool(ANYMAP_START.match(data))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

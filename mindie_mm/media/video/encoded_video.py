@@ -30,7 +30,7 @@ from mindie_mm.media.guard.sample_tables import may_be_turned
 from mindie_mm.media.image.encoded_image import Data, Frames, Pixels, open_image
 from mindie_mm.media.video import seek
 from mindie_mm.media.video.alpha_track import has_alpha_track
-from mindie_mm.media.video.animation import Animation, is_animation
+from mindie_mm.media.video.animation import Animation, is_animation, is_still
 from mindie_mm.media.video.display_matrix import Orientation
 from mindie_mm.media.video.rgb import UNSURE_ALPHA, FrameConverter, is_alpha_empty
 from mindie_mm.media.video.seek import Keyframes
@@ -341,7 +341,7 @@ def open_video(data: Data, sample_fps: float | None) -> Video:
 
     Raises:
         InputError: `sample_fps` is given for an encoded video, or frames have different sizes.
-        MediaError: The data cannot be read, or are damaged.
+        MediaError: The data cannot be read, are damaged, or are a still image.
         LimitExceeded: The video exceeds a limit.
 
     """
@@ -350,7 +350,15 @@ def open_video(data: Data, sample_fps: float | None) -> Video:
         return SampledVideo.open(data, sample_fps)
     if sample_fps is not None:
         raise InputError(f"sample_fps is {sample_fps:g}, but an encoded video has its own rate; leave sample_fps out")
-    return Animation.open(data) if is_animation(data) else EncodedVideo.open(data)
+    if is_animation(data):
+        return Animation.open(data)
+    video = None if is_still(data) else EncodedVideo.open(data)
+    if video is None or (video.codec == "gif" and video.num_frames == 1):
+        raise MediaError(
+            f"the {len(data)} bytes are a still image, not a video; send it as an image (in a chat, as a part of type "
+            "image_url)"
+        )
+    return video
 
 
 def _num_missing(stream: VideoStream, container: str, num_packets: int, data: bytes) -> int:
