@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL.TiffImagePlugin import TiffImageFile
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
 from mindie_mm.inputs import Item, Media, Message, with_media
 from mindie_mm.media.audio.encoded_audio import Samples
 from mindie_mm.media.document.pages import DocumentPage
+from mindie_mm.media.document.tiff import DEPTH, image_of_tiff
 from mindie_mm.media.fetch.urls import base64_size, base64_start, decode_base64, file_url_path, scheme_of
 from mindie_mm.media.guard import cancellation
 from mindie_mm.media.guard.caps import caps
@@ -39,9 +41,10 @@ def read_source(media: Media) -> Data:
     """Read the source of a media item.
 
     For a path, a URL or bare base64, the result is bytes. For a PIL image, an array or a tensor, it is pixels or
-    samples. For a video that is a list of frames, it is a tuple with one result per frame. For embeddings with a grid,
-    it is a tuple of the contents of both files. URLs may be `data:`, `file:`, `http:` or `https:`. `http:` and `https:`
-    URLs are fetched only from public addresses.
+    samples. For a PIL image that may be only a part of its TIFF, it is the bytes of the file. For a video that is a
+    list of frames, it is a tuple with one result per frame. For embeddings with a grid, it is a tuple of the contents
+    of both files. URLs may be `data:`, `file:`, `http:` or `https:`. `http:` and `https:` URLs are fetched only from
+    public addresses.
 
     Raises:
         InputError: An array has the wrong type or shape.
@@ -56,6 +59,8 @@ def read_source(media: Media) -> Data:
         return _read_text(source)
     if isinstance(source, bytes):
         return _capped(source)
+    if media.kind == "image" and isinstance(source, TiffImageFile) and (data := _file_of(source)) is not None:
+        return data
     return _samples(source) if media.kind == "audio" else _pixels(source, media.kind)
 
 
@@ -199,6 +204,33 @@ def _read_pipe(path: Path) -> bytes:
                 break
             data += piece or b""  # `piece` is None if another reader took the data
     return bytes(data)
+
+
+def _file_of(image: TiffImageFile) -> bytes | None:
+    """Return the file of an image that Pillow opened, if the file may have other images.
+
+    Return None if the caller has chosen an image after the first one, or has loaded or changed the pixels of the only
+    image.
+
+    Raises:
+        MediaError: The file has several pages or slices, or it is closed.
+
+    """
+    if image.tell() or not (image.is_animated or image.tag_v2.get(DEPTH, 1) != 1):
+        return None
+    try:
+        file = image._fp  # noqa: SLF001 - after loading, `fp` is None although the file is open
+        place = file.tell()
+        file.seek(0)
+        data = file.read(MAX_SOURCE_BYTES + 1)
+        file.seek(place)
+    except (OSError, ValueError, AttributeError):
+        raise MediaError(
+            "the PIL image comes from a TIFF with several images, whose file is closed; pass the path of the file, or "
+            "image.copy() to use only this image"
+        ) from None
+    image_of_tiff(_capped(data))
+    return data if image.tile else None
 
 
 def _pixels(source: Any, kind: str) -> Pixels:

@@ -146,6 +146,54 @@ def test_an_image_of_several_pages_is_refused_with_their_number():
 
 
 @pytest.mark.parametrize("settings", [{}, {"byteorder": ">"}, {"bigtiff": True}])
+@pytest.mark.parametrize("tile", [None, (2, 64, 64)])
+def test_slices_are_refused_with_their_number(tile, settings):
+    data = written(np.stack([GREY, 255 - GREY]), photometric="minisblack", volumetric=True, tile=tile, **settings)
+    assert tifffile.TiffFile(io.BytesIO(data)).pages[0].imagedepth == 2
+    with pytest.raises(MediaError, match=r"has 2 slices \(ImageDepth\), .* send each slice as an image"):
+        decoded(data)
+    with pytest.raises(MediaError, match="has 2 slices"):
+        open_image(TiffPage.open(data, 0))
+    with pytest.raises(MediaError, match="has 2 slices"):
+        read(Image.open(io.BytesIO(data)))
+    one = written(GREY[None], photometric="minisblack", volumetric=True)
+    assert np.array_equal(decoded(one)[..., 0], GREY)
+
+
+def read(image: Image.Image) -> np.ndarray:
+    return open_image(read_source(Media("image", image))).decode()
+
+
+def test_a_pil_image_of_several_pages_is_refused_as_its_file_is():
+    message = r"the TIFF has 2 pages, .* send the TIFF as a document"
+    with Image.open(CASES / "pages.tif") as image:
+        with pytest.raises(MediaError, match=message):
+            read(image)
+        image.load()
+        with pytest.raises(MediaError, match=message):
+            read(image)
+    with pytest.raises(MediaError, match=r"several images, whose file is closed; .* image\.copy\(\)"):
+        read(image)
+
+
+def test_a_pil_image_of_a_page_that_the_caller_chose_is_used():
+    image = Image.open(io.BytesIO((CASES / "pages.tif").read_bytes()))
+    first = np.asarray(image.convert("RGB"))
+    assert np.array_equal(read(image.copy()), first)
+    image.seek(1)
+    second = read(image)
+    assert np.array_equal(second, np.asarray(image.convert("RGB")))
+    assert not np.array_equal(second, first)
+
+
+def test_a_pil_image_passes_over_thumbnails_and_keeps_changes():
+    assert np.array_equal(read(Image.open(io.BytesIO((CASES / "thumbnail_first.tif").read_bytes()))), case("plain.png"))
+    changed = Image.open(io.BytesIO(with_subfile((PHOTO, 0), (SMALL, 1))))
+    changed.thumbnail((30, 30))
+    assert read(changed).shape == (20, 30, 3)
+
+
+@pytest.mark.parametrize("settings", [{}, {"byteorder": ">"}, {"bigtiff": True}])
 def test_all_pages_of_a_document_are_used(settings):
     pages = [PHOTO, 255 - PHOTO, PHOTO[::-1]]
     data = written(*pages, photometric="rgb", compression="zlib", **settings)

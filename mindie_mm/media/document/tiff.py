@@ -17,7 +17,9 @@ from mindie_mm.inputs.files import TIFF_STARTS
 MAX_ENTRIES = 100_000
 """Maximum number of entries in all directories of a TIFF."""
 _NEW_SUBFILE, _SUBFILE, _WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SUB_DIRECTORIES = 254, 255, 256, 257, 258, 262, 330
-_TAGS = frozenset({_NEW_SUBFILE, _SUBFILE, _WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SUB_DIRECTORIES})
+DEPTH = 32997
+"""Tag ImageDepth: number of slices in one directory, of which libtiff and Pillow read one."""
+_TAGS = frozenset({_NEW_SUBFILE, _SUBFILE, _WIDTH, _HEIGHT, _BITS, _PHOTOMETRIC, _SUB_DIRECTORIES, DEPTH})
 _REDUCED, _MASK = 1, 4  # bits of NewSubfileType
 _OLD_REDUCED = 2  # value of SubfileType
 _WHITE_IS_ZERO, _BLACK_IS_ZERO = 0, 1
@@ -100,7 +102,7 @@ def image_of_tiff(data: bytes) -> TiffImage:
     """Return the only image of a TIFF. Thumbnails, other reduced images and masks do not count.
 
     Raises:
-        MediaError: The TIFF has several pages, or is the raw file of a camera.
+        MediaError: The TIFF has several pages or slices, or is the raw file of a camera.
         LimitExceeded: The directories have too many entries.
 
     """
@@ -140,10 +142,15 @@ class _Tiff:
         return full
 
     def starting_with(self, directory: _Directory) -> TiffImage:
-        """Return a TIFF that begins with `directory`. Raise MediaError if its image is the raw data of a camera."""
+        """Return a TIFF that begins with `directory`. Raise MediaError if it has slices, or raw data of a camera."""
         kind = directory.first(_PHOTOMETRIC, _BLACK_IS_ZERO)
         if kind in _RAW or self._data.startswith(_CANON_RAW):
             raise MediaError("the file has the raw data of a camera; convert it to JPEG, PNG or TIFF")
+        if (depth := directory.first(DEPTH, 1)) > 1:
+            raise MediaError(
+                f"an image of the TIFF has {depth} slices (ImageDepth), of which only one would be read; send each "
+                "slice as an image, or as a page of a TIFF with several pages"
+            )
         is_negative = kind == _WHITE_IS_ZERO and directory.first(_BITS, 1) > 8
         is_first = directory.offset == self._unpack(self._offset, self._head)
         if is_first and not is_negative:
