@@ -19,7 +19,7 @@ from torch import Tensor
 from mindie_mm.device import Device, upload
 from mindie_mm.errors import CorruptReference, naming
 from mindie_mm.inputs import Kind, Media, MediaOptions
-from mindie_mm.media.audio.encoded_audio import has_sound
+from mindie_mm.media.audio.encoded_audio import num_sound_tracks
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models._clips import LEAST_FRAMES, SPECTROGRAM, num_features_of, plan_audio, read_mel, spell_clip
@@ -38,6 +38,11 @@ from mindie_mm.shm.format.item import MediaShape
 _DEFAULT_FPS = 2.0
 _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 _THINKER = "thinker_config"
+_SOUND_LEFT_OUT = "a video has sound, which is left out; set use_audio_in_video to include it"
+_TRACKS_LEFT_OUT = (
+    "a video has several sound tracks, of which only the one that players choose is used; send another track as an "
+    "audio item"
+)
 
 
 class Qwen25OmniProcessor(QwenProcessor):
@@ -101,12 +106,13 @@ class Qwen25OmniProcessor(QwenProcessor):
         if media.kind == "audio":
             return plan_audio(media, data, self.mel)
         plan, write = super().plan(media, data, counts)
-        if media.kind != "video" or not isinstance(data, bytes) or not has_sound(data):
+        if media.kind != "video" or not isinstance(data, bytes) or not (num_tracks := num_sound_tracks(data)):
             return plan, write
         if not media.options.use_audio_in_video:
-            return msgspec.structs.replace(plan, leaves_out_sound=True), write
+            return msgspec.structs.replace(plan, left_out=_SOUND_LEFT_OUT), write
         with naming("the sound of the video"):
-            return film_plan((plan, write), plan_audio(Media("audio", None), data, self.mel))
+            plan, write = film_plan((plan, write), plan_audio(Media("audio", None), data, self.mel))
+        return msgspec.structs.replace(plan, left_out=_TRACKS_LEFT_OUT if num_tracks > 1 else ""), write
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions

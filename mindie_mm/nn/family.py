@@ -106,8 +106,8 @@ class Plan(msgspec.Struct, frozen=True, tag="planned"):
 
     Empty if this format cannot describe the item.
     """
-    leaves_out_sound: bool = False
-    """Whether the item is a video whose sound the model could hear, but `use_audio_in_video` is not set."""
+    left_out: str = ""
+    """Warning about a part of the item that the model could use, but that is left out. Empty if there is none."""
     picture_pixels: int = 0
     """`Work.picture_pixels` of this item alone. A family leaves this and the following fields out."""
     video_pixels: int = 0

@@ -80,7 +80,7 @@ class Planner:
         self.processor = processor
         self._family = family
         self._limits = limits
-        self._has_warned = False
+        self._warnings: set[str] = set()
 
     def counts(self, media: Sequence[Media]) -> Counter[Kind]:
         """Return the number of items of each kind in a prompt.
@@ -130,11 +130,11 @@ class Planner:
             )
 
     def item(self, index: int, kind: Kind, plan: Plan, write: Write | None = None) -> PlannedItem:
-        """Create the planned item for `plan`. Warn of the first video whose sound is left out."""
+        """Create the planned item for `plan`. Log each warning of plans once."""
         processor = self.processor
-        if plan.leaves_out_sound and not self._has_warned:
-            self._has_warned = True
-            _log.warning("a video has sound, which is left out; set use_audio_in_video to include it")
+        if plan.left_out and plan.left_out not in self._warnings:
+            self._warnings.add(plan.left_out)
+            _log.warning(plan.left_out)
         if kind == PROMPT:
             return PlannedItem(kind, text_placeholder(processor), plan, Spelling(), index, write)
         spelling = processor.spelling(kind, plan.num_features, plan.grid)

@@ -285,21 +285,20 @@ FILMS = {
 """Number of frames, frames per second, and length of the sound in seconds."""
 
 
-def film(frames: int, rate: int, seconds: float, width: int = 112, height: int = 84) -> bytes:
-    """Encode a film with sound without losses."""
+def film(frames: int, rate: int, seconds: float, width: int = 112, height: int = 84, *, num_tracks: int = 1) -> bytes:
+    """Encode a film with sound without losses. All its sound tracks are the same."""
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output:
-        pictures, sound = (
-            output.add_stream("ffv1", rate=rate),
-            output.add_stream("pcm_f32le", rate=16_000, layout="mono"),
-        )
+        pictures = output.add_stream("ffv1", rate=rate)
+        sounds = [output.add_stream("pcm_f32le", rate=16_000, layout="mono") for _ in range(num_tracks)]
         pictures.width, pictures.height, pictures.pix_fmt = width, height, "bgr0"
         for pixels in clip(frames, height, width):
             output.mux(pictures.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         output.mux(pictures.encode())
         samples = av.AudioFrame.from_ndarray(tone(seconds)[None], format="flt", layout="mono")
         samples.sample_rate = 16_000
-        output.mux([*sound.encode(samples), *sound.encode()])
+        for sound in sounds:
+            output.mux([*sound.encode(samples), *sound.encode()])
     return file.getvalue()
 
 
@@ -435,6 +434,18 @@ class TestFilms:
                 tokenizer.tokenize([{"video": film(*FILMS["one second"])}], path_file)
         assert [record.getMessage() for record in caplog.records] == [
             "a video has sound, which is left out; set use_audio_in_video to include it"
+        ]
+
+    def test_a_second_sound_track_that_is_left_out_is_logged_once(self, path, path_file, caplog):
+        with Tokenizer.from_pretrained(path) as tokenizer:
+            for num_tracks in (1, 2, 2):
+                data = film(*FILMS["one second"], num_tracks=num_tracks)
+                tokenizer.tokenize([{"video": data, "use_audio_in_video": True}], path_file)
+        assert [record.getMessage() for record in caplog.records] == [
+            (
+                "a video has several sound tracks, of which only the one that players choose is used; send another "
+                "track as an audio item"
+            )
         ]
 
 

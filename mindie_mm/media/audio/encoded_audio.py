@@ -190,15 +190,15 @@ def open_audio(data: Data, rate: int | None = None) -> EncodedAudio | DecodedAud
     return EncodedAudio.open(data)
 
 
-def has_sound(data: bytes) -> bool:
-    """Return whether a video has an audio track that FFmpeg finds. Return False if the data cannot be read."""
+def num_sound_tracks(data: bytes) -> int:
+    """Return the number of audio tracks that FFmpeg finds in a video, or 0 if the data cannot be read."""
     with (
         suppress(MediaError),
         reading(lambda: MediaError("unreadable")),
         open_container(data, CONTAINERS, caps().max_video_pixels) as container,
     ):
-        return bool(container.streams.audio)
-    return False
+        return len(container.streams.audio)
+    return 0
 
 
 def _stream_of(container: InputContainer) -> tuple[AudioStream, int]:
