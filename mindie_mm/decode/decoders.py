@@ -155,7 +155,7 @@ class Decoders:
         self._processes.clear()
 
     async def _do(self, job: Job) -> tuple[FromDecoder, DecoderProcess]:
-        if why := _CLOSED if self._closed else self._nursery.why_down:
+        if why := _CLOSED if self._closed else self._nursery.hopeless:
             raise NoProcess(why)
         self._queue.add(job)
         self._hand_out()

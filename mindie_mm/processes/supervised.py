@@ -34,8 +34,8 @@ class Supervised(ABC):
         self.noun = noun
         self.child: Child | None = None
         """The last process that was started."""
-        self.up = False
-        """Whether the process runs and is ready."""
+        self._up = asyncio.Event()
+        """Set while the process is ready."""
         self.closed = False
         self.why_down = "is not started"
         self._starter = Starter(f"the {noun}")
@@ -97,6 +97,11 @@ class Supervised(ABC):
         """Process id of the last process that was started."""
         assert self.child is not None
         return self.child.pid
+
+    @property
+    def up(self) -> bool:
+        """Whether the process runs and is ready."""
+        return self._up.is_set()
 
     @property
     def accepts(self) -> bool:
@@ -172,7 +177,7 @@ class Supervised(ABC):
             if isinstance(error, InputError):
                 self._settled.set()
             raise
-        self.up = True
+        self._up.set()
         self._settled.set()
 
     async def _keep(self) -> None:
@@ -231,7 +236,7 @@ class Supervised(ABC):
 
     async def _end(self, why_down: str, hung: str = "") -> None:
         """End and reap the process, and fail its requests. If this call is canceled, it may be repeated."""
-        self.up = False
+        self._up.clear()
         self._settled.clear()
         self.why_down = why_down
         if self.child is None:

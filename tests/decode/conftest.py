@@ -134,8 +134,8 @@ def same(arrays: Arrays, others: Arrays) -> bool:
 @pytest.fixture(scope="module")
 async def running(random_checkpoint: Path) -> AsyncIterator[Decoders]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("decoders", "nursery_client"):
-            patch.setattr(f"mindie_mm.decode.{module}.Starter", partial(Starter, first_pause_s=0.01, last_pause_s=0.1))
+        for module in ("decode.decoders", "processes.supervised"):
+            patch.setattr(f"mindie_mm.{module}.Starter", partial(Starter, first_pause_s=0.01, last_pause_s=0.1))
         decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
         yield decoders
         pids = decoders.pids

@@ -229,8 +229,13 @@ async def test_a_decoder_that_dies_right_after_its_fork_is_replaced(bench: Bench
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindie_mm.decode.nursery_client.ANSWER_LIMIT_S", 0.3)
+async def impatient(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a nursery hang after 2 s of silence. The limit applies from the next nursery on."""
+    monkeypatch.setattr(bench.decoders._nursery, "silence_s", 2.0)
+    before, nursery = await bench.whole(), bench.nursery
+    nursery.kill()
+    await until(lambda: not set(before) & set(bench.decoders.pids))
+    await bench.whole()
 
 
 async def test_decoders_that_die_leave_no_descriptor_open(bench: Bench) -> None:
@@ -268,7 +273,9 @@ async def test_a_nursery_that_hangs_during_a_fork_is_killed_and_replaced(bench: 
     before, nursery = await bench.whole(), bench.nursery
     with (
         stopped(nursery.pid),
-        pytest.raises(ProcessDied, match="the process that starts the decoders died with status -9"),
+        pytest.raises(
+            ProcessDied, match=f"the process that starts the decoders {nursery.pid} made no progress for 2 s"
+        ),
     ):
         await bench.decoders._nursery.fork()
     born = await bench.decoders._nursery.fork()
