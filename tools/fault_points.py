@@ -77,7 +77,6 @@ POINTS = (
     Point("engine", "stopping", "stop"),
     Point("engine", "at rest", "kill"),
     *_points("replica", _ENGINE_STEPS),
-    Point("replica", "restored", "preempt"),
     Point("replica", "aborting", "leave"),
     Point("replica", "starting", "lose replica"),
     Point("replica", "loaded", "lose replica"),

@@ -248,9 +248,8 @@ class _Asking:
             return
         try:
             prompt = record.mounted_prompt(asked.number)
-            source = PromptSource(prompt)
-            # A row that makes the engine die is found below, so that no attempt may hide it.
-            answer = await Answer.of(self._worker.generate(source, self._params, str(record.row), deaths=0))
+            source = PromptSource(prompt, deaths=0)  # another attempt would hide a row that kills the engine
+            answer = await Answer.of(self._worker.generate(source, self._params, str(record.row)))
         except _ENGINE_FAILED as error:
             asked.failure = error
         except MindieMMError as error:

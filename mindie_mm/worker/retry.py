@@ -66,6 +66,7 @@ class PromptSource:
         *,
         retried: bool = False,
         on_remade: Callable[[Prompt], None] | None = None,
+        deaths: int = 1,
     ) -> None:
         """Take ownership of `prompt`.
 
@@ -75,8 +76,10 @@ class PromptSource:
                 blocks. The blocks are then never freed here, and it is an error if they are lost.
             retried: Whether this is already the second attempt, because a tokenizer died.
             on_remade: Function to call with each prompt that was tokenized again.
+            deaths: Number of engine deaths that an answer survives.
 
         """
+        self.deaths = deaths
         self.prompt = prompt
         """Current prompt. Its blocks may have been freed."""
         self._num_holders = 0
@@ -97,9 +100,9 @@ class PromptSource:
         """Keep the blocks until `num_answers` answers have begun and the engine has read the media for each answer."""
         self._reserved = num_answers
 
-    def use(self, deaths: int = 1) -> Use:
-        """Return a `Use` of the prompt for one answer, which may survive the number `deaths` of engine deaths."""
-        return Use(self, deaths)
+    def use(self) -> Use:
+        """Return a `Use` of the prompt for one answer."""
+        return Use(self)
 
     async def hold(self, lost: Prompt | None, *, first: bool) -> Prompt:
         """Keep the blocks of the current prompt for a `Use`. Tokenize the prompt again if it is freed or `lost`."""
@@ -152,9 +155,9 @@ class PromptSource:
 class Use:
     """One answer's hold on a prompt. It keeps the prompt's blocks from `take` until `release`, or the context exits."""
 
-    def __init__(self, source: PromptSource, deaths: int) -> None:
+    def __init__(self, source: PromptSource) -> None:
         self._source = source
-        self._deaths = deaths
+        self._deaths = source.deaths
         self._held: Prompt | None = None
         self._begun = self._lost = False
 
@@ -243,7 +246,6 @@ async def generated(
     params: SamplingParams,
     request_id: str,
     written: Sequence[int] = (),
-    deaths: int = 1,
 ) -> AsyncGenerator[Progress, None]:
     """Yield the progress of one answer. After a failure, continue from the tokens that have been yielded.
 
@@ -255,7 +257,6 @@ async def generated(
         params: Sampling settings.
         request_id: Unique id of the request.
         written: Ids that follow the prompt, and that the output continues.
-        deaths: Number of engine deaths that the answer survives.
 
     Raises:
         WeightsChanged: The answer has begun, and the new engine has other weights.
@@ -268,7 +269,7 @@ async def generated(
     drawn_ids: list[int] = []
     origin: Origin | None = None
     first: Timings | None = None
-    with source.use(deaths) as use:
+    with source.use() as use:
         while True:
             prompt, continues = await use.take(), bool(drawn_ids)
             if continues:  # they were sent with the first token

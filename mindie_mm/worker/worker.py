@@ -325,7 +325,6 @@ class Worker:
         silent: Collection[int] | None = None,
         stop_scope: StopScope | None = None,
         written: Sequence[int] = (),
-        deaths: int = 1,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the output for a prompt. If the generator is closed, the request is aborted.
 
@@ -338,12 +337,11 @@ class Worker:
             silent: Ids of the tokens that have no text. None means the special tokens.
             stop_scope: Part of the output in which stop strings have an effect. None means the whole output.
             written: Ids that follow the prompt, and that the output continues.
-            deaths: Number of engine deaths that the output survives.
 
         """
         params = self.spelled(params)
         detokenizer = self._detokenizer(params, silent, stop_scope)
-        async with aclosing(generated(self.engine, source, params, request_id, written, deaths)) as steps:
+        async with aclosing(generated(self.engine, source, params, request_id, written)) as steps:
             async for step in steps:
                 if not step.token_ids and step.finish_reason is None:
                     continue

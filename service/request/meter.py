@@ -96,17 +96,13 @@ class Meter:
                 trace.answered(index, asked, first, last, num_tokens, stages)
             self._num_unfinished -= ended
             if not self._num_unfinished:
-                self._count_longest()
+                lengths = [self._num_tokens[index] for index in range(len(self._num_tokens))]
+                for start in range(0, len(lengths), self._n):
+                    metrics.count_longest(max(lengths[start : start + self._n]))
 
     def restart(self, index: int) -> None:
         """Record that the output of choice `index` starts again."""
         self._num_tokens[index] = 0
-
-    def _count_longest(self) -> None:
-        """Count the tokens of the longest choice of each prompt. All choices must be finished."""
-        lengths = [self._num_tokens[index] for index in range(len(self._num_tokens))]
-        for start in range(0, len(lengths), self._n):
-            self._metrics.count_longest(max(lengths[start : start + self._n]))
 
     def _count(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
         self._metrics.count_choice(reason, num_tokens, timings)

@@ -78,9 +78,9 @@ async def freed(use):
     return await use.take()
 
 
-async def outputs(source, engine, **more):
+async def outputs(source, engine):
     """Return the tokens of an answer."""
-    steps = [step async for step in generated(engine, source, PARAMS, "a", **more)]
+    steps = [step async for step in generated(engine, source, PARAMS, "a")]
     return [token for step in steps for token in step.token_ids]
 
 
@@ -146,7 +146,7 @@ async def test_a_greedy_answer_gets_no_seed():
 async def test_an_answer_survives_a_number_of_deaths(deaths):
     engine = Script(*([drew(number), DIED] for number in range(3)))
     with pytest.raises(ProcessDied, match="dead"):
-        await outputs(PromptSource(FIRST), engine, deaths=deaths)
+        await outputs(PromptSource(FIRST, deaths=deaths), engine)
     assert len(engine.calls) == deaths + 1
 
 
