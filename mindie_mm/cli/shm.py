@@ -29,7 +29,7 @@ from mindie_mm.shm.path_file import release
 from mindie_mm.shm.reclaim import Collected, Reclaimed, collect, collect_path_file
 from mindie_mm.shm.spool import require_spool
 from mindie_mm.shm.unrecorded import remove, require_removable, unrecorded
-from mindie_mm.shm.view import release_block
+from mindie_mm.shm.view import free_block
 
 _BLOCK = re.compile(r"mindie_mm-([0-9a-f]{4}):([0-9]{1,5})")
 
@@ -123,7 +123,7 @@ def _freeing(target: str, arenas: dict[int, ArenaInfo]) -> Callable[[], int]:
         if number not in arenas:
             raise InputError(f"{target}: this user has no arena {file_name(number)}")
         refs = [arenas[number].ref(block) for block in arenas[number].blocks if block.block == place]
-        return lambda: sum(map(release_block, refs))
+        return lambda: sum(map(free_block, refs))
     if (name := _segment(target)) is not None:
         require_removable(name)
         return lambda: remove(name)

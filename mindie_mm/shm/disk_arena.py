@@ -123,7 +123,7 @@ class DiskArena:
             _make_room(lock.descriptor, unfinished, header.file_bytes)
         except BaseException:
             unfinished.unlink(missing_ok=True)
-            lock.release()
+            lock.close()
             raise
         return cls(path, header, lock, memory or WriteBatchMemory())
 
@@ -297,7 +297,7 @@ class DiskArena:
                 _unfinished(self.path).unlink(missing_ok=True)
                 raise SharedMemoryError(f"{self.path} cannot be finished: {error.strerror}") from error
             finally:
-                self._let_go()
+                self._close_writer()
 
     def abandon(self) -> None:
         """Remove the unfinished file. Do nothing after `close`."""
@@ -305,7 +305,7 @@ class DiskArena:
             if self._lock.held:
                 with suppress(FileNotFoundError):
                     _unfinished(self.path).unlink()
-                self._let_go()
+                self._close_writer()
 
     def __enter__(self) -> Self:
         return self
@@ -378,10 +378,10 @@ class DiskArena:
         if self._batch is not None and self._batch.offset > end:
             self._batch = None
 
-    def _let_go(self) -> None:
+    def _close_writer(self) -> None:
         self._writer.close()
         self._batch = None
-        self._lock.release()
+        self._lock.close()
 
 
 def _unfinished(path: Path) -> Path:
@@ -400,7 +400,7 @@ def _locked(unfinished: Path) -> LivenessLock:
             raise SharedMemoryError(f"{unfinished} is being written by another process") from None
         raise SharedMemoryError(f"{unfinished} cannot be locked: {error.strerror}") from error
     if not is_same(unfinished, descriptor):
-        lock.release()
+        lock.close()
         raise SharedMemoryError(f"{unfinished} was just finished by another process")
     return lock
 

@@ -31,7 +31,7 @@ class WriteBatchMemory:
     def __init__(self) -> None:
         self._spare: list[mmap.mmap] = []
 
-    def take(self, nbytes: int) -> mmap.mmap:
+    def allocate(self, nbytes: int) -> mmap.mmap:
         """Return private memory of at least `nbytes` bytes with undefined contents.
 
         Raises:
@@ -47,7 +47,7 @@ class WriteBatchMemory:
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
 
-    def give_back(self, memory: mmap.mmap) -> None:
+    def free(self, memory: mmap.mmap) -> None:
         """Return memory to the pool. The caller must not use the memory after this call."""
         if len(memory) == WRITE_BATCH_BYTES:
             self._spare.append(memory)
@@ -105,7 +105,7 @@ class DiskWriter:
             LimitExceeded: There is not enough memory.
 
         """
-        return WriteBatch(self._memory.take(nbytes), offset)
+        return WriteBatch(self._memory.allocate(nbytes), offset)
 
     def write(self, batch: WriteBatch) -> None:
         """Start writing a batch in the background. The caller must not use the batch after this call.
@@ -138,7 +138,7 @@ class DiskWriter:
         if self._direct < 0 or not self._write_direct(data, batch.offset):
             write_all(self._descriptor, data, batch.offset)
         self.digests |= {entry: xxh3_128_digest(data[place]) for entry, place in batch.blocks.items()}
-        self._memory.give_back(batch.memory)
+        self._memory.free(batch.memory)
 
     def _write_direct(self, data: memoryview, offset: int) -> bool:
         """Write without the page cache. Return False if the logical blocks of the disk are larger than a page."""

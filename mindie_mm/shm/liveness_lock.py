@@ -34,9 +34,9 @@ class LivenessLock:
 
         """
         self.descriptor = descriptor
-        """Descriptor of the locked file. -1 after `release`."""
+        """Descriptor of the locked file. -1 after `close`."""
         self.held = True
-        """True while this process holds the lock. False after `release` and in a forked child."""
+        """True while this process holds the lock. False after `close` and in a forked child."""
         _held.add(self)  # before the lock is taken, because another thread may fork at any moment
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,7 +46,7 @@ class LivenessLock:
             _held.discard(self)
             raise
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release the lock and close the file. Idempotent."""
         if self.held:
             descriptor, self.descriptor, self.held = self.descriptor, -1, False
@@ -57,12 +57,12 @@ class LivenessLock:
 _held: set[LivenessLock] = set()
 
 
-def _release_in_child() -> None:
+def _close_in_child() -> None:
     for lock in list(_held):
-        lock.release()
+        lock.close()
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def is_same(path: Path, descriptor: int) -> bool:

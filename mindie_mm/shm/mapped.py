@@ -210,7 +210,7 @@ class MappedArena:
             self._populator = Populator(MADV_POPULATE_READ)
             self._populator.start(self.map)
 
-    def release(self, ref: Ref) -> bool:
+    def free(self, ref: Ref) -> bool:
         """Ask the owner to free a block.
 
         Returns:

@@ -24,7 +24,7 @@ from mindie_mm.settings.paths import require_path
 from mindie_mm.shm.format.mindie_words import is_segment_name
 from mindie_mm.shm.format.words import MAX_BLOCK, MAX_GENERATION, Ref
 from mindie_mm.shm.segment import unlink_segment
-from mindie_mm.shm.view import release_block
+from mindie_mm.shm.view import free_block
 
 PATH_FILE_NAME = "shm_name.txt"
 MAX_BYTES = 16 << 20
@@ -154,10 +154,10 @@ def read_contents(path_file: str | Path) -> Contents:
         raise LimitExceeded(f"path file {path_file} has more bytes than the limit of {MAX_BYTES}")
     contents = Contents([], [], [])
     for number, line in enumerate(io.BytesIO(data), start=1):  # BytesIO splits lines only at 0x0A
-        if is_segment_name(line[:-1].decode("latin-1")) and line.endswith(b"\n"):
-            contents.segments.append(line[:-1].decode())
-        elif (ref := _parse(line)) is not None:
+        if (ref := _parse(line)) is not None:
             contents.refs.append(ref)
+        elif is_segment_name(line[:-1].decode("latin-1")) and line.endswith(b"\n"):
+            contents.segments.append(line[:-1].decode())
         else:
             contents.damaged.append(number)
     return contents
@@ -198,7 +198,7 @@ def release(path_file: str | Path) -> int:
     """
     contents = read_contents(path_file)
     freed, troubles = 0, []
-    frees = [partial(release_block, ref) for ref in contents.refs]
+    frees = [partial(free_block, ref) for ref in contents.refs]
     frees += [partial(unlink_segment, name) for name in contents.segments]
     for free in frees:
         try:

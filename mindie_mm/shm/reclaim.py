@@ -22,7 +22,7 @@ from mindie_mm.shm.mapped import drop_removed
 from mindie_mm.shm.path_file import PATH_FILE_NAME, read_contents
 from mindie_mm.shm.segment import segment_bytes, unlink_segment
 from mindie_mm.shm.spool import collect_request, request_directories
-from mindie_mm.shm.view import release_block
+from mindie_mm.shm.view import free_block
 
 _log = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ class _Collection:
             self._failures.append(f"{path_file}: {contents.damage}")
 
     def _free(self, cause: Cause, ref: Ref, num_bytes: int) -> None:
-        if self._dry_run or release_block(ref):
+        if self._dry_run or free_block(ref):
             self._add(cause, block_name(ref.arena, ref.block), num_bytes)
 
     def _unlink_if_dead(self, path: Path, descriptor: int) -> bool:

@@ -106,7 +106,7 @@ def request_directory(root: Path, request_id: str | None = None) -> Iterator[Req
             with os_errors_as(SharedMemoryError, f"request directory {path} cannot be removed"):
                 _remove(path)
         finally:
-            lock.release()
+            lock.close()
 
 
 def request_directories(root: Path) -> list[Path]:
@@ -220,7 +220,7 @@ def _make(path: Path) -> LivenessLock:
             undo.callback(path_file.unlink, missing_ok=True)
             faults.point("making-directory")
             lock = _lock_new(path_file)
-            undo.callback(lock.release)
+            undo.callback(lock.close)
             hidden.rename(path)
             undo.pop_all()
     except OSError as error:

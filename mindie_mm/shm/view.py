@@ -109,10 +109,10 @@ def attach(ref: Ref) -> View:
     return view
 
 
-def release_block(ref: Ref) -> bool:
+def free_block(ref: Ref) -> bool:
     """Free a block. Return whether this call freed it. Raise SharedMemoryError if the arena cannot be mapped."""
     try:
-        return mapped_arena(ref.arena).release(ref)
+        return mapped_arena(ref.arena).free(ref)
     except SegmentMissing:
         return False
 
@@ -128,7 +128,7 @@ def free(ref: Ref) -> None:
 
     """
     _require_ref(ref)
-    release_block(ref)
+    free_block(ref)
 
 
 def _require_ref(ref: Ref) -> None:

@@ -102,7 +102,7 @@ async def test_a_request_gets_a_block_for_each_item(asking: Asking) -> None:
     asking.free(blocks)
 
 
-async def test_a_request_may_take_all_of_the_arena(asking: Asking) -> None:
+async def test_a_request_may_allocate_all_of_the_arena(asking: Asking) -> None:
     for pages in ((64,), (63,), (32, 32), (1,) * 64, (1, 63), (13, 51)):
         blocks = asking.at_once(*pages)
         assert blocks is not None, pages
@@ -323,7 +323,7 @@ async def test_a_cancelled_request_leaves_no_block(asking: Asking, served: bool)
     await turn()
     if served:
         asking.free(held)
-        asking.arena._queue.serve(asking.arena._take_all)  # grants the blocks before the task runs again
+        asking.arena._queue.serve(asking.arena._allocate_all)  # grants the blocks before the task runs again
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

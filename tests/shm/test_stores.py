@@ -249,10 +249,10 @@ class TestDiskArena(StoreContract):
 
         memory = disk_writer.WriteBatchMemory()
         write("full", memory, 255, 4001)
-        taken = [memory.take(1)]
-        memory.give_back(taken[0])
+        taken = [memory.allocate(1)]
+        memory.free(taken[0])
         assert write("a", memory, 3, 101) == write("b", disk_writer.WriteBatchMemory(), 3, 101)
-        assert memory.take(1) is taken[0]
+        assert memory.allocate(1) is taken[0]
 
     def test_a_write_batch_waits_for_the_last_of_its_blocks(self, tmp_path: Path) -> None:
         """The last block of a batch is filled while the next batch is being written."""

@@ -288,7 +288,7 @@ class Arena:
                 self._require_whole()
                 self._file.require_found()
                 self._sweep(unasked=self._queue.is_due or demand.left_s <= 0)
-                self._queue.serve_if_freed(self._take_all)
+                self._queue.serve_if_freed(self._allocate_all)
                 self._file.stats[WAITING] = self._queue.nbytes
             return self._queue.pause_s(demand, self._why_full)
 
@@ -299,7 +299,9 @@ class Arena:
         with self._mutex:
             self._queue.leave(demand)
             if self._file.held:
-                self._queue.serve(self._take_all)  # only the limit on overtaking may have held back the next request
+                self._queue.serve(
+                    self._allocate_all
+                )  # only the limit on overtaking may have held back the next request
                 self._file.stats[WAITING] = self._queue.nbytes
                 self._file.stats[WAITS] += 1
                 self._file.stats[FULL] += isinstance(demand.error, ArenaFull)
@@ -322,16 +324,16 @@ class Arena:
         """Allocate the blocks of a request that has just arrived, or return None if it has to wait."""
         with self._mutex:
             if not self._queue.line:
-                return self._take_all(demand)
+                return self._allocate_all(demand)
             if not self._queue.may_pass(demand.nbytes):
                 self._require_quota(demand)
                 return None
-            blocks = self._take_all(demand)
+            blocks = self._allocate_all(demand)
             if blocks is not None:
                 self._queue.count_passed(demand.nbytes)
             return blocks
 
-    def _take_all(self, demand: Demand) -> list[Block] | None:
+    def _allocate_all(self, demand: Demand) -> list[Block] | None:
         """Allocate all blocks of a request, or none if there is no room. The caller holds the lock.
 
         Raises:
@@ -350,7 +352,7 @@ class Arena:
         blocks: list[Block] = []
         try:
             for plan in demand.plans:
-                block = self._take(plan, demand.request)
+                block = self._allocate_one(plan, demand.request)
                 if block is None:
                     self._free(blocks)
                     return None
@@ -360,7 +362,7 @@ class Arena:
             raise
         return blocks
 
-    def _take(self, plan: BlockPlan, request: bytes) -> Block | None:
+    def _allocate_one(self, plan: BlockPlan, request: bytes) -> Block | None:
         """Allocate a block for filling, or return None if there is no room."""
         block = self._cut(plan, request)
         if block is None:
@@ -379,7 +381,7 @@ class Arena:
                 assert buffer is not None
             else:
                 buffer, base, nbytes = self._mapped(pieces), 0, sum(piece.nbytes for piece in pieces)
-            entry, generation = self._table.take(pieces, nbytes)
+            entry, generation = self._table.allocate(pieces, nbytes)
             block = Block(self, plan, request, entry, generation, pieces, nbytes, buffer, base)
             self._filling[entry] = _Filling(weakref.ref(block), entry, pieces, request, nbytes)
             if request:
@@ -421,22 +423,22 @@ class Arena:
         self._table.answer()
         is_released = self._table.is_released
         freed = [block for entry, block in self._published.items() if is_released(entry)]
-        self._give_back([*dropped, *freed])
+        self._free_each([*dropped, *freed])
         self._torn = False
         self._file.stats[TAKEN_BACK] += len(freed)
         return len(freed)
 
     def _free(self, blocks: Sequence[Block]) -> None:
         self._begin_change()
-        self._give_back(blocks)
+        self._free_each(blocks)
         self._torn = False
 
-    def _give_back(self, blocks: Sequence[Block | _Filling]) -> None:
+    def _free_each(self, blocks: Sequence[Block | _Filling]) -> None:
         """Free blocks as a part of a change."""
         for block in blocks:
             self._filling.pop(block.entry, None)
             self._published.pop(block.entry, None)
-            self._table.give_back(block.entry)
+            self._table.free(block.entry)
             for piece in block.pieces:
                 self._heap.free(piece)
             if block.request:

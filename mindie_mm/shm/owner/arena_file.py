@@ -75,7 +75,7 @@ class ArenaFile:
             mapping = _map(lock.descriptor, header.file_bytes)
             header = _link(lock.descriptor, header)
         except BaseException:
-            lock.release()
+            lock.close()
             raise
         return cls(header, lock, mapping)
 
@@ -150,7 +150,7 @@ def _remove(path: Path, lock: LivenessLock, populator: Populator) -> None:
     populator.stop()
     if lock.held:
         unlink_same(path, lock.descriptor)
-    lock.release()
+    lock.close()
 
 
 def _map(descriptor: int, file_bytes: int) -> mmap.mmap:

@@ -33,7 +33,7 @@ class Heap:
 
     def __init__(self, start: int, stop: int) -> None:
         self._extents = _Extents()
-        self._extents.give(start, stop - start)
+        self._extents.free(start, stop - start)
         self.free_bytes = stop - start
         # Freed extents by size class. The extent freed last is reused first, because the CPU caches are most likely to
         # contain its pages.
@@ -56,12 +56,12 @@ class Heap:
         if freed := self._freed[taken]:
             extent: Extent | None = freed.pop()
         else:
-            extent = self._extents.take(taken)
+            extent = self._extents.allocate(taken)
         if extent is None:
             self._join()
-            extent = self._extents.take(taken)
+            extent = self._extents.allocate(taken)
         if extent is None and (exact := round_up(size, PAGE)) < taken:
-            extent = self._extents.take(exact)
+            extent = self._extents.allocate(exact)
         if extent is not None:
             self.free_bytes -= extent.nbytes
         return extent
@@ -89,7 +89,7 @@ class Heap:
         if left:
             return None
         for offset, nbytes in pieces:
-            self._extents.take_at(offset, nbytes)
+            self._extents.allocate_at(offset, nbytes)
             self.free_bytes -= nbytes
         return tuple(pieces)
 
@@ -101,7 +101,7 @@ class Heap:
     def _join(self) -> None:
         for freed in self._freed.values():
             for extent in freed:
-                self._extents.give(*extent)
+                self._extents.free(*extent)
         self._freed.clear()
 
 
@@ -117,21 +117,21 @@ class _Extents:
     def largest_bytes(self) -> int:
         return self.by_size[-1][0] if self.by_size else 0
 
-    def take(self, size: int) -> Extent | None:
+    def allocate(self, size: int) -> Extent | None:
         at = bisect_left(self.by_size, (size, 0))
         if at == len(self.by_size):
             return None
         offset = self.by_size[at][1]
-        self.take_at(offset, size)
+        self.allocate_at(offset, size)
         return Extent(offset, size)
 
-    def take_at(self, offset: int, size: int) -> None:
+    def allocate_at(self, offset: int, size: int) -> None:
         """Take the first `size` bytes of the extent at `offset`."""
         old_size = self._remove(offset)
         if old_size > size:
             self._insert(offset + size, old_size - size)
 
-    def give(self, offset: int, size: int) -> None:
+    def free(self, offset: int, size: int) -> None:
         before = self._stops.get(offset)
         if before is not None:
             size += offset - before

@@ -46,7 +46,7 @@ class Table:
         """Number of unused entries."""
         return len(self._free)
 
-    def take(self, pieces: Pieces, nbytes: int) -> tuple[int, int]:
+    def allocate(self, pieces: Pieces, nbytes: int) -> tuple[int, int]:
         """Take an entry for a new block, and another entry for each piece after the first.
 
         A memory barrier makes the new state visible before any byte of the block.
@@ -86,7 +86,7 @@ class Table:
         fence()
         self._entries[WORDS_PER_ENTRY * entry + STATE] = state_word(self._generations[entry], PUBLISHED)
 
-    def give_back(self, entry: int) -> None:
+    def free(self, entry: int) -> None:
         """Mark the entries of a block and of its pieces as free, and advance their generations."""
         for one in (entry, *self._rest.pop(entry, ())):
             generation, at = self._generations[one], WORDS_PER_ENTRY * one
