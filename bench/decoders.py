@@ -23,6 +23,7 @@ from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import Arena, ArraySpec, release
 from mindie_mm.shm.mapping import map_pieces
 from mindie_mm.tokenize import AsyncTokenizer, Tokenizer, TokenizeRequest
+from mindie_mm.tokenize.requests import request_of_items
 from tests.media_samples import encoded, photograph
 from tools.arguments import parser
 from tools.random_checkpoint import write_checkpoint
@@ -50,7 +51,7 @@ class Pictures:
             path = self._folder / "image" / f"{next(self._numbers)}.jpg"
             path.write_bytes(self._data + path.name.encode())  # trailing bytes change the content, not the image
             items.append({"image": str(path)})
-        return TokenizeRequest(items=items, path_file=str(self._folder / name))
+        return request_of_items(items, path_file=str(self._folder / name))
 
 
 async def timed(tokenizer: AsyncTokenizer, request: TokenizeRequest) -> float:

@@ -1,9 +1,9 @@
 """Tests of parsing items and messages."""
 
 import io
-from itertools import repeat
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,13 +15,12 @@ from mindie_mm.inputs import (
     Message,
     Text,
     long_data_url,
-    messages_with_paths,
     parse_inputs,
     parse_messages,
     unknown_keys,
-    with_paths,
 )
 from mindie_mm.inputs.chat_messages import MAX_ARGUMENT_VALUES
+from mindie_mm.tokenize import TokenizeRequest
 from tests.media_samples import photograph
 
 BASE64 = "A" * 1000
@@ -85,7 +84,7 @@ def test_all_spellings_of_an_image_are_equal(part):
     assert parse_inputs([part]) == [Media("image", "a.jpg", MediaOptions(max_pixels=9, detail="low"))]
 
 
-def test_items_with_replaced_sources_are_otherwise_the_same():
+def test_a_parsed_prompt_is_the_same_in_another_process():
     """Three items cover all options, because some options exclude each other."""
     options = (
         MediaOptions(min_pixels=1, max_pixels=2, min_frames=3, num_frames=4, max_frames=5, detail="low"),
@@ -94,12 +93,11 @@ def test_items_with_replaced_sources_are_otherwise_the_same():
     )
     assert all(any(getattr(one, name) is not None for one in options) for name in MediaOptions.__slots__)
     media = [Media(kind, "/a", one) for kind, one in zip(("video", "video", "audio"), options, strict=True)]
-    items = [Text("x"), *media, Media("image", "/a")]
-    assert parse_inputs(with_paths(items, repeat(Path("/a")))) == items
-    video = Media("video", ("/a", "/b"), MediaOptions(sample_fps=3.0))
-    assert parse_inputs(with_paths([video], iter([[Path("/a"), Path("/b")]]))) == [video]
+    items = [Text("x"), *media, Media("image", b"a", is_document=True), Media("video", ("/a", b"b"))]
+    items.append(Media("image", ("/a", "/b"), is_embeddings=True))
     messages = [Message("user", tuple(items), {"name": "n"}), Message("assistant", None), Message("tool", "y")]
-    assert parse_messages(messages_with_paths(messages, repeat(Path("/a")))) == messages
+    for request in (TokenizeRequest(items=items, chat=False), TokenizeRequest(messages=messages)):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=TokenizeRequest) == request
 
 
 def test_values_in_arguments_of_tool_calls_are_limited_before_parsing():

@@ -35,7 +35,8 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.settings.cgroup import available_cpus
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import release
-from mindie_mm.tokenize import AsyncTokenizer, TokenizeRequest
+from mindie_mm.tokenize import AsyncTokenizer
+from mindie_mm.tokenize.requests import request_of_items
 from mindie_mm.worker.async_engine import AsyncEngine
 from tools.random_checkpoint import write_checkpoint
 from tools.serving import running_service
@@ -180,7 +181,7 @@ async def measure_tokenizer(checkpoint: Path, folder: Path, rounds: int) -> dict
             path.write_bytes(pictures.file(size))
             items.append({"image": str(path)})
         before = used.seconds()
-        prompt = await tokenizer.tokenize(TokenizeRequest(items=items, path_file=str(path_file)))
+        prompt = await tokenizer.tokenize(request_of_items(items, path_file=str(path_file)))
         seconds = used.since(before)
         release(path_file)
         return {name: value / number for name, value in seconds.items() if name in {"tokenizer", "decoder"}} | {

@@ -25,8 +25,8 @@ from mindie_mm.inputs import Media, webui_items, webui_messages
 from mindie_mm.processes import faults
 from mindie_mm.shm.disk_writer import WriteBatchMemory
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.wires import DiskWire
 
 _log = logging.getLogger(__name__)
@@ -135,14 +135,19 @@ class Stage:
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings
         options = PromptOptions(settings.max_tokens, settings.truncate, parse_special=row.parse_special)
-        pages = Pages(tokenizer.prompts.stage)
-        template = (row.add_generation_prompt, row.template_kwargs, options)
+        messages = None
         if row.messages is not None:
-            read = webui_messages(row.messages, webui=settings.webui_images)
-            messages = tokenizer.run(pages.of_messages(read))
-            return tokenizer.make(tokenizer.prompts.draft_messages(messages, *template), None)
-        items = tokenizer.run(pages.of_items(webui_items(row.items or (), webui=settings.webui_images)))
-        return tokenizer.make(tokenizer.prompts.draft_turn(items, *template, chat=settings.chat), None)
+            messages = [*webui_messages(row.messages, webui=settings.webui_images)]
+        return tokenizer.answer(
+            TokenizeRequest(
+                messages=messages,
+                items=[*webui_items(row.items or (), webui=settings.webui_images)],
+                chat=settings.chat,
+                add_generation_prompt=row.add_generation_prompt,
+                chat_template_kwargs=dict(row.template_kwargs or {}),
+                options=options,
+            )
+        )
 
 
 class _Place(NamedTuple):

@@ -43,12 +43,11 @@ def command(
         import msgspec
 
         from mindie_mm.engine.requests.default_sampling import effective
-        from mindie_mm.settings.paths import working_directory
-        from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+        from mindie_mm.tokenize.requests import request_of_items
         from mindie_mm.worker.worker import Answer
 
     items: list[dict[str, Any]] = [{kind: str(path)} for kind, paths in media.items() for path in paths]
-    request = TokenizeRequest(items=[*items, {"text": question}], webui=webui_images, folder=working_directory())
+    request = request_of_items([*items, {"text": question}], webui=webui_images)
     answer = Answer()
     with Session(config) as session:
         session.answer(request, params, answer, silent=as_json)

@@ -132,13 +132,12 @@ class _Chat:
 
     def _send(self, text: str) -> None:
         with importing():
-            from mindie_mm.settings.paths import working_directory
-            from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+            from mindie_mm.tokenize.requests import request_of_messages
             from mindie_mm.worker.worker import Answer
 
         message = {"role": "user", "content": [*self._media, {"text": text}]}
         messages = [*self._messages, message]
-        request = TokenizeRequest(messages=messages, webui=self._webui, folder=working_directory())
+        request = request_of_messages(messages, webui=self._webui)
         answer = Answer()
         try:
             self._session.answer(request, self._params, answer)

@@ -33,10 +33,9 @@ from mindie_mm.inputs.items import (
     Text,
     media_of,
     media_of_messages,
-    messages_with_paths,
+    messages_with_media,
     require_within,
     with_media,
-    with_paths,
 )
 from mindie_mm.inputs.media_kwargs import MediaDefaults, media_defaults, with_defaults
 from mindie_mm.inputs.parts import GRID, MAX_LISTED_FRAMES, parse_inputs
@@ -72,7 +71,7 @@ __all__ = [
     "media_defaults",
     "media_of",
     "media_of_messages",
-    "messages_with_paths",
+    "messages_with_media",
     "parse_inputs",
     "parse_messages",
     "refused_fields",
@@ -88,5 +87,4 @@ __all__ = [
     "whole",
     "with_defaults",
     "with_media",
-    "with_paths",
 ]

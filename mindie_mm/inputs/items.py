@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+import msgspec
 
 from mindie_mm.errors import LimitExceeded
 from mindie_mm.settings.limits import PromptLimits
@@ -32,8 +34,7 @@ GRID_KEYS: Mapping[Kind, str] = {"image": "image_grid_thw", "video": "video_grid
 Detail = Literal["auto", "low", "high", "original"]
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(msgspec.Struct, frozen=True, tag="text"):
     """A piece of text. It is tokenized as plain text, so that no part of it becomes a special token."""
 
     text: str
@@ -69,16 +70,16 @@ class MediaOptions:
     """Whether the model also hears the sound of a video. None and False mean that the sound is left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Media:
+class Media(msgspec.Struct, frozen=True, tag="media"):
     """An image, a video, an audio clip, or embeddings of text tokens."""
 
     kind: Kind
     source: Any
-    """A path, URL, bytes, PIL image, array or Embeddings. A video can also be a tuple of frames, but not of Embeddings.
-    None if the client sent only a `uuid`. If `is_embeddings` is true, the source is a file of embeddings, or a tuple of
-    this file and a file with the grid (`GRID_KEYS`)."""
-    options: MediaOptions = field(default_factory=MediaOptions)
+    """A path, URL, bytes, PIL image, array or Embeddings. Only paths, URLs and bytes can be sent to another process. A
+    video can also be a tuple of frames, but not of Embeddings. None if the client sent only a `uuid`. If
+    `is_embeddings` is true, the source is a file of embeddings, or a tuple of this file and a file with the grid
+    (`GRID_KEYS`)."""
+    options: MediaOptions = MediaOptions()
     is_document: bool = False
     """True for a PDF, which becomes one image per page (`Media.page`) before the prompt is made."""
     page: int | None = None
@@ -87,6 +88,10 @@ class Media:
     """The client's name for the item. The service keeps the item's data under this name."""
     is_embeddings: bool = False
     """True if the source is a file with the output of a tower (`mindie_mm.media.embeddings`)."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, list):  # MessagePack does not distinguish tuples from lists
+            msgspec.structs.force_setattr(self, "source", tuple(self.source))
 
     @property
     def num_listed_frames(self) -> int:
@@ -135,51 +140,16 @@ def media_of_messages(messages: Sequence[Message]) -> list[Media]:
     return [media for m in messages if isinstance(m.content, tuple) for media in media_of(m.content)]
 
 
-def with_media(messages: Sequence[Message], change: Callable[[Media], Media]) -> list[Message]:
+def with_media(items: Sequence[Item], change: Callable[[Media], Media]) -> list[Item]:
+    """Return `items` with `change(media)` in place of each media item, in order."""
+    return [change(item) if isinstance(item, Media) else item for item in items]
+
+
+def messages_with_media(messages: Sequence[Message], change: Callable[[Media], Media]) -> list[Message]:
     """Return `messages` with `change(media)` in place of each media item, in order."""
     return [
-        replace(message, content=tuple(change(item) if isinstance(item, Media) else item for item in message.content))
+        replace(message, content=tuple(with_media(message.content, change)))
         if isinstance(message.content, tuple)
         else message
         for message in messages
     ]
-
-
-def with_paths(items: Sequence[Item], paths: Iterator[Paths]) -> list[dict[str, Any]]:
-    """Return `items` in the `List[Dict]` format, with the source of each media item replaced by a path.
-
-    `parse_inputs` parses the result to the same items, apart from the sources.
-
-    Args:
-        items: Parsed items.
-        paths: Iterator over one element for each media item.
-
-    """
-    return [_with_path(item, paths) for item in items]
-
-
-def messages_with_paths(messages: Sequence[Message], paths: Iterator[Paths]) -> list[dict[str, Any]]:
-    """Return `messages` in the format that `parse_messages` accepts. A path replaces each source of media."""
-    return [
-        {
-            **message.extra,
-            "role": message.role,
-            "content": with_paths(message.content, paths) if isinstance(message.content, tuple) else message.content,
-        }
-        for message in messages
-    ]
-
-
-def _with_path(item: Item, paths: Iterator[Paths]) -> dict[str, Any]:
-    if isinstance(item, Text):
-        return {"text": item.text}
-    options = {name: value for name, value in asdict(item.options).items() if value is not None}
-    path = next(paths)
-    if item.is_embeddings:
-        key = EMBEDDINGS_KEYS[item.kind]
-        if isinstance(path, list):
-            return {key: dict(zip((key, GRID_KEYS[item.kind]), map(str, path), strict=True))}
-        return {key: str(path)}
-    if item.is_document:
-        return {DOCUMENT: str(path), **options}
-    return {item.kind: list(map(str, path)) if isinstance(path, list) else str(path), **options}

@@ -6,12 +6,14 @@ These options are the defaults for the chat's media items. An option of the item
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
+
+import msgspec
 
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.inputs.checks import require_dict
-from mindie_mm.inputs.items import Kind, Media, MediaOptions, Message, with_media
+from mindie_mm.inputs.items import Kind, Media, MediaOptions, Message, messages_with_media
 from mindie_mm.inputs.options import parse_options
 from mindie_mm.inputs.prompt_fields import OFF
 
@@ -67,14 +69,14 @@ def media_defaults(mm_processor_kwargs: Any, media_io_kwargs: Any) -> MediaDefau
 
 def with_defaults(messages: Sequence[Message], defaults: MediaDefaults) -> list[Message]:
     """Return `messages`, with `defaults` for the options that their media do not set."""
-    return with_media(messages, lambda media: _item(media, defaults)) if defaults else [*messages]
+    return messages_with_media(messages, lambda media: _item(media, defaults)) if defaults else [*messages]
 
 
 def _item(media: Media, defaults: MediaDefaults) -> Media:
     if media.is_embeddings:
         return media
     default = defaults.get(FRAMES if isinstance(media.source, tuple) else media.kind)
-    return media if default is None else replace(media, options=_merged(media.options, default))
+    return media if default is None else msgspec.structs.replace(media, options=_merged(media.options, default))
 
 
 def _merged(own: MediaOptions, default: MediaOptions) -> MediaOptions:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from mindie_mm.errors import InputError, LimitExceeded, naming
 from mindie_mm.inputs.checks import require_dict, require_list, require_unicode, type_of
@@ -107,7 +108,7 @@ def _each(item: Item) -> list[Item]:
     """Return an item for each item whose embeddings `item` has."""
     if not isinstance(item, Media) or not isinstance(item.source, Embeddings):
         return [item]
-    return [replace(item, source=one) for one in item.source.each()]
+    return [msgspec.structs.replace(item, source=one) for one in item.source.each()]
 
 
 def add_frames(num_frames: int, media: Sequence[Media], where: str) -> int:

@@ -6,18 +6,17 @@ import asyncio
 import os
 import select
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from PIL.TiffImagePlugin import TiffImageFile
 
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, naming
-from mindie_mm.inputs import Item, Media, Message, with_media
+from mindie_mm.inputs import Media
 from mindie_mm.media.audio.encoded_audio import Samples
 from mindie_mm.media.document.pages import DocumentPage
 from mindie_mm.media.document.tiff import DEPTH, image_of_tiff
@@ -91,7 +90,8 @@ def located(media: Media, folder: Path) -> Media:
     """
     source = media.source
     if isinstance(source, tuple):
-        return replace(media, source=tuple(located(Media("image", frame), folder).source for frame in source))
+        frames = tuple(located(Media("image", frame), folder).source for frame in source)
+        return msgspec.structs.replace(media, source=frames)
     if not isinstance(source, str) or source.startswith("/"):  # an absolute path, or a JPEG in base64
         return media
     scheme = _scheme(source)
@@ -100,20 +100,10 @@ def located(media: Media, folder: Path) -> Media:
     elif scheme:
         return media
     elif (data := _bare_base64(source)) is not None and not _is_file(folder / source):
-        return replace(media, source=data)
+        return msgspec.structs.replace(media, source=data)
     else:
         path = Path(source)
-    return media if path.is_absolute() else replace(media, source=os.fspath(folder / path))
-
-
-def located_items(items: Iterable[Item], folder: Path) -> list[Item]:
-    """Return `items` with relative paths of media resolved against `folder`, as in `located`."""
-    return [located(item, folder) if isinstance(item, Media) else item for item in items]
-
-
-def located_messages(messages: Sequence[Message], folder: Path) -> list[Message]:
-    """Return `messages` with relative paths of media resolved against `folder`, as in `located`."""
-    return with_media(messages, lambda media: located(media, folder))
+    return media if path.is_absolute() else msgspec.structs.replace(media, source=os.fspath(folder / path))
 
 
 def _read_parts(media: Media) -> Frames:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
+
 from mindie_mm.errors import LimitExceeded, naming
 from mindie_mm.inputs import Item, Media, Message
 from mindie_mm.tokenize.media_stage import MediaStage
@@ -54,4 +56,4 @@ class Pages:
                     f"the request's documents have {self._num_pages} pages or more; the limit is {limit} "
                     "(--max-pdf-pages)"
                 )
-        return [replace(document, is_document=False, page=index) for index in range(num_pages)]
+        return [msgspec.structs.replace(document, is_document=False, page=index) for index in range(num_pages)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, get_args
 
 import torch
+from msgspec import structs
 from transformers.utils import get_json_schema
 
 from mindie_mm.decode import Decoders
@@ -18,13 +19,9 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import (
     Media,
     media_of,
-    media_of_messages,
     parse_inputs,
-    parse_messages,
     require_switches,
     type_of,
-    webui_items,
-    webui_messages,
 )
 from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of
@@ -36,7 +33,6 @@ from mindie_mm.settings.limits import PromptLimits, converted
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
 from mindie_mm.tokenize.decoded import read_prompts
-from mindie_mm.tokenize.documents import Pages
 from mindie_mm.tokenize.in_process import InProcess
 from mindie_mm.tokenize.media_stage import MediaStage
 from mindie_mm.tokenize.mindie_wires import mindie_wire
@@ -44,6 +40,7 @@ from mindie_mm.tokenize.planning import Planner
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.prompts import Draft, Prompts
+from mindie_mm.tokenize.requests import request_of_items, request_of_messages
 from mindie_mm.tokenize.room import Room
 from mindie_mm.tokenize.stage.answer import answer
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
@@ -182,12 +179,9 @@ class Tokenizer:
         require_switches(webui=webui)
         if parse_special is not None:
             require_switches(parse_special=parse_special)
-        parsed = webui_items(parse_inputs(inputs), webui=webui)
-        items = self.run(Pages(self.prompts.stage).of_items(parsed))
-        media = media_of(items)
         options = PromptOptions(parse_special=parse_special)
-        prompt = self.make(self.prompts.draft_items(items, options), _path_file(media, shm_name_save_path))
-        return torch.from_numpy(prompt.ids)
+        request = request_of_items(inputs, webui=webui, chat=False, options=options)
+        return torch.from_numpy(self._prompt(request, shm_name_save_path).ids)
 
     def tokenize_chat(
         self,
@@ -216,16 +210,15 @@ class Tokenizer:
 
         """
         require_switches(add_generation_prompt=add_generation_prompt, webui=webui)
-        read = webui_messages(parse_messages(messages), webui=webui)
-        parsed = self.run(Pages(self.prompts.stage).of_messages(read))
         if (tools := template_kwargs.get("tools")) is not None:
             if not isinstance(tools, list | tuple):
                 raise InputError(f"tools is {type_of(tools)}; it must be a list of functions or dicts")
             # Before escaping, because control tokens in docstrings are text.
             template_kwargs["tools"] = [_described(tool) if callable(tool) else tool for tool in tools]
-        path_file = _path_file(media_of_messages(parsed), shm_name_save_path)
-        draft = self.prompts.draft_messages(parsed, add_generation_prompt, template_kwargs)
-        return torch.from_numpy(self.make(draft, path_file).ids)
+        request = request_of_messages(
+            messages, webui=webui, add_generation_prompt=add_generation_prompt, chat_template_kwargs=template_kwargs
+        )
+        return torch.from_numpy(self._prompt(request, shm_name_save_path).ids)
 
     def tokenize_ids(
         self,
@@ -257,6 +250,10 @@ class Tokenizer:
         """Return the prompt of a draft from `prompts`. `Prompts.make` describes the errors."""
         (prompt,) = self.run(self.prompts.make([draft], path_file))
         return prompt
+
+    def _prompt(self, request: TokenizeRequest, path_file: str | Path | None) -> Prompt:
+        recorded = _path_file(request.media, path_file)
+        return self.answer(structs.replace(request, path_file="" if recorded is None else str(recorded)))
 
     def answer(self, request: TokenizeRequest) -> Prompt:
         """Return the prompt of `request`."""

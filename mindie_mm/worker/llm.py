@@ -19,10 +19,9 @@ from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.settings.paths import absolute, working_directory
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
-from mindie_mm.tokenize.token_ids import TokenIds
+from mindie_mm.tokenize.requests import request_of_items, request_of_messages
 from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from mindie_mm.worker.llm_arguments import Params, params_of, request_of, requests_of
+from mindie_mm.worker.llm_arguments import Params, Parse, params_of, request_of, requests_of
 from mindie_mm.worker.worker import Delta, Worker
 
 T = TypeVar("T")
@@ -173,8 +172,8 @@ class LLM:
         checked = params.sampling_params(self._worker.engine.info.vocab_size)
         width, length_penalty = params.beam_width, params.length_penalty
 
-        async def search(request: TokenizeRequest | TokenIds) -> BeamSearchOutput:
-            async with self._worker.prompt(request, checked) as source:
+        async def search(parse: Parse) -> BeamSearchOutput:
+            async with self._worker.prompt(parse(), checked) as source:
                 found = beam_search(self._worker, source, checked, width, length_penalty, uuid.uuid4().hex)
                 return BeamSearchOutput(await found)
 
@@ -207,9 +206,9 @@ class LLM:
             MindieMMError: The prompt failed. This is raised by the iterator.
 
         """
-        request = request_of("prompt", prompt, chat_template, parse_special, webui)
+        parse = request_of("prompt", prompt, chat_template, parse_special, webui)
         (checked,) = self._checked(params, 1)
-        return self._parts(self._worker.answer(request, checked, uuid.uuid4().hex))
+        return self._parts(lambda: self._worker.answer(parse(), checked, uuid.uuid4().hex))
 
     @overload
     def chat(
@@ -273,9 +272,10 @@ class LLM:
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise InputError(f"chat_template_kwargs is {type_of(chat_template_kwargs)}; it must be a dict")
         several = len(messages) > 0 and isinstance(messages[0], list | tuple)
-        requests = [
-            TokenizeRequest(
-                messages=cast("list[dict[str, Any]]", conversation),
+        requests: list[Parse] = [
+            partial(
+                request_of_messages,
+                cast("list[dict[str, Any]]", conversation),
                 folder=working_directory(),
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
@@ -310,7 +310,7 @@ class LLM:
         media = [item for item in items if not (isinstance(item, Mapping) and "text" in item)]
         if not media:
             return []
-        request = TokenizeRequest(items=media, chat=False, folder=working_directory())
+        request = request_of_items(media, chat=False)
         return self._loop.run(self._worker.encode(request, uuid.uuid4().hex))
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -331,9 +331,7 @@ class LLM:
         default = self._worker.default_sampling
         return params_of(default if params is None else params, num_inputs, self._worker.engine.info.vocab_size)
 
-    def _outputs(
-        self, requests: Sequence[TokenizeRequest | TokenIds], params: Params | None, on_error: OnError
-    ) -> list[Output]:
+    def _outputs(self, requests: Sequence[Parse], params: Params | None, on_error: OnError) -> list[Output]:
         if not isinstance(on_error, str) or on_error not in get_args(OnError):
             raise InputError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
         checked = self._checked(params, len(requests))
@@ -375,11 +373,11 @@ class LLM:
             outputs = [group.create_task(one(answer)) for answer in answers]
         return [output.result() for output in outputs]
 
-    def _parts(self, deltas: AsyncGenerator[Delta, None]) -> Generator[Delta, None, None]:
-        yield from self._loop.iterate(deltas)  # in a method, so that the iterator keeps this LLM from being collected
+    def _parts(self, deltas: Callable[[], AsyncGenerator[Delta, None]]) -> Generator[Delta, None, None]:
+        yield from self._loop.iterate(deltas())  # in a method, so that the iterator keeps this LLM from being collected
 
-    async def _answer(self, request: TokenizeRequest | TokenIds, params: SamplingParams) -> Output:
-        answer = await self._worker.whole_answer(request, params, uuid.uuid4().hex)
+    async def _answer(self, parse: Parse, params: SamplingParams) -> Output:
+        answer = await self._worker.whole_answer(parse(), params, uuid.uuid4().hex)
         return Output(
             text=answer.text,
             token_ids=answer.token_ids,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -10,11 +10,14 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import require_switches, type_of
 from mindie_mm.settings.paths import working_directory
 from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.requests import request_of_items
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.token_ids import TokenIds, is_token_ids
 
 Params = SamplingParams | Sequence[SamplingParams]
 """Sampling settings of all inputs of a call, or a list with the settings of each input."""
+Parse = Callable[[], "TokenizeRequest | TokenIds"]
+"""Function that parses a prompt. It is called when the prompt's turn comes, so that an invalid prompt fails alone."""
 
 _PROMPTS = (
     "give a text, a list of items such as [{'image': path}, {'text': question}], token ids, or a list with one of "
@@ -42,10 +45,8 @@ def params_of(given: Params, num_inputs: int, vocab_size: int) -> list[SamplingP
     return checked if isinstance(given, list | tuple) else checked * num_inputs
 
 
-def requests_of(
-    name: str, given: Any, chat_template: bool, parse_special: bool | None, webui: bool
-) -> list[TokenizeRequest | TokenIds]:
-    """Return a request for each prompt of the argument `name`, which is one prompt or a list of them."""
+def requests_of(name: str, given: Any, chat_template: bool, parse_special: bool | None, webui: bool) -> list[Parse]:
+    """Return a function that parses it for each prompt of the argument `name`, which is one prompt or a list."""
     switches = chat_template, parse_special, webui
     if isinstance(given, str) or is_token_ids(given) or _is_items(given):
         return [request_of(name, given, *switches)]
@@ -60,22 +61,19 @@ def _is_items(given: Any) -> bool:
     return isinstance(given, list | tuple) and len(given) > 0 and all(isinstance(one, Mapping) for one in given)
 
 
-def request_of(
-    name: str, prompt: Any, chat_template: bool, parse_special: bool | None, webui: bool
-) -> TokenizeRequest | TokenIds:
-    """Return the request for the argument `name` of a call."""
+def request_of(name: str, prompt: Any, chat_template: bool, parse_special: bool | None, webui: bool) -> Parse:
+    """Return the function that parses the prompt `name` of a call."""
     require_switches(chat_template=chat_template, webui=webui)
     if parse_special is not None:
         require_switches(parse_special=parse_special)
     if isinstance(prompt, str):
         prompt = [{"text": prompt}]
     if is_token_ids(prompt):
-        return prompt
+        return lambda: prompt
     if isinstance(prompt, Mapping):
         raise InputError(f"{name} is one item of a prompt; put the items of a prompt in a list, and {_PROMPTS}")
     if not isinstance(prompt, list | tuple):
         raise InputError(f"{name} is {type_of(prompt)}; {_PROMPTS}")
     options = PromptOptions(parse_special=parse_special)
-    return TokenizeRequest(
-        items=list(prompt), chat=chat_template, webui=webui, folder=working_directory(), options=options
-    )
+    given, folder = list(prompt), working_directory()
+    return lambda: request_of_items(given, webui=webui, folder=folder, chat=chat_template, options=options)

@@ -31,7 +31,7 @@ from mindie_mm.worker.beam_search import BeamSearchSequence, beam_search
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Answer, Delta
 from service.request.meter import Meter
-from service.request.prompts import prompt_of_ids, prompts
+from service.request.prompts import Parse, PromptReader, prompt_of_ids, prompts
 from service.request.state import Service
 from service.request.token_text import prompt_text
 from service.schemas.choices import Choice, Clock, Timed, timings
@@ -81,18 +81,26 @@ class Call:
 
     @asynccontextmanager
     async def prompts(
-        self, requests: Sequence[TokenizeRequest], truncate_to: int | None = None
+        self, given: Sequence[Parse], truncate_to: int | None = None, *, field: str | None = None
     ) -> AsyncIterator[list[PromptSource]]:
-        """Limit the length of each request with `Worker.limited`, and tokenize `requests` with `prompts.prompts`.
+        """Parse the prompts, limit their length with `Worker.limited`, and tokenize them with `prompts.prompts`.
 
-        Raise InputError if a request is not valid, or if the structured output is not supported.
+        Raise InputError if a prompt is not valid, or if the structured output is not supported. `field` is the field
+        of the request that contains the prompts, or None if it depends on the route.
         """
-        worker = self.service.worker
-        with self.meter.counted(len(requests) * self.n):
+        with self.meter.counted(len(given) * self.n):
             await self.check_structure()
-            limited = [worker.limited(request, self.params, truncate_to) for request in requests]
-            async with prompts(self.service, limited, self.clock, self.owner) as sources:
+            limited = [partial(self._limited, parse, truncate_to) for parse in given]
+            async with prompts(self.service, limited, self.clock, self.owner, field) as sources:
                 yield sources
+
+    def _limited(self, parse: Parse, truncate_to: int | None) -> TokenizeRequest:
+        return self.service.worker.limited(parse(), self.params, truncate_to)
+
+    @property
+    def reader(self) -> PromptReader:
+        """Parser of the request's prompts."""
+        return PromptReader(self.service.config, self.service.kept, self.owner, self.params.cache_salt)
 
     @asynccontextmanager
     async def prompts_of_ids(

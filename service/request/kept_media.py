@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from cachetools import LRUCache
 
 from mindie_mm.errors import InputError, naming
-from mindie_mm.inputs import Media, Message, Paths, with_media
+from mindie_mm.inputs import Media, Message, Paths, messages_with_media
 from mindie_mm.processes.tasks import in_thread
 from mindie_mm.salt import salted
 
@@ -63,9 +63,9 @@ class KeptMedia:
             if media.source is not None:
                 return media
             with naming(f"media item {index} ({media.kind})"):
-                return replace(media, source=self._data(media, owner, salt, index_in_kind), uuid=None)
+                return msgspec.structs.replace(media, source=self._data(media, owner, salt, index_in_kind), uuid=None)
 
-        return with_media(messages, with_data)
+        return messages_with_media(messages, with_data)
 
     async def keep(self, media: Sequence[Media], paths: Sequence[Paths], owner: bytes, salt: str) -> None:
         """Keep the items that have a `uuid`. `paths` has the files of each item.

@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from itertools import repeat
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,17 @@ import numpy as np
 
 from mindie_mm.errors import InputError, SharedMemoryError, TokenOutOfRange, blaming
 from mindie_mm.inputs import (
-    EMBEDDINGS_KEYS,
-    PROMPT,
     Item,
     Media,
+    MediaDefaults,
     Message,
     Paths,
     WebuiImages,
     long_data_url,
-    media_of,
-    media_of_messages,
-    messages_with_paths,
     parse_inputs,
     parse_messages,
     require_within,
     with_defaults,
-    with_paths,
 )
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import ServiceConfig
@@ -47,28 +43,26 @@ from service.telemetry import tracing
 
 _log = logging.getLogger(__name__)
 
-_Parsed = tuple[list[Media], Callable[[Iterator[Paths]], TokenizeRequest]]
-"""The media of a request, and a function that returns the request with file paths in place of the media."""
+Parse = Callable[[], TokenizeRequest]
+"""Function that parses a prompt as the client sent it."""
 
 
 @asynccontextmanager
 async def prompts(
-    service: Service, requests: Sequence[TokenizeRequest], clock: Clock, owner: bytes
+    service: Service, given: Sequence[Parse], clock: Clock, owner: bytes, field: str | None
 ) -> AsyncIterator[list[PromptSource]]:
     """Tokenize the prompts of one HTTP request, and free their shared memory at exit.
 
-    The limits for one request apply to all of its prompts together. `requests` contain the media as the client sent
-    them. The spooled files remain until the exit, because a preempted answer may need its prompt tokenized again.
-    `owner` is the digest of the request's API key.
+    The limits for one request apply to all of its prompts together. The spooled files remain until the exit, because a
+    preempted answer may need its prompt tokenized again. `owner` is the digest of the request's API key. `field` is the
+    field that errors of the prompts name.
     """
     started = time.perf_counter()
-    fields = {_field(request) for request in requests}
-    field = fields.pop() if len(fields) == 1 else None
     with blaming(field):
-        parsed = [_checked(request, service.config, service.kept, owner) for request in requests]
-        for items, _ in parsed:
-            require_within(items, service.worker.config.limit_mm_per_prompt)
-    media = [item for items, _ in parsed for item in items]
+        requests = [_checked(parse) for parse in given]
+        for request in requests:
+            require_within(request.media, service.worker.config.limit_mm_per_prompt)
+    media = [item for request in requests for item in request.media]
     with ExitStack() as stack:
         changes: dict[str, Any] = {}
         spooled: list[Paths] = []
@@ -80,8 +74,9 @@ async def prompts(
             changes["path_file"] = str(directory.path_file)
             clock.fetch_s = time.perf_counter() - started
             faults.point("spooled")
-        paths = iter(spooled)
-        complete = [msgspec.structs.replace(with_files(paths), **changes) for _, with_files in parsed]
+        files = iter(spooled)
+        spooled_requests = [request.with_media(lambda one: _from_file(one, next(files))) for request in requests]
+        complete = [msgspec.structs.replace(request, **changes) for request in spooled_requests]
         with blaming(field):
             sources = await service.worker.tokenize(complete)
         with room_to_spool():
@@ -109,52 +104,59 @@ def _directory(spool: Path) -> Iterator[RequestDirectory]:
                 _log.error("%s; it is removed at the next reclaim", error)
 
 
-def _field(request: TokenizeRequest) -> str | None:
-    """Return the name of the field that contains the prompt, or None for a text, whose field depends on the route."""
-    if request.messages is not None:
-        return "messages"
-    if request.items is None:
-        return None
-    first = request.items[0] if request.items else None
-    is_embeddings = not request.chat and isinstance(first, dict) and EMBEDDINGS_KEYS[PROMPT] in first
-    return EMBEDDINGS_KEYS[PROMPT] if is_embeddings else "inputs"
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Parses the prompts of one HTTP request. Its methods raise InputError if a prompt is not valid."""
+
+    config: ServiceConfig
+    kept: KeptMedia
+    owner: bytes
+    """Digest of the request's API key."""
+    salt: str
+    """The request's `cache_salt`."""
+
+    def messages(self, given: Sequence[Any], defaults: MediaDefaults) -> list[Message]:
+        """Parse chat messages. `defaults` are options of media that do not set them."""
+        parsed = parse_messages(given, strict=self.config.strict, by_uuid=True)
+        if self.config.webui_images:
+            parsed = self._webui.of_messages(parsed)
+        _require_no_data_url(parsed)
+        return with_defaults(self.kept.filled(parsed, self.owner, self.salt), defaults)
+
+    def items(self, given: Sequence[Any]) -> list[Item]:
+        """Parse a `List[Dict]`."""
+        items = parse_inputs(given)
+        if self.config.webui_images:
+            items = self._webui.of_items(items)
+        _require_no_data_url(items)
+        return items
+
+    def text(self, text: str) -> list[Item]:
+        """Parse a prompt that is one text, with its images in the format of text-generation-webui."""
+        items = self._webui.of_text(text)
+        _require_no_data_url(items)
+        return items
+
+    @property
+    def _webui(self) -> WebuiImages:
+        return WebuiImages(self.config.max_media_items)
 
 
-def _checked(request: TokenizeRequest, config: ServiceConfig, kept: KeptMedia, owner: bytes) -> _Parsed:
-    """Return the result of `_parsed`. Raise InputError also if the request cannot be encoded as MessagePack."""
+def _checked(parse: Parse) -> TokenizeRequest:
+    """Return a parsed request. Raise InputError if it is not valid, or cannot be encoded as MessagePack."""
     try:
-        media, with_files = _parsed(request, config, kept, owner)
-        msgspec.msgpack.encode(with_files(repeat(Path())))
+        request = parse()
+        msgspec.msgpack.encode(request.with_media(partial(_from_file, file=Path())))
     except (OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise InputError(
             "the request contains an integer of more than 64 bits or a lone surrogate, or is nested too deeply"
         ) from error
-    return media, with_files
+    return request
 
 
-def _parsed(request: TokenizeRequest, config: ServiceConfig, kept: KeptMedia, owner: bytes) -> _Parsed:
-    """Parse the media of a request. Raise InputError if they are not valid."""
-    replace = msgspec.structs.replace
-    images = WebuiImages(config.max_media_items)
-    if request.messages is not None:
-        parsed = parse_messages(request.messages, strict=config.strict, by_uuid=True)
-        parsed = images.of_messages(parsed) if config.webui_images else parsed
-        _require_no_data_url(parsed)
-        filled = kept.filled(parsed, owner, request.options.cache_salt)
-        messages = with_defaults(filled, request.media_defaults)
-        return media_of_messages(messages), lambda paths: replace(
-            request, messages=messages_with_paths(messages, paths), media_defaults={}
-        )
-    if request.items is not None:
-        items = parse_inputs(request.items)
-        items = images.of_items(items) if config.webui_images else items
-        _require_no_data_url(items)
-        return media_of(items), lambda paths: replace(request, items=with_paths(items, paths))
-    pieces = images.of_text(request.text or "")
-    _require_no_data_url(pieces)
-    if media := media_of(pieces):
-        return media, lambda paths: replace(request, text=None, items=with_paths(pieces, paths), chat=False)
-    return [], lambda _: request
+def _from_file(media: Media, file: Paths) -> Media:
+    source = tuple(map(str, file)) if isinstance(file, list) else str(file)
+    return msgspec.structs.replace(media, source=source, uuid=None)
 
 
 def _require_no_data_url(prompt: Sequence[Item | Message]) -> None:

@@ -20,6 +20,7 @@ from service.request.chat_call import ChatCall
 from service.request.incoming import IncomingDep, Responder
 from service.request.message import MessageParts, MessageReader, MessageRules, ReasoningCount, delta_of
 from service.request.prompt_logprobs import prompt_logprobs
+from service.request.prompts import Parse
 from service.request.sse import DONE
 from service.request.text_logprobs import LogprobsBuffer
 from service.request.token_text import TokensAsIds, chat_logprobs, in_turns
@@ -71,13 +72,14 @@ class _Chat(Responder):
     use: ToolUse
     chat: ChatCall
 
-    def request(self) -> TokenizeRequest:
-        """Return the request to the tokenizer process. Raise InputError if a template variable is not valid."""
+    def parse(self) -> Parse:
+        """Return the function that parses the chat. Raise InputError if a template variable is not valid."""
         messages, variables = self.chat.dialect.request(
             self.body.messages, self.use, self.body.chat_template_kwargs, self.body.reasoning_effort
         )
-        return TokenizeRequest(
-            messages=messages,
+        defaults = media_defaults(self.body.mm_processor_kwargs, self.body.media_io_kwargs)
+        return lambda: TokenizeRequest(
+            messages=self.call.reader.messages(messages, defaults),
             add_generation_prompt=self.body.opens_turn,
             continue_final_message=bool(self.body.continue_final_message),
             chat_template_kwargs=variables,
@@ -86,11 +88,10 @@ class _Chat(Responder):
                 parse_special=self.body.parse_special,
                 repeat_special_tokens=bool(self.body.add_special_tokens),
             ),
-            media_defaults=media_defaults(self.body.mm_processor_kwargs, self.body.media_io_kwargs),
         )
 
     async def answer(self) -> ChatCompletion:
-        async with self.call.prompts([self.request()]) as (source,):
+        async with self.call.prompts([self.parse()], field="messages") as (source,):
             chat = await self.chat.after(source.prompt)
             choices = await chat.call.choices([source])
         faults.point("answered")
@@ -121,7 +122,7 @@ class _Chat(Responder):
         """
         choices = [Choice(index=index) for index in range(self.call.n)]
         buffers = [self._logprobs_buffer() for _ in choices]
-        async with self.call.prompts([self.request()]) as (source,):
+        async with self.call.prompts([self.parse()], field="messages") as (source,):
             chat = await self.chat.after(source.prompt)
             streams = [_Stream(chat.message, self._count(chat)) for _ in choices]
             spans = self._spans(source.prompt)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.errors import InputError, LimitExceeded
+from mindie_mm.inputs import Item
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.retry import PromptSource
@@ -89,14 +91,22 @@ class _Completion(Responder):
             add_special_tokens=self.body.add_special_tokens is not False,
             parse_special=self.body.parse_special,
         )
-        texts = [
-            *(TokenizeRequest(items=[{"prompt_embeds": one}], chat=False, options=options) for one in embeddings),
-            *(TokenizeRequest(text=text, options=options) for text in given if isinstance(text, str)),
+        reader = self.call.reader
+        texts = [text for text in given if isinstance(text, str)]
+        read = [
+            *(partial(reader.items, [{"prompt_embeds": one}]) for one in embeddings),
+            *(partial(reader.text, text) for text in texts),
         ]
+
+        def request(read: Callable[[], list[Item]]) -> TokenizeRequest:
+            return TokenizeRequest(items=read(), chat=False, options=options)
+
+        parse = [partial(request, one) for one in read]
         ids = [ids for ids in given if not isinstance(ids, str)]
         of_text = [name for name in _OF_TEXT if getattr(self.body, name)]
         async with AsyncExitStack() as stack:
-            sources = await stack.enter_async_context(self.call.prompts(texts)) if texts else []
+            field = None if texts else "prompt_embeds"
+            sources = await stack.enter_async_context(self.call.prompts(parse, field=field)) if parse else []
             if ids:
                 prompts = self.call.prompts_of_ids(ids, options, of_text=of_text)
                 sources = [*sources, *await stack.enter_async_context(prompts)]

@@ -156,7 +156,9 @@ class _Generate(Responder):
             options = PromptOptions(cut_to=self.parameters.truncate or 0)
             of_text = [name for name in _OF_TEXT if getattr(self.parameters, name)]
             return self.call.prompts_of_ids([ids], options, field="inputs", of_text=of_text)
-        return self.call.prompts([self.body.request()], self.parameters.truncate)
+        return self.call.prompts(
+            [self.body.parse(self.call.reader)], self.parameters.truncate, field=self.body.prompt_field
+        )
 
     async def answer(self) -> GenerateAnswer:
         async with self.prompts() as (source,):

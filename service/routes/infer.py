@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Collection, Mapping
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from secrets import randbits
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -20,9 +20,11 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Answer
 from service.request.call import Call
 from service.request.incoming import IncomingDep, Responder
+from service.request.prompts import Parse, PromptReader
 from service.schemas.body import (
     INT32_MAX,
     WHOLE,
@@ -139,14 +141,21 @@ class InputsBody(Body):
                 raise PydanticCustomError("misplaced", "{name} must be inside parameters", {"name": name})
         return given
 
-    def request(self) -> TokenizeRequest:
-        """Return the request to the tokenizer process. Raise InputError if `inputs` is an empty text."""
+    @property
+    def prompt_field(self) -> str | None:
+        """Field that errors of the prompt name. None for a text, whose errors need no field."""
+        return None if isinstance(self.inputs, str) else "inputs"
+
+    def parse(self, reader: PromptReader) -> Parse:
+        """Return the function that parses the prompt. Raise InputError if `inputs` is an empty text."""
         options = PromptOptions(parse_special=self.parameters.parse_special if self.parameters else None)
-        if isinstance(self.inputs, str):
-            if not self.inputs:
+        inputs = self.inputs
+        if isinstance(inputs, str):
+            if not inputs:
                 raise InputError("inputs is empty", param="inputs")
-            return TokenizeRequest(text=self.inputs, options=options)
-        return TokenizeRequest(items=self.inputs, chat=self.chat_template is not False, options=options)
+            return lambda: TokenizeRequest(items=reader.text(inputs), chat=False, options=options)
+        chat = self.chat_template is not False
+        return lambda: TokenizeRequest(items=reader.items(inputs), chat=chat, options=options)
 
 
 class InferBody(InputsBody):
@@ -218,8 +227,11 @@ class _Infer(Responder):
     body: InferBody
     parameters: InferParameters
 
+    def prompts(self) -> AbstractAsyncContextManager[list[PromptSource]]:
+        return self.call.prompts([self.body.parse(self.call.reader)], field=self.body.prompt_field)
+
     async def answer(self) -> InferAnswer:
-        async with self.call.prompts([self.body.request()]) as sources:
+        async with self.prompts() as sources:
             (choice,) = await self.call.choices(sources)
         answer: InferAnswer = {"generated_text": choice.text}
         if self.parameters.details:
@@ -230,7 +242,7 @@ class _Infer(Responder):
         """Yield one event per delta, with times in milliseconds. The last event has the whole text."""
         last = time.perf_counter()
         choice = Answer()
-        async with self.call.prompts([self.body.request()]) as sources, aclosing(self.call.deltas(sources)) as deltas:
+        async with self.prompts() as sources, aclosing(self.call.deltas(sources)) as deltas:
             async for _, delta in deltas:
                 now = time.perf_counter()
                 elapsed_ms = round((now - last) * 1000, 3)

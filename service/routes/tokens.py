@@ -10,13 +10,13 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import OFF, media_defaults, template_variables
+from mindie_mm.inputs import OFF, Item, media_defaults, template_variables
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from service.http.json_response import JSONResponse
 from service.request.admitted import WholeAnswer
 from service.request.incoming import IncomingDep
-from service.request.prompts import prompt_of_ids, prompts
+from service.request.prompts import PromptReader, prompt_of_ids, prompts
 from service.request.state import ServiceDep
 from service.routes.infer import Inputs
 from service.schemas.body import Array, Body, CacheSalt, NotServed, Templated, TokenIds
@@ -65,6 +65,24 @@ class TokenizeBody(ToolFields, Body):
     completion."""
     cache_salt: CacheSalt | None = None
     return_token_strs: bool | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The prompt, if it is one text."""
+        return self.inputs if isinstance(self.inputs, str) else self.prompt
+
+    @property
+    def prompt_field(self) -> str | None:
+        """Field that errors of the prompt name. None for a text, whose errors need no field."""
+        if self.text is not None:
+            return None
+        return "inputs" if self.messages is None else "messages"
+
+    def items(self, reader: PromptReader) -> list[Item] | None:
+        """Parse the items of the prompt, unless it consists of messages. Raise InputError if they are not valid."""
+        if self.text is not None:
+            return reader.text(self.text)
+        return reader.items(self.inputs) if isinstance(self.inputs, list) else None
 
 
 class DetokenizeBody(Body):
@@ -129,27 +147,28 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
         messages, variables = service.chat_dialect.request(
             body.messages, use, body.chat_template_kwargs, body.reasoning_effort
         )
-    wanted = TokenizeRequest(
-        text=body.inputs if isinstance(body.inputs, str) else body.prompt,
-        messages=messages,
-        items=None if isinstance(body.inputs, str) else body.inputs,
-        chat=body.chat_template is not False,
-        add_generation_prompt=opens_turn(body.add_generation_prompt, body.continue_final_message),
-        continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=variables,
-        options=PromptOptions(
-            service.worker.engine.info.max_model_len,
-            is_counted=True,
-            cache_salt=body.cache_salt or "",
-            add_special_tokens=body.prompt is None or body.add_special_tokens is not False,
-            parse_special=body.parse_special,
-            repeat_special_tokens=body.messages is not None and bool(body.add_special_tokens),
-        ),
-        media_defaults=defaults,
-    )
+    reader = PromptReader(service.config, service.kept, incoming.owner, body.cache_salt or "")
+
+    def parse() -> TokenizeRequest:
+        return TokenizeRequest(
+            messages=None if messages is None else reader.messages(messages, defaults),
+            items=body.items(reader),
+            chat=body.text is None and body.chat_template is not False,
+            add_generation_prompt=opens_turn(body.add_generation_prompt, body.continue_final_message),
+            continue_final_message=bool(body.continue_final_message),
+            chat_template_kwargs=variables,
+            options=PromptOptions(
+                service.worker.engine.info.max_model_len,
+                is_counted=True,
+                cache_salt=body.cache_salt or "",
+                add_special_tokens=body.prompt is None or body.add_special_tokens is not False,
+                parse_special=body.parse_special,
+                repeat_special_tokens=body.messages is not None and bool(body.add_special_tokens),
+            ),
+        )
 
     async def answer() -> TokenizeAnswer:
-        async with prompts(service, [wanted], incoming.clock, incoming.owner) as (source,):
+        async with prompts(service, [parse], incoming.clock, incoming.owner, body.prompt_field) as (source,):
             ids: list[int] = source.prompt.plain_ids.tolist()
         return {
             "count": len(ids),

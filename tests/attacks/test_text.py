@@ -12,7 +12,7 @@ import pytest
 import mindie_mm
 from mindie_mm.inputs import ROLES
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import request_of_messages
 from tests.attacks.conftest import CHAT, Attacked
 from tests.watching import metric
 
@@ -122,7 +122,7 @@ def test_no_text_completes_a_control_token_of_the_template(hostile: Tokenizer, t
             kwargs["tools"] = [{"type": "function", "function": {"name": "a_name", "parameters": parameters}}]
         case "kwarg":
             kwargs["style"] = [text, {text: text}]
-    ids = hostile.answer(TokenizeRequest(messages=[message], chat_template_kwargs=kwargs)).ids.tolist()
+    ids = hostile.answer(request_of_messages([message], chat_template_kwargs=kwargs)).ids.tolist()
     assert not [index for index in ids if index in SPECIAL]
 
 

@@ -85,7 +85,7 @@ def test_each_frame_path_is_resolved_against_the_inputs_folder(tmp_path: Path) -
     url = "https://host/3.jpg"
     item = {"type": "video", "video": ["1.jpg", "/elsewhere/2.jpg", url], "sample_fps": 1.0}
     placed = Media("video", (f"{tmp_path}/1.jpg", "/elsewhere/2.jpg", url), MediaOptions(sample_fps=1.0))
-    bare = replace(placed, options=MediaOptions())
+    bare = msgspec.structs.replace(placed, options=MediaOptions())
     frames: Sequence[Any] = item["video"]
     for row, expected in (
         ({"inputs": [item]}, Row((placed,))),

@@ -17,7 +17,7 @@ from mindie_mm.models import load_model
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.shm import Ref, arenas_of, attach, release
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import request_of_items
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.worker import Worker
 from tests.models.contract import picture
@@ -197,7 +197,7 @@ async def test_the_library_also_frees_blocks_early(random_checkpoint, device, tm
     monkeypatch.setenv("MINDIE_MM_SPOOL", str(tmp_path / "spool"))
     engine = EngineConfig(device=device, max_model_len=300)
     config = WorkerConfig(model=random_checkpoint, arena_bytes=2**20, engine=engine)
-    request = TokenizeRequest(items=[{"image": Image.fromarray(picture(60, 90))}, QUESTION])
+    request = request_of_items([{"image": Image.fromarray(picture(60, 90))}, QUESTION])
     async with await Worker.start(config, in_process=True) as worker:
         async with aclosing(worker.answer(request, SamplingParams(ignore_eos=True, max_tokens=200), "a")) as deltas:
             assert (await anext(deltas)).finish_reason is None

@@ -21,6 +21,7 @@ from mindie_mm.errors import OperationalError, WeightsChanged
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.structured.outputs import StructuredOutputs
+from mindie_mm.tokenize.requests import request_of_items
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.worker.worker import Answer, Worker
 from tests.models.contract import picture
@@ -39,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def request(path: Path) -> TokenizeRequest:
-    return TokenizeRequest(items=[{"image": str(path)}, {"text": "What is in the image?"}])
+    return request_of_items([{"image": str(path)}, {"text": "What is in the image?"}])
 
 
 @pytest.fixture

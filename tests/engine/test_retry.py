@@ -19,7 +19,7 @@ from mindie_mm.errors import (
 )
 from mindie_mm.shm import Arena, ArraySpec, attach
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import request_of_items
 from mindie_mm.worker.retry import PromptSource, generated, tokenized
 
 FIRST, SECOND = (Prompt(np.array([index], np.int64)) for index in range(2))
@@ -85,7 +85,7 @@ async def outputs(source, engine):
 
 
 async def test_a_request_whose_tokenizer_died_is_retried_once():
-    request = TokenizeRequest(text="a")
+    request = request_of_items([{"text": "a"}], chat=False)
     stage = Script(DIED, FIRST)
     (source,) = await tokenized(stage, [request])
     assert source.prompt is FIRST
@@ -101,10 +101,10 @@ async def test_a_request_whose_tokenizer_died_is_retried_once():
 async def test_a_request_that_got_no_process_is_not_retried():
     absent = NoProcess("none came back")
     with pytest.raises(NoProcess):
-        await tokenized(Script(absent), [TokenizeRequest(text="a")])
+        await tokenized(Script(absent), [request_of_items([{"text": "a"}], chat=False)])
     with pytest.raises(NoProcess):
         await outputs(PromptSource(FIRST), Script(absent))
-    (source,) = await tokenized(Script(FIRST, absent), [TokenizeRequest(text="a")])
+    (source,) = await tokenized(Script(FIRST, absent), [request_of_items([{"text": "a"}], chat=False)])
     with pytest.raises(NoProcess):
         await outputs(source, Script([LOST]))
 
@@ -174,32 +174,32 @@ async def test_an_answer_keeps_the_times_until_its_first_token():
 
 async def test_lost_blocks_are_rebuilt_once():
     stage, engine = Script(FIRST, SECOND), Script([LOST], [drew(1)])
-    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
+    (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     assert await outputs(source, engine) == [1]
     assert engine.seen == [[0], [1]]
-    (source,) = await tokenized(Script(FIRST, SECOND), [TokenizeRequest(text="a")])
+    (source,) = await tokenized(Script(FIRST, SECOND), [request_of_items([{"text": "a"}], chat=False)])
     with pytest.raises(ProcessDied, match="were lost twice"):
         await outputs(source, Script([LOST], [LOST]))
 
 
 async def test_lost_blocks_are_rebuilt_even_if_the_tokenizer_dies_first():
-    (source,) = await tokenized(Script(FIRST, DIED, SECOND), [TokenizeRequest(text="a")])
+    (source,) = await tokenized(Script(FIRST, DIED, SECOND), [request_of_items([{"text": "a"}], chat=False)])
     assert await outputs(source, Script([LOST], [drew(1)])) == [1]
-    (source,) = await tokenized(Script(FIRST, DIED, DIED), [TokenizeRequest(text="a")])
+    (source,) = await tokenized(Script(FIRST, DIED, DIED), [request_of_items([{"text": "a"}], chat=False)])
     with pytest.raises(ProcessDied, match="dead"):
         await outputs(source, Script([LOST]))
 
 
 async def test_tokenizer_and_engine_may_each_fail_once():
-    (source,) = await tokenized(Script(FIRST, SECOND), [TokenizeRequest(text="a")])
+    (source,) = await tokenized(Script(FIRST, SECOND), [request_of_items([{"text": "a"}], chat=False)])
     assert await outputs(source, Script([DIED], [LOST], [drew(1)])) == [1]
-    (source,) = await tokenized(Script(FIRST, SECOND), [TokenizeRequest(text="a")])
+    (source,) = await tokenized(Script(FIRST, SECOND), [request_of_items([{"text": "a"}], chat=False)])
     assert await outputs(source, Script([drew(1), DIED], [LOST], [drew(2)])) == [1, 2]
 
 
 async def test_choices_of_one_prompt_share_the_rebuilt_prompt():
     stage = Script(FIRST, SECOND)
-    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
+    (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
 
     class Engine:
         async def generate(self, request_id, ids, *_):
@@ -227,7 +227,7 @@ class Stage:
         self.seen = []
 
     async def tokenize(self, request):
-        self.seen.append(request and request.text)
+        self.seen.append(request and request.items[0].text)
         await asyncio.sleep(0)
         with self.arena.allocate({"pixel_values": ArraySpec((4,), "uint8")}, path_file=None) as block:
             block["pixel_values"][...] = 7
@@ -252,7 +252,7 @@ def can_be_read(prompt):
 
 async def test_blocks_are_freed_when_every_answer_has_consumed_them_or_ended(arena):
     stage = Stage(arena)
-    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
+    (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     source.share(3)
     first, second = source.use(), source.use()
     await first.take()
@@ -268,7 +268,7 @@ async def test_blocks_are_freed_when_every_answer_has_consumed_them_or_ended(are
 
 async def test_answers_that_need_media_again_share_one_rebuilt_prompt_and_free_its_blocks(arena):
     stage, remade = Stage(arena), []
-    (source,) = await tokenized(stage, [TokenizeRequest(text="a")], remade.append)
+    (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)], remade.append)
     source.share(2)
     uses = [source.use(), source.use()]
     for use in uses:
@@ -287,7 +287,7 @@ async def test_answers_that_need_media_again_share_one_rebuilt_prompt_and_free_i
 
 async def test_an_answer_that_needs_media_again_finds_the_blocks_that_another_answer_holds(arena):
     stage = Stage(arena)
-    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
+    (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     source.share(2)
     uses = [source.use(), source.use()]
     for use in uses:
@@ -299,7 +299,7 @@ async def test_an_answer_that_needs_media_again_finds_the_blocks_that_another_an
 
 async def test_blocks_lost_while_another_answer_holds_them_are_rebuilt_once(arena):
     stage = Stage(arena)
-    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
+    (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     source.share(2)
     uses = [source.use(), source.use()]
     for use in uses:
@@ -315,7 +315,7 @@ async def test_blocks_lost_while_another_answer_holds_them_are_rebuilt_once(aren
 @pytest.mark.parametrize("failure", [DIED, StaleReference("freed")], ids=["died", "preempted"])
 async def test_an_answer_that_continues_gets_its_freed_blocks_rebuilt(arena, failure):
     stage = Stage(arena)
-    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
+    (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     engine = Script([CONSUMED, drew(1), failure], [CONSUMED, drew(2)])
     held = [stage.held() async for step in generated(engine, source, PARAMS, "a")]
     assert held == [[False], [False], [False, False], [False, False]]
@@ -325,7 +325,7 @@ async def test_an_answer_that_continues_gets_its_freed_blocks_rebuilt(arena, fai
 async def test_one_prompt_of_a_request_is_rebuilt_alone(arena):
     """The other prompts of the request stay unchanged, whether their blocks are still there or freed."""
     stage, texts = Stage(arena), ["a", "b", "c"]
-    sources = await tokenized(stage, [TokenizeRequest(text=text) for text in texts])
+    sources = await tokenized(stage, [request_of_items([{"text": text}], chat=False) for text in texts])
     assert stage.seen == texts
     uses = [source.use() for source in sources]
     assert [await use.take() for use in uses] == stage.prompts
@@ -339,7 +339,7 @@ async def test_one_prompt_of_a_request_is_rebuilt_alone(arena):
 
 
 async def test_prompts_lost_with_a_tokenizer_are_rebuilt_together_once():
-    requests = [TokenizeRequest(text=text) for text in "ab"]
+    requests = [request_of_items([{"text": text}], chat=False) for text in "ab"]
     stage = Script(DIED, FIRST, SECOND)
     sources = await tokenized(stage, requests)
     assert stage.seen == [requests[0], *requests]
@@ -353,13 +353,13 @@ async def test_rebuilding_freed_media_waits_for_room_in_the_arena(arena):
     maker = Stage(arena)
     full = ArenaFull("no room")
     stage = Script(await maker.tokenize(None), full, full, await maker.tokenize(None))
-    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
+    (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     use = source.use()
     await use.take()
     use.release()
     assert await freed(use) is maker.prompts[1]
     stage = Script(await maker.tokenize(None), full)
-    (source,) = await tokenized(stage, [TokenizeRequest(text="a")])
+    (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     with pytest.raises(ArenaFull):
         await lost(source)
 

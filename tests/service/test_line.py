@@ -2,7 +2,6 @@
 
 import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from service.request.kept_media import KeptMedia
-from service.request.prompts import _checked
+from service.request.prompts import Parse, PromptReader, _checked
 
 MiB = 2**20
 
@@ -22,31 +21,31 @@ def traced() -> Iterator[None]:
     tracemalloc.stop()
 
 
+READER = PromptReader(ServiceConfig(), KeptMedia(0), b"", "")
+
+
 @pytest.mark.usefixtures("traced")
 def test_the_check_of_a_request_does_not_copy_its_media() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:;base64," + "A" * 8 * MiB}}, {"text": "What is it?"}]
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
-    media, with_files = _checked(
-        TokenizeRequest(messages=[{"role": "user", "content": parts}]), ServiceConfig(), KeptMedia(0), b""
-    )
+    request = _checked(lambda: TokenizeRequest(messages=READER.messages([{"role": "user", "content": parts}], {})))
     assert tracemalloc.get_traced_memory()[1] - before < MiB
-    assert len(media) == 1
-    assert with_files(iter([Path("/spool/1.png")])).messages == [
-        {"role": "user", "content": [{"image": "/spool/1.png"}, {"text": "What is it?"}]}
-    ]
+    assert len(request.media) == 1
 
 
 @pytest.mark.parametrize(
-    "request_",
+    "parse",
     [
-        TokenizeRequest(text="\ud800"),
-        TokenizeRequest(messages=[{"role": "user", "content": "x", "name": "\ud800"}]),
-        TokenizeRequest(messages=[{"role": "user", "content": [{"image": "AAAA"}], "weight": 2**64}]),
-        TokenizeRequest(items=[{"text": "x"}], chat_template_kwargs={"x": -(2**63) - 1}),
+        lambda: TokenizeRequest(items=READER.text("\ud800")),
+        lambda: TokenizeRequest(messages=READER.messages([{"role": "user", "content": "x", "name": "\ud800"}], {})),
+        lambda: TokenizeRequest(
+            messages=READER.messages([{"role": "user", "content": [{"image": "AAAA"}], "weight": 2**64}], {})
+        ),
+        lambda: TokenizeRequest(items=READER.items([{"text": "x"}]), chat_template_kwargs={"x": -(2**63) - 1}),
     ],
     ids=["text", "surrogate", "beside-media", "variable"],
 )
-def test_values_that_msgpack_cannot_encode_are_refused(request_: TokenizeRequest) -> None:
+def test_values_that_msgpack_cannot_encode_are_refused(parse: Parse) -> None:
     with pytest.raises(InputError, match=r"^the (request|prompt) contains an? .*lone surrogate"):
-        _checked(request_, ServiceConfig(), KeptMedia(0), b"")
+        _checked(parse)

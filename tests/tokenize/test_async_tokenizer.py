@@ -26,8 +26,9 @@ from mindie_mm.inputs import parse_inputs
 from mindie_mm.processes.restarts import RESTART_WAIT_S
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import Ref, attach, release, survey
-from mindie_mm.tokenize import AsyncTokenizer, Tokenizer, TokenizeRequest
+from mindie_mm.tokenize import AsyncTokenizer, Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.requests import request_of_items, request_of_messages
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
 ARENA_BYTES = 16 * 2**20
@@ -69,12 +70,12 @@ def items_of(path: Path) -> list[dict]:
 async def test_prompts_equal_those_of_the_library(tokenizer, request_path, checkpoint_path, arena):
     path_file = request_path / "shm_name.txt"
     items = items_of(request_path)
-    raw = await tokenizer.tokenize(TokenizeRequest(items=items, chat=False, path_file=str(path_file)))
-    chat = await tokenizer.tokenize(TokenizeRequest(items=items, path_file=str(path_file)))
+    raw = await tokenizer.tokenize(request_of_items(items, chat=False, path_file=str(path_file)))
+    chat = await tokenizer.tokenize(request_of_items(items, path_file=str(path_file)))
     messages = [{"role": "user", "content": items}]
-    same = await tokenizer.tokenize(TokenizeRequest(messages=messages, path_file=str(path_file)))
+    same = await tokenizer.tokenize(request_of_messages(messages, path_file=str(path_file)))
     assert np.array_equal(chat.plain_ids, same.plain_ids)
-    text = await tokenizer.tokenize(TokenizeRequest(text="what is it?"))
+    text = await tokenizer.tokenize(request_of_items([{"text": "what is it?"}], chat=False))
     with Tokenizer.from_pretrained(checkpoint_path, arena=arena) as library:
         expected = library.make(library.prompts.draft_items(parse_inputs(items)), path_file)
         assert np.array_equal(raw.plain_ids, expected.plain_ids)
@@ -90,7 +91,7 @@ async def test_prompts_tokenized_together_equal_prompts_tokenized_alone(tokenize
     path_file = request_path / "shm_name.txt"
     text, picture, video = items_of(request_path)
     given = [[text], [picture, text, picture], [video, text], [text, text]]
-    requests = [TokenizeRequest(items=items, path_file=str(path_file)) for items in given]
+    requests = [request_of_items(items, path_file=str(path_file)) for items in given]
     together = await tokenizer.tokenize_together(requests)
     assert blocks(tokenizer, "published") == release(path_file) == 3
     for prompt, request in zip(together, requests, strict=True):
@@ -104,25 +105,26 @@ async def test_a_failed_prompt_frees_the_blocks_of_the_other_prompts(tokenizer, 
     (request_path / "image" / "1.jpg").write_bytes((request_path / "image" / "0.jpg").read_bytes()[:-3000])
     broken = {"image": str(request_path / "image" / "1.jpg")}
     path_file = str(request_path / "shm_name.txt")
-    requests = [TokenizeRequest(items=items, path_file=path_file) for items in ([picture], [text], [picture, broken])]
+    requests = [request_of_items(items, path_file=path_file) for items in ([picture], [text], [picture, broken])]
     with pytest.raises(MediaError, match=r"^media item 1 \(image\): "):
         await tokenizer.tokenize_together(requests)
     assert blocks(tokenizer) == 0
-    other = TokenizeRequest(items=[picture], path_file=str(request_path / "other.txt"))
+    other = request_of_items([picture], path_file=str(request_path / "other.txt"))
     with pytest.raises(InputError, match="share one path file"):
         await tokenizer.tokenize_together([*requests[:2], other])
 
 
 async def test_sources_can_be_bytes(tokenizer, request_path):
     data = (request_path / "image" / "0.jpg").read_bytes()
-    request = TokenizeRequest(items=[{"image": data}], path_file=str(request_path / "shm_name.txt"))
+    request = request_of_items([{"image": data}], path_file=str(request_path / "shm_name.txt"))
     assert len((await tokenizer.tokenize(request)).spans) == 1
 
 
 async def test_each_concurrent_request_gets_its_own_answer(tokenizer):
     texts = [f"text {i}" * (i + 1) for i in range(40)]
-    prompts = await asyncio.gather(*(tokenizer.tokenize(TokenizeRequest(text=text)) for text in texts))
-    again = [await tokenizer.tokenize(TokenizeRequest(text=text)) for text in texts]
+    requests = [request_of_items([{"text": text}], chat=False) for text in texts]
+    prompts = await asyncio.gather(*map(tokenizer.tokenize, requests))
+    again = [await tokenizer.tokenize(request) for request in requests]
     assert [p.ids.tolist() for p in prompts] == [p.ids.tolist() for p in again]
     assert len({p.ids.tobytes() for p in prompts}) == 40
 
@@ -130,36 +132,42 @@ async def test_each_concurrent_request_gets_its_own_answer(tokenizer):
 @pytest.mark.parametrize(
     ("request_fields", "error", "message"),
     [
-        ({}, InputError, "exactly one of messages, items and text"),
-        ({"text": "a", "items": []}, InputError, "exactly one of messages, items and text"),
-        ({"items": []}, InputError, "inputs is an empty list"),
-        ({"messages": [{"role": "user"}]}, InputError, r"messages\[0\] has no content"),
-        ({"items": [{"image": "/no/such.jpg"}], "path_file": "x"}, MediaError, "there is no file /no/such.jpg"),
-        ({"text": "what is it?" * 9, "options": PromptOptions(5)}, ContextLengthExceeded, "the limit is 5"),
-        ({"text": "a", "add_generation_prompt": False}, InputError, "chat template variables"),
+        ({"inputs": [{"image": "/no/such.jpg"}], "path_file": "x"}, MediaError, "there is no file /no/such.jpg"),
         (
-            {"items": [{"text": "a"}], "chat": False, "chat_template_kwargs": {"b": 1}},
+            {"inputs": [{"text": "what is it?" * 9}], "options": PromptOptions(5)},
+            ContextLengthExceeded,
+            "the limit is 5",
+        ),
+        (
+            {"inputs": [{"text": "a"}], "chat": False, "add_generation_prompt": False},
+            InputError,
+            "chat template variables",
+        ),
+        (
+            {"inputs": [{"text": "a"}], "chat": False, "chat_template_kwargs": {"b": 1}},
             InputError,
             "does not use a chat template",
         ),
-        ({"items": [{"image": "http://127.0.0.1:9/a.jpg"}], "path_file": "x"}, MediaError, "public"),
+        ({"inputs": [{"image": "http://127.0.0.1:9/a.jpg"}], "path_file": "x"}, MediaError, "public"),
     ],
 )
 async def test_errors_keep_their_type_across_processes(tokenizer, request_fields, error, message):
     with pytest.raises(error, match=message) as caught:
-        await tokenizer.tokenize(TokenizeRequest(**request_fields))
+        await tokenizer.tokenize(request_of_items(**request_fields))
     assert type(caught.value) is error
 
 
 async def test_a_long_prompt_is_truncated_by_option(tokenizer):
-    prompt = await tokenizer.tokenize(TokenizeRequest(text="what is it? " * 9, options=PromptOptions(5, truncate=True)))
+    prompt = await tokenizer.tokenize(
+        request_of_items([{"text": "what is it? " * 9}], chat=False, options=PromptOptions(5, truncate=True))
+    )
     assert len(prompt) == 5
 
 
 async def test_a_killed_process_fails_its_requests_and_is_restarted(tokenizer, request_path):
     before = tokenizer.pids
     big = {"image": encoded(photograph("coffee.png", (1200, 1100)), "PNG")}
-    requests = [TokenizeRequest(items=[big], path_file=str(request_path / "shm_name.txt")) for _ in range(2)]
+    requests = [request_of_items([big], path_file=str(request_path / "shm_name.txt")) for _ in range(2)]
     tasks = [asyncio.create_task(tokenizer.tokenize(request)) for request in requests]
     await asyncio.sleep(0)
     for pid in before:
@@ -167,7 +175,7 @@ async def test_a_killed_process_fails_its_requests_and_is_restarted(tokenizer, r
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(result) for result in results] == [ProcessDied] * 2
     assert "died with status -9" in str(results[0])
-    prompt = await tokenizer.tokenize(TokenizeRequest(text="hello"))
+    prompt = await tokenizer.tokenize(request_of_items([{"text": "hello"}], chat=False))
     assert len(prompt) > 0
     assert not set(before) & set(tokenizer.pids)
 
@@ -185,9 +193,9 @@ async def test_no_request_waits_for_a_process_that_cannot_restart(tokenizer, tmp
         async with asyncio.timeout(0.9 * RESTART_WAIT_S):
             for text in ("waits", "comes later"):
                 with pytest.raises(NoProcess, match=f"{tmp_path}/gone is not a checkpoint directory"):
-                    await tokenizer.tokenize(TokenizeRequest(text=text))
+                    await tokenizer.tokenize(request_of_items([{"text": text}], chat=False))
     await up(tokenizer)
-    assert len(await tokenizer.tokenize(TokenizeRequest(text="once it is back"))) > 0
+    assert len(await tokenizer.tokenize(request_of_items([{"text": "once it is back"}], chat=False))) > 0
 
 
 async def up(tokenizer: AsyncTokenizer) -> None:
@@ -209,7 +217,7 @@ def no_descriptors() -> Iterator[None]:
 
 async def test_a_failed_restart_is_repeated_until_it_succeeds(tokenizer, request_path, caplog):
     big = {"image": encoded(photograph("coffee.png", (1200, 1100)), "PNG")}
-    request = TokenizeRequest(items=[big], path_file=str(request_path / "shm_name.txt"))
+    request = request_of_items([big], path_file=str(request_path / "shm_name.txt"))
     task = asyncio.create_task(tokenizer.tokenize(request))
     await asyncio.sleep(0)
     with no_descriptors():
@@ -222,19 +230,19 @@ async def test_a_failed_restart_is_repeated_until_it_succeeds(tokenizer, request
                 await asyncio.sleep(0.01)
         assert "OSError: [Errno 24] Too many open files" in caplog.text
     async with asyncio.timeout(300):
-        assert len(await tokenizer.tokenize(TokenizeRequest(text="hello"))) > 0
+        assert len(await tokenizer.tokenize(request_of_items([{"text": "hello"}], chat=False))) > 0
 
 
 async def test_the_blocks_of_a_request_that_is_cancelled_after_its_answer_are_freed(tokenizer, request_path):
     """The request is canceled while its answer is in the socket and has not been read yet."""
     image = {"image": str(request_path / "image" / "0.jpg")}
-    request = TokenizeRequest(items=[image], path_file=str(request_path / "shm_name.txt"))
+    request = request_of_items([image], path_file=str(request_path / "shm_name.txt"))
     cancelled = asyncio.create_task(tokenizer.tokenize(request))
     await asyncio.sleep(0)
     while blocks(tokenizer, "published") != 1:  # the event loop must not run, or it would read the answer
         pass
     cancelled.cancel()
-    assert len(await tokenizer.tokenize(TokenizeRequest(text="hello"))) > 0
+    assert len(await tokenizer.tokenize(request_of_items([{"text": "hello"}], chat=False))) > 0
     assert blocks(tokenizer) == 0
 
 
@@ -243,7 +251,7 @@ async def test_closing_kills_a_stuck_process(checkpoint_path):
     (pid,) = tokenizer.pids
     os.kill(pid, signal.SIGSTOP)
     more_than_a_socket_holds = "x" * 2**23
-    task = asyncio.create_task(tokenizer.tokenize(TokenizeRequest(text=more_than_a_socket_holds)))
+    task = asyncio.create_task(tokenizer.tokenize(request_of_items([{"text": more_than_a_socket_holds}], chat=False)))
     await asyncio.sleep(0)
     async with asyncio.timeout(120):
         await tokenizer.close()
@@ -255,12 +263,12 @@ async def test_closing_kills_a_stuck_process(checkpoint_path):
 async def test_a_cancelled_request_leaves_no_block(tokenizer, request_path):
     before = blocks(tokenizer)
     big = {"image": encoded(photograph("coffee.png", (900, 800)), "PNG")}
-    task = asyncio.create_task(tokenizer.tokenize(TokenizeRequest(items=[big], path_file=str(request_path / "x.txt"))))
+    task = asyncio.create_task(tokenizer.tokenize(request_of_items([big], path_file=str(request_path / "x.txt"))))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(await tokenizer.tokenize(TokenizeRequest(text="a"))) > 0, (
+    assert len(await tokenizer.tokenize(request_of_items([{"text": "a"}], chat=False))) > 0, (
         "another request must not wait for the canceled one"
     )
     async with asyncio.timeout(300):
@@ -270,7 +278,7 @@ async def test_a_cancelled_request_leaves_no_block(tokenizer, request_path):
 
 async def test_a_request_cancelled_before_it_starts_is_forgotten(tokenizer):
     for _ in range(20):
-        task = asyncio.create_task(tokenizer.tokenize(TokenizeRequest(text="a")))
+        task = asyncio.create_task(tokenizer.tokenize(request_of_items([{"text": "a"}], chat=False)))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -304,7 +312,7 @@ async def handed_out(tokenizer: AsyncTokenizer, path: Path) -> None:
 async def test_decoders_end_with_their_tokenizer_while_items_are_decoded(tokenizer, request_path, number):
     await up(tokenizer)
     image = request_path / "image" / "0.jpg"
-    request = TokenizeRequest(items=[{"image": str(image)}] * 3, path_file=str(request_path / "shm_name.txt"))
+    request = request_of_items([{"image": str(image)}] * 3, path_file=str(request_path / "shm_name.txt"))
     with stopped_decoders(tokenizer) as processes:
         task = asyncio.create_task(tokenizer.tokenize(request))
         await handed_out(tokenizer, image)
@@ -344,7 +352,7 @@ async def test_a_closed_tokenizer_refuses_requests(checkpoint_path):
     tokenizer = AsyncTokenizer(checkpoint_path, WorkerConfig(arena_bytes=ARENA_BYTES))
     await tokenizer.close()
     with pytest.raises(ProcessDied, match="closed"):
-        await tokenizer.tokenize(TokenizeRequest(text="hello"))
+        await tokenizer.tokenize(request_of_items([{"text": "hello"}], chat=False))
 
 
 async def test_an_error_during_startup_is_raised(checkpoint_path, tmp_path):

@@ -13,7 +13,7 @@ import mindie_mm
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import release, request_directory
 from mindie_mm.tokenize.local import LocalTokenizer
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import request_of_items
 
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
 KILLED = """
@@ -34,7 +34,7 @@ async def start_and_close() -> None:
 async def test_prompts_tokenized_together_equal_prompts_tokenized_alone(tmp_path: Path) -> None:
     picture, text = {"image": Image.new("RGB", (60, 90))}, {"text": "What?"}
     given = [[text], [picture, text, picture], [picture]]
-    requests = [TokenizeRequest(items=items, path_file=str(tmp_path / "shm_name.txt")) for items in given]
+    requests = [request_of_items(items, path_file=str(tmp_path / "shm_name.txt")) for items in given]
     tokenizer = await LocalTokenizer.start(TINY, WorkerConfig(arena_bytes=2**20))
     try:
         together = await tokenizer.tokenize_together(requests)

@@ -25,7 +25,7 @@ from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.local import DecodingTokenizer
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import request_of_items
 from mindie_mm.worker.worker import Worker
 from tests.decode.conftest import busy, stopped
 from tests.media_samples import encoded, photograph
@@ -248,7 +248,7 @@ async def test_cancelling_a_request_of_an_in_process_worker_ends_its_decoder(
         assert isinstance(stage, DecodingTokenizer)
         before = stage._decoders.pids
         with stopped(*before):
-            request = TokenizeRequest(items=[{"image": CAT}], path_file=str(tmp_path / "shm_name.txt"))
+            request = request_of_items([{"image": CAT}], path_file=str(tmp_path / "shm_name.txt"))
             task = asyncio.create_task(stage.tokenize(request))
             async with asyncio.timeout(300):
                 while not busy(stage._decoders):  # noqa: ASYNC110 - no event announces this

@@ -13,7 +13,7 @@ from mindie_mm.inputs import parse_messages
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import request_of_items
 from mindie_mm.tokenize.text.spelling import ControlSpelling, strings
 from tests.transformers_reference import AutoTokenizer
 from tools.random_checkpoint import SPECIAL_TOKENS
@@ -510,10 +510,14 @@ def test_ids_that_surround_a_text_surround_a_chat_too(tmp_path, checkpoint_path)
         ids = tokenizer.tokenize([{"text": text}]).tolist()
         assert ids == reference(text)["input_ids"]
         assert ids[0] == 0
-        bare = tokenizer.answer(TokenizeRequest(text=text, options=PromptOptions(add_special_tokens=False)))
+        bare = tokenizer.answer(
+            request_of_items([{"text": text}], chat=False, options=PromptOptions(add_special_tokens=False))
+        )
         assert bare.ids.tolist() == reference(text, add_special_tokens=False)["input_ids"] == ids[1:]
     assert tokenizer.tokenize([{"text": "<|im_end|>"}]).tolist()[0] == 0
-    too_long = TokenizeRequest(text="hello " * 9, options=PromptOptions(4, add_special_tokens=False))
+    too_long = request_of_items(
+        [{"text": "hello " * 9}], chat=False, options=PromptOptions(4, add_special_tokens=False)
+    )
     with pytest.raises(ContextLengthExceeded, match="the limit is 4"):
         tokenizer.answer(too_long)
     assert tokenizer.tokenize_chat(user("hello")).tolist()[0] == 0  # transformers' processors do the same

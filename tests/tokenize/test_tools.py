@@ -10,6 +10,7 @@ import pytest
 import mindie_mm
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.requests import request_of_messages
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
@@ -23,7 +24,7 @@ TEMPLATE = (
 
 
 def request(**kwargs: object) -> TokenizeRequest:
-    return TokenizeRequest(messages=[{"role": "user", "content": "Hello!"}], chat_template_kwargs=dict(kwargs))
+    return request_of_messages([{"role": "user", "content": "Hello!"}], chat_template_kwargs=dict(kwargs))
 
 
 def test_a_template_with_a_place_for_tools_writes_the_tools(tmp_path: Path) -> None:
@@ -57,6 +58,6 @@ def test_a_template_without_a_place_for_tools_refuses_the_tools() -> None:
     with Tokenizer.from_pretrained() as tokenizer:
         with pytest.raises(InputError, match=r"not supported: .* does not use tools"):
             tokenizer.answer(request(tools=TOOLS))
-        called = TokenizeRequest(messages=[{"role": "assistant", "content": None, "tool_calls": [CALL]}])
+        called = request_of_messages([{"role": "assistant", "content": None, "tool_calls": [CALL]}])
         with pytest.raises(InputError, match=r"not supported: .* does not use tool_calls"):
             tokenizer.answer(called)

@@ -299,7 +299,7 @@ def _located_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Med
     """Replace the file name in `media` with the bytes of the row's file of this name. The name may omit the folder."""
     for name, data in files.items():
         if media.source in (name, name.rpartition("/")[2]):
-            return replace(media, source=data)
+            return msgspec.structs.replace(media, source=data)
     return located(media, folder)
 
 
@@ -397,4 +397,4 @@ def _located(items: Sequence[Item], locate: _Locate) -> tuple[Item, ...]:
 def _located_item(media: Media, locate: _Locate) -> Media:
     if not isinstance(media.source, tuple):
         return locate(media)
-    return replace(media, source=tuple(locate(Media("image", frame)).source for frame in media.source))
+    return msgspec.structs.replace(media, source=tuple(locate(Media("image", frame)).source for frame in media.source))
