@@ -299,9 +299,8 @@ class Arena:
         with self._mutex:
             self._queue.leave(demand)
             if self._file.held:
-                self._queue.serve(
-                    self._allocate_all
-                )  # only the limit on overtaking may have held back the next request
+                # Only the limit on overtaking may have held back the next request.
+                self._queue.serve(self._allocate_all)
                 self._file.stats[WAITING] = self._queue.nbytes
                 self._file.stats[WAITS] += 1
                 self._file.stats[FULL] += isinstance(demand.error, ArenaFull)
@@ -352,7 +351,10 @@ class Arena:
         blocks: list[Block] = []
         try:
             for plan in demand.plans:
-                block = self._allocate_one(plan, demand.request)
+                block = self._cut(plan, demand.request)
+                if block is None:
+                    self._sweep(unasked=True)
+                    block = self._cut(plan, demand.request) or self._cut(plan, demand.request, in_pieces=True)
                 if block is None:
                     self._free(blocks)
                     return None
@@ -361,14 +363,6 @@ class Arena:
             self._free(blocks)
             raise
         return blocks
-
-    def _allocate_one(self, plan: BlockPlan, request: bytes) -> Block | None:
-        """Allocate a block for filling, or return None if there is no room."""
-        block = self._cut(plan, request)
-        if block is None:
-            self._sweep(unasked=True)
-            block = self._cut(plan, request)
-        return block or self._cut(plan, request, in_pieces=True)
 
     def _cut(self, plan: BlockPlan, request: bytes, *, in_pieces: bool = False) -> Block | None:
         """Allocate a block in one piece or in several pieces. Return None if the free space does not suffice."""
