@@ -27,7 +27,7 @@ from mindie_mm.shm.disk_writer import WriteBatchMemory
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
-from mindie_mm.tokenize.wires import DiskWire
+from mindie_mm.tokenize.stores import FileStore
 
 _log = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ class Stage:
         ]
         self._last = self._sources[0]
         self._memory = WriteBatchMemory()
-        self._wire = DiskWire()
+        self._store = FileStore()
         self._tokenizer = Tokenizer.from_pretrained(
             settings.model or None,
-            self._wire,
+            self._store,
             family=settings.family or None,
             caps=settings.media,
             limit_mm_per_prompt=settings.limit_mm_per_prompt,
@@ -112,8 +112,8 @@ class Stage:
 
     def _add(self, shard: ShardWriter, record: Record, place: _Place) -> str | None:
         """Add a record's row to the shard. Return its error, or None."""
-        self._wire.arena = shard.arena
-        self._wire.stored.clear()
+        self._store.arena = shard.arena
+        self._store.stored.clear()
         name = row_id(record)
         try:
             prompt = self._prompt(parse(record, place.folder, self._settings.template))
@@ -127,7 +127,7 @@ class Stage:
             _log.exception("row %s failed with an unexpected error", name)
             failed = f"OperationalError: the tokenizer failed: {type(error).__name__}"
         else:
-            shard.add(name, prompt, self._wire.stored)
+            shard.add(name, prompt, self._store.stored)
             return None
         shard.add_error(name, failed)
         return failed

@@ -8,8 +8,8 @@ from contextlib import ExitStack, nullcontext
 
 import msgspec
 
-from mindie_mm.decode.decoder_messages import FromDecoder, Item, PlanItem, Refused, ToDecoder, Written
-from mindie_mm.decode.parcel import unpacked
+from mindie_mm.decode.decoder_messages import FromDecoder, PlanItem, Refused, ToDecoder, Written
+from mindie_mm.decode.parcel import Parcel, unpacked
 from mindie_mm.decode.planning import plan_item
 from mindie_mm.decode.scratch import Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, OperationalError
@@ -40,9 +40,9 @@ class Decoder:
                 stack.callback(os.close, descriptor)
             try:
                 if isinstance(message, PlanItem):
-                    return self._planned(message.item, descriptors[0], stack)
-                if message.item is not None:
-                    self._planned(message.item, descriptors[0], stack)
+                    return self._planned(message.parcel, descriptors[0], stack)
+                if message.parcel is not None:
+                    self._planned(message.parcel, descriptors[0], stack)
                 write, self._write = self._write, None
                 assert write is not None, "an item is planned before it is written"
                 write(self._scratch.arrays(message.layout))
@@ -52,21 +52,22 @@ class Decoder:
             except Exception as error:  # noqa: BLE001 - an error fails the item, not the process
                 return _refused(error)
 
-    def _planned(self, item: Item, descriptor: int, stack: ExitStack) -> Plan:
+    def _planned(self, parcel: Parcel, descriptor: int, stack: ExitStack) -> Plan:
         self._write = None
         try:
-            data = unpacked(descriptor, item.parts, is_list=item.is_list)
+            data = unpacked(parcel, descriptor)
         except (OSError, ValueError) as error:
             raise MediaError(f"the file cannot be read or has changed: {error}") from error
         stack.close()
-        with decoding_to_count() if item.decodes_to_count else nullcontext():
-            plan, self._write = plan_item(self._processor, item.media, data, item.counts, self.caps)
+        with decoding_to_count() if parcel.decodes_to_count else nullcontext():
+            plan, self._write = plan_item(self._processor, parcel.media, data, parcel.counts, self.caps)
         return plan
 
     def limit_s(self, message: ToDecoder) -> float:
         """Return the maximum processor time in seconds for handling `message`."""
-        if message.item is not None:
-            self._limit_s = self.caps.max_decode_s if message.item.page is None else self.caps.max_pdf_page_s
+        if message.parcel is not None:
+            is_page = message.parcel.media.page is not None
+            self._limit_s = self.caps.max_pdf_page_s if is_page else self.caps.max_decode_s
         return self._limit_s
 
 

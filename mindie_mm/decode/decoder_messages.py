@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from mindie_mm.decode.parcel import Part
+from mindie_mm.decode.parcel import Parcel
 from mindie_mm.decode.scratch import Layout
-from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.nn.family import Plan
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import MediaCaps
@@ -28,34 +27,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Nursery to tokenizer process: the nursery can fork decoders. If loading fails, it sends a Failure instead."""
 
 
-class Item(msgspec.Struct, frozen=True):
-    """Media item in a message. The first descriptor that is sent with the message is the item's open file."""
-
-    kind: Kind
-    options: MediaOptions
-    counts: dict[Kind, int]
-    """Number of items of each kind in the prompt."""
-    parts: tuple[Part, ...]
-    """Contents of the file, as in `Parcel`."""
-    is_list: bool
-    """See `Parcel`."""
-    decodes_to_count: bool
-    """True to count the frames of a video by decoding them, False to count packets."""
-    page: int | None = None
-    """`Media.page`."""
-    is_embeddings: bool = False
-    """`Media.is_embeddings`."""
-
-    @property
-    def media(self) -> Media:
-        """Media item without its source."""
-        return Media(self.kind, None, self.options, page=self.page, is_embeddings=self.is_embeddings)
-
-
 class PlanItem(msgspec.Struct, frozen=True, tag="plan"):
-    """Tokenizer process to decoder: read and plan an item. The decoder keeps the plan until the next message."""
+    """Tokenizer process to decoder: read and plan an item. The decoder keeps the plan until the next message.
 
-    item: Item
+    The message carries the descriptor of the parcel's file.
+    """
+
+    parcel: Parcel
 
 
 class WriteItem(msgspec.Struct, frozen=True, tag="write"):
@@ -63,8 +41,8 @@ class WriteItem(msgspec.Struct, frozen=True, tag="write"):
 
     layout: Layout
     """Layout of the item's arrays in the scratch memory."""
-    item: Item | None
-    """Item to decode. None means the item that the decoder planned last."""
+    parcel: Parcel | None
+    """Item to decode, whose descriptor the message carries. None means the item that the decoder planned last."""
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):

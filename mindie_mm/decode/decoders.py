@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, cast
@@ -14,20 +16,25 @@ from numpy.typing import NDArray
 from mindie_mm.decode.decoder_messages import (
     DecoderSetup,
     FromDecoder,
-    Item,
     PlanItem,
     Refused,
     ToDecoder,
     WriteItem,
     Written,
 )
+from mindie_mm.decode.decoding import Decoding
+from mindie_mm.decode.digest import parcel_digest
 from mindie_mm.decode.jobs import DecoderProcess, Group, Job, JobQueue
 from mindie_mm.decode.nursery_client import NurseryClient
+from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
 from mindie_mm.decode.scratch import layout_of
 from mindie_mm.errors import NoProcess
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.guard import cancellation
+from mindie_mm.media.guard.caps import under
 from mindie_mm.nn.family import Plan
 from mindie_mm.processes.restarts import Starter, logged
-from mindie_mm.processes.tasks import gather, off_loop
+from mindie_mm.processes.tasks import gather, in_thread, off_loop
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +50,7 @@ Such a decoder is killed within twice this time. `limit_processor_time` kills a 
 """
 
 
-class Decoders:
+class Decoders(Decoding[Parcel]):
     """Pool of decoder processes. If a decoder dies, the pool starts a new one.
 
     If a decoder dies while it works on an item, another decoder tries the item once more. Canceling `plan` or `write`
@@ -96,35 +103,31 @@ class Decoders:
         """Process ids of the live decoders."""
         return [process.pid for process in self._processes]
 
-    async def plan(self, group: Group, item: Item, descriptor: int) -> Plan:
-        """Plan an item.
+    async def read(self, group: Group, media: Media, counts: Mapping[Kind, int]) -> Parcel:
+        if (parcel := pack_file(media, counts)) is not None:
+            group.files.callback(os.close, parcel.descriptor)
+            return parcel
 
-        Args:
-            group: Group of the item's request.
-            item: The item.
-            descriptor: Descriptor of the item's open file.
+        given_up = threading.Event()
 
-        Raises:
-            InputError: The item is invalid, or has crashed two decoders (MediaError).
-            OperationalError: The decoder has failed, two decoders have died (ProcessDied), or no decoder can be started
-                or the pool is closed (NoProcess).
+        def pack() -> Parcel:
+            with cancellation.until(given_up), under(self._caps):
+                copied = pack_copy(media, counts)
+            group.files.callback(os.close, copied.descriptor)
+            return copied
 
-        """
-        reply, _ = await self._do(Job(group, item, descriptor, asyncio.get_running_loop().create_future()))
+        return await in_thread(pack, given_up.set)  # fetching and reading may take a long time
+
+    async def plan(self, group: Group, source: Parcel) -> Plan:
+        reply, _ = await self._do(Job(group, source, asyncio.get_running_loop().create_future()))
         return cast("Plan", reply)
 
-    async def write(self, group: Group, item: Item, descriptor: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Decode an item to `arrays`. Raise the same errors as `plan`.
+    async def digest(self, settings: str, source: Parcel, salt: str) -> bytes:
+        return await off_loop(source.nbytes, lambda: parcel_digest(settings, source, salt))
 
-        Args:
-            group: Group of the item's request.
-            item: The item.
-            descriptor: Descriptor of the item's open file.
-            arrays: Writable arrays by name, with the dtypes and shapes of the item's plan.
-
-        """
+    async def write(self, group: Group, source: Parcel, arrays: Mapping[str, NDArray[Any]]) -> None:
         reply = asyncio.get_running_loop().create_future()
-        _, process = await self._do(Job(group, item, descriptor, reply, layout_of(arrays)))
+        _, process = await self._do(Job(group, source, reply, layout_of(arrays)))
         try:
             num_bytes = sum(array.nbytes for array in arrays.values())
             await off_loop(num_bytes, lambda: process.scratch.copy_to(arrays))
@@ -133,7 +136,6 @@ class Decoders:
             self._hand_out()
 
     def let_go(self, group: Group) -> None:
-        """Free the decoders that are reserved for `group`, so that other requests can use them."""
         for process in self._processes:
             if process.kept_for is group:
                 process.kept_for = None
@@ -185,13 +187,13 @@ class Decoders:
 
     def _send(self, process: DecoderProcess, job: Job) -> None:
         message: ToDecoder
-        descriptors = [job.descriptor]
+        descriptors = [job.parcel.descriptor]
         if job.layout is None:
-            message = PlanItem(job.item)
-        elif process.planned is job.item:
+            message = PlanItem(job.parcel)
+        elif process.planned is job.parcel:
             message, descriptors = WriteItem(job.layout, None), []
         else:
-            message = WriteItem(job.layout, job.item)
+            message = WriteItem(job.layout, job.parcel)
         process.job, process.planned, process.kept_for = job, None, None
         process.channel.send_with(self._encoder.encode(message), descriptors)
 
@@ -214,7 +216,7 @@ class Decoders:
             if not isinstance(reply, Written) or job.reply.done():  # otherwise, `write` still has to copy the arrays
                 process.job = None
             if isinstance(reply, Plan):
-                process.planned = job.item
+                process.planned = job.parcel
                 process.kept_for = job.group if job.group.keeps_decoder else None
             if not job.reply.done():
                 job.reply.set_result((reply, process))

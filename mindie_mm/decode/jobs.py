@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
-from mindie_mm.decode.decoder_messages import FromDecoder, Item
+from mindie_mm.decode.decoder_messages import FromDecoder
+from mindie_mm.decode.parcel import Parcel
 from mindie_mm.decode.scratch import Layout, Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, NoProcess, ProcessDied
 from mindie_mm.processes.ipc import Channel
@@ -31,6 +33,8 @@ class Group:
 
     keeps_decoder: bool = False
     """True if a decoder that has planned an item of this group stays reserved for it until `Decoders.let_go`."""
+    files: ExitStack = field(default_factory=ExitStack)
+    """Closes the files of the items. They stay open until the request is done, so that an item can be read again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +42,7 @@ class Job:
     """Media item to plan or to write."""
 
     group: Group
-    item: Item
-    descriptor: int
+    parcel: Parcel
     reply: asyncio.Future[tuple[FromDecoder, DecoderProcess]]
     layout: Layout | None = None
     """Layout of the item's arrays in the scratch memory. None if the job is to plan the item."""
@@ -53,7 +56,7 @@ class Job:
     def final_error(self, status: int | None, caps: MediaCaps) -> MindieMMError | None:
         """Return the error for an item whose decoder died with `status`, or None to try the item again."""
         if status == -signal.SIGXCPU:
-            is_page = self.item.page is not None
+            is_page = self.parcel.media.page is not None
             limit_s, name = (caps.max_pdf_page_s, "pdf-page") if is_page else (caps.max_decode_s, "decode")
             return LimitExceeded(f"decoding takes more processor time than the limit of {limit_s:g} s (--max-{name}-s)")
         if not self.is_second_try:
@@ -74,7 +77,7 @@ class DecoderProcess:
     scratch: Scratch
     job: Job | None = None
     """Job in progress."""
-    planned: Item | None = None
+    planned: Parcel | None = None
     """Item whose plan the decoder keeps."""
     kept_for: Group | None = None
     """Group that the decoder is reserved for. The next job of the group runs on this decoder."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
@@ -13,7 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mindie_mm.inputs import Media
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.guard.caps import decodes_to_count
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.source import read_source, source_path
 from mindie_mm.settings.config import MAX_SOURCE_BYTES
@@ -32,18 +34,30 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...] = ()
 
 
-class Parcel(msgspec.Struct, frozen=True):
-    """Open file with a media source, and a description of its contents."""
+class Parcel(msgspec.Struct, frozen=True, eq=False):
+    """Media item whose source is an open file, as a decoder receives it."""
 
+    media: Media
+    """The item, without its source."""
+    counts: Mapping[Kind, int]
+    """Number of items of each kind in the prompt."""
     descriptor: int
-    """Descriptor of the open file. The process that packed the parcel closes it."""
+    """Descriptor of the open file in the process that packed the parcel, which closes it. The decoder gets another one
+    with the message."""
     parts: tuple[Part, ...]
     """Contiguous ranges of the file, from its start."""
-    is_list: bool
+    is_list: bool = False
     """True if the parts are the frames of a video. If False, the parcel has a single part."""
+    decodes_to_count: bool = False
+    """True to count the frames of a video by decoding them, False to count packets."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the source in bytes."""
+        return sum(part.nbytes for part in self.parts)
 
 
-def pack_file(media: Media) -> Parcel | None:
+def pack_file(media: Media, counts: Mapping[Kind, int]) -> Parcel | None:
     """Open the file of `media`.
 
     Returns:
@@ -62,10 +76,10 @@ def pack_file(media: Media) -> Parcel | None:
     if not stat.S_ISREG(status.st_mode) or not 0 < status.st_size <= MAX_SOURCE_BYTES:
         os.close(descriptor)
         return None
-    return Parcel(descriptor, (Part(status.st_size),), is_list=False)
+    return _parcel(media, counts, descriptor, (Part(status.st_size),))
 
 
-def pack_copy(media: Media) -> Parcel:
+def pack_copy(media: Media, counts: Mapping[Kind, int]) -> Parcel:
     """Read the source of `media` and copy it to a sealed memfd.
 
     Raises:
@@ -92,16 +106,21 @@ def pack_copy(media: Media) -> Parcel:
     except BaseException:
         os.close(descriptor)
         raise
-    return Parcel(descriptor, tuple(parts), isinstance(data, tuple))
+    return _parcel(media, counts, descriptor, tuple(parts), is_list=isinstance(data, tuple))
 
 
-def unpacked(descriptor: int, parts: Sequence[Part], *, is_list: bool) -> Data:
+def _parcel(
+    media: Media, counts: Mapping[Kind, int], descriptor: int, parts: tuple[Part, ...], *, is_list: bool = False
+) -> Parcel:
+    return Parcel(replace(media, source=None), {**counts}, descriptor, parts, is_list, decodes_to_count())
+
+
+def unpacked(parcel: Parcel, descriptor: int) -> Data:
     """Return the source in a parcel, as `read_source` returns it.
 
     Args:
-        descriptor: Descriptor of the parcel's file.
-        parts: `Parcel.parts`.
-        is_list: `Parcel.is_list`.
+        parcel: The parcel.
+        descriptor: Descriptor of the parcel's file in this process.
 
     Raises:
         OSError: The file cannot be read.
@@ -110,10 +129,10 @@ def unpacked(descriptor: int, parts: Sequence[Part], *, is_list: bool) -> Data:
     """
     offset = 0
     values: list[bytes | NDArray[Any]] = []
-    for part in parts:
+    for part in parcel.parts:
         values.append(_read(descriptor, part, offset))
         offset += part.nbytes
-    return cast("Data", tuple(values) if is_list else values[0])
+    return cast("Data", tuple(values) if parcel.is_list else values[0])
 
 
 def _read(descriptor: int, part: Part, offset: int) -> bytes | NDArray[Any]:

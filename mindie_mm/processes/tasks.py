@@ -18,6 +18,27 @@ _INLINE_BYTES = 2**20
 """Maximum number of bytes to hash or copy on an event loop. This takes less than 0.5 ms."""
 
 
+_waits = contextvars.ContextVar("waits", default=True)
+"""False inside `run_alone`, where no event loop wakes a coroutine that waits."""
+
+
+def run_alone(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never waits for another task, on this thread, and return its result.
+
+    Inside it, `gather_in_order` and `off_loop` run one piece of work after another. In contrast to an event loop, this
+    function may be called inside another event loop, and an exception of a signal handler may interrupt it anywhere.
+    """
+    context = contextvars.copy_context()
+    context.run(_waits.set, False)
+    try:
+        while context.run(work.send, None) is None:  # the coroutine only lets other tasks run, and there are none
+            pass
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("the coroutine waits, but there is no event loop")
+
+
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """Open a task group. The first exception cancels the other tasks, and is raised without an exception group."""
@@ -43,6 +64,8 @@ async def gather_in_order(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     If several coroutines fail, raise the exception of the coroutine that comes first in `works`, even if another
     coroutine fails earlier. The coroutines after it in `works` are canceled.
     """
+    if not _waits.get():
+        return await _one_by_one(works)
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return [await task for task in tasks]
@@ -51,6 +74,15 @@ async def gather_in_order(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def _one_by_one(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    left = iter(works)
+    try:
+        return [await work for work in left]
+    finally:
+        for work in left:
+            work.close()
 
 
 def beside(work: Callable[[], T], check: Callable[[], None], period_s: float) -> T:
@@ -147,4 +179,4 @@ async def in_thread(work: Callable[[], T], give_up: Callable[[], object] | None 
 
 async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
     """Run `work`, which processes `num_bytes` bytes, and return its result. Use a thread if `num_bytes` is large."""
-    return work() if num_bytes <= _INLINE_BYTES else await in_thread(work)
+    return work() if num_bytes <= _INLINE_BYTES or not _waits.get() else await in_thread(work)

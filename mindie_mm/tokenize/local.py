@@ -20,16 +20,14 @@ from mindie_mm.processes.tasks import WorkThread, in_thread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import Arena, collect
-from mindie_mm.tokenize.decoded import read_prompts
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.prompts import Prompts
-from mindie_mm.tokenize.room import Room
 from mindie_mm.tokenize.stage.answer import answer
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
+from mindie_mm.tokenize.stores import ArenaStore, ScriptStore
 from mindie_mm.tokenize.tokenizer import Tokenizer
-from mindie_mm.tokenize.wires import NativeWire
 
 
 class _InCaller(TokenizerStage):
@@ -118,19 +116,28 @@ class DecodingTokenizer(_InCaller):
             ProcessDied: The decoders cannot be started.
 
         """
-        checkpoint, preprocessed = Checkpoint.open(model_path), Preprocessed(config.preprocessed_cache_bytes)
+        checkpoint = Checkpoint.open(model_path)
         async with AsyncExitStack() as undo:
             await in_thread(partial(collect, [default_spool()]))  # without a service, no other process collects
             arena = Arena.create(config.arena_bytes, quota_bytes=config.arena_request_bytes)
-            room = Room(arena, config.arena_wait_s, is_own=True)
-            undo.callback(room.close)
+            preprocessed = Preprocessed(config.preprocessed_cache_bytes)
+            store = ArenaStore(arena, config.arena_wait_s, preprocessed, is_own=True)
+            undo.callback(store.close)
             decoders = Decoders(DecoderSetup(str(checkpoint.path), config.family, config.media), arena.capacity_bytes)
             await decoders.open(config.decoders)
             undo.push_async_callback(decoders.close)
-            rules = (config.chat_template_content_format, config.parse_special)
-            limits = config.limit_mm_per_prompt
-            read = partial(read_prompts, checkpoint, config.family, *rules, config.media)
-            tokenizer = cls(await in_thread(lambda: read(decoders, room, preprocessed, limits)), decoders)
+            read = partial(
+                Prompts,
+                checkpoint,
+                config.family,
+                config.chat_template_content_format,
+                config.parse_special,
+                config.media,
+                config.limit_mm_per_prompt,
+                store,
+                decoders,
+            )
+            tokenizer = cls(await in_thread(read), decoders)
             undo.pop_all()
         return tokenizer
 
@@ -149,12 +156,12 @@ def _tokenizer(path: Path, config: WorkerConfig) -> Tokenizer:
     """Create a tokenizer with an arena."""
     make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
     with ExitStack() as undo:
-        wire = NativeWire(preprocessed=Preprocessed(config.preprocessed_cache_bytes), make=make)
-        undo.callback(wire.close)
-        wire.open()
+        store = ScriptStore(preprocessed=Preprocessed(config.preprocessed_cache_bytes), make=make)
+        undo.callback(store.close)
+        store.open()
         tokenizer = Tokenizer.from_pretrained(
             path,
-            wire,
+            store,
             family=config.family,
             caps=config.media,
             content_format=config.chat_template_content_format,

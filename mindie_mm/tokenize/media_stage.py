@@ -1,22 +1,88 @@
-"""The interface of media stages. They write media to shared memory, and write handle words into prompts."""
+"""The media stage. It decodes media, writes them to shared memory, and writes handle words into prompts."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from mindie_mm.inputs import Media
+from numpy.typing import NDArray
+
+from mindie_mm.decode.decoding import Decoding
+from mindie_mm.decode.inline import InlineDecoders
+from mindie_mm.decode.jobs import Group
+from mindie_mm.errors import InputError, naming
+from mindie_mm.inputs import Embeddings, Kind, Media
+from mindie_mm.media.guard.caps import Work
+from mindie_mm.processes.tasks import gather_in_order, off_loop
 from mindie_mm.settings.config import MediaCaps
-from mindie_mm.tokenize.planning import PlannedItem
+from mindie_mm.tokenize.planning import PlannedItem, Planner
 from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.stores import Store, Writer
 
 
-class RequestMedia(ABC):
+class MediaStage:
+    """A stage that decodes the media of requests and writes them to a store."""
+
+    def __init__(self, planner: Planner, decoders: Decoding[Any] | None, store: Store, caps: MediaCaps) -> None:
+        """Create a stage.
+
+        Args:
+            planner: Planner of the checkpoint.
+            decoders: Pool of decoder processes, or None to decode in this process.
+            store: Store for the items. The stage closes it.
+            caps: Limits on media.
+
+        """
+        self.planner = planner
+        self.inline = InlineDecoders(planner.processor, caps)
+        """Decoding of embeddings, which need no decoder process."""
+        self.decoders = decoders or self.inline
+        self.store = store
+        self.caps = caps
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[RequestMedia]:
+        """Return a context manager for the media of one request. On exit, it closes the files of the media."""
+        media = RequestMedia(self)
+        try:
+            yield media
+        finally:
+            media.close()
+
+    async def num_pages(self, document: Media) -> int:
+        """Return the number of pages of a PDF.
+
+        Raises:
+            InputError: The model does not accept images, or the PDF cannot be read.
+
+        """
+        self.planner.counts([document])
+        group, first = Group(), replace(document, is_document=False, page=0)
+        try:
+            source = await self.decoders.read(group, first, {"image": 1})
+            return (await self.decoders.plan(group, source)).num_pages
+        finally:
+            group.files.close()
+
+    def close(self) -> None:
+        """Release the resources of the stage. This may be called repeatedly."""
+        self.store.close()
+
+
+class RequestMedia(Writer):
     """The media of all prompts of one request."""
 
-    @abstractmethod
+    def __init__(self, stage: MediaStage) -> None:
+        """Create an empty request. Call `MediaStage.request` instead."""
+        self._stage = stage
+        self._group = Group()
+        self._sources: dict[PlannedItem, tuple[Decoding[Any], Any]] = {}
+        """Decoding and source of each planned item."""
+        self._salts: dict[PlannedItem, str] = {}
+
     async def plan(self, prompts: Sequence[Sequence[Media]]) -> list[list[PlannedItem]]:
         """Read and plan all items of each prompt, in order. Call this method once.
 
@@ -26,12 +92,13 @@ class RequestMedia(ABC):
             InputError: An item is invalid. The message says which item.
 
         """
+        self._group.keeps_decoder = sum(map(len, prompts)) == 1
+        return await gather_in_order([self._plan_prompt(media) for media in prompts])
 
-    @abstractmethod
     async def fill(
         self, prompts: Sequence[Prompt], items: Sequence[tuple[PlannedItem, str]], path_file: Path | None
     ) -> list[Prompt]:
-        """Write planned items to shared memory, record them in `path_file`, and return the prompts with handle words.
+        """Write planned items to the store, record them in `path_file`, and return the prompts with handle words.
 
         Each item is paired with the salt of its digest. The items have the order of the spans of all prompts. Call this
         method once, because blocks for all items are allocated together. If anything fails, all blocks are freed.
@@ -43,27 +110,55 @@ class RequestMedia(ABC):
             InputError: An item cannot be decoded, or `path_file` is missing. The message says which item.
 
         """
+        if not items:
+            return [*prompts]
+        store = self._stage.store
+        if path_file is None and store.needs_path_file:
+            raise InputError("a prompt with media needs a path file, which records the blocks to free")
+        self._salts = dict(items)
+        return await store.fill(prompts, [item for item, _ in items], path_file, self)
 
+    async def write(self, item: PlannedItem, arrays: Mapping[str, NDArray[Any]]) -> bytes:
+        stage, (decoders, source) = self._stage, self._sources[item]
+        kept = stage.store.preprocessed
+        if kept is None:
+            await decoders.write(self._group, source, arrays)
+            return b""
+        num_bytes = sum(array.nbytes for array in arrays.values())
+        digest = await decoders.digest(item.plan.settings, source, self._salts[item])
+        if digest in kept and await off_loop(num_bytes, lambda: kept.copy(digest, arrays)):
+            return digest
+        await decoders.write(self._group, source, arrays)
+        if kept.fits(num_bytes):
+            await off_loop(num_bytes, lambda: kept.keep(digest, arrays))
+        return digest
 
-class MediaStage(ABC):
-    """A stage that decodes media and writes them to shared memory."""
-
-    caps: MediaCaps
-    """Limits on media."""
-
-    @abstractmethod
-    async def num_pages(self, document: Media) -> int:
-        """Return the number of pages of a PDF.
-
-        Raises:
-            InputError: The model does not accept images, or the PDF cannot be read.
-
-        """
-
-    @abstractmethod
-    def request(self) -> AbstractAsyncContextManager[RequestMedia]:
-        """Return a context manager for the media of one request. On exit, it closes the files of the media."""
-
-    @abstractmethod
     def close(self) -> None:
-        """Release the resources of the stage. This may be called repeatedly."""
+        """Close the files, and let other requests use the decoder."""
+        self.let_go()
+        self._group.files.close()
+
+    def let_go(self) -> None:
+        self._stage.decoders.let_go(self._group)
+
+    async def _plan_prompt(self, media: Sequence[Media]) -> list[PlannedItem]:
+        counts = self._stage.planner.counts(media)
+        items = await gather_in_order([self._plan_item(item, index, counts) for index, item in enumerate(media)])
+        of_prompt = Work(self._stage.caps)
+        for item in items:
+            with naming(item.name):
+                of_prompt.add_picture(item.plan.picture_pixels)
+                of_prompt.add_video(item.plan.video_pixels)
+        return items
+
+    async def _plan_item(self, media: Media, index: int, counts: Mapping[Kind, int]) -> PlannedItem:
+        stage = self._stage
+        with naming(f"media item {index} ({media.kind})"):
+            stage.planner.check_options(media.options)
+            decoders = stage.inline if isinstance(media.source, Embeddings) else stage.decoders
+            source = await decoders.read(self._group, media, counts)
+            plan = await decoders.plan(self._group, source)
+            planned = stage.planner.item(index, media.kind, plan)
+            stage.store.check(plan, media.kind)
+            self._sources[planned] = decoders, source
+            return planned

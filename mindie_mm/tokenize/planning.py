@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, OperationalError
 from mindie_mm.inputs import PROMPT, Kind, Media, MediaOptions, require_within
-from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import ITEM, MediaShape
@@ -30,8 +30,6 @@ class PlannedItem:
     spelling: Spelling
     index: int
     """Index of the item among the media of its prompt."""
-    write: Write | None = None
-    """Function that writes the item's arrays. None if a decoder process writes them."""
     lead: int = 0
     """Number of ids of the item's spelling before its first placeholder."""
     tail: int = 0
@@ -122,21 +120,21 @@ class Planner:
                 f"use_audio_in_video is set, but {self._family} does not hear the sound of videos; leave it out"
             )
 
-    def require_makes(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> None:
-        """Raise OperationalError unless the model can have an item of `kind` with this grid and number of features."""
-        if kind != PROMPT and self.processor.spelling(kind, num_features, grid) is None:
-            raise OperationalError(
-                f"a decoder planned {num_features} features and the grid {grid}, which is not possible for this model"
-            )
+    def item(self, index: int, kind: Kind, plan: Plan) -> PlannedItem:
+        """Create the planned item for `plan`. Log each warning of plans once.
 
-    def item(self, index: int, kind: Kind, plan: Plan, write: Write | None = None) -> PlannedItem:
-        """Create the planned item for `plan`. Log each warning of plans once."""
+        Raise OperationalError if the model cannot have an item with this grid and number of features.
+        """
         processor = self.processor
         if plan.left_out and plan.left_out not in self._warnings:
             self._warnings.add(plan.left_out)
             _log.warning(plan.left_out)
         if kind == PROMPT:
-            return PlannedItem(kind, text_placeholder(processor), plan, Spelling(), index, write)
+            return PlannedItem(kind, text_placeholder(processor), plan, Spelling(), index)
         spelling = processor.spelling(kind, plan.num_features, plan.grid)
-        assert spelling is not None, f"the {kind} was planned with {plan.num_features} features and {plan.grid}"
-        return PlannedItem(kind, processor.placeholders[kind], plan, spelling, index, write)
+        if spelling is None:
+            raise OperationalError(
+                f"a decoder planned {plan.num_features} features and the grid {plan.grid}, which is not possible for "
+                "this model"
+            )
+        return PlannedItem(kind, processor.placeholders[kind], plan, spelling, index)

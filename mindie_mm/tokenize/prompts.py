@@ -13,19 +13,22 @@ from typing import Any
 
 import numpy as np
 
+from mindie_mm.decode.decoding import Decoding
 from mindie_mm.errors import ContextLengthExceeded, FramesMiscounted, InputError, TokenOutOfRange
 from mindie_mm.inputs import PROMPT, Item, Kind, Media, Message, Text, media_of, media_of_messages
 from mindie_mm.media.guard.caps import decoding_to_count
-from mindie_mm.models import reading
+from mindie_mm.models import family_of, reading
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Family, Placeholder, Processor
+from mindie_mm.nn.family import Placeholder, Processor
 from mindie_mm.processes import faults
-from mindie_mm.settings.config import ContentFormat, Switch
+from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch
+from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.tokenize.media_stage import MediaStage
 from mindie_mm.tokenize.placeholders import expand as expand_items
 from mindie_mm.tokenize.placeholders import insert
-from mindie_mm.tokenize.planning import PlannedItem, text_placeholder
+from mindie_mm.tokenize.planning import PlannedItem, Planner, text_placeholder
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.stores import Store
 from mindie_mm.tokenize.text.spelling import Rendered
 from mindie_mm.tokenize.text.text_encoder import Encoded, SpecialTokens, TextEncoder
 from mindie_mm.tokenize.truncate import cut, truncate
@@ -50,24 +53,31 @@ class Prompts:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        family: type[Family],
-        make_stage: Callable[[Processor], MediaStage],
-        content_format: ContentFormat = "auto",
-        parse_special: Switch = "on",
+        family_name: str | None,
+        content_format: ContentFormat,
+        parse_special: Switch,
+        caps: MediaCaps,
+        limits: PromptLimits,
+        store: Store | Callable[[Processor], Store],
+        decoders: Decoding[Any] | None = None,
     ) -> None:
         """Read the checkpoint.
 
         Args:
             checkpoint: Checkpoint of the prompts.
-            family: Family of the checkpoint.
-            make_stage: Function that creates the media stage.
+            family_name: Same as in `family_of`.
             content_format: Format in which the chat template receives the content of messages.
             parse_special: Same as `PromptOptions.parse_special`, for prompts that do not set it.
+            caps: Limits on media.
+            limits: Maximum number of items in a prompt.
+            store: Store for media items, or a function that creates it.
+            decoders: Pool of decoder processes, or None to decode in this process.
 
         Raises:
             UnsupportedCheckpoint: The checkpoint is not supported.
 
         """
+        family = family_of(checkpoint, family_name)
         with reading(checkpoint, family):
             checkpoint = family.translated(checkpoint)
             self._processor = family.processor(checkpoint)
@@ -89,7 +99,8 @@ class Prompts:
         self._parse_special = parse_special == "on"
         self.chat_traits = self._text.chat_traits
         """Traits of the chat template for conversations with tools."""
-        self.stage = make_stage(self._processor)
+        planner = Planner(self._processor, family.__name__, limits)
+        self.stage = MediaStage(planner, decoders, store if isinstance(store, Store) else store(self._processor), caps)
 
     @property
     def has_template(self) -> bool:

@@ -26,25 +26,20 @@ from mindie_mm.inputs import (
 from mindie_mm.media.source import source_path
 from mindie_mm.models import family_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Family, Processor
 from mindie_mm.processes.loop_thread import LoopThread
+from mindie_mm.processes.tasks import run_alone
 from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch, WorkerConfig
 from mindie_mm.settings.limits import PromptLimits, converted
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
-from mindie_mm.tokenize.decoded import read_prompts
-from mindie_mm.tokenize.in_process import InProcess
-from mindie_mm.tokenize.media_stage import MediaStage
-from mindie_mm.tokenize.mindie_wires import mindie_wire
-from mindie_mm.tokenize.planning import Planner
+from mindie_mm.tokenize.mindie_stores import mindie_store
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.prompts import Draft, Prompts
 from mindie_mm.tokenize.requests import request_of_items, request_of_messages
-from mindie_mm.tokenize.room import Room
 from mindie_mm.tokenize.stage.answer import answer
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
-from mindie_mm.tokenize.wires import ARENA_BYTES, NativeWire, Wire, WireName
+from mindie_mm.tokenize.stores import ARENA_BYTES, ArenaStore, ScriptStore, Store, WireName
 
 T = TypeVar("T")
 
@@ -74,7 +69,7 @@ class Tokenizer:
     def from_pretrained(
         cls,
         path: str | Path | None = None,
-        wire: WireName | Wire = "native",
+        wire: WireName | Store = "native",
         arena: Arena | None = None,
         family: str | None = None,
         caps: MediaCaps | None = None,
@@ -88,7 +83,7 @@ class Tokenizer:
         Args:
             path: Checkpoint directory, or None for the embedded checkpoint.
             wire: "native" stores items in an arena. "mindie" stores each array in a separate shared-memory segment,
-                which MindIE's workers can read. A `Wire` object is used directly.
+                which MindIE's workers can read. A `Store` object is used directly.
             arena: Arena of the native wire. If it is None, the tokenizer creates an arena at the first media item, and
                 removes it on `close` or at a normal exit.
             family: Same as in `family_of`.
@@ -105,7 +100,7 @@ class Tokenizer:
             ProcessDied: The decoders cannot be started.
 
         """
-        if not isinstance(wire, Wire) and not (isinstance(wire, str) and wire in get_args(WireName)):
+        if not isinstance(wire, Store) and not (isinstance(wire, str) and wire in get_args(WireName)):
             raise InputError(f"wire is {wire!r}; it must be one of {', '.join(get_args(WireName))}")
         if not isinstance(arena, Arena | None):
             raise InputError(f"arena is {type_of(arena)}; it must be an Arena")
@@ -123,22 +118,21 @@ class Tokenizer:
             "limit_mm_per_prompt", {} if limit_mm_per_prompt is None else limit_mm_per_prompt, PromptLimits
         )
         checkpoint, caps = Checkpoint.open(path), caps or MediaCaps()
-        model_family = family_of(checkpoint, family)
+        read = partial(Prompts, checkpoint, family, content_format, parse_special, caps, limits)
+        if wire == "mindie":
+            model_family, where = family_of(checkpoint, family), str(checkpoint.path)
+            return cls(read(lambda processor: mindie_store(processor, model_family, where)))
         if not decoders:
-            if arena is not None:
-                wire = NativeWire(arena)
-            make = partial(_in_process, checkpoint, model_family, wire=wire, caps=caps, limits=limits)
-            return cls(Prompts(checkpoint, model_family, make, content_format, parse_special))
+            return cls(read(wire if isinstance(wire, Store) else ScriptStore(arena)))
         with ExitStack() as undo:
-            room = Room(arena or Arena.create(ARENA_BYTES), WorkerConfig().arena_wait_s, is_own=arena is None)
-            undo.callback(room.close)
-            processes = Decoders(DecoderSetup(str(checkpoint.path), family, caps), room.arena.capacity_bytes)
+            opened = arena or Arena.create(ARENA_BYTES)
+            store = ArenaStore(opened, WorkerConfig().arena_wait_s, Preprocessed(), is_own=arena is None)
+            undo.callback(store.close)
+            processes = Decoders(DecoderSetup(str(checkpoint.path), family, caps), opened.capacity_bytes)
             loop = LoopThread("tokenizer")
             undo.callback(loop.close, processes.close)
             loop.run(processes.open(decoders))
-            read = partial(read_prompts, checkpoint, family, content_format, parse_special, caps)
-            prompts = read(processes, room, Preprocessed(), limits)
-            tokenizer = cls(prompts, loop, processes)
+            tokenizer = cls(read(store, processes), loop, processes)
             undo.pop_all()
         return tokenizer
 
@@ -284,31 +278,7 @@ class Tokenizer:
         if self._closed:
             making.close()
             raise InputError("the tokenizer is closed")
-        if self._loop is not None:
-            return self._loop.run(making)
-        try:
-            while making.send(None) is None:  # the coroutine only yields to other tasks, and there are none
-                pass
-        except StopIteration as done:
-            result: T = done.value
-            return result
-        raise AssertionError("without decoders there is nothing to wait for")
-
-
-def _in_process(
-    checkpoint: Checkpoint,
-    family: type[Family],
-    processor: Processor,
-    *,
-    wire: WireName | Wire,
-    caps: MediaCaps,
-    limits: PromptLimits,
-) -> MediaStage:
-    if wire == "mindie":
-        wire = mindie_wire(processor, family, str(checkpoint.path))
-    elif not isinstance(wire, Wire):
-        wire = NativeWire()
-    return InProcess(processor, Planner(processor, family.__name__, limits), wire, caps)
+        return run_alone(making) if self._loop is None else self._loop.run(making)
 
 
 def _described(function: Callable[..., Any]) -> dict[str, Any]:

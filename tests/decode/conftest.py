@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from mindie_mm.decode import Decoders, Group
-from mindie_mm.decode.decoder_messages import DecoderSetup, Item
+from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.decode.nursery import load_processor
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
 from mindie_mm.decode.planning import plan_item
@@ -48,7 +48,7 @@ class Bench:
 
     async def plan(self, media: Media, group: Group | None = None) -> Plan:
         with packed(media) as parcel:
-            return await self.decoders.plan(group or Group(), item_of(media, parcel), parcel.descriptor)
+            return await self.decoders.plan(group or Group(), parcel)
 
     async def arrays(self, media: Media, before_write: Callable[[], object] = lambda: None) -> Arrays:
         """Let the decoders plan and write an item, and return its arrays.
@@ -56,11 +56,10 @@ class Bench:
         Call `before_write` between planning and writing.
         """
         with packed(media) as parcel:
-            item = item_of(media, parcel)
-            plan = await self.decoders.plan(Group(), item, parcel.descriptor)
+            plan = await self.decoders.plan(Group(), parcel)
             with self.block(plan) as block:
                 before_write()
-                await self.write(item, parcel, plan, block)
+                await self.write(parcel, plan, block)
                 return {name: np.array(array) for name, array in block.items()}
 
     @contextmanager
@@ -72,9 +71,9 @@ class Bench:
         with block:
             yield block
 
-    async def write(self, item: Item, parcel: Parcel, plan: Plan, block: Block, group: Group | None = None) -> None:
+    async def write(self, parcel: Parcel, plan: Plan, block: Block, group: Group | None = None) -> None:
         arrays = {name: block[name] for name in plan.specs}
-        await self.decoders.write(group or Group(), item, parcel.descriptor, arrays)
+        await self.decoders.write(group or Group(), parcel, arrays)
 
     async def whole(self) -> list[int]:
         """Wait until both decoders run, and return their pids."""
@@ -88,18 +87,12 @@ class Bench:
 
 @contextmanager
 def packed(media: Media) -> Iterator[Parcel]:
-    parcel = pack_file(media) or pack_copy(media)
+    counts = {media.kind: 1}
+    parcel = pack_file(media, counts) or pack_copy(media, counts)
     try:
         yield parcel
     finally:
         os.close(parcel.descriptor)
-
-
-def item_of(media: Media, parcel: Parcel) -> Item:
-    counts = {media.kind: 1}
-    return Item(
-        media.kind, media.options, counts, parcel.parts, parcel.is_list, decodes_to_count=False, page=media.page
-    )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mindie_mm.decode import decoders
 from mindie_mm.errors import FramesMiscounted, InputError, LimitExceeded, MediaError
 from mindie_mm.inputs import Embeddings, parse_inputs
 from mindie_mm.media.video.encoded_video import EncodedVideo
@@ -220,16 +221,14 @@ def test_pixels_are_limited_over_a_whole_request(random_checkpoint: Path, tmp_pa
 def test_a_file_truncated_after_it_was_opened_is_a_media_error(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mindie_mm.tokenize import decoded
+    path, pack_file = _file(tmp_path, encoded(CAT)), decoders.pack_file
 
-    path, pack_file = _file(tmp_path, encoded(CAT)), decoded.pack_file
-
-    def truncated(media: Any) -> Any:
-        parcel = pack_file(media)
+    def truncated(*given: Any) -> Any:
+        parcel = pack_file(*given)
         os.truncate(path, 100)
         return parcel
 
-    monkeypatch.setattr(decoded, "pack_file", truncated)
+    monkeypatch.setattr(decoders, "pack_file", truncated)
     with pytest.raises(MediaError, match=r"media item 0 \(image\): the file cannot be read or has changed"):
         pair.prompt(pair.decoded, {"image": str(path)})
     assert pair.arena.num_blocks == 0

@@ -19,7 +19,7 @@ from mindie_mm.decode.decoder_messages import DecoderSetup, Written
 from mindie_mm.errors import MediaError, NoProcess, ProcessDied
 from mindie_mm.inputs import Media
 from mindie_mm.settings.config import MediaCaps
-from tests.decode.conftest import Bench, busy, item_of, packed, same, stopped, until
+from tests.decode.conftest import Bench, busy, packed, same, stopped, until
 from tests.media_samples import encoded, photograph
 
 pytestmark = pytest.mark.usefixtures("copied_workers")
@@ -53,10 +53,9 @@ async def test_an_item_is_planned_again_when_its_decoder_is_killed_while_plannin
 async def test_an_item_is_written_again_when_its_decoder_is_killed_while_writing(bench: Bench) -> None:
     before = await bench.whole()
     with packed(SMALL) as parcel:
-        item = item_of(SMALL, parcel)
-        plan = await bench.decoders.plan(Group(), item, parcel.descriptor)
+        plan = await bench.decoders.plan(Group(), parcel)
         with bench.block(plan) as block, stopped(*before):
-            task = asyncio.create_task(bench.write(item, parcel, plan, block))
+            task = asyncio.create_task(bench.write(parcel, plan, block))
             await until(lambda: busy(bench.decoders))
             (pid,) = busy(bench.decoders)
             os.kill(pid, signal.SIGKILL)
@@ -102,10 +101,9 @@ async def test_an_idle_decoder_that_dies_is_replaced_and_fails_no_item(bench: Be
 async def test_a_decoder_that_hangs_over_a_cancelled_item_is_killed(bench: Bench) -> None:
     before = await bench.whole()
     with packed(SMALL) as parcel:
-        item = item_of(SMALL, parcel)
-        plan = await bench.decoders.plan(Group(), item, parcel.descriptor)
+        plan = await bench.decoders.plan(Group(), parcel)
         with bench.block(plan) as block, stopped(*before):
-            task = asyncio.create_task(bench.write(item, parcel, plan, block))
+            task = asyncio.create_task(bench.write(parcel, plan, block))
             await until(lambda: busy(bench.decoders))
             (pid,) = busy(bench.decoders)
             (other,) = set(before) - {pid}
@@ -160,16 +158,15 @@ async def test_the_decoder_that_planned_an_item_writes_it(bench: Bench) -> None:
     for pid in before:
         (other,) = set(before) - {pid}
         with packed(SMALL) as parcel:
-            item = item_of(SMALL, parcel)
             with stopped(other):
                 occupied = asyncio.create_task(bench.plan(SMALL)) if other == before[0] else None
                 if occupied:
                     await until(lambda: busy(bench.decoders))
-                plan = await bench.decoders.plan(group, item, parcel.descriptor)
+                plan = await bench.decoders.plan(group, parcel)
             if occupied:
                 await occupied
             with bench.block(plan) as block, stopped(*before):
-                task = asyncio.create_task(bench.write(item, parcel, plan, block, group))
+                task = asyncio.create_task(bench.write(parcel, plan, block, group))
                 await until(lambda: busy(bench.decoders))
                 assert busy(bench.decoders) == [pid]
                 for one in before:
@@ -374,7 +371,7 @@ async def test_an_item_is_planned_again_when_its_decoder_hangs(
     try:
         pids = decoders.pids
         with stopped(*pids), packed(SMALL) as parcel:
-            items = [decoders.plan(Group(), item_of(SMALL, parcel), parcel.descriptor) for _ in range(2)]
+            items = [decoders.plan(Group(), parcel) for _ in range(2)]
             assert [plan.num_features for plan in await asyncio.gather(*items)] == [20, 20]
         assert not set(pids) & set(decoders.pids)
     finally:
@@ -385,9 +382,7 @@ async def test_closing_ends_all_processes_while_items_are_being_decoded(random_c
     decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
     pids = [*decoders.pids, psutil.Process(decoders.pids[0]).ppid()]
     with stopped(*decoders.pids), packed(SMALL) as parcel:
-        items = [
-            asyncio.create_task(decoders.plan(Group(), item_of(SMALL, parcel), parcel.descriptor)) for _ in range(3)
-        ]
+        items = [asyncio.create_task(decoders.plan(Group(), parcel)) for _ in range(3)]
         await until(lambda: len(busy(decoders)) == 2)
         await decoders.close()
         assert not any(psutil.pid_exists(pid) for pid in pids)

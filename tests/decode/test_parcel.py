@@ -48,7 +48,7 @@ def media(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_parcel_has_the_content_and_digest_of_its_source(media: Media, salt: str) -> None:
     data = read_source(media)
     with packed(media) as parcel:
-        found = unpacked(parcel.descriptor, parcel.parts, is_list=parcel.is_list)
+        found = unpacked(parcel, parcel.descriptor)
         assert type(found) is type(data)
         pieces = zip(found, data, strict=True) if isinstance(data, tuple) else [(found, data)]
         assert all(np.array_equal(one, other) for one, other in pieces)
@@ -90,7 +90,7 @@ def test_a_file_is_passed_open_and_not_copied(tmp_path: Path) -> None:
     with packed(Media("image", str(path))) as parcel:
         assert os.fstat(parcel.descriptor).st_ino == path.stat().st_ino
         path.unlink()
-        assert unpacked(parcel.descriptor, parcel.parts, is_list=False) == DATA
+        assert unpacked(parcel, parcel.descriptor) == DATA
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "missing", "empty", "too large", "bytes"])
@@ -104,7 +104,7 @@ def test_other_sources_are_read_by_the_tokenizer(kind: str, tmp_path: Path, monk
         path.write_bytes(b"" if kind == "empty" else DATA)
     monkeypatch.setattr("mindie_mm.decode.parcel.MAX_SOURCE_BYTES", 100)
     source = {"device": "/dev/zero", "bytes": DATA}.get(kind, str(path))
-    assert pack_file(Media("image", source)) is None
+    assert pack_file(Media("image", source), {"image": 1}) is None
 
 
 def test_a_source_that_cannot_be_read_leaves_no_file_open(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_source_that_cannot_be_read_leaves_no_file_open(tmp_path: Path) -> Non
         ("/dev/zero", LimitExceeded),
     ):
         with pytest.raises(error):
-            pack_copy(Media("image", source))
+            pack_copy(Media("image", source), {"image": 1})
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
@@ -126,6 +126,6 @@ def test_a_file_truncated_after_packing_is_refused(tmp_path: Path, length: int) 
     with packed(Media("image", str(path))) as parcel:
         os.truncate(path, length)
         with pytest.raises(ValueError, match=f"ends at byte {length}"):
-            unpacked(parcel.descriptor, parcel.parts, is_list=False)
+            unpacked(parcel, parcel.descriptor)
         with pytest.raises(MediaError, match="truncated"):
             parcel_digest("", parcel)

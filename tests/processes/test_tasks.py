@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mindie_mm.errors import SharedMemoryError
-from mindie_mm.processes.tasks import gather, gather_in_order, in_thread
+from mindie_mm.processes.tasks import gather, gather_in_order, in_thread, off_loop, run_alone
 
 
 async def test_cancelled_work_waits_for_its_threads() -> None:
@@ -99,3 +99,25 @@ async def test_the_first_failure_in_order_is_raised_however_late_it_comes():
     with pytest.raises(ValueError, match="first in order"):
         await gather_in_order([late(), early(), endless()])
     assert ended == ["last"]
+
+
+async def _doubled(number: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * await off_loop(1 << 30, lambda: number)
+
+
+async def test_run_alone_runs_one_work_after_another_inside_another_event_loop() -> None:
+    assert run_alone(gather_in_order([_doubled(number) for number in range(3)])) == [0, 2, 4]
+    assert await gather_in_order([_doubled(number) for number in range(3)]) == [0, 2, 4]
+
+
+def test_run_alone_raises_the_first_error_and_runs_no_further_work() -> None:
+    begun: list[int] = []
+
+    async def fail(number: int) -> None:
+        begun.append(number)
+        raise SharedMemoryError(f"number {number}")
+
+    with pytest.raises(SharedMemoryError, match="number 0"):
+        run_alone(gather_in_order([fail(0), fail(1)]))
+    assert begun == [0]

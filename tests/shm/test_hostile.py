@@ -128,8 +128,8 @@ import signal, subprocess
 killed = "from mindie_mm.shm import Arena; import os; a = Arena.create(20 << 20); os.kill(os.getpid(), 9)"
 assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
 (left,) = os.listdir("/dev/shm")
-from mindie_mm.tokenize import Tokenizer, wires
-wires.ARENA_BYTES = 20 << 20
+from mindie_mm.tokenize import Tokenizer, stores
+stores.ARENA_BYTES = 20 << 20
 with Tokenizer.from_pretrained() as tokenizer:
     tokenizer.tokenize([{"image": sys.argv[1]}], sys.argv[2])
     (own,) = os.listdir("/dev/shm")

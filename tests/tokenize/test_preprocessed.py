@@ -16,7 +16,7 @@ from mindie_mm.media.image import encoded_image as image
 from mindie_mm.shm import Arena, Ref, attach, release
 from mindie_mm.tokenize import Tokenizer, preprocessed
 from mindie_mm.tokenize.preprocessed import Preprocessed
-from mindie_mm.tokenize.wires import NativeWire
+from mindie_mm.tokenize.stores import ScriptStore
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
 CAT, COFFEE, ROCKET = (encoded(photograph(name, (112, 84))) for name in ("chelsea.png", "coffee.png", "rocket.jpg"))
@@ -42,7 +42,7 @@ class Run:
 
     def keep(self, capacity_bytes: int) -> None:
         path, arena = self._made_of
-        self._tokenizer = Tokenizer.from_pretrained(path, NativeWire(arena, Preprocessed(capacity_bytes)))
+        self._tokenizer = Tokenizer.from_pretrained(path, ScriptStore(arena, Preprocessed(capacity_bytes)))
 
     def arrays(self, *items: dict[str, Any]) -> list[dict[str, np.ndarray[Any, Any]]]:
         """Tokenize `items`, return the arrays of each item from shared memory, and free their blocks."""

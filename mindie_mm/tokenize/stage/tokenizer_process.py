@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from functools import partial
 
 import msgspec
 import torch
@@ -26,10 +25,8 @@ from mindie_mm.processes.ipc import Channel, ChildChannel, Failure, Lifeline, op
 from mindie_mm.processes.tasks import task_group
 from mindie_mm.settings.environment import fault_folder
 from mindie_mm.shm import Arena, collect
-from mindie_mm.tokenize.decoded import read_prompts
 from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompts import Prompts
-from mindie_mm.tokenize.room import Room
 from mindie_mm.tokenize.stage.answer import answer
 from mindie_mm.tokenize.stage.tokenizer_messages import (
     Cancel,
@@ -42,6 +39,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     Tokenized,
     ToProcess,
 )
+from mindie_mm.tokenize.stores import ArenaStore
 
 _log = logging.getLogger(__name__)
 
@@ -141,11 +139,10 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     decoders = Decoders(DecoderSetup(setup.model, setup.family, setup.media), setup.arena_bytes)
-    room = Room(arena, setup.arena_wait_s)
     try:
         async with task_group() as group:  # in parallel, because the imports of each take seconds
             group.create_task(decoders.open(setup.num_decoders))
-            reading = group.create_task(asyncio.to_thread(_read_checkpoint, setup, decoders, room))
+            reading = group.create_task(asyncio.to_thread(_read_checkpoint, setup, decoders, arena))
         prompts = reading.result()
         channel.send(msgspec.msgpack.encode(Ready(prompts.shown_tokens, prompts.chat_traits)))
         with socket.socket(fileno=os.dup(channel.fileno())) as sock:
@@ -153,11 +150,17 @@ async def _run(channel: ChildChannel, setup: Setup, arena: Arena) -> None:
     except MindieMMError as error:
         channel.send(msgspec.msgpack.encode(Failure.of(error)))
     finally:
-        room.close()
         await decoders.close()
 
 
-def _read_checkpoint(setup: Setup, decoders: Decoders, room: Room) -> Prompts:
-    checkpoint, preprocessed = Checkpoint.open(setup.model), Preprocessed(setup.preprocessed_cache_bytes)
-    read = partial(read_prompts, checkpoint, setup.family, setup.chat_template_content_format, setup.parse_special)
-    return read(setup.media, decoders, room, preprocessed, setup.limit_mm_per_prompt)
+def _read_checkpoint(setup: Setup, decoders: Decoders, arena: Arena) -> Prompts:
+    return Prompts(
+        Checkpoint.open(setup.model),
+        setup.family,
+        setup.chat_template_content_format,
+        setup.parse_special,
+        setup.media,
+        setup.limit_mm_per_prompt,
+        ArenaStore(arena, setup.arena_wait_s, Preprocessed(setup.preprocessed_cache_bytes)),
+        decoders,
+    )

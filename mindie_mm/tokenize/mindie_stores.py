@@ -1,10 +1,11 @@
-"""Wires that write MindIE's format (docs/wire-format.md, section 5), in which each array has its own segment."""
+"""Stores that write MindIE's format (docs/wire-format.md, section 5), in which each array has its own segment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import Segment, create_shm, encode_shape_to_int64, encode_shm_name_to_int64
 from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
-from mindie_mm.tokenize.wires import ItemToStore, ItemWire, Wire
+from mindie_mm.tokenize.stores import ItemStore, Store, Words, Writer
 
 
-def mindie_wire(processor: Processor, family: type[Family], where: str) -> Wire:
-    """Return the wire for a family.
+def mindie_store(processor: Processor, family: type[Family], where: str) -> Store:
+    """Return the store for a family.
 
     Raise UnsupportedCheckpoint if MindIE has no layout for one of the family's kinds of media.
     """
@@ -32,15 +33,15 @@ def mindie_wire(processor: Processor, family: type[Family], where: str) -> Wire:
     if missing := ", ".join(kind for kind in family.kinds if kind not in known):
         raise UnsupportedCheckpoint(f"{where}: its family has no MindIE layout for {missing}")
     if whole is not None:
-        return MindIEPromptWire(whole, processor.mindie_pad)
-    return MindIEWire(layouts, processor.mindie_pad)
+        return MindIEPromptStore(whole, processor.mindie_pad)
+    return MindIEItemStore(layouts, processor.mindie_pad)
 
 
-class MindIEWire(ItemWire):
-    """A wire that stores each array of an item in its own segment, without a digest."""
+class MindIEItemStore(ItemStore):
+    """A store that keeps each array of an item in its own segment, without a digest."""
 
     def __init__(self, layouts: Mapping[Kind, Layout], pad: int) -> None:
-        """Create a wire.
+        """Create a store.
 
         Args:
             layouts: Layouts of all kinds of media that the model supports.
@@ -56,13 +57,24 @@ class MindIEWire(ItemWire):
         runs = next(iter(plan.mindie_specs.values())).shape[0] if layout.per_run else 1
         _check_slots(plan.num_features // runs, layout.least_features, kind)
 
-    def store(
-        self, item: PlannedItem, digest: Callable[[], bytes], path_file: Path | None, undo: ExitStack
-    ) -> Sequence[int]:
+    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer) -> list[Words]:
+        words: list[Words] = []
+        with ExitStack() as undo:
+            for item in items:
+                with naming(item.name):
+                    words.append(await self._store(item, path_file, writer, undo))
+            undo.pop_all()
+        return words
+
+    async def _store(self, item: PlannedItem, path_file: Path | None, writer: Writer, undo: ExitStack) -> Words:
+        """Write an item, and return its handle words and placeholders."""
         assert path_file is not None
         layout, specs = self._layouts[item.kind], item.plan.mindie_specs
         if layout.per_run:
-            return list(self._words_of_runs(item, path_file, undo))
+            ((name, spec),) = specs.items()
+            rows = np.empty(spec.shape, spec.dtype)
+            await writer.write(item, {name: rows})
+            return [*_words_of_runs(item, rows, path_file, undo)]
         segments: dict[str, Segment] = {}
         arrays: dict[str, NDArray[Any]] = {}
         for field in layout.fields:
@@ -71,66 +83,61 @@ class MindIEWire(ItemWire):
                 segments[field.name], arrays[field.name] = _segment(spec, path_file, undo)
             else:
                 arrays[field.name] = np.empty(spec.shape, spec.dtype)
-        assert item.write is not None
-        item.write(arrays)
+        await writer.write(item, arrays)
         words = list(layout.words({name: segment.name for name, segment in segments.items()}, arrays))
         if layout.enclosed:
             token, num_pads = item.placeholder.token, item.plan.num_features - len(words) - 2
             return [token, *words, *[self._pad] * num_pads, token]
         return words
 
-    def _words_of_runs(self, item: PlannedItem, path_file: Path, undo: ExitStack) -> Iterator[int]:
-        """Store each row of the item's array in its own segment. Yield the words and placeholders of all runs."""
-        ((name, spec),) = item.plan.mindie_specs.items()
-        rows = np.empty(spec.shape, spec.dtype)
-        assert item.write is not None
-        item.write({name: rows})
-        token, run_length = item.placeholder.token, item.plan.num_features // len(rows)
-        for i in range(len(rows)):
-            segment, array = _segment(ArraySpec(rows[i : i + 1].shape, spec.dtype), path_file, undo)
-            array[...] = rows[i : i + 1]
-            yield encode_shm_name_to_int64(segment.name)
-            yield encode_shape_to_int64(array.shape)
-            yield from [token] * (run_length - 2)
 
-
-class MindIEPromptWire(Wire):
-    """A wire that stores the arrays of all items of a prompt together, without digests."""
+class MindIEPromptStore(Store):
+    """A store that keeps the arrays of all items of a prompt together, without digests."""
 
     def __init__(self, layout: PromptLayout, pad: int) -> None:
-        """Create a wire. `pad` is `Processor.mindie_pad`."""
+        """Create a store. `pad` is `Processor.mindie_pad`."""
         self._layout = layout
         self._pad = pad
 
     def check(self, plan: Plan, kind: Kind) -> None:
         _check_readable(plan, kind)
 
-    def fill(self, prompt: Prompt, items: Sequence[ItemToStore], path_file: Path | None, undo: ExitStack) -> Prompt:
-        if not items:
-            return prompt
+    async def fill(
+        self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
+    ) -> list[Prompt]:
+        left, filled = iter(items), list[Prompt]()
+        with ExitStack() as undo:
+            for prompt in prompts:
+                own = [*islice(left, len(prompt.spans))]
+                filled.append(await self._fill_prompt(prompt, own, path_file, writer, undo) if own else prompt)
+            undo.pop_all()
+        return filled
+
+    async def _fill_prompt(
+        self, prompt: Prompt, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer, undo: ExitStack
+    ) -> Prompt:
         assert path_file is not None
-        prompt = self._unframed(prompt, [item for item, _ in items])
-        start = self._start(prompt, items[0][0])
+        prompt = self._unframed(prompt, items)
+        start = self._start(prompt, items[0])
         parts: list[dict[str, NDArray[Any]]] = [{} for _ in items]
         words: list[int] = []
         for field in self._layout.fields:
             if isinstance(field, OfPrompt):
                 words += _stored(_of_prompt(field, prompt), path_file, undo)
                 continue
-            own = [i for i, (item, _) in enumerate(items) if item.kind == field.kind]
+            own = [i for i, item in enumerate(items) if item.kind == field.kind]
             if not own:
                 words += [0, 0]
                 continue
-            shapes = [items[i][0].plan.mindie_specs[field.name].shape for i in own]
+            shapes = [items[i].plan.mindie_specs[field.name].shape for i in own]
             stops = np.cumsum([shape[0] for shape in shapes]).tolist()
             segment, joined = _segment(ArraySpec((stops[-1], *shapes[0][1:]), field.dtype), path_file, undo)
             for i, shape, stop in zip(own, shapes, stops, strict=True):
                 parts[i][field.name] = joined[stop - shape[0] : stop]
             words += [encode_shm_name_to_int64(segment.name), encode_shape_to_int64(joined.shape)]
-        for (item, _), arrays in zip(items, parts, strict=True):
+        for item, arrays in zip(items, parts, strict=True):
             with naming(item.name):
-                assert item.write is not None
-                item.write(arrays)
+                await writer.write(item, arrays)
         ids = np.full_like(prompt.ids, self._pad) if self._layout.replaces_ids else prompt.ids.copy()
         ids[start : start + len(words)] = words
         return replace(prompt, ids=ids)
@@ -181,6 +188,17 @@ def _check_readable(plan: Plan, kind: Kind) -> None:
 def _check_slots(num_features: int, needed: int, kind: Kind) -> None:
     if num_features < needed:
         raise LimitExceeded(f"the {kind} has {num_features} features; MindIE's wire format needs at least {needed}")
+
+
+def _words_of_runs(item: PlannedItem, rows: NDArray[Any], path_file: Path, undo: ExitStack) -> Iterator[int]:
+    """Store each row of an item's array in its own segment. Yield the words and placeholders of all runs."""
+    run_length = item.plan.num_features // len(rows)
+    for i in range(len(rows)):
+        segment, array = _segment(ArraySpec(rows[i : i + 1].shape, str(rows.dtype)), path_file, undo)
+        array[...] = rows[i : i + 1]
+        yield encode_shm_name_to_int64(segment.name)
+        yield encode_shape_to_int64(array.shape)
+        yield from [item.placeholder.token] * (run_length - 2)
 
 
 def _segment(spec: ArraySpec, path_file: Path, undo: ExitStack) -> tuple[Segment, NDArray[Any]]:

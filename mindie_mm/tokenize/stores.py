@@ -1,0 +1,259 @@
+"""Stores. A store keeps the arrays of media items, and writes the handle words that refer to them into the prompt.
+
+An item is stored in a block of an arena, in a block of a file, or in segments in MindIE's format (`mindie_stores.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from numpy.typing import NDArray
+
+from mindie_mm.errors import LimitExceeded, SharedMemoryError, naming
+from mindie_mm.inputs import Kind
+from mindie_mm.nn.family import Plan
+from mindie_mm.processes import faults
+from mindie_mm.processes.tasks import gather_in_order
+from mindie_mm.shm import Arena, ArraySpec, Block, DiskArena, collect
+from mindie_mm.shm.format.item import ITEM
+from mindie_mm.tokenize.planning import PlannedItem
+from mindie_mm.tokenize.preprocessed import Preprocessed
+from mindie_mm.tokenize.prompt import Prompt, put_words
+
+WireName = Literal["native", "mindie"]
+ARENA_BYTES = 256 * 2**20
+"""Default capacity in bytes of an arena that a tokenizer creates."""
+
+Words = Sequence[int]
+"""Handle words of one item."""
+
+_LEAST_FEATURE_BYTES = 16
+"""Minimum size of an item's arrays in bytes per feature, in any family."""
+
+
+class Writer(ABC):
+    """An object that writes the items of a request."""
+
+    @abstractmethod
+    async def write(self, item: PlannedItem, arrays: Mapping[str, NDArray[Any]]) -> bytes:
+        """Write the arrays of an item, and return the digest of its content, or b"" if the store keeps no digests."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Let other requests use the decoder that is reserved for this request, because it is going to wait."""
+
+
+class Store(ABC):
+    """Storage for media items."""
+
+    needs_path_file: ClassVar[bool] = True
+    """Whether stored items are freed through a path file."""
+    preprocessed: Preprocessed | None = None
+    """Cache of preprocessed media. None if the store does not store digests."""
+
+    def check(self, plan: Plan, kind: Kind) -> None:
+        """Raise LimitExceeded if an item has too few placeholders for its handle words, or more than fit in the store.
+
+        One placeholder suffices unless a store overrides this method. InputError is raised if the store cannot store
+        the item at all.
+        """
+
+    @abstractmethod
+    async def fill(
+        self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
+    ) -> list[Prompt]:
+        """Store the items of prompts, and return the prompts with their handle words. If this fails, free all items.
+
+        Args:
+            prompts: Prompts without handle words. They have one span per item.
+            items: Items to store.
+            path_file: File that records the references to free.
+            writer: Object that writes the items.
+
+        Raises:
+            ArenaFull: The arena has no free memory for an item.
+            SharedMemoryError: Shared memory cannot be used. The errors of `Writer.write` are raised, too.
+
+        """
+
+    def close(self) -> None:
+        """Release the store's own resources. This may be called repeatedly."""
+
+
+class ItemStore(Store):
+    """A store whose handle words refer to one item each."""
+
+    async def fill(
+        self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
+    ) -> list[Prompt]:
+        words = iter(await self.store(items, path_file, writer))
+        return [put_words(prompt, islice(words, len(prompt.spans))) for prompt in prompts]
+
+    @abstractmethod
+    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer) -> list[Words]:
+        """Store items, and return the handle words of each item. `fill` describes the arguments and errors."""
+
+
+class ArenaStore(ItemStore):
+    """A store in an arena whose memory several requests share. Requests wait in an event loop."""
+
+    def __init__(self, arena: Arena, wait_s: float, preprocessed: Preprocessed, *, is_own: bool = False) -> None:
+        """Create a store.
+
+        Args:
+            arena: Arena in which blocks are allocated.
+            wait_s: Maximum time in seconds that a request waits for memory.
+            preprocessed: Cache of preprocessed media.
+            is_own: Whether `close` closes the arena.
+
+        """
+        self._arena, self._wait_s, self._is_own = arena, wait_s, is_own
+        self.preprocessed = preprocessed
+
+    def check(self, plan: Plan, kind: Kind) -> None:
+        # A compromised decoder could return so many features that the prompt's ids use all memory.
+        if plan.num_features > (most := self._arena.capacity_bytes // _LEAST_FEATURE_BYTES):
+            raise LimitExceeded(f"the item has {plan.num_features} features; the arena has room for at most {most}")
+
+    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer) -> list[Words]:
+        assert path_file is not None
+        arena, all_specs = self._arena, [item.specs for item in items]
+        blocks = arena.try_allocate(all_specs, path_file=path_file)
+        if blocks is None:
+            writer.let_go()
+            blocks = await arena.allocate_together(all_specs, path_file=path_file, timeout_s=self._wait_s)
+        return await _filled(arena, items, blocks, writer)
+
+    def close(self) -> None:
+        if self._is_own:
+            self._arena.close()
+
+
+class ScriptStore(ItemStore):
+    """A store in an arena for a script, which makes one prompt at a time and waits for memory without an event loop."""
+
+    def __init__(
+        self,
+        arena: Arena | None = None,
+        preprocessed: Preprocessed | None = None,
+        make: Callable[[], Arena] | None = None,
+    ) -> None:
+        """Create a store in `arena`, or in its own arena.
+
+        Its own arena is created at the first item, and removed on `close` or at a normal exit. If memory does not
+        suffice for the arena, memory of killed processes is reclaimed first. If another program removes the arena, the
+        store creates a new one. For example, systemd-logind removes arenas when the user logs out (RemoveIPC).
+
+        Args:
+            arena: Arena to use, or None for the store's own arena.
+            preprocessed: Cache of preprocessed media, or None for no cache.
+            make: Function that creates the store's own arena, by default with ARENA_BYTES.
+
+        """
+        self._arena, self._is_own = arena, arena is None
+        self._make = make or partial(Arena.create, ARENA_BYTES)
+        self.preprocessed = preprocessed or Preprocessed()
+
+    def open(self) -> Arena:
+        """Return the arena. Create it if it does not exist or is lost. Raise SharedMemoryError if creation fails."""
+        if self._is_own and self._arena is not None and self._arena.lost:
+            self.close()
+        if self._arena is None:
+            try:
+                self._arena = self._make()
+            except SharedMemoryError:
+                collect()
+                self._arena = self._make()
+        return self._arena
+
+    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer) -> list[Words]:
+        arena = self.open()
+        try:
+            return await self._store(arena, items, path_file, writer)
+        except SharedMemoryError:
+            if (another := self.open()) is arena:
+                raise
+            return await self._store(another, items, path_file, writer)
+
+    def close(self) -> None:
+        if self._is_own and self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    async def _store(
+        self, arena: Arena, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
+    ) -> list[Words]:
+        blocks: list[Block] = []
+        try:
+            for item in items:
+                with naming(item.name):
+                    blocks.append(arena.allocate(item.specs, path_file=path_file))
+        except BaseException:
+            _discard(arena, blocks)
+            raise
+        return await _filled(arena, items, blocks, writer)
+
+
+class FileStore(ItemStore):
+    """A store in a file on disk. Items are never freed."""
+
+    needs_path_file: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.preprocessed = Preprocessed()
+        self.arena: DiskArena | None = None
+        """Arena for the next items. The code that sets this attribute also closes the arena."""
+        self.stored: list[tuple[bytes, Mapping[str, ArraySpec]]] = []
+        """Digest and array specs of each item, in order. The code that reads this list also empties it."""
+
+    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer) -> list[Words]:
+        assert self.arena is not None
+        words: list[Words] = []
+        num_blocks = self.arena.num_blocks
+        try:
+            for item in items:
+                with naming(item.name), self.arena.allocate(item.specs) as block:
+                    block[ITEM][...] = item.shape.values
+                    digest = await writer.write(item, _arrays(block, item))
+                    words.append(block.publish(digest).to_words())
+                self.stored.append((digest, item.specs))
+        except BaseException:
+            self.arena.roll_back(num_blocks)
+            raise
+        return words
+
+
+async def _filled(arena: Arena, items: Sequence[PlannedItem], blocks: Sequence[Block], writer: Writer) -> list[Words]:
+    """Write the items to their blocks, and return the handle words of the published blocks. If this fails, free all."""
+    try:
+        faults.point("allocated")
+        words = await gather_in_order([_fill(item, block, writer) for item, block in zip(items, blocks, strict=True)])
+    except BaseException:
+        _discard(arena, blocks)
+        raise
+    faults.point("published")
+    return words
+
+
+async def _fill(item: PlannedItem, block: Block, writer: Writer) -> Words:
+    """Write the arrays of an item, publish its block, and return its handle words."""
+    block[ITEM][...] = item.shape.values
+    faults.point("mid-fill")
+    with naming(item.name):
+        digest = await writer.write(item, _arrays(block, item))
+    faults.point("filled")
+    return block.publish(digest).to_words()
+
+
+def _discard(arena: Arena, blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        arena.discard(block)
+
+
+def _arrays(block: Mapping[str, NDArray[Any]], item: PlannedItem) -> dict[str, NDArray[Any]]:
+    return {name: block[name] for name in item.plan.specs}
