@@ -6,7 +6,6 @@ import fcntl
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
@@ -112,7 +111,9 @@ def pack_copy(media: Media, counts: Mapping[Kind, int]) -> Parcel:
 def _parcel(
     media: Media, counts: Mapping[Kind, int], descriptor: int, parts: tuple[Part, ...], *, is_list: bool = False
 ) -> Parcel:
-    return Parcel(replace(media, source=None), {**counts}, descriptor, parts, is_list, decodes_to_count())
+    return Parcel(
+        msgspec.structs.replace(media, source=None), {**counts}, descriptor, parts, is_list, decodes_to_count()
+    )
 
 
 def unpacked(parcel: Parcel, descriptor: int) -> Data:

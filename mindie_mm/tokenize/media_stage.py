@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from numpy.typing import NDArray
 
 from mindie_mm.decode.decoding import Decoding
@@ -60,7 +60,7 @@ class MediaStage:
 
         """
         self.planner.counts([document])
-        group, first = Group(), replace(document, is_document=False, page=0)
+        group, first = Group(), msgspec.structs.replace(document, is_document=False, page=0)
         try:
             source = await self.decoders.read(group, first, {"image": 1})
             return (await self.decoders.plan(group, source)).num_pages
