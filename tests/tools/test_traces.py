@@ -1,0 +1,16 @@
+"""Tests that a request enters no more files and functions than it does today. Lower a ceiling with the code."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(("module", "files", "functions"), [("trace_request", 84, 422), ("trace_http", 130, 664)])
+def test_a_request_enters_few_files_and_functions(module, files, functions):
+    command = [sys.executable, "-m", f"tools.{module}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    counts = re.fullmatch(r"(\d+) files, (\d+) functions, \d+ calls", done.stdout.splitlines()[-1])
+    assert counts is not None
+    assert (int(counts[1]) <= files, int(counts[2]) <= functions) == (True, True), counts[0]
