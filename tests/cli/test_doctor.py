@@ -25,12 +25,15 @@ def doctor(file, *, status=0, **environment):
 def test_usable_folders_are_ok(tmp_path):
     spool, file = tmp_path / "new" / "spool", tmp_path / "settings.toml"
     file.write_text(f'spool = "{spool}"\nallowed_media_dir = "{tmp_path}"\n')
-    found = doctor(file, MINDIE_MM_MAX_IMAGE="a-value")
+    found = doctor(file, MINDIE_MM_MAX_MEDIA_ITEM="a-value")
     assert (found["spool"]["status"], found["spool"]["found"]) == ("ok", f"{spool} can be created")
     assert not spool.parent.exists()
     assert found["media folder"]["status"] == "ok"
     assert found["settings"]["status"] == "warning"
-    assert found["settings"]["found"] == "MINDIE_MM_MAX_IMAGE is not a setting; did you mean MINDIE_MM_MAX_IMAGES?"
+    assert (
+        found["settings"]["found"]
+        == "MINDIE_MM_MAX_MEDIA_ITEM is not a setting; did you mean MINDIE_MM_MAX_MEDIA_ITEMS?"
+    )
     spool.mkdir(parents=True, mode=0o700)
     found = doctor(file)
     assert (found["spool"]["status"], found["spool"]["found"]) == ("ok", f"{spool} can be written")

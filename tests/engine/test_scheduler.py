@@ -166,8 +166,8 @@ def test_at_most_max_num_seqs_sequences_run():
 
 
 def test_a_waiting_sequence_can_be_removed():
-    waits = sequence("b", 2)
-    sched = scheduler(sequence("a", 2), waits, max_num_seqs=1)
+    runs, waits = sequence("a", 2), sequence("b", 2)
+    sched = scheduler(runs, waits, max_num_seqs=1)
     step(sched)
     sched.remove(waits)
     assert not sched.waiting
@@ -186,8 +186,8 @@ def test_overlapping_spans_count_as_one():
 
 def test_a_span_beyond_the_budget_is_the_only_prompt_of_its_step():
     """The span cannot be split, but must run eventually. It may exceed the budget if its step has no other prompt."""
-    large = sequence("large", 12, joined=((0, 12),))
-    sched = scheduler(sequence("a", 3), large, sequence("b", 2), max_num_batched_tokens=5)
+    prompts = sequence("a", 3), sequence("large", 12, joined=((0, 12),)), sequence("b", 2)
+    sched = scheduler(*prompts, max_num_batched_tokens=5)
     assert step(sched) == [("a", 0, 3)], "the span is not added to a step with another prompt"
     assert step(sched) == [("a", 3, 4), ("large", 0, 12)]
     assert step(sched) == [("a", 4, 5), ("large", 12, 13), ("b", 0, 2)]

@@ -36,7 +36,7 @@ from mindie_mm.device.cpu.step_memory import allocated_peak_bytes
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.process.largest_step import WorstCase
-from mindie_mm.engine.requests.engine_messages import Add, Encode
+from mindie_mm.engine.requests.engine_messages import Add, Encode, Progress
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import (
     ContextLengthExceeded,
@@ -109,17 +109,33 @@ PICTURES: Mapping[str, Items] = {
 
 
 def run(engine: BaseEngine, prompts: Sequence[torch.Tensor], **settings: Any) -> tuple[dict[int, list[int]], dict]:
-    """Run all prompts concurrently. Return the output tokens and the errors, both by the index of the prompt."""
+    """Run all prompts concurrently. Return the output tokens and the errors, both by the index of the prompt.
+
+    Like a client, add a request again if it was preempted and the engine does not keep its media.
+    """
     outputs: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
     errors: dict[int, Failure] = {}
+    consumed: set[int] = set()
     params = SamplingParams(temperature=0, **settings)
-    news = [engine.add(Add(str(i), ids.numpy().tobytes(), params)) for i, ids in enumerate(prompts)]
+
+    def add(number: int) -> Progress | None:
+        ids = prompts[number].numpy().tobytes()
+        return engine.add(Add(str(number), ids, params, float(number), drawn_ids=[*outputs[number]]))
+
+    news = [add(number) for number in outputs]
     while news or engine.has_work():
+        again: list[Progress | None] = []
         for progress in filter(None, news):
-            outputs[int(progress.request_id)] += progress.token_ids
-            if progress.error:
-                errors[int(progress.request_id)] = progress.error
-        news = engine.step().progress if engine.has_work() else []
+            number = int(progress.request_id)
+            outputs[number] += progress.token_ids
+            if progress.media_consumed:
+                consumed.add(number)
+            if progress.error and progress.error.name == "StaleReference" and number in consumed:
+                consumed.remove(number)
+                again.append(add(number))
+            elif progress.error:
+                errors[number] = progress.error
+        news = again + (engine.step().progress if engine.has_work() else [])
     return outputs, errors
 
 

@@ -38,11 +38,11 @@ async def test_cancelled_work_waits_for_its_threads() -> None:
     assert sorted(ended) == [0, 1, 2, 3]
 
 
-async def test_cancelled_work_that_waits_for_a_thread_never_runs() -> None:
+async def test_cancelled_work_that_waits_for_a_thread_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Canceled work must not occupy a thread, because the work of other requests would have to wait for this thread."""
     began, may_end = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(1))
+    monkeypatch.setattr(loop, "_default_executor", ThreadPoolExecutor(1))  # the loop also runs later tests
     done: list[int] = []
 
     def first() -> None:

@@ -223,8 +223,8 @@ def streaming(service: RunningService, n: int) -> Iterator[Any]:
 def test_interrupted_streams_are_logged_and_counted(settings: dict[str, object], tmp_path: Path) -> None:
     """Three streams fail after they were answered with status 200.
 
-    The client of the first stream disconnects, the engine dies during the second, and the service stops during the
-    third.
+    The client of the first stream disconnects, the engine dies twice during the second, which survives only one death,
+    and the service stops during the third.
     """
     log = tmp_path / "log"
     with running_service(settings | {"log_format": "json", "spool": tmp_path / "spool"}, log) as service:
@@ -233,10 +233,16 @@ def test_interrupted_streams_are_logged_and_counted(settings: dict[str, object],
         wait_until(lambda: metric(service, "request_success_total", finished_reason="abort") == 2)
         with streaming(service, 3) as died:
             events = died.iter_lines()
-            next(events)
-            for child in psutil.Process(service.process.pid).children():
-                if "mindie_mm.engine.process.engine_process" in child.cmdline():
-                    child.kill()
+            for restarts in range(2):
+                wait_until(lambda n=restarts: metric(service, "process_restarts_total", process="engine") == n)
+                wait_until(lambda: metric(service, "num_requests_running") == 3)
+                next(events)
+                (engine,) = (
+                    child
+                    for child in psutil.Process(service.process.pid).children()
+                    if "mindie_mm.engine.process.engine_process" in child.cmdline()
+                )
+                engine.kill()
             assert '"code":503' in [line for line in events if line][-2]
         assert metric(service, "request_success_total", finished_reason="error") == 3
         assert metric(service, "request_success_total") == 5

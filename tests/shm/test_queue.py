@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -307,12 +308,14 @@ async def test_scripts_and_requests_wait_in_one_queue(asking: Asking) -> None:
 
     first = asyncio.create_task(request("first"))
     await turn()
-    thread = asyncio.create_task(asyncio.to_thread(script))
-    await asyncio.to_thread(until, lambda: asking.waiting_bytes == 80 * PAGE)
+    thread = Thread(target=script)
+    thread.start()
+    until(lambda: asking.waiting_bytes == 80 * PAGE)
     last = asyncio.create_task(request("last"))
     await turn()
     asking.free(held)
-    await asyncio.gather(first, thread, last)
+    await asyncio.gather(first, last)
+    await asyncio.to_thread(thread.join)
     assert order == ["first", "script", "last"]
 
 
