@@ -77,7 +77,7 @@ class Call:
     silent: Collection[int] | None = None
     """Ids of the tokens that are left out of the text. If it is None, `params.skip_special_tokens` applies."""
     stop_scope: StopScope | None = None
-    """Text at the beginning of the output in which stop strings have no effect."""
+    """Part of the output in which stop strings have an effect. None means the whole output."""
 
     @asynccontextmanager
     async def prompts(

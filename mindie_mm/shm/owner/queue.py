@@ -89,7 +89,7 @@ class Demand:
 
     @property
     def is_served(self) -> bool:
-        """Whether the request has got its blocks or an error."""
+        """Whether the request has received its blocks or an error."""
         return self.blocks is not None or self.error is not None
 
     def take(self) -> list[Block]:
