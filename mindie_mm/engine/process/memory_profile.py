@@ -6,7 +6,7 @@ import logging
 
 from mindie_mm.device import Device
 from mindie_mm.engine.cache.kv_cache_size import block_size, useful_bytes
-from mindie_mm.engine.process.largest_step import Part, Step, mib
+from mindie_mm.engine.process.largest_step import Step, mib
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.errors import DeviceError
 from mindie_mm.nn.model import Model
@@ -86,8 +86,8 @@ def kv_cache_bytes(
     divided = num_engines > 1 and spec.device.type == "cpu"
     each, fewer = (f" for each of {num_engines} engines", ", or lower replicas") if divided else ("", "")
     free = _free_bytes(model, device, ranks, num_engines)
-    encoder_cache = Part("the encoder cache", config.encoder_cache_bytes, "encoder_cache_bytes")
-    largest = max(*step.parts, encoder_cache, key=lambda part: part.num_bytes)
+    # `encoder_cache_bytes` has already made room, so that a smaller encoder cache would not help.
+    largest = max(step.parts, key=lambda part: part.num_bytes)
     says = f"{spec.device} has {mib(free)} free{each} after loading the weights; {step}; the encoder cache takes "
     says += mib(config.encoder_cache_bytes)
     if config.kv_cache_bytes is not None:
