@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -30,8 +29,8 @@ from mindie_mm.engine.requests.engine_messages import (
     Stepped,
     TokenLogprob,
 )
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.sampler import DRAWS_PER_TOKEN, logprobs_of, sample, score, without_tokens
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
 from mindie_mm.engine.sent_features import sendable
@@ -88,7 +87,7 @@ class BaseEngine(ABC):
         self._tower_limits = TowerLimits(config.max_tower_tokens, config.max_tower_bytes, model.spec.feature_bytes)
         by_item = config.tower_parallel == "items"
         self._towers = Towers(model, self._encoder_cache, self._tower_limits, ranks, by_item=by_item)
-        self._sequences: dict[str, Sequence] = {}
+        self._requests: dict[str, Request] = {}
         self.grammars: Grammars | None = None
         """Compiler of structured outputs. If it is None, requests for structured outputs are refused."""
         self.weights = b""
@@ -115,11 +114,11 @@ class BaseEngine(ABC):
         )
 
     @abstractmethod
-    def _sequence(self, message: Add) -> Sequence:
-        """Create the sequence of a request. Raise a MindieMMError if the request is invalid."""
+    def _request(self, message: Add) -> Request:
+        """Create a request from its message. Raise a MindieMMError if the request is invalid."""
 
     @abstractmethod
-    def _run(self, step: abc.Sequence[Scheduled], progress: list[Progress]) -> None:
+    def _run(self, step: Sequence[Scheduled], progress: list[Progress]) -> None:
         """Compute a step. Append each result to `progress` immediately, so that a later failure does not lose it."""
 
     def has_work(self) -> bool:
@@ -127,12 +126,12 @@ class BaseEngine(ABC):
 
     def add(self, message: Add) -> Progress | None:
         """Queue a request. Return an error if the request is invalid, else None."""
-        sequence = self._try_on_all(message.request_id, lambda: self._new(message))
-        if isinstance(sequence, MindieMMError):
-            return _failure(message.request_id, sequence)
-        self._encoder_cache.count(list(sequence.items))
-        self._sequences[message.request_id] = sequence
-        self._scheduler.add(sequence)
+        request = self._try_on_all(message.request_id, lambda: self._new(message))
+        if isinstance(request, MindieMMError):
+            return _failure(message.request_id, request)
+        self._encoder_cache.count(list(request.items))
+        self._requests[message.request_id] = request
+        self._scheduler.add(request)
         return None
 
     def encode(self, message: Encode) -> Progress:
@@ -164,32 +163,32 @@ class BaseEngine(ABC):
         failure = self._ranks.all_reduce_error(failure)
         return result if failure is None else failure
 
-    def _new(self, message: Add) -> Sequence:
+    def _new(self, message: Add) -> Request:
         if message.params.bad_words:
             raise InputError(
                 "bad_words is set, but the engine accepts only token ids; give bad_token_ids instead", param="bad_words"
             )
-        sequence = self._sequence(message)
-        if (wanted := sequence.params.structure) is not None:
-            sequence.constraint = self._constraint(wanted)
-        sequence.origin = Origin(sequence.content_digest(), self.weights)
+        request = self._request(message)
+        if (wanted := request.params.structure) is not None:
+            request.constraint = self._constraint(wanted)
+        request.origin = Origin(request.content_digest(), self.weights)
         if message.origin is not None:
-            _require_same(message.origin, sequence.origin, begun=bool(message.drawn_ids))
+            _require_same(message.origin, request.origin, begun=bool(message.drawn_ids))
         if message.drawn_ids:
-            self._restore(sequence, message.drawn_ids)
-        return sequence
+            self._restore(request, message.drawn_ids)
+        return request
 
-    def _restore(self, sequence: Sequence, drawn_ids: abc.Sequence[int]) -> None:
-        """Bring a new sequence into the state in which the tokens `drawn_ids` left an earlier sequence."""
-        if len(drawn_ids) >= sequence.max_tokens:  # another engine may have a shorter context
-            detail = f"the request has {sequence.num_prompt} prompt tokens and {len(drawn_ids)} output tokens"
-            raise ContextLengthExceeded.of(sequence.num_prompt + sequence.max_tokens, detail)
+    def _restore(self, request: Request, drawn_ids: Sequence[int]) -> None:
+        """Bring a new request into the state in which the tokens `drawn_ids` left an earlier request."""
+        if len(drawn_ids) >= request.max_tokens:  # another engine may have a shorter context
+            detail = f"the request has {request.num_prompt} prompt tokens and {len(drawn_ids)} output tokens"
+            raise ContextLengthExceeded.of(request.num_prompt + request.max_tokens, detail)
         for token in drawn_ids:
-            sequence.append(token)
-            if sequence.constraint is not None:
-                sequence.constraint.accept(token)
-        if sequence.generator is not None:
-            torch.rand(len(drawn_ids), DRAWS_PER_TOKEN, generator=sequence.generator)
+            request.append(token)
+            if request.constraint is not None:
+                request.constraint.accept(token)
+        if request.generator is not None:
+            torch.rand(len(drawn_ids), DRAWS_PER_TOKEN, generator=request.generator)
         faults.point("restored")
 
     def _constraint(self, wanted: StructuredOutputs) -> Constraint:
@@ -204,8 +203,8 @@ class BaseEngine(ABC):
 
     def abort(self, message: Abort) -> None:
         """Remove a request. Do nothing if the request has ended."""
-        if sequence := self._sequences.get(message.request_id):
-            self._forget(sequence)
+        if request := self._requests.get(message.request_id):
+            self._forget(request)
 
     def step(self) -> Stepped:
         """Compute one step. An error that cannot be assigned to a single request fails all requests of the step."""
@@ -220,7 +219,7 @@ class BaseEngine(ABC):
             # A device or kernel error must not end requests outside this step, unless the device is lost for good.
             _log.exception("a step of %d requests failed", len(step))
             failure = DeviceError(f"the step failed: {type(error).__name__}")
-            left = [s.sequence for s in step if s.sequence.request_id in self._sequences]
+            left = [s.request for s in step if s.request.request_id in self._requests]
             progress += self._take_out(dict.fromkeys(left, failure))
         return Stepped(progress, self.stats)
 
@@ -243,8 +242,8 @@ class BaseEngine(ABC):
         return items
 
     @torch.inference_mode()
-    def _draw(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[Draw | None]:
-        """Draw the next token of each sequence from logits float32 [sequences, vocabulary], changed in place.
+    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> list[Draw | None]:
+        """Draw the next token of each request from logits float32 [requests, vocabulary], changed in place.
 
         The result is None for a row that contains NaN or plus infinity. The causes of such values are an overflow of
         the model's dtype and non-finite embeddings.
@@ -252,18 +251,18 @@ class BaseEngine(ABC):
         non_finite = ~(logits < torch.inf).all(dim=1)  # true for NaN and plus infinity. Minus infinity is a valid mask
         logits.masked_fill_(non_finite.unsqueeze(1), 0)  # keeps sampling valid for the other rows
         # Copy the rows first, because sampling changes the logits in place, and log-probabilities describe raw logits.
-        asking = _asking(sequences)
+        asking = _asking(requests)
         rows = [upload(np.array(group, np.int64), logits.device) for group in asking.values()]
         raw = [logits.index_select(0, group) for group in rows]
-        self._constrain(logits, sequences)
-        tokens = sample(logits, sequences, self._spec.eos_token_ids)
+        self._constrain(logits, requests)
+        tokens = sample(logits, requests, self._spec.eos_token_ids)
         scores = [
-            score(part, tokens.index_select(0, group), key, _named_ids(sequences, asking[key], logits.device))
+            score(part, tokens.index_select(0, group), key, _named_ids(requests, asking[key], logits.device))
             if key == _NAMED
             else score(part, tokens.index_select(0, group), key)
             for part, group, key in zip(raw, rows, asking, strict=True)
         ]
-        if (excluded := without_tokens(logits, sequences)) is not None:
+        if (excluded := without_tokens(logits, requests)) is not None:
             tokens.masked_fill_(excluded, _NO_TOKEN)
         # Use one download for all results, because the host waits for the device here. In a step without media and
         # prompt log-probabilities, the host does not wait anywhere else.
@@ -272,15 +271,15 @@ class BaseEngine(ABC):
         logprobs: dict[int, list[TokenLogprob]] = {}
         for n, group in enumerate(asking.values()):
             for i, one in zip(group, logprobs_of([drawn[i] for i in group], *on_host[2 + 3 * n :][:3]), strict=True):
-                logprobs[i] = [_trimmed(one, sequences[i].params.logprob_token_ids)]
+                logprobs[i] = [_trimmed(one, requests[i].params.logprob_token_ids)]
         return [
             None if bad else (token, logprobs.get(i))
             for i, (token, bad) in enumerate(zip(drawn, on_host[0].tolist(), strict=True))
         ]
 
-    def _constrain(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
-        """Set the logits of forbidden tokens to minus infinity. `logits` are float32 [sequences, vocabulary]."""
-        constraints = {row: one.constraint for row, one in enumerate(sequences) if one.constraint is not None}
+    def _constrain(self, logits: Tensor, requests: Sequence[Request]) -> None:
+        """Set the logits of forbidden tokens to minus infinity. `logits` are float32 [requests, vocabulary]."""
+        constraints = {row: one.constraint for row, one in enumerate(requests) if one.constraint is not None}
         if not constraints:
             return
         assert self.grammars is not None, "every constraint comes from `grammars`"
@@ -288,132 +287,132 @@ class BaseEngine(ABC):
         rows = upload(np.array([*constraints], np.int64), logits.device)
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(refused, -torch.inf))
 
-    def _advance(self, sequence: Sequence, draw: Draw | None, *, media_consumed: bool) -> Progress:
-        """Append a token to a sequence and return its progress. Remove the sequence if it has finished.
+    def _advance(self, request: Request, draw: Draw | None, *, media_consumed: bool) -> Progress:
+        """Append a token to a request and return its progress. Remove the request if it has finished.
 
-        If `draw` is None, the sequence fails.
+        If `draw` is None, the request fails.
         """
         if draw is None:
-            for item in sequence.items:  # the features may be the cause, so other requests must not reuse them
+            for item in request.items:  # the features may be the cause, so other requests must not reuse them
                 self._encoder_cache.drop(item)
-            return self._fail(sequence, OperationalError("the model returned non-finite logits for this request"))
+            return self._fail(request, OperationalError("the model returned non-finite logits for this request"))
         token, logprobs = draw
         if token == _NO_TOKEN:
             return self._fail(
-                sequence,
+                request,
                 InputError(
                     "allowed_token_ids, bad_words and the request's other constraints exclude every token; allow at "
                     "least one"
                 ),
             )
-        if (constraint := sequence.constraint) is not None:
+        if (constraint := request.constraint) is not None:
             # Only rank 0 computes which tokens may follow, so only rank 0 detects that a grammar exceeds a limit.
             error = self._ranks.broadcast(str, lambda: constraint.accept(token))
             if error:
                 return self._fail(
-                    sequence, InputError(f"the output can no longer match the requested structure: {error}")
+                    request, InputError(f"the output can no longer match the requested structure: {error}")
                 )
-        first = sequence.num_output == 0
+        first = request.num_output == 0
         if first:
-            sequence.first_token_s = time.monotonic()
-        sequence.append(token)
+            request.first_token_s = time.monotonic()
+        request.append(token)
         faults.point("first-token" if first else "mid-decode")
-        alone = sequence.params.max_tokens == 0  # the request only scores its prompt, so the drawn token is dropped
-        reason, stop_token_id = ("length", None) if alone else self._finished(sequence, token)
+        alone = request.params.max_tokens == 0  # the request only scores its prompt, so the drawn token is dropped
+        reason, stop_token_id = ("length", None) if alone else self._finished(request, token)
         if reason is not None:
-            self._forget(sequence)
+            self._forget(request)
         return Progress(
-            request_id=sequence.request_id,
+            request_id=request.request_id,
             token_ids=[] if alone else [token],
             logprobs=None if alone else logprobs,
-            cached_tokens=sequence.num_cached if first else None,
-            origin=sequence.origin if first or media_consumed else None,
-            prompt_logprobs=sequence.prompt_logprobs if first and sequence.params.prompt_logprobs is not None else None,
+            cached_tokens=request.num_cached if first else None,
+            origin=request.origin if first or media_consumed else None,
+            prompt_logprobs=request.prompt_logprobs if first and request.params.prompt_logprobs is not None else None,
             finish_reason=reason,
             stop_token_id=stop_token_id,
             media_consumed=media_consumed,
-            timings=sequence.timings(),
+            timings=request.timings(),
         )
 
-    def _finished(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-        params = sequence.params
-        if sequence.num_output >= params.min_tokens:
+    def _finished(self, request: Request, token: int) -> tuple[FinishReason | None, int | None]:
+        params = request.params
+        if request.num_output >= params.min_tokens:
             if token in params.stop_token_ids:
                 return "stop", token
             if token in self._spec.eos_token_ids and not params.ignore_eos:
                 return "stop", None
-        return ("length" if sequence.num_output >= sequence.max_tokens else None), None
+        return ("length" if request.num_output >= request.max_tokens else None), None
 
-    def _consume_media(self, step: abc.Sequence[Scheduled]) -> set[Sequence]:
-        """Release the media whose last placeholder the step has computed. Return the sequences of these media."""
+    def _consume_media(self, step: Sequence[Scheduled]) -> set[Request]:
+        """Release the media whose last placeholder the step has computed. Return the requests of these media."""
         consumed = set()
         for scheduled in step:
-            sequence = scheduled.sequence
-            if sequence.media_consumed or not sequence.items or scheduled.stop < sequence.media_stop:
+            request = scheduled.request
+            if request.media_consumed or not request.items or scheduled.stop < request.media_stop:
                 continue
-            self._drop_without_digest(sequence)
-            sequence.consume_media()
-            consumed.add(sequence)
+            self._drop_without_digest(request)
+            request.consume_media()
+            consumed.add(request)
         if consumed:
             faults.point("consumed")
         return consumed
 
-    def _drop_without_digest(self, sequence: Sequence) -> None:
+    def _drop_without_digest(self, request: Request) -> None:
         """Drop features of items without a digest.
 
         Their cache key is a block of shared memory, which other media may use later.
         """
-        for item in sequence.items:
+        for item in request.items:
             if item.digest is None:
                 self._encoder_cache.drop(item)
 
-    def _take_out(self, failed: abc.Mapping[Sequence, MindieMMError]) -> list[Progress]:
-        """Fail sequences. If a device is lost for good, raise its error before any sequence changes.
+    def _take_out(self, failed: Mapping[Request, MindieMMError]) -> list[Progress]:
+        """Fail requests. If a device is lost for good, raise its error before any request changes.
 
-        A preempted sequence may need blocks that were freed after use. Its client then adds the request again, and
+        A preempted request may need blocks that were freed after use. Its client then adds the request again, and
         the output continues.
         """
         if any(isinstance(error, DeviceError) for error in failed.values()):
             for device in self._devices:
                 require_alive(device)
-        if any(sequence.media_consumed for sequence in failed):
+        if any(request.media_consumed for request in failed):
             faults.point("media-lost")
-        return [self._fail(sequence, error) for sequence, error in failed.items()]
+        return [self._fail(request, error) for request, error in failed.items()]
 
-    def _fail(self, sequence: Sequence, error: MindieMMError) -> Progress:
-        self._forget(sequence)
-        return _failure(sequence.request_id, error)
+    def _fail(self, request: Request, error: MindieMMError) -> Progress:
+        self._forget(request)
+        return _failure(request.request_id, error)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, request: Request) -> None:
         faults.point("forgetting")
-        del self._sequences[sequence.request_id]
-        self._scheduler.remove(sequence)
-        self._drop_without_digest(sequence)
+        del self._requests[request.request_id]
+        self._scheduler.remove(request)
+        self._drop_without_digest(request)
 
 
 _NAMED = -2
 """Key of the rows whose requests set `logprob_token_ids`."""
 
 
-def _asking(sequences: abc.Sequence[Sequence]) -> dict[int, list[int]]:
+def _asking(requests: Sequence[Request]) -> dict[int, list[int]]:
     """Return the rows that need log-probabilities, by the number of most likely tokens or under the key `_NAMED`."""
     rows: dict[int, list[int]] = {}
-    for row, sequence in enumerate(sequences):
-        if (num_top := sequence.params.logprobs) is not None:
-            rows.setdefault(num_top if sequence.params.logprob_token_ids is None else _NAMED, []).append(row)
+    for row, request in enumerate(requests):
+        if (num_top := request.params.logprobs) is not None:
+            rows.setdefault(num_top if request.params.logprob_token_ids is None else _NAMED, []).append(row)
     return rows
 
 
-def _named_ids(sequences: abc.Sequence[Sequence], rows: abc.Sequence[int], device: torch.device) -> Tensor:
+def _named_ids(requests: Sequence[Request], rows: Sequence[int], device: torch.device) -> Tensor:
     """Return the `logprob_token_ids` of the rows, int64 [rows, n], padded with 0."""
-    named = [sequences[row].params.logprob_token_ids or () for row in rows]
+    named = [requests[row].params.logprob_token_ids or () for row in rows]
     ids = np.zeros((len(rows), max(map(len, named))), np.int64)
     for own, wanted in zip(ids, named, strict=True):
         own[: len(wanted)] = wanted
     return upload(ids, device)
 
 
-def _trimmed(one: TokenLogprob, named: abc.Sequence[int] | None) -> TokenLogprob:
+def _trimmed(one: TokenLogprob, named: Sequence[int] | None) -> TokenLogprob:
     """Remove the padding of `_named_ids`."""
     return one if named is None else msgspec.structs.replace(one, top=one.top[: len(named)])
 

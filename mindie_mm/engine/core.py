@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from mindie_mm.engine.cache.prefix import share
 from mindie_mm.engine.decode_graphs import DecodeGraphs, captures_graphs
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.requests.engine_messages import Add, Progress, Ready
-from mindie_mm.engine.requests.sequence import Sequence
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.runner import PROMPT_ROWS, PromptRows, Runner
 from mindie_mm.engine.sampler import token_logprobs
 from mindie_mm.engine.scheduler import Scheduled, Scheduler
@@ -75,7 +75,7 @@ class Engine(BaseEngine):
             encoder_cache_tokens=self._encoder_cache.capacity_bytes // spec.feature_bytes,
         )
 
-    def _sequence(self, message: Add) -> Sequence:
+    def _request(self, message: Add) -> Request:
         params = message.params.check(self._model.spec.vocab_size)
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         left_tokens = self._max_model_len - len(ids)
@@ -87,7 +87,7 @@ class Engine(BaseEngine):
             raise ContextLengthExceeded.of(left_tokens + len(ids), detail)
         items = self._read(ids)
         media = without_prompt_embeds(items)
-        sequence = Sequence(
+        request = Request(
             request_id=message.request_id,
             params=params,
             token_ids=plain_ids(ids, items).tolist(),
@@ -100,13 +100,13 @@ class Engine(BaseEngine):
             asked_s=message.asked_s,
         )
         if self._prefix_caching:
-            share(sequence, self._model)
-        return sequence
+            share(request, self._model)
+        return request
 
-    def _run(self, step: abc.Sequence[Scheduled], progress: list[Progress]) -> None:
+    def _run(self, step: Sequence[Scheduled], progress: list[Progress]) -> None:
         features, failed = self._towers.encode(step)
         progress += self._take_out(failed)
-        step = [scheduled for scheduled in step if scheduled.sequence not in failed]
+        step = [scheduled for scheduled in step if scheduled.request not in failed]
         if not step:
             return
         logits = self._runner.forward(step, features)
@@ -115,29 +115,29 @@ class Engine(BaseEngine):
             faults.point("mid-prefill")
         for rows in logits.prompts:
             self._collect_prompt_logprobs(rows)
-        sampling = [scheduled.sequence for scheduled in step if scheduled.samples]
+        sampling = [scheduled.request for scheduled in step if scheduled.samples]
         # Rank 0 draws for all ranks, because a request without a seed gets a different random seed on each rank.
         draws = self._ranks.broadcast(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
         # Publish the KV blocks only after the tokens have arrived, because a device reports a failure late. Do not
-        # share KV blocks that contain non-finite values with other sequences.
-        non_finite = {sequence for sequence, draw in zip(sampling, draws, strict=True) if draw is None}
-        self._scheduler.computed([scheduled for scheduled in step if scheduled.sequence not in non_finite])
-        for sequence in non_finite:  # an earlier step may have published its first KV blocks
-            self._blocks.forget(sequence.kv_blocks)
+        # share KV blocks that contain non-finite values with other requests.
+        non_finite = {request for request, draw in zip(sampling, draws, strict=True) if draw is None}
+        self._scheduler.computed([scheduled for scheduled in step if scheduled.request not in non_finite])
+        for request in non_finite:  # an earlier step may have published its first KV blocks
+            self._blocks.forget(request.kv_blocks)
         consumed = self._consume_media(step)
-        for sequence in consumed.difference(sampling):
-            update = Progress(request_id=sequence.request_id, media_consumed=True, origin=sequence.origin)
+        for request in consumed.difference(sampling):
+            update = Progress(request_id=request.request_id, media_consumed=True, origin=request.origin)
             progress.append(update)
-        for sequence, draw in zip(sampling, draws, strict=True):
-            update = self._advance(sequence, draw, media_consumed=sequence in consumed)
+        for request, draw in zip(sampling, draws, strict=True):
+            update = self._advance(request, draw, media_consumed=request in consumed)
             progress.append(update)  # one by one, so that a later failure does not lose earlier results
 
     @torch.inference_mode()
     def _collect_prompt_logprobs(self, rows: PromptRows) -> None:
         """Compute log-probabilities of prompt rows in pieces that fit in the memory reserved at start-up."""
-        sequence, start = rows.sequence, rows.start
+        request, start = rows.request, rows.start
         for states in rows.states.split(self._head_rows):
-            token_ids = sequence.token_ids[start : start + len(states)]
+            token_ids = request.token_ids[start : start + len(states)]
             logits = self._model.head(states)
-            sequence.prompt_logprobs += token_logprobs(logits, token_ids, sequence.params.prompt_logprobs or 0)
+            request.prompt_logprobs += token_logprobs(logits, token_ids, request.params.prompt_logprobs or 0)
             start += len(states)

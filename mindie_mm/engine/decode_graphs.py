@@ -8,8 +8,7 @@ there are few graphs.
 from __future__ import annotations
 
 import logging
-from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 MOST_SLOTS = 2**16
 """Maximum number of KV cache tokens that a captured graph gathers, including padding. In larger steps, launches do not
-dominate the time, but padding to the longest sequence may."""
+dominate the time, but padding to the longest request may."""
 
 
 def captures_graphs(device: type[Device], config: EngineConfig, ranks: Ranks) -> bool:
@@ -43,7 +42,7 @@ def most_rows(max_num_seqs: int, block_size: int) -> int:
 
 
 def most_blocks(num_rows: int, num_tokens: int, block_size: int) -> int:
-    """Return the maximum number of KV blocks per row of a graph, for sequences of up to `num_tokens` tokens."""
+    """Return the maximum number of KV blocks per row of a graph, for requests of up to `num_tokens` tokens."""
     return max(1, min(_power(-(-num_tokens // block_size)), MOST_SLOTS // (num_rows * block_size)))
 
 
@@ -69,10 +68,10 @@ class DecodeGraphs:
         num_rows = most_rows(max_num_seqs, cache.block_size)
         self._logits = torch.empty(num_rows, spec.vocab_size, dtype=torch.float32, device=spec.device)
 
-    def logits(self, step: abc.Sequence[Scheduled]) -> Tensor | None:
-        """Run a step as a graph and return its logits, float32 [sequences, vocabulary]. The next step overwrites them.
+    def logits(self, step: Sequence[Scheduled]) -> Tensor | None:
+        """Run a step as a graph and return its logits, float32 [requests, vocabulary]. The next step overwrites them.
 
-        Return None if the step cannot run as a graph, because it contains part of a prompt, its sequences are too long,
+        Return None if the step cannot run as a graph, because it contains part of a prompt, its requests are too long,
         or its capture fails.
         """
         if not self._most_slots or not all(_is_decode(scheduled) for scheduled in step):
@@ -81,7 +80,7 @@ class DecodeGraphs:
         rows, blocks = _power(len(step)), _power(max(-(-scheduled.stop // size) for scheduled in step))
         if rows * blocks * size > self._most_slots:
             return None
-        # Fill surplus rows with copies of the last sequence. They write the same values again.
+        # Fill surplus rows with copies of the last request. They write the same values again.
         inputs = upload(_inputs([*step, *[step[-1]] * (rows - len(step))], blocks, self._cache), self._logits.device)
         if graph := self._graphs.get((rows, blocks)):
             graph.inputs.copy_(inputs)
@@ -119,28 +118,28 @@ class DecodeGraphs:
 
 
 def _is_decode(scheduled: Scheduled) -> bool:
-    """Return whether the step computes exactly one token of the sequence, and this token is an output token."""
+    """Return whether the step computes exactly one token of the request, and this token is an output token."""
     return (
-        scheduled.samples and scheduled.stop - scheduled.start == 1 and scheduled.start >= scheduled.sequence.num_prompt
+        scheduled.samples and scheduled.stop - scheduled.start == 1 and scheduled.start >= scheduled.request.num_prompt
     )
 
 
-def _inputs(step: abc.Sequence[Scheduled], blocks: int, cache: PagedCache) -> NDArray[np.int64]:
+def _inputs(step: Sequence[Scheduled], blocks: int, cache: PagedCache) -> NDArray[np.int64]:
     """Return the inputs of a graph, int64 [n].
 
-    The inputs are the ids, KV cache positions and lengths of all sequences, then the table of KV blocks, and then the
+    The inputs are the ids, KV cache positions and lengths of all requests, then the table of KV blocks, and then the
     positions, axis by axis.
     """
     size = cache.block_size
-    held = [s.sequence.kv_blocks[: -(-s.stop // size)] for s in step]
+    held = [s.request.kv_blocks[: -(-s.stop // size)] for s in step]
     table = block_table(held, cache.padding)
     return np.concatenate(
         [
-            [s.sequence.token_ids[s.start] for s in step],
+            [s.request.token_ids[s.start] for s in step],
             [own[-1] * size + s.start % size for own, s in zip(held, step, strict=True)],
             [s.stop for s in step],
             np.pad(table, ((0, 0), (0, blocks - table.shape[1])), constant_values=cache.padding).ravel(),
-            np.concatenate([s.sequence.positions(s.start, s.stop) for s in step], axis=1).ravel(),
+            np.concatenate([s.request.positions(s.start, s.stop) for s in step], axis=1).ravel(),
         ]
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindie_mm.device import upload
 from mindie_mm.engine.decode_graphs import DecodeGraphs
-from mindie_mm.engine.requests.sequence import Sequence
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.towers import Features
 from mindie_mm.nn.model import Model
@@ -29,7 +29,7 @@ class PromptRows:
     Computing all logits at the same time would need gigabytes of memory.
     """
 
-    sequence: Sequence
+    request: Request
     start: int
     """Index of the token that the first row predicts."""
     states: Tensor
@@ -41,7 +41,7 @@ class StepLogits:
     """The logits of the requested rows. The head does not process other rows."""
 
     sampled: Tensor
-    """Logits of the sequences that draw a token, float32 [sequences, vocabulary], in the step's order."""
+    """Logits of the requests that draw a token, float32 [requests, vocabulary], in the step's order."""
     prompts: list[PromptRows]
 
 
@@ -55,7 +55,7 @@ class Runner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def forward(self, step: abc.Sequence[Scheduled], features: Features) -> StepLogits:
+    def forward(self, step: Sequence[Scheduled], features: Features) -> StepLogits:
         """Run the decoder over all tokens of the step, and the head over the requested rows.
 
         Args:
@@ -69,36 +69,36 @@ class Runner:
         device = self._model.spec.device
         splices: list[Splice] = []
         sampled: list[int] = []
-        prompts: list[tuple[Sequence, int, range]] = []
+        prompts: list[tuple[Request, int, range]] = []
         row = 0
         for scheduled in step:
-            sequence, start, stop = scheduled.sequence, scheduled.start, scheduled.stop
-            for item in sequence.items_in(start, stop):
+            request, start, stop = scheduled.request, scheduled.start, scheduled.stop
+            for item in request.items_in(start, stop):
                 first, last = item.features_in(start, stop)
                 if first < last:
                     splices.append(Splice(row - start + item.slots[first:last], features[item.ref][first:last]))
-            if sequence.params.prompt_logprobs is not None:
-                first = max(start, len(sequence.prompt_logprobs))
-                last = min(stop, sequence.num_prompt - 1)
+            if request.params.prompt_logprobs is not None:
+                first = max(start, len(request.prompt_logprobs))
+                last = min(stop, request.num_prompt - 1)
                 if first < last:
-                    prompts.append((sequence, first + 1, range(row + first - start, row + last - start)))
+                    prompts.append((request, first + 1, range(row + first - start, row + last - start)))
             row += stop - start
             if scheduled.samples:
                 sampled.append(row - 1)
         wanted = [*sampled, *(index for _, _, rows in prompts for index in rows)]
         states = self._model.states(
-            upload(np.concatenate([s.sequence.ids(s.start, s.stop) for s in step]), device),
-            upload(np.concatenate([s.sequence.positions(s.start, s.stop) for s in step], axis=1), device),
+            upload(np.concatenate([s.request.ids(s.start, s.stop) for s in step]), device),
+            upload(np.concatenate([s.request.positions(s.start, s.stop) for s in step], axis=1), device),
             splices,
             PagedBatch(
-                [Chunk(s.start, s.stop, s.sequence.kv_blocks, s.sequence.span_ids) for s in step], self._cache, device
+                [Chunk(s.start, s.stop, s.request.kv_blocks, s.request.span_ids) for s in step], self._cache, device
             ),
             upload(torch.tensor(wanted, dtype=torch.int64), device),
         )
         parts = states.split([len(sampled), *(len(rows) for _, _, rows in prompts)])
         return StepLogits(
             self._model.head(parts[0]),
-            [PromptRows(sequence, first, part) for (sequence, first, _), part in zip(prompts, parts[1:], strict=True)],
+            [PromptRows(request, first, part) for (request, first, _), part in zip(prompts, parts[1:], strict=True)],
         )
 
     def _begun(self, scheduled: Scheduled) -> list[int]:
@@ -106,4 +106,4 @@ class Runner:
         size, stop = self._cache.block_size, scheduled.stop
         last = (stop - 1) // size
         partly = stop % size and scheduled.start <= last * size
-        return [scheduled.sequence.kv_blocks[last]] if partly else []
+        return [scheduled.request.kv_blocks[last]] if partly else []

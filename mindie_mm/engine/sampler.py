@@ -5,7 +5,7 @@ Only `token_logprobs` makes the host wait for the device.
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from mindie_mm.device import download, upload
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, SamplingParams
-from mindie_mm.engine.requests.sequence import Sequence
 
 DRAWS_PER_TOKEN = 2
 """Number of random numbers that a sampled token takes from its generator."""
@@ -27,26 +27,26 @@ _PIECE = 256
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tuple[int, ...]) -> Tensor:
-    """Sample the next token of each sequence.
+def sample(logits: Tensor, requests: Sequence[Request], eos_token_ids: tuple[int, ...]) -> Tensor:
+    """Sample the next token of each request.
 
     The token of a row depends only on the row's logits, settings and generator, and not on other rows.
 
     Args:
         logits: Raw logits, float32 [rows, vocabulary], changed in place.
-        sequences: Sequence of each row.
-        eos_token_ids: End-of-sequence ids. They are masked until a sequence has `min_tokens` tokens.
+        requests: Request of each row.
+        eos_token_ids: End-of-request ids. They are masked until a request has `min_tokens` tokens.
 
     Returns:
         Tokens, int64 [rows].
 
     """
-    _bias(logits, sequences, eos_token_ids)
+    _bias(logits, requests, eos_token_ids)
     tokens = logits.argmax(dim=-1)
-    drawn = [i for i, sequence in enumerate(sequences) if not sequence.params.greedy]
+    drawn = [i for i, request in enumerate(requests) if not request.params.greedy]
     if drawn:
         rows = _indices(drawn, logits.device)
-        tokens.index_copy_(0, rows, _draw(logits.index_select(0, rows), [sequences[i] for i in drawn]))
+        tokens.index_copy_(0, rows, _draw(logits.index_select(0, rows), [requests[i] for i in drawn]))
     return tokens
 
 
@@ -54,18 +54,18 @@ _Weights = list[tuple[int, NDArray[np.int64], float | NDArray[np.floating]]]
 """Tuples of a row, its token ids, and either one value for all of these ids or one value per id."""
 
 
-def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tuple[int, ...]) -> None:
+def _bias(logits: Tensor, requests: Sequence[Request], eos_token_ids: tuple[int, ...]) -> None:
     """Apply biases and penalties to the logits, float32 [rows, vocabulary], in place.
 
     All rows are processed together, because launching kernels for each row would take longer than sampling.
     """
     flat, vocab_size = logits.view(-1), logits.shape[1]
-    _allow(logits, sequences)
+    _allow(logits, requests)
     given: _Weights = []
     repeated: _Weights = []
     generated: _Weights = []
-    for row, sequence in enumerate(sequences):
-        params, prompt, counts = sequence.params, sequence.unique_prompt_ids, sequence.output_counts
+    for row, request in enumerate(requests):
+        params, prompt, counts = request.params, request.unique_prompt_ids, request.output_counts
         if params.logit_bias:
             given.append((row, _array(params.logit_bias), np.array([*params.logit_bias.values()], np.float64)))
         if params.repetition_penalty != 1:
@@ -76,8 +76,8 @@ def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tupl
             penalties = params.presence_penalty + params.frequency_penalty * _array(counts.values())
             generated.append((row, _array(counts), -penalties))
         if params.bad_token_ids:
-            generated.append((row, _array(_bad_tokens(sequence)), -np.inf))
-        if sequence.num_output < params.min_tokens:
+            generated.append((row, _array(_bad_tokens(request)), -np.inf))
+        if request.num_output < params.min_tokens:
             generated.append((row, _array((*eos_token_ids, *params.stop_token_ids)), -np.inf))
     if given:
         flat.index_add_(0, *_placed(given, logits))
@@ -89,30 +89,30 @@ def _bias(logits: Tensor, sequences: abc.Sequence[Sequence], eos_token_ids: tupl
         flat.index_add_(0, *_placed(generated, logits))
 
 
-def _allow(logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
-    """Mask, in place, the tokens that a sequence's `allowed_token_ids` do not contain."""
-    rows = [row for row, one in enumerate(sequences) if one.params.allowed_token_ids is not None]
+def _allow(logits: Tensor, requests: Sequence[Request]) -> None:
+    """Mask, in place, the tokens that a request's `allowed_token_ids` do not contain."""
+    rows = [row for row, one in enumerate(requests) if one.params.allowed_token_ids is not None]
     if not rows:
         return
-    refused = upload(np.stack([sequences[row].refused(logits.shape[1]) for row in rows]), logits.device)
+    refused = upload(np.stack([requests[row].refused(logits.shape[1]) for row in rows]), logits.device)
     places = _indices(rows, logits.device)
     logits.index_copy_(0, places, logits.index_select(0, places).masked_fill(refused, -torch.inf))
 
 
-def _bad_tokens(sequence: Sequence) -> set[int]:
+def _bad_tokens(request: Request) -> set[int]:
     """Return the tokens that would complete one of the request's `bad_token_ids`."""
-    bad = sequence.params.bad_token_ids
+    bad = request.params.bad_token_ids
     longest = max(map(len, bad)) - 1
-    tail = tuple(sequence.token_ids[max(sequence.num_prompt, len(sequence.token_ids) - longest) :]) if longest else ()
+    tail = tuple(request.token_ids[max(request.num_prompt, len(request.token_ids) - longest) :]) if longest else ()
     return {ids[-1] for ids in bad if len(ids) == 1 or tail[1 - len(ids) :] == ids[:-1]}
 
 
-def without_tokens(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor | None:
-    """Return for each sequence whether its settings exclude all tokens, bool [sequences].
+def without_tokens(logits: Tensor, requests: Sequence[Request]) -> Tensor | None:
+    """Return for each request whether its settings exclude all tokens, bool [requests].
 
-    Return None if no sequence has settings that exclude tokens.
+    Return None if no request has settings that exclude tokens.
     """
-    if not any(one.params.allowed_token_ids is not None or one.params.bad_token_ids for one in sequences):
+    if not any(one.params.allowed_token_ids is not None or one.params.bad_token_ids for one in requests):
         return None
     return (logits == -torch.inf).all(dim=1)
 
@@ -124,25 +124,25 @@ def _placed(weights: _Weights, logits: Tensor) -> tuple[Tensor, Tensor]:
     return upload(places, logits.device), upload(numbers, logits.device)
 
 
-def _array(values: abc.Collection[int]) -> NDArray[np.int64]:
+def _array(values: Collection[int]) -> NDArray[np.int64]:
     return np.fromiter(values, np.int64, len(values))
 
 
-def _indices(values: abc.Iterable[int], device: torch.device) -> Tensor:
+def _indices(values: Iterable[int], device: torch.device) -> Tensor:
     return upload(torch.tensor([*values], dtype=torch.int64), device)
 
 
-def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
+def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """Draw tokens, int64 [rows], from logits float32 [rows, vocabulary].
 
     Temperature, top_k, top_p and min_p are applied in this order.
     """
 
     def column(name: str) -> Tensor:
-        return upload([[getattr(sequence.params, name)] for sequence in sequences], logits.device)
+        return upload([[getattr(request.params, name)] for request in requests], logits.device)
 
     logits = logits / column("temperature")
-    if any(_filters(sequence.params) for sequence in sequences):
+    if any(_filters(request.params) for request in requests):
         top_k, top_p, min_p = column("top_k"), column("top_p"), column("min_p")
         scores, order = logits.sort(dim=-1, descending=True)
         rank = torch.arange(scores.shape[-1], device=logits.device)
@@ -155,7 +155,7 @@ def _draw(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, scores.masked_fill(dropped, -torch.inf))
     probabilities = logits.softmax(dim=-1)
     uniform = upload(
-        torch.stack([torch.rand(DRAWS_PER_TOKEN, generator=sequence.generator) for sequence in sequences]),
+        torch.stack([torch.rand(DRAWS_PER_TOKEN, generator=request.generator) for request in requests]),
         logits.device,
     )
     # Draw a piece of the vocabulary, then a token in this piece. In one cumulative sum over the whole vocabulary,
@@ -225,7 +225,7 @@ def score(logits: Tensor, token_ids: Tensor, num_top: int, chosen_ids: Tensor | 
     return Scores(known.masked_fill(ids >= vocab_size, -torch.inf).squeeze(1), top, top_ids)
 
 
-def logprobs_of(token_ids: abc.Sequence[int], chosen: Tensor, top: Tensor, top_ids: Tensor) -> list[TokenLogprob]:
+def logprobs_of(token_ids: Sequence[int], chosen: Tensor, top: Tensor, top_ids: Tensor) -> list[TokenLogprob]:
     """Convert the fields of `Scores` on the host to the log-probabilities of `token_ids`."""
     return [
         TokenLogprob(token, logprob, list(zip(ids, values, strict=True)))
@@ -233,7 +233,7 @@ def logprobs_of(token_ids: abc.Sequence[int], chosen: Tensor, top: Tensor, top_i
     ]
 
 
-def token_logprobs(logits: Tensor, token_ids: abc.Sequence[int], num_top: int) -> list[TokenLogprob]:
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
     """Return the log-probabilities of given tokens, with their ranks, and of the most likely tokens.
 
     The host waits for the device.

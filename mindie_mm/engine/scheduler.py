@@ -1,7 +1,7 @@
-"""The scheduler, which selects the sequences and tokens of the next step.
+"""The scheduler, which selects the requests and tokens of the next step.
 
-Each sequence has tokens that are not in the cache yet: one token for a decode, and many tokens for a prefill. The same
-rule applies to both. A step contains as many tokens of each sequence as the step's budgets allow. Decodes are scheduled
+Each request has tokens that are not in the cache yet: one token for a decode, and many tokens for a prefill. The same
+rule applies to both. A step contains as many tokens of each request as the step's budgets allow. Decodes are scheduled
 first, then prompts that have begun, then new prompts. This is continuous batching with chunked prefill (Yu et al.,
 Orca, 2022; Agrawal et al., Sarathi, 2023).
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import abc, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mindie_mm.engine.cache.block_pool import BlockPool
 from mindie_mm.engine.cache.encoder_cache import EncoderCache
 from mindie_mm.engine.cache.prefix import extend_keys
-from mindie_mm.engine.requests.sequence import Sequence
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.settings.config import EngineConfig
@@ -25,24 +25,24 @@ from mindie_mm.settings.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """Tokens [start, stop) of a sequence that this step computes."""
+    """Tokens [start, stop) of a request that this step computes."""
 
-    sequence: Sequence
+    request: Request
     start: int
     stop: int
 
     @property
     def samples(self) -> bool:
-        """Whether the step reaches the end of the sequence. In this case the next token is drawn."""
-        return self.stop == self.sequence.num_tokens
+        """Whether the step reaches the end of the request. In this case the next token is drawn."""
+        return self.stop == self.request.num_tokens
 
 
 class BaseScheduler(ABC):
-    """Queues of waiting and running sequences, in first-come, first-served order within a priority."""
+    """Queues of waiting and running requests, in first-come, first-served order within a priority."""
 
     def __init__(self, config: EngineConfig, encoder_cache: EncoderCache, tower_limits: TowerLimits) -> None:
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
         self.preemptions = 0
         self.prefix_queries = 0
         """Number of prompt tokens that were looked up in the prefix cache."""
@@ -55,44 +55,44 @@ class BaseScheduler(ABC):
     @property
     @abstractmethod
     def usage(self) -> float:
-        """Share of the KV cache that sequences use, in [0, 1]."""
+        """Share of the KV cache that requests use, in [0, 1]."""
 
     @abstractmethod
     def schedule(self) -> list[Scheduled]:
-        """Return the next step. It is empty only if there is no sequence to run."""
+        """Return the next step. It is empty only if there is no request to run."""
 
     @abstractmethod
-    def _let_go(self, sequence: Sequence) -> None:
-        """Reclaim the memory of a running sequence."""
+    def _let_go(self, request: Request) -> None:
+        """Reclaim the memory of a running request."""
 
     def coming(self) -> Iterator[MediaItem]:
         """Yield media that later steps will probably encode, in the order in which they are needed."""
-        for sequence in self.waiting:
-            if not sequence.media_consumed:
-                yield from (item for item in sequence.items if item not in self._encoder_cache)
+        for request in self.waiting:
+            if not request.media_consumed:
+                yield from (item for item in request.items if item not in self._encoder_cache)
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind the sequences that are more urgent, or as urgent and were asked for earlier."""
+    def add(self, request: Request) -> None:
+        """Queue a request behind the requests that are more urgent, or as urgent and were asked for earlier."""
         at = len(self.waiting)
-        while at and _turn(self.waiting[at - 1]) > _turn(sequence):
+        while at and _turn(self.waiting[at - 1]) > _turn(request):
             at -= 1
-        self.waiting.insert(at, sequence)
+        self.waiting.insert(at, request)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has finished, failed or been aborted, and reclaim its memory."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._let_go(sequence)
+    def remove(self, request: Request) -> None:
+        """Remove a request that has finished, failed or been aborted, and reclaim its memory."""
+        if request in self.running:
+            self.running.remove(request)
+            self._let_go(request)
         else:
-            self.waiting.remove(sequence)
+            self.waiting.remove(request)
 
 
-def _turn(sequence: Sequence) -> tuple[int, float]:
-    """Return a key that orders sequences by urgency and then by age."""
-    return sequence.params.priority, sequence.asked_s
+def _turn(request: Request) -> tuple[int, float]:
+    """Return a key that orders requests by urgency and then by age."""
+    return request.params.priority, request.asked_s
 
 
 @dataclass(slots=True)
@@ -108,9 +108,9 @@ class _Budget:
 
 
 class Scheduler(BaseScheduler):
-    """A scheduler for a paged KV cache. If blocks run out, it preempts the latest of the least urgent sequences.
+    """A scheduler for a paged KV cache. If blocks run out, it preempts the latest of the least urgent requests.
 
-    When a waiting sequence is admitted, the blocks of its prefix are looked up in the cache. Tokens of the blocks that
+    When a waiting request is admitted, the blocks of its prefix are looked up in the cache. Tokens of the blocks that
     are found count as computed.
     """
 
@@ -130,14 +130,14 @@ class Scheduler(BaseScheduler):
         preemptions = self.preemptions
         step = []
         # Decodes come first. Otherwise an earlier prompt could use up the budget of the step.
-        for sequence in sorted(self.running, key=lambda one: one.num_tokens - one.num_computed > 1):
-            if sequence not in self.running:
-                continue  # preempted in favor of an earlier sequence
-            scheduled = self._schedule(sequence, budget)
+        for request in sorted(self.running, key=lambda one: one.num_tokens - one.num_computed > 1):
+            if request not in self.running:
+                continue  # preempted in favor of an earlier request
+            scheduled = self._schedule(request, budget)
             if scheduled is not None:
                 step.append(scheduled)
-        if preemptions != self.preemptions:  # admit no sequence, and remove preempted sequences from the step
-            return [scheduled for scheduled in step if scheduled.sequence in self.running]
+        if preemptions != self.preemptions:  # admit no request, and remove preempted requests from the step
+            return [scheduled for scheduled in step if scheduled.request in self.running]
         while self.waiting and len(self.running) < config.max_num_seqs:
             scheduled = self._admit(self.waiting[0], budget)
             if scheduled is None:
@@ -147,96 +147,96 @@ class Scheduler(BaseScheduler):
         return step
 
     def coming(self) -> Iterator[MediaItem]:
-        for sequence in self.running:
-            if sequence.num_computed < sequence.num_prompt and not sequence.media_consumed:
-                yield from self._uncached(sequence, sequence.num_computed, sequence.num_prompt)
+        for request in self.running:
+            if request.num_computed < request.num_prompt and not request.media_consumed:
+                yield from self._uncached(request, request.num_computed, request.num_prompt)
         yield from super().coming()
 
-    def computed(self, step: abc.Sequence[Scheduled]) -> None:
-        """Let other sequences share the blocks that `step` filled. Call this before removing sequences of the step."""
+    def computed(self, step: Sequence[Scheduled]) -> None:
+        """Let other requests share the blocks that `step` filled. Call this before removing requests of the step."""
         size = self._blocks.block_size
         for scheduled in step:
-            blocks, keys = scheduled.sequence.kv_blocks, scheduled.sequence.keys
+            blocks, keys = scheduled.request.kv_blocks, scheduled.request.keys
             for index in range(scheduled.start // size, min(scheduled.stop // size, len(keys))):
                 self._blocks.keep(blocks[index], keys[index])
 
-    def _schedule(self, sequence: Sequence, budget: _Budget) -> Scheduled | None:
-        """Schedule a running sequence. If blocks run out, preempt other sequences first, and this sequence last."""
-        stop = self._stop(sequence, sequence.num_computed, budget)
-        if stop == sequence.num_computed:
+    def _schedule(self, request: Request, budget: _Budget) -> Scheduled | None:
+        """Schedule a running request. If blocks run out, preempt other requests first, and this request last."""
+        stop = self._stop(request, request.num_computed, budget)
+        if stop == request.num_computed:
             return None
-        while not self._blocks.can_grow(sequence, stop):
-            # Preempt the latest of the least urgent sequences. A sequence never yields to a less urgent sequence.
+        while not self._blocks.can_grow(request, stop):
+            # Preempt the latest of the least urgent requests. A request never yields to a less urgent request.
             index = max(range(len(self.running)), key=lambda one: (*_turn(self.running[one]), one))
             last = self.running.pop(index)
             self._preempt(last)
-            if last is sequence:
+            if last is request:
                 return None
-        return self._take(sequence, stop, budget)
+        return self._take(request, stop, budget)
 
-    def _admit(self, sequence: Sequence, budget: _Budget) -> Scheduled | None:
-        extend_keys(sequence, self._blocks.block_size, sequence.num_tokens - 1)  # the last token is always computed
-        shared = [] if sequence.params.prompt_logprobs is not None else self._blocks.find(sequence.keys)
+    def _admit(self, request: Request, budget: _Budget) -> Scheduled | None:
+        extend_keys(request, self._blocks.block_size, request.num_tokens - 1)  # the last token is always computed
+        shared = [] if request.params.prompt_logprobs is not None else self._blocks.find(request.keys)
         start = len(shared) * self._blocks.block_size
-        if self._comes_soon(sequence, len(shared), budget):
+        if self._comes_soon(request, len(shared), budget):
             return None
-        stop = self._stop(sequence, start, budget)
-        if stop == start or not self._blocks.can_grow(sequence, stop, shared):
+        stop = self._stop(request, start, budget)
+        if stop == start or not self._blocks.can_grow(request, stop, shared):
             return None
-        self._blocks.share(sequence, shared)
-        sequence.num_computed = start
-        if sequence.num_cached is None:
-            sequence.num_cached = start
-            sequence.scheduled_s = time.monotonic()
-            if sequence.num_shareable and sequence.params.prompt_logprobs is None:
-                self.prefix_queries += sequence.num_prompt
+        self._blocks.share(request, shared)
+        request.num_computed = start
+        if request.num_cached is None:
+            request.num_cached = start
+            request.scheduled_s = time.monotonic()
+            if request.num_shareable and request.params.prompt_logprobs is None:
+                self.prefix_queries += request.num_prompt
                 self.prefix_hits += start
-        return self._take(sequence, stop, budget)
+        return self._take(request, stop, budget)
 
-    def _comes_soon(self, sequence: Sequence, num_shared: int, budget: _Budget) -> bool:
-        """Return whether this step fills blocks that would save the sequence at least half of its work."""
-        if sequence.params.prompt_logprobs is not None:
+    def _comes_soon(self, request: Request, num_shared: int, budget: _Budget) -> bool:
+        """Return whether this step fills blocks that would save the request at least half of its work."""
+        if request.params.prompt_logprobs is not None:
             return False
-        further = sequence.keys[num_shared:]
+        further = request.keys[num_shared:]
         filled = next((i for i, key in enumerate(further) if key not in budget.keys), len(further))
         size = self._blocks.block_size
-        return 2 * filled * size >= sequence.num_tokens - num_shared * size
+        return 2 * filled * size >= request.num_tokens - num_shared * size
 
-    def _take(self, sequence: Sequence, stop: int, budget: _Budget) -> Scheduled:
-        self._blocks.grow(sequence, stop)
-        start, sequence.num_computed = sequence.num_computed, stop
-        items = self._uncached(sequence, start, stop)
+    def _take(self, request: Request, stop: int, budget: _Budget) -> Scheduled:
+        self._blocks.grow(request, stop)
+        start, request.num_computed = request.num_computed, stop
+        items = self._uncached(request, start, stop)
         for item in items:
             budget.tower.take(item)
         budget.tokens -= stop - start
         budget.prompts |= bool(items) or stop - start > 1
         size = self._blocks.block_size
-        extend_keys(sequence, size, stop)
-        budget.keys.update(sequence.keys[start // size : stop // size])
-        return Scheduled(sequence, start, stop)
+        extend_keys(request, size, stop)
+        budget.keys.update(request.keys[start // size : stop // size])
+        return Scheduled(request, start, stop)
 
-    def _stop(self, sequence: Sequence, start: int, budget: _Budget) -> int:
+    def _stop(self, request: Request, start: int, budget: _Budget) -> int:
         """Return the end of the range of tokens that begins at `start` and fits the budgets."""
-        stop = min(sequence.num_tokens, start + max(budget.tokens, 0))
-        items = self._uncached(sequence, start, stop)
+        stop = min(request.num_tokens, start + max(budget.tokens, 0))
+        items = self._uncached(request, start, stop)
         if items and (fitting := budget.tower.num_fitting(items)) < len(items):
             stop = max(items[fitting].start, start)
-        for first, last in sequence.spans_in(stop - 1, stop):
+        for first, last in request.spans_in(stop - 1, stop):
             if stop < last:
                 # A span cannot be cut, and may exceed every budget. The first prompt of a step may therefore exceed the
                 # budgets.
                 return first if first > start else start if budget.prompts else last
         return stop
 
-    def _uncached(self, sequence: Sequence, start: int, stop: int) -> list[MediaItem]:
-        return [item for item in sequence.items_in(start, stop) if item not in self._encoder_cache]
+    def _uncached(self, request: Request, start: int, stop: int) -> list[MediaItem]:
+        return [item for item in request.items_in(start, stop) if item not in self._encoder_cache]
 
-    def _let_go(self, sequence: Sequence) -> None:
-        self._blocks.free(sequence)
+    def _let_go(self, request: Request) -> None:
+        self._blocks.free(request)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Move a sequence to the head of the queue. Keys and values of its tokens are computed again later."""
-        self._let_go(sequence)
-        sequence.num_computed = 0
-        self.waiting.appendleft(sequence)
+    def _preempt(self, request: Request) -> None:
+        """Move a request to the head of the queue. Keys and values of its tokens are computed again later."""
+        self._let_go(request)
+        request.num_computed = 0
+        self.waiting.appendleft(request)
         self.preemptions += 1

@@ -1,14 +1,14 @@
 """The engine of encoder-decoder models. It encodes whole prompts, and each answer has its own KV cache.
 
-Positions of an answer start at 0, and attention within a prompt is bidirectional. Sequences therefore share neither KV
-blocks nor prefixes. A sequence reserves the memory for its maximum length when it starts, so it is never preempted.
+Positions of an answer start at 0, and attention within a prompt is bidirectional. Requests therefore share neither KV
+blocks nor prefixes. A request reserves the memory for its maximum length when it starts, so it is never preempted.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import abc
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from mindie_mm.engine.base import BaseEngine, generator_of
 from mindie_mm.engine.cache.encoder_cache import EncoderCache
 from mindie_mm.engine.cache.kv_cache_size import context_length, fitting_context, useful_bytes
 from mindie_mm.engine.requests.engine_messages import Add, FinishReason, Progress, Ready
-from mindie_mm.engine.requests.sequence import Sequence
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.engine.towers import Features
@@ -33,15 +33,15 @@ _log = logging.getLogger(__name__)
 
 
 class Seq2SeqScheduler(BaseScheduler):
-    """A scheduler that runs as many sequences as fit in `kv_bytes` at their maximum lengths."""
+    """A scheduler that runs as many requests as fit in `kv_bytes` at their maximum lengths."""
 
     def __init__(
         self, model: Seq2SeqModel, config: EngineConfig, encoder_cache: EncoderCache, limits: TowerLimits, kv_bytes: int
     ) -> None:
-        """Create an empty scheduler. `kv_bytes` is the memory for the keys and values of all sequences."""
+        """Create an empty scheduler. `kv_bytes` is the memory for the keys and values of all requests."""
         super().__init__(config, encoder_cache, limits)
         self.kv_bytes = kv_bytes
-        self._used = 0  # bytes reserved for running sequences
+        self._used = 0  # bytes reserved for running requests
         self._prompt_token_bytes = model.prompt_token_bytes
         self._output_token_bytes = model.spec.kv_token_bytes
 
@@ -50,33 +50,33 @@ class Seq2SeqScheduler(BaseScheduler):
         return self._used / self.kv_bytes
 
     def schedule(self) -> list[Scheduled]:
-        """Return a step with the next token of each running sequence and the whole prompts of new sequences."""
-        step = [Scheduled(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in self.running]
+        """Return a step with the next token of each running request and the whole prompts of new requests."""
+        step = [Scheduled(request, request.num_tokens - 1, request.num_tokens) for request in self.running]
         tokens, tower = self._config.max_num_batched_tokens, TowerBudget(self._tower_limits)
         while self.waiting and len(self.running) < self._config.max_num_seqs:
-            sequence = self.waiting[0]
-            num_bytes = self.num_bytes(sequence.num_prompt, sequence.max_tokens)
+            request = self.waiting[0]
+            num_bytes = self.num_bytes(request.num_prompt, request.max_tokens)
             # Prompts are never split, so the first prompt of a step may exceed the budgets.
             first = tokens == self._config.max_num_batched_tokens
-            items = [item for item in sequence.items if item not in self._encoder_cache]
-            fits = sequence.num_prompt <= tokens and tower.num_fitting(items) == len(items)
+            items = [item for item in request.items if item not in self._encoder_cache]
+            fits = request.num_prompt <= tokens and tower.num_fitting(items) == len(items)
             if self._used + num_bytes > self.kv_bytes or not (first or fits):
                 break
             for item in items:
                 tower.take(item)
-            tokens -= sequence.num_prompt
+            tokens -= request.num_prompt
             self._used += num_bytes
-            sequence.scheduled_s = time.monotonic()
+            request.scheduled_s = time.monotonic()
             self.running.append(self.waiting.popleft())
-            step.append(Scheduled(sequence, 0, sequence.num_prompt))
+            step.append(Scheduled(request, 0, request.num_prompt))
         return step
 
     def num_bytes(self, num_prompt: int, max_tokens: int) -> int:
-        """Return the maximum memory in bytes that a sequence needs."""
+        """Return the maximum memory in bytes that a request needs."""
         return num_prompt * self._prompt_token_bytes + max_tokens * self._output_token_bytes
 
-    def _let_go(self, sequence: Sequence) -> None:
-        self._used -= self.num_bytes(sequence.num_prompt, sequence.max_tokens)
+    def _let_go(self, request: Request) -> None:
+        self._used -= self.num_bytes(request.num_prompt, request.max_tokens)
 
     @property
     def longest_prompt(self) -> int:
@@ -99,7 +99,7 @@ class Seq2SeqEngine(BaseEngine):
         Args:
             model: Loaded model.
             config: Settings of the engine.
-            kv_cache_bytes: Memory in bytes for all sequences if `config.kv_cache_bytes` is not set.
+            kv_cache_bytes: Memory in bytes for all requests if `config.kv_cache_bytes` is not set.
 
         Raises:
             DeviceError: The memory is too small for `config.max_model_len` tokens, or for a single token.
@@ -112,7 +112,7 @@ class Seq2SeqEngine(BaseEngine):
         # This assumes that prompt and answer have the same length. One can be longer if the other is shorter.
         fitting_context(model, config, kv_bytes, kv_bytes // (model.prompt_token_bytes + model.spec.kv_token_bytes))
         self._scheduler = Seq2SeqScheduler(model, config, self._encoder_cache, self._tower_limits, kv_bytes)
-        self._decodings: dict[Sequence, Decoding] = {}
+        self._decodings: dict[Request, Decoding] = {}
 
     @property
     def ready(self) -> Ready:
@@ -129,7 +129,7 @@ class Seq2SeqEngine(BaseEngine):
             encoder_cache_tokens=self._encoder_cache.capacity_bytes // self._spec.feature_bytes,
         )
 
-    def _sequence(self, message: Add) -> Sequence:
+    def _request(self, message: Add) -> Request:
         params = message.params.check(self._spec.vocab_size)
         if params.prompt_logprobs is not None:
             raise InputError(
@@ -146,7 +146,7 @@ class Seq2SeqEngine(BaseEngine):
                 "The prompt must have at least 1 token",
             )
         items = self._read(ids)
-        sequence = Sequence(
+        request = Request(
             request_id=message.request_id,
             params=params,
             token_ids=plain_ids(ids, items).tolist(),
@@ -160,59 +160,59 @@ class Seq2SeqEngine(BaseEngine):
             num_cached=0,
         )
         if params.repetition_penalty != 1:  # as in transformers, this penalizes the decoder's input and not the prompt
-            sequence.unique_prompt_ids = np.array([self._model.rules.start_token_id], np.int64)
-        return sequence
+            request.unique_prompt_ids = np.array([self._model.rules.start_token_id], np.int64)
+        return request
 
-    def _run(self, step: abc.Sequence[Scheduled], progress: list[Progress]) -> None:
+    def _run(self, step: Sequence[Scheduled], progress: list[Progress]) -> None:
         features, failed = self._towers.encode(step)
-        rows: dict[Sequence, Tensor] = {}
+        rows: dict[Request, Tensor] = {}
         for scheduled in step:
-            sequence = scheduled.sequence
-            if sequence in failed:
+            request = scheduled.request
+            if request in failed:
                 continue
             try:
-                rows[sequence] = self._next_logits(sequence, features)
-            except Exception as error:  # noqa: BLE001 - each sequence runs alone, and so fails alone
-                _log.exception("request %s failed with an unexpected error", sequence.request_id)
-                failed[sequence] = DeviceError(f"the step failed: {type(error).__name__}")
+                rows[request] = self._next_logits(request, features)
+            except Exception as error:  # noqa: BLE001 - each request runs alone, and so fails alone
+                _log.exception("request %s failed with an unexpected error", request.request_id)
+                failed[request] = DeviceError(f"the step failed: {type(error).__name__}")
         progress += self._take_out(failed)
         if not rows:
             return
         self._towers.fetch(self._scheduler.coming())
         draws = self._draw(torch.cat([*rows.values()]), [*rows])
-        consumed = self._consume_media([scheduled for scheduled in step if scheduled.sequence in rows])
-        for sequence, draw in zip(rows, draws, strict=True):
-            update = self._advance(sequence, draw, media_consumed=sequence in consumed)
+        consumed = self._consume_media([scheduled for scheduled in step if scheduled.request in rows])
+        for request, draw in zip(rows, draws, strict=True):
+            update = self._advance(request, draw, media_consumed=request in consumed)
             progress.append(update)  # one by one, so that a later failure does not lose earlier results
 
-    def _next_logits(self, sequence: Sequence, features: Features) -> Tensor:
+    def _next_logits(self, request: Request, features: Features) -> Tensor:
         """Return the logits of the next token, float32 [1, vocabulary]."""
-        if (decoding := self._decodings.get(sequence)) is not None:
-            return self._model.decode(decoding, sequence.token_ids[-1:])
-        splices = [Splice(item.slots, features[item.ref]) for item in sequence.items]
-        prompt = torch.from_numpy(sequence.ids(0, sequence.num_prompt))
-        decoding = self._decodings[sequence] = self._model.encode_prompt(prompt, splices)
+        if (decoding := self._decodings.get(request)) is not None:
+            return self._model.decode(decoding, request.token_ids[-1:])
+        splices = [Splice(item.slots, features[item.ref]) for item in request.items]
+        prompt = torch.from_numpy(request.ids(0, request.num_prompt))
+        decoding = self._decodings[request] = self._model.encode_prompt(prompt, splices)
         faults.point("mid-prefill")
-        return self._model.decode(decoding, [self._model.rules.start_token_id, *sequence.output_ids])[-1:]
+        return self._model.decode(decoding, [self._model.rules.start_token_id, *request.output_ids])[-1:]
 
-    def _constrain(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> None:
-        for row, sequence in zip(logits, sequences, strict=True):
-            last = sequence.num_output + 1 == sequence.max_tokens and self._forces_eos(sequence)
-            self._model.rules.constrain(row, sequence.output_ids, last=last)
-        super()._constrain(logits, sequences)
+    def _constrain(self, logits: Tensor, requests: Sequence[Request]) -> None:
+        for row, request in zip(logits, requests, strict=True):
+            last = request.num_output + 1 == request.max_tokens and self._forces_eos(request)
+            self._model.rules.constrain(row, request.output_ids, last=last)
+        super()._constrain(logits, requests)
 
-    def _finished(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-        if sequence.num_output == sequence.max_tokens and self._forces_eos(sequence):
+    def _finished(self, request: Request, token: int) -> tuple[FinishReason | None, int | None]:
+        if request.num_output == request.max_tokens and self._forces_eos(request):
             return "length", None  # the last token was forced, so the model has not ended the answer itself
-        return super()._finished(sequence, token)
+        return super()._finished(request, token)
 
-    def _forces_eos(self, sequence: Sequence) -> bool:
+    def _forces_eos(self, request: Request) -> bool:
         """Return whether an answer that reaches `max_tokens` must end with an end-of-sequence token."""
-        params = sequence.params
+        params = request.params
         return bool(self._model.rules.forced_eos_token_ids) and not (
-            params.ignore_eos or params.min_tokens >= sequence.max_tokens
+            params.ignore_eos or params.min_tokens >= request.max_tokens
         )
 
-    def _forget(self, sequence: Sequence) -> None:
-        super()._forget(sequence)
-        self._decodings.pop(sequence, None)
+    def _forget(self, request: Request) -> None:
+        super()._forget(request)
+        self._decodings.pop(request, None)

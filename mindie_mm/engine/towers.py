@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import abc
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from mindie_mm.device import require_alive
 from mindie_mm.engine.cache.encoder_cache import EncoderCache
 from mindie_mm.engine.ranks import Ranks
-from mindie_mm.engine.requests.sequence import Sequence
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
 from mindie_mm.errors import DeviceError, MindieMMError
@@ -53,7 +53,7 @@ class Towers:
         # With `by_item`, the rank that encodes an item is unknown until the item's step is scheduled.
         self._fetches = model.spec.device.type != "cpu" and not self._by_item
 
-    def fetch(self, coming: abc.Iterable[MediaItem]) -> None:
+    def fetch(self, coming: Iterable[MediaItem]) -> None:
         """Copy media of later steps to the device while it computes the current step."""
         if not self._fetches:
             return
@@ -71,22 +71,22 @@ class Towers:
             _log.debug("media of later steps cannot be prefetched", exc_info=True)
             self._require_alive()
 
-    def encode(self, step: abc.Sequence[Scheduled]) -> tuple[Features, dict[Sequence, MindieMMError]]:
-        """Return the features of the step's media, and the errors of sequences whose media failed."""
+    def encode(self, step: Sequence[Scheduled]) -> tuple[Features, dict[Request, MindieMMError]]:
+        """Return the features of the step's media, and the errors of requests whose media failed."""
         features: Features = {}
-        failed: dict[Sequence, MindieMMError] = {}
-        missing: list[tuple[Sequence, MediaItem]] = []
+        failed: dict[Request, MindieMMError] = {}
+        missing: list[tuple[Request, MediaItem]] = []
         for scheduled in step:
-            for item in scheduled.sequence.items_in(scheduled.start, scheduled.stop):
+            for item in scheduled.request.items_in(scheduled.start, scheduled.stop):
                 if (cached := self._encoder_cache.get(item)) is not None:
                     features[item.ref] = cached
                 else:
-                    missing.append((scheduled.sequence, item))
+                    missing.append((scheduled.request, item))
         # Call the tower once per group within the limits. If this fails, call it once per item, so that a lost block
         # only fails its own request.
         groups = self._within_limits(missing)
         while groups:
-            group = [(sequence, item) for sequence, item in groups.pop() if sequence not in failed]
+            group = [(request, item) for request, item in groups.pop() if request not in failed]
             if not group:
                 continue
             if (failure := self._run_tower(group, features)) is None:
@@ -97,7 +97,7 @@ class Towers:
                 failed[group[0][0]] = failure
         return features, failed
 
-    def encode_some(self, items: abc.Sequence[MediaItem]) -> list[Tensor] | MindieMMError:
+    def encode_some(self, items: Sequence[MediaItem]) -> list[Tensor] | MindieMMError:
         """Encode as many items, counted from the first, as fit into one call of the tower.
 
         Return their features, or an error. The encoder cache is neither read nor filled.
@@ -106,7 +106,7 @@ class Towers:
         encoded = self._encoded_once(first)
         return encoded if isinstance(encoded, MindieMMError) else [encoded[item.key] for item in first]
 
-    def _run_tower(self, group: list[tuple[Sequence, MediaItem]], features: Features) -> MindieMMError | None:
+    def _run_tower(self, group: list[tuple[Request, MediaItem]], features: Features) -> MindieMMError | None:
         """Add the features of a group's items to `features`. If a rank fails, return its error and add no features."""
         faults.point("before-tower")
         start = time.perf_counter()
@@ -115,14 +115,14 @@ class Towers:
             return encoded
         faults.point("after-tower")
         seconds = time.perf_counter() - start
-        for sequence, item in group:
+        for request, item in group:
             features[item.ref] = encoded[item.key]
-            sequence.tower_s += seconds / len(group)
+            request.tower_s += seconds / len(group)
         for key, item in {item.key: item for _, item in group}.items():
             self._encoder_cache.put(item, encoded[key])
         return None
 
-    def _encoded_once(self, items: abc.Sequence[MediaItem]) -> dict[bytes | ItemRef, Tensor] | MindieMMError:
+    def _encoded_once(self, items: Sequence[MediaItem]) -> dict[bytes | ItemRef, Tensor] | MindieMMError:
         """Return the features of each content by its key. A content that occurs several times is encoded once."""
         distinct: dict[bytes | ItemRef, MediaItem] = {}
         for item in items:
@@ -158,13 +158,13 @@ class Towers:
         for device in devices_of(self._model):
             require_alive(device)
 
-    def _within_limits(self, missing: list[tuple[Sequence, MediaItem]]) -> list[list[tuple[Sequence, MediaItem]]]:
-        groups: list[list[tuple[Sequence, MediaItem]]] = []
+    def _within_limits(self, missing: list[tuple[Request, MediaItem]]) -> list[list[tuple[Request, MediaItem]]]:
+        groups: list[list[tuple[Request, MediaItem]]] = []
         budget = TowerBudget(self._limits)
-        for sequence, item in missing:
+        for request, item in missing:
             if not groups or not budget.can_take(item):
                 groups.append([])
                 budget = TowerBudget(self._limits)
             budget.take(item)
-            groups[-1].append((sequence, item))
+            groups[-1].append((request, item))
         return groups

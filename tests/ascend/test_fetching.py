@@ -80,7 +80,7 @@ def answers(
             picture = rng.integers(0, 255, (*size, 3), dtype=np.uint8)
             ids = tokenizer.tokenize([{"image": picture}, {"text": "What is it?"}], path_file).numpy()
             assert engine.add(Add(str(number), ids.tobytes(), params)) is None
-            (item,) = engine._sequences[str(number)].items
+            (item,) = engine._requests[str(number)].items
             refs.append(item.ref)
             nbytes.append(max(array.nbytes for array in item.view.values()))
             del item

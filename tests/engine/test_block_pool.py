@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from mindie_mm.engine.cache.block_pool import BlockPool
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.nn.model import Positions
 
 
-def sequence(length=64):
+def request(length=64):
     positions = Positions(torch.arange(length).unsqueeze(0))
-    return Sequence("r", SamplingParams(), [0] * length, length, (), positions, None, 1, None)
+    return Request("r", SamplingParams(), [0] * length, length, (), positions, None, 1, None)
 
 
 def key(number):
@@ -24,14 +24,14 @@ def key(number):
 
 def test_blocks_without_a_key_are_reused_first_and_then_the_least_recently_freed():
     pool = BlockPool(6, 4)
-    first, second, plain = sequence(), sequence(), sequence()
+    first, second, plain = request(), request(), request()
     for one, tokens in ((first, 8), (second, 8), (plain, 8)):
         pool.grow(one, tokens)
     for i, block in enumerate((*first.kv_blocks, *second.kv_blocks)):
         pool.keep(block, key(i))
     for one in (second, first, plain):
         pool.free(one)
-    taken = sequence()
+    taken = request()
     pool.grow(taken, 8)
     assert pool.find([key(0), key(1)]) == [0, 1]
     assert pool.find([key(2), key(3)]) == [2, 3]
@@ -45,7 +45,7 @@ def test_blocks_without_a_key_are_reused_first_and_then_the_least_recently_freed
 
 def test_cached_blocks_that_a_sequence_will_share_do_not_count_as_free():
     pool = BlockPool(3, 4)
-    first, second = sequence(), sequence()
+    first, second = request(), request()
     pool.grow(first, 8)
     for i, block in enumerate(first.kv_blocks):
         pool.keep(block, key(i))
@@ -56,12 +56,12 @@ def test_cached_blocks_that_a_sequence_will_share_do_not_count_as_free():
     assert not pool.can_grow(second, 16, shared)
     pool.share(second, shared)
     assert pool.usage == pytest.approx(2 / 3)
-    assert not pool.can_grow(sequence(), 8)
+    assert not pool.can_grow(request(), 8)
 
 
 def test_a_key_stays_with_the_first_block_that_has_it():
     pool = BlockPool(4, 4)
-    first, second = sequence(), sequence()
+    first, second = request(), request()
     pool.grow(first, 4)
     pool.grow(second, 4)
     for one in (first, second):
@@ -73,7 +73,7 @@ def test_sequences_have_consecutive_blocks_when_all_free_blocks_have_keys():
     pool, keys = BlockPool(64, 4), itertools.count()
     num_jumps = 0
     for _ in range(40):
-        one = sequence()
+        one = request()
         pool.grow(one, 20)
         for tokens in range(21, 47):  # as in decode steps. The last block is not full
             pool.grow(one, tokens)
@@ -86,7 +86,7 @@ def test_sequences_have_consecutive_blocks_when_all_free_blocks_have_keys():
 
 def test_a_recently_freed_block_with_a_key_is_not_taken_for_being_the_next():
     pool = BlockPool(8, 4)
-    recent, old, growing = sequence(), sequence(), sequence()
+    recent, old, growing = request(), request(), request()
     pool.grow(growing, 4)
     pool.grow(recent, 8)
     pool.grow(old, 20)
@@ -105,7 +105,7 @@ def test_random_operations_keep_the_reference_counts_right():
     for _ in range(4000):
         action = generator.integers(4)
         if action == 0 and len(alive) < 6:
-            new = sequence()
+            new = request()
             shared = pool.find(key(int(i)) for i in generator.integers(40, size=3))
             wanted = int(generator.integers(1, 64))
             if pool.num_needed(wanted) >= len(shared) == len(set(shared)) and pool.can_grow(new, wanted, shared):

@@ -125,7 +125,7 @@ def test_non_finite_logits_fail_only_their_own_rows(model, number):
         for row in rows:
             params = SamplingParams(**settings[row])
             assert engine.add(Add(str(row), np.arange(5, dtype=np.int64).tobytes(), params)) is None
-        return engine._draw(logits[rows].clone(), [*engine._sequences.values()])
+        return engine._draw(logits[rows].clone(), [*engine._requests.values()])
 
     whole = drawn([0, 1, 2, 3])
     assert [draw[1] and [len(one.top) for one in draw[1]] for draw in whole] == [[2], None, [0], None]

@@ -131,11 +131,11 @@ def test_a_preempted_sequence_finds_its_own_blocks_again(model):
     engine = Engine(model, config)
     for i, ids in enumerate(prompts):
         engine.add(Add(str(i), ids.numpy().tobytes(), SamplingParams(temperature=0, **params)))
-    second = engine._sequences["1"]
+    second = engine._requests["1"]
     found = 0
     while engine.has_work():
         engine.step()
-        if not second.kv_blocks and second.num_output and "1" in engine._sequences:
+        if not second.kv_blocks and second.num_output and "1" in engine._requests:
             found = len(engine._blocks.find(second.keys)) * 4
     assert engine.stats.preemptions > 0
     assert second.output_ids == plain[0]

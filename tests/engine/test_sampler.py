@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.sampler import sample, token_logprobs, without_tokens
 from mindie_mm.errors import InputError
 from mindie_mm.nn.model import ModelSpec, Positions
@@ -18,10 +18,10 @@ VOCABULARY = 50
 EOS = (2,)
 
 
-def sequence(prompt=(5, 6), output=(), **settings) -> Sequence:
+def request(prompt=(5, 6), output=(), **settings) -> Request:
     params = SamplingParams(**settings)
     generator = torch.Generator().manual_seed(params.seed or 0) if params.temperature else None
-    return Sequence(
+    return Request(
         request_id="r",
         params=params,
         token_ids=[*prompt, *output],
@@ -43,7 +43,7 @@ def logits(*rows: dict[int, float]) -> torch.Tensor:
 
 
 def draws(row: dict[int, float], count=400, **settings) -> Counter:
-    drawn = sequence(temperature=settings.pop("temperature", 1.0), seed=1, **settings)
+    drawn = request(temperature=settings.pop("temperature", 1.0), seed=1, **settings)
     return Counter(sample(logits(row), [drawn], EOS).item() for _ in range(count))
 
 
@@ -54,7 +54,7 @@ def test_end_tokens_beyond_the_vocabulary_are_dropped():
 
 
 def test_greedy_takes_the_most_likely_token():
-    assert sample(logits({7: 1.0}, {9: 3.0}), [sequence(temperature=0)] * 2, EOS).tolist() == [7, 9]
+    assert sample(logits({7: 1.0}, {9: 3.0}), [request(temperature=0)] * 2, EOS).tolist() == [7, 9]
 
 
 def test_top_k_keeps_k_tokens():
@@ -88,7 +88,7 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn_with_their_probability():
     row = torch.full((size,), -torch.inf)
     row[5], row[size - 1] = np.log(0.6), np.log(0.3)
     row[7 : size - 1] = np.log(0.1 / (size - 8))
-    drawn = [sequence(seed=number) for number in range(rows)]
+    drawn = [request(seed=number) for number in range(rows)]
     found = torch.cat([sample(row.expand(rows, -1).clone(), drawn, EOS) for _ in range(60)])
     shares = [(found == 5).float().mean(), (found == size - 1).float().mean()]
     assert shares == pytest.approx([0.6, 0.3], abs=0.03)
@@ -102,7 +102,7 @@ def test_a_token_with_probability_zero_is_never_drawn():
     for token in (0, 255, 256, 511, 600):
         row = torch.full((1, 601), -torch.inf)
         row[0, token] = 0
-        assert [sample(row.clone(), [sequence(seed=seed)], EOS).item() for seed in range(50)] == [token] * 50
+        assert [sample(row.clone(), [request(seed=seed)], EOS).item() for seed in range(50)] == [token] * 50
 
 
 def test_rounding_of_the_cumulative_sum_never_draws_a_token_with_probability_zero(monkeypatch):
@@ -115,32 +115,32 @@ def test_rounding_of_the_cumulative_sum_never_draws_a_token_with_probability_zer
     monkeypatch.setattr(torch.Tensor, "cumsum", cumsum)
     row = torch.full((1, 601), -torch.inf)
     row[0, [3, 300]] = 0
-    drawn = sequence(seed=1)
+    drawn = request(seed=1)
     assert {sample(row.clone(), [drawn], EOS).item() for _ in range(200)} == {3, 300}
 
 
 def test_a_seed_draws_the_same_tokens_in_a_batch_as_alone():
     row = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3))
-    alone = [sample(row[None].clone(), [s], EOS).item() for s in [sequence(seed=11)] for _ in range(20)]
-    among, batched = sequence(seed=11), []
+    alone = [sample(row[None].clone(), [s], EOS).item() for s in [request(seed=11)] for _ in range(20)]
+    among, batched = request(seed=11), []
     for i in range(20):
-        others = [sequence(seed=i), sequence(temperature=0), sequence(seed=i + 1, top_p=0.5)]
+        others = [request(seed=i), request(temperature=0), request(seed=i + 1, top_p=0.5)]
         batched.append(sample(row.expand(4, -1).clone(), [*others[:2], among, others[2]], EOS).tolist()[2])
     assert alone == batched
 
 
 def test_logit_bias_raises_and_bans_tokens():
-    assert sample(logits({7: 1.0}), [sequence(temperature=0, logit_bias={9: 5.0})], EOS).tolist() == [9]
-    assert sample(logits({7: 1.0}), [sequence(temperature=0, logit_bias={7: -100})], EOS).tolist() != [7]
+    assert sample(logits({7: 1.0}), [request(temperature=0, logit_bias={9: 5.0})], EOS).tolist() == [9]
+    assert sample(logits({7: 1.0}), [request(temperature=0, logit_bias={7: -100})], EOS).tolist() != [7]
 
 
 def test_penalties_match_their_definitions():
     row = {5: 2.0, 8: 2.1, 9: 2.05}
     # The repetition penalty counts tokens of the prompt and output. The other two count only tokens of the output.
-    assert sample(logits(row), [sequence(prompt=(8,), temperature=0, repetition_penalty=1.2)], EOS).tolist() == [9]
-    assert sample(logits(row), [sequence(prompt=(8,), temperature=0, presence_penalty=2)], EOS).tolist() == [8]
-    assert sample(logits(row), [sequence(output=(8,), temperature=0, presence_penalty=0.06)], EOS).tolist() == [9]
-    twice = sequence(output=(8, 8, 9), temperature=0, frequency_penalty=0.06)
+    assert sample(logits(row), [request(prompt=(8,), temperature=0, repetition_penalty=1.2)], EOS).tolist() == [9]
+    assert sample(logits(row), [request(prompt=(8,), temperature=0, presence_penalty=2)], EOS).tolist() == [8]
+    assert sample(logits(row), [request(output=(8,), temperature=0, presence_penalty=0.06)], EOS).tolist() == [9]
+    twice = request(output=(8, 8, 9), temperature=0, frequency_penalty=0.06)
     assert sample(logits(row), [twice], EOS).tolist() == [5]
 
 
@@ -155,10 +155,10 @@ PREFERENCES = (
 )
 
 
-def preferring(count: int) -> list[Sequence]:
-    """Return `count` sequences. Their settings cycle through `PREFERENCES`."""
+def preferring(count: int) -> list[Request]:
+    """Return `count` requests. Their settings cycle through `PREFERENCES`."""
     return [
-        sequence(prompt=(5, 9, VOCABULARY + number), output=(8, 8, number), **PREFERENCES[number % len(PREFERENCES)])
+        request(prompt=(5, 9, VOCABULARY + number), output=(8, 8, number), **PREFERENCES[number % len(PREFERENCES)])
         for number in range(count)
     ]
 
@@ -192,21 +192,21 @@ def test_the_number_of_operators_does_not_grow_with_the_rows():
     """Each operator is a kernel launch on the device."""
 
     def num_operators(count: int) -> int:
-        rows, sequences = torch.randn(count, VOCABULARY), preferring(count)
-        for one in sequences:
+        rows, requests = torch.randn(count, VOCABULARY), preferring(count)
+        for one in requests:
             one.params = msgspec.structs.replace(one.params, temperature=0)
         with Operators() as operators:
-            sample(rows, sequences, EOS)
+            sample(rows, requests, EOS)
         return operators.count
 
     assert num_operators(6 * len(PREFERENCES)) == num_operators(len(PREFERENCES))
 
 
 def test_settings_that_are_not_used_launch_no_operators():
-    rows, sequences = torch.randn(2, VOCABULARY), [sequence(temperature=0)] * 2
+    rows, requests = torch.randn(2, VOCABULARY), [request(temperature=0)] * 2
     with Operators() as operators:
-        sample(rows, sequences, EOS)
-        without_tokens(rows, sequences)
+        sample(rows, requests, EOS)
+        without_tokens(rows, requests)
     assert operators.count == 2, "the operators are a view of the logits and their argmax"
 
 
@@ -223,7 +223,7 @@ class Unread(list):
 def test_penalties_do_not_iterate_over_the_whole_sequence():
     """Counts are updated with each token, because counting 32,000 tokens again takes 33 ms per step."""
     settings = {"temperature": 0, "repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.3}
-    whole, grown = sequence(prompt=(5, 8, 5), output=(8, 9, 9), **settings), sequence(prompt=(5, 8, 5), **settings)
+    whole, grown = request(prompt=(5, 8, 5), output=(8, 9, 9), **settings), request(prompt=(5, 8, 5), **settings)
     for token in (8, 9, 9):
         grown.append(token)
     assert (grown.token_ids, grown.output_ids) == ([5, 8, 5, 8, 9, 9], [8, 9, 9])
@@ -238,7 +238,7 @@ def test_penalties_do_not_iterate_over_the_whole_sequence():
 def test_prompt_ids_beyond_the_logits_are_skipped():
     """Molmo's image tokens, for example, appear in prompts but have no logits."""
     row = logits({5: 4.0, 7: 3.0})
-    penalised = sequence(
+    penalised = request(
         prompt=(VOCABULARY, 5, VOCABULARY + 3),
         output=(6,),
         repetition_penalty=2.0,
@@ -253,15 +253,15 @@ def test_prompt_ids_beyond_the_logits_are_skipped():
 
 
 def test_min_tokens_bans_end_and_stop_tokens():
-    early = sequence(temperature=0, min_tokens=2, stop_token_ids=(7,))
+    early = request(temperature=0, min_tokens=2, stop_token_ids=(7,))
     assert sample(logits({2: 9.0, 7: 8.0, 4: 1.0}), [early], EOS).tolist() == [4]
-    late = sequence(output=(4, 4), temperature=0, min_tokens=2)
+    late = request(output=(4, 4), temperature=0, min_tokens=2)
     assert sample(logits({2: 9.0}), [late], EOS).tolist() == [2]
 
 
 def test_only_allowed_tokens_are_drawn():
     row = {7: 9.0, 3: 1.0, 4: 0.5}
-    assert sample(logits(row, row), [sequence(temperature=0), sequence(temperature=0, allowed_token_ids=(4, 3))], EOS)[
+    assert sample(logits(row, row), [request(temperature=0), request(temperature=0, allowed_token_ids=(4, 3))], EOS)[
         0:2
     ].tolist() == [7, 3]
     assert set(draws(row, allowed_token_ids=(4, 3, 30))) == {3, 4, 30}
@@ -269,18 +269,18 @@ def test_only_allowed_tokens_are_drawn():
 
 def test_only_the_last_token_of_a_bad_sequence_is_banned_and_only_after_its_other_tokens():
     row, bad = {9: 9.0, 4: 8.0, 6: 1.0}, {"temperature": 0, "bad_token_ids": ((8, 3, 9), (4,))}
-    assert sample(logits(row), [sequence(output=(8, 3), **bad)], EOS).tolist() == [6]
+    assert sample(logits(row), [request(output=(8, 3), **bad)], EOS).tolist() == [6]
     for output in ((), (3,), (8, 3, 3), (8,)):
-        assert sample(logits(row), [sequence(output=output, **bad)], EOS).tolist() == [9]
-    assert sample(logits(row), [sequence(prompt=(8, 3), **bad)], EOS).tolist() == [9], "only tokens of the output count"
+        assert sample(logits(row), [request(output=output, **bad)], EOS).tolist() == [9]
+    assert sample(logits(row), [request(prompt=(8, 3), **bad)], EOS).tolist() == [9], "only tokens of the output count"
 
 
 def test_rows_whose_settings_exclude_all_tokens_are_found():
     nothing = {"temperature": 0, "allowed_token_ids": (3, 4), "bad_token_ids": ((3,), (4,))}
-    rows, sequences = logits({5: 1.0}, {5: 1.0}), [sequence(**nothing), sequence(temperature=0, allowed_token_ids=(3,))]
-    sample(rows, sequences, EOS)
-    assert without_tokens(rows, sequences).tolist() == [True, False]
-    assert without_tokens(rows, [sequence()] * 2) is None
+    rows, requests = logits({5: 1.0}, {5: 1.0}), [request(**nothing), request(temperature=0, allowed_token_ids=(3,))]
+    sample(rows, requests, EOS)
+    assert without_tokens(rows, requests).tolist() == [True, False]
+    assert without_tokens(rows, [request()] * 2) is None
 
 
 def test_a_rank_counts_the_tokens_that_are_more_likely():

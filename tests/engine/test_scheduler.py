@@ -1,4 +1,4 @@
-"""Tests of the schedulers with handwritten sequences: budgets, spans, media, preemption, prefixes and memory."""
+"""Tests of the schedulers with handwritten requests: budgets, spans, media, preemption, prefixes and memory."""
 
 import sys
 from types import SimpleNamespace
@@ -9,8 +9,8 @@ import torch
 
 from mindie_mm.engine.cache.block_pool import BlockPool
 from mindie_mm.engine.cache.encoder_cache import EncoderCache
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduler
 from mindie_mm.engine.seq2seq import Seq2SeqScheduler
 from mindie_mm.engine.tower_budget import TowerLimits
@@ -28,7 +28,7 @@ def picture(start: int, length: int, name: bytes = b"picture") -> MediaItem:
     return MediaItem(np.arange(start, start + length), view, MediaShape("image", 5, length))
 
 
-def sequence(
+def request(
     name: str,
     length: int,
     *,
@@ -37,16 +37,16 @@ def sequence(
     max_tokens: int = 8,
     shared: bool = False,
     **settings,
-) -> Sequence:
-    """Return a sequence with the prompt ids 0, 1, and so on.
+) -> Request:
+    """Return a request with the prompt ids 0, 1, and so on.
 
-    `joined` lists spans whose first and last tokens attend to each other. If `shared`, other sequences may reuse its
+    `joined` lists spans whose first and last tokens attend to each other. If `shared`, other requests may reuse its
     blocks.
     """
     span_ids = torch.full((length,), -1) if joined else None
     for number, (start, stop) in enumerate(joined):
         span_ids[[start, stop - 1]] = number
-    new = Sequence(
+    new = Request(
         request_id=name,
         params=SamplingParams(temperature=0, **settings),
         token_ids=[*range(length)],
@@ -61,10 +61,10 @@ def sequence(
     return new
 
 
-def scheduler(*sequences: Sequence, blocks: int = 100, tower_tokens: int = 100, **settings) -> Scheduler:
+def scheduler(*requests: Request, blocks: int = 100, tower_tokens: int = 100, **settings) -> Scheduler:
     config = EngineConfig(**settings)
     sched = Scheduler(config, BlockPool(blocks, BLOCK), EncoderCache(10**6), TowerLimits(tower_tokens, 10**6, 4))
-    for one in sequences:
+    for one in requests:
         sched.add(one)
     return sched
 
@@ -75,15 +75,15 @@ def step(sched: BaseScheduler) -> list[tuple[str, int, int]]:
     if isinstance(sched, Scheduler):
         sched.computed(found)
     for scheduled in found:
-        for item in scheduled.sequence.items_in(scheduled.start, scheduled.stop):
+        for item in scheduled.request.items_in(scheduled.start, scheduled.stop):
             sched._encoder_cache.put(item, torch.zeros(item.shape.num_features))
         if scheduled.samples:
-            scheduled.sequence.append(7)
-    return [(scheduled.sequence.request_id, scheduled.start, scheduled.stop) for scheduled in found]
+            scheduled.request.append(7)
+    return [(scheduled.request.request_id, scheduled.start, scheduled.stop) for scheduled in found]
 
 
 def test_a_step_fills_the_token_budget_and_running_sequences_come_first():
-    sched = scheduler(sequence("a", 10), sequence("b", 3), sequence("c", 2), max_num_batched_tokens=6)
+    sched = scheduler(request("a", 10), request("b", 3), request("c", 2), max_num_batched_tokens=6)
     assert step(sched) == [("a", 0, 6)]
     assert step(sched) == [("a", 6, 10), ("b", 0, 2)]
     assert step(sched) == [("a", 10, 11), ("b", 2, 3), ("c", 0, 2)]
@@ -99,22 +99,22 @@ def test_a_step_fills_the_token_budget_and_running_sequences_come_first():
 )
 def test_a_long_prompt_does_not_delay_an_answer_that_began_after_it(prompt):
     """The short answer comes first in each later step, because a chunk of the long prompt fills the budget."""
-    sched = scheduler(sequence("long", 200, **prompt), sequence("b", 4), tower_tokens=90, max_num_batched_tokens=40)
+    sched = scheduler(request("long", 200, **prompt), request("b", 4), tower_tokens=90, max_num_batched_tokens=40)
     assert step(sched) == [("long", 0, 30), ("b", 0, 4)]
     assert step(sched) == [("b", 4, 5), ("long", 30, 69)]
     assert step(sched) == [("b", 5, 6), ("long", 69, 108)]
 
 
 def test_a_more_urgent_sequence_overtakes_waiting_sequences():
-    """Sequences with lower priority numbers come first. Sequences with equal numbers keep their order."""
-    ranked = [sequence(f"{priority}{name}", 4, priority=priority) for priority, name in ((1, "a"), (0, "b"), (1, "c"))]
-    sched = scheduler(*ranked, sequence("-1d", 4, priority=-1), max_num_seqs=2)
+    """Requests with lower priority numbers come first. Requests with equal numbers keep their order."""
+    ranked = [request(f"{priority}{name}", 4, priority=priority) for priority, name in ((1, "a"), (0, "b"), (1, "c"))]
+    sched = scheduler(*ranked, request("-1d", 4, priority=-1), max_num_seqs=2)
     assert [one.request_id for one in sched.waiting] == ["-1d", "0b", "1a", "1c"]
     assert step(sched) == [("-1d", 0, 4), ("0b", 0, 4)]
 
 
 def test_a_less_urgent_sequence_is_preempted_although_it_came_first():
-    first, urgent = sequence("first", 4), sequence("urgent", 4, priority=-1)
+    first, urgent = request("first", 4), request("urgent", 4, priority=-1)
     sched = scheduler(first, blocks=4)
     step(sched)
     sched.add(urgent)
@@ -128,8 +128,8 @@ def test_a_less_urgent_sequence_is_preempted_although_it_came_first():
 def test_coming_media_are_listed_in_the_order_of_need():
     pictures = [picture(start, 4, bytes([start])) for start in (0, 10, 20)]
     sched = scheduler(
-        sequence("a", 30, items=pictures),
-        sequence("b", 9, items=(picture(2, 4, b"b"),)),
+        request("a", 30, items=pictures),
+        request("b", 9, items=(picture(2, 4, b"b"),)),
         max_num_batched_tokens=8,
     )
     assert step(sched) == [("a", 0, 8)]
@@ -141,7 +141,7 @@ def test_coming_media_are_listed_in_the_order_of_need():
 
 
 def test_a_sequence_preempted_for_a_prompt_gets_no_token_in_that_step():
-    first, second = sequence("a", 12, joined=((4, 12),)), sequence("b", 3)
+    first, second = request("a", 12, joined=((4, 12),)), request("b", 3)
     sched = scheduler(first, second, blocks=3, max_num_batched_tokens=9)
     assert step(sched) == [("a", 0, 4), ("b", 0, 3)]
     assert step(sched) == [("a", 4, 12)]
@@ -152,7 +152,7 @@ def test_a_sequence_preempted_for_a_prompt_gets_no_token_in_that_step():
 
 
 def test_at_most_max_num_seqs_sequences_run():
-    first, *others = (sequence(name, 2) for name in "abc")
+    first, *others = (request(name, 2) for name in "abc")
     sched = scheduler(first, *others, max_num_seqs=2)
     assert [name for name, _, _ in step(sched)] == ["a", "b"]
     assert [name for name, _, _ in step(sched)] == ["a", "b"]
@@ -166,7 +166,7 @@ def test_at_most_max_num_seqs_sequences_run():
 
 
 def test_a_waiting_sequence_can_be_removed():
-    runs, waits = sequence("a", 2), sequence("b", 2)
+    runs, waits = request("a", 2), request("b", 2)
     sched = scheduler(runs, waits, max_num_seqs=1)
     step(sched)
     sched.remove(waits)
@@ -175,18 +175,18 @@ def test_a_waiting_sequence_can_be_removed():
 
 
 def test_a_chunk_does_not_end_within_a_span():
-    sched = scheduler(sequence("a", 12, joined=((4, 9),)), max_num_batched_tokens=6)
+    sched = scheduler(request("a", 12, joined=((4, 9),)), max_num_batched_tokens=6)
     assert [step(sched) for _ in range(3)] == [[("a", 0, 4)], [("a", 4, 10)], [("a", 10, 12)]]
 
 
 def test_overlapping_spans_count_as_one():
-    sched = scheduler(sequence("a", 12, joined=((2, 8), (5, 10))), max_num_batched_tokens=5)
+    sched = scheduler(request("a", 12, joined=((2, 8), (5, 10))), max_num_batched_tokens=5)
     assert [step(sched) for _ in range(3)] == [[("a", 0, 2)], [("a", 2, 10)], [("a", 10, 12)]]
 
 
 def test_a_span_beyond_the_budget_is_the_only_prompt_of_its_step():
     """The span cannot be split, but must run eventually. It may exceed the budget if its step has no other prompt."""
-    prompts = sequence("a", 3), sequence("large", 12, joined=((0, 12),)), sequence("b", 2)
+    prompts = request("a", 3), request("large", 12, joined=((0, 12),)), request("b", 2)
     sched = scheduler(*prompts, max_num_batched_tokens=5)
     assert step(sched) == [("a", 0, 3)], "the span is not added to a step with another prompt"
     assert step(sched) == [("a", 3, 4), ("large", 0, 12)]
@@ -195,16 +195,16 @@ def test_a_span_beyond_the_budget_is_the_only_prompt_of_its_step():
 
 def test_a_chunk_ends_before_media_that_exceed_the_tower_budget():
     items = (picture(1, 3, b"first"), picture(5, 3, b"second"))
-    sched = scheduler(sequence("a", 10, items=items), tower_tokens=4)
+    sched = scheduler(request("a", 10, items=items), tower_tokens=4)
     assert [step(sched) for _ in range(2)] == [[("a", 0, 5)], [("a", 5, 10)]]
-    again = sequence("b", 10, items=items)
+    again = request("b", 10, items=items)
     sched.add(again)
     assert step(sched) == [("a", 10, 11), ("b", 0, 10)], "cached media use no tower budget"
 
 
 def test_media_that_exceed_the_tower_budget_wait_for_the_next_step():
-    sequences = [sequence(name, 6, items=(picture(2, 3, name.encode()),)) for name in "ab"]
-    sched = scheduler(*sequences, tower_tokens=4)
+    requests = [request(name, 6, items=(picture(2, 3, name.encode()),)) for name in "ab"]
+    sched = scheduler(*requests, tower_tokens=4)
     assert step(sched) == [("a", 0, 6), ("b", 0, 2)]
     assert step(sched) == [("a", 6, 7), ("b", 2, 6)]
 
@@ -217,7 +217,7 @@ def test_media_and_spans_outside_a_range_are_not_visited():
             raise AssertionError("walked")
 
     items = [picture(start, 5, b"%d" % start) for start in range(0, 60, 10)]
-    one = sequence("a", 60, items=tuple(items), joined=tuple((item.start, item.stop) for item in items))
+    one = request("a", 60, items=tuple(items), joined=tuple((item.start, item.stop) for item in items))
     spans = one.spans
     one.items, one.spans = Unread(items), Unread(spans)
     for start, stop in ((0, 60), (13, 21), (13, 20), (15, 20), (14, 15), (59, 60), (60, 61)):
@@ -228,29 +228,29 @@ def test_media_and_spans_outside_a_range_are_not_visited():
 def test_media_may_overlap():
     """In some Molmo checkpoints, the features of every picture overwrite the features of the first picture."""
     items = tuple(picture(4, length, b"%d" % length) for length in (5, 9, 2, 7))
-    one = sequence("a", 20, items=items)
+    one = request("a", 20, items=items)
     for start in range(20):
         assert one.items_in(start, start + 1) == [item for item in items if item.start <= start < item.stop]
 
 
 def test_the_newest_sequence_is_preempted_and_resumed_first():
-    first, second = sequence("a", 6), sequence("b", 6)
-    sched = scheduler(first, second, sequence("c", 1), blocks=4)
-    assert step(sched) == [("a", 0, 6), ("b", 0, 6)], "no block is left for the third sequence"
+    first, second = request("a", 6), request("b", 6)
+    sched = scheduler(first, second, request("c", 1), blocks=4)
+    assert step(sched) == [("a", 0, 6), ("b", 0, 6)], "no block is left for the third request"
     assert step(sched) == [("a", 6, 7), ("b", 6, 7)]
     assert step(sched) == [("a", 7, 8), ("b", 7, 8)]
     assert step(sched) == [("a", 8, 9)]
     assert sched.preemptions == 1
     assert [one.request_id for one in sched.waiting] == ["b", "c"]
     assert (second.num_computed, second.kv_blocks, second.num_output) == (0, [], 3)
-    assert step(sched) == [("a", 9, 10)], "the preempted sequence waits, because its nine tokens need three blocks"
+    assert step(sched) == [("a", 9, 10)], "the preempted request waits, because its nine tokens need three blocks"
     sched.remove(first)
     assert step(sched) == [("b", 0, 9), ("c", 0, 1)]
 
 
 def test_no_sequence_is_admitted_in_a_step_with_a_preemption():
     """The last free block stays unused. A first chunk would fit, but would soon be preempted and computed again."""
-    sched = scheduler(sequence("a", 5), sequence("b", 6), blocks=4, max_num_batched_tokens=5)
+    sched = scheduler(request("a", 5), request("b", 6), blocks=4, max_num_batched_tokens=5)
     assert [step(sched) for _ in range(2)] == [[("a", 0, 5)], [("a", 5, 6), ("b", 0, 4)]]
     assert [step(sched) for _ in range(2)] == [[("a", 6, 7), ("b", 4, 6)], [("a", 7, 8), ("b", 6, 7)]]
     assert step(sched) == [("a", 8, 9)]
@@ -258,19 +258,19 @@ def test_no_sequence_is_admitted_in_a_step_with_a_preemption():
 
 
 def test_a_sequence_alone_that_needs_more_blocks_is_preempted():
-    sched = scheduler(sequence("a", 4), blocks=1)
+    sched = scheduler(request("a", 4), blocks=1)
     assert step(sched) == [("a", 0, 4)]
     assert step(sched) == []
     assert (sched.preemptions, sched.usage) == (1, 0)
 
 
 def test_a_prompt_is_computed_from_the_end_of_its_shared_blocks():
-    first = sequence("a", 10, shared=True)
+    first = request("a", 10, shared=True)
     sched = scheduler(first)
     step(sched)
-    for one in (sequence("b", 10, shared=True), sequence("c", 8, shared=True), sequence("d", 10)):
+    for one in (request("b", 10, shared=True), request("c", 8, shared=True), request("d", 10)):
         sched.add(one)
-    asks = sequence("e", 10, shared=True, prompt_logprobs=0)
+    asks = request("e", 10, shared=True, prompt_logprobs=0)
     sched.add(asks)
     # The last token is always computed, because its logits are needed. Prompt log-probabilities need all logits.
     assert step(sched) == [("a", 10, 11), ("b", 8, 10), ("c", 4, 8), ("d", 0, 10), ("e", 0, 10)]
@@ -279,15 +279,15 @@ def test_a_prompt_is_computed_from_the_end_of_its_shared_blocks():
 
 
 def test_a_prompt_waits_for_blocks_of_the_same_step_if_they_save_half():
-    sched = scheduler(sequence("a", 9, shared=True), sequence("b", 9, shared=True), sequence("c", 2))
+    sched = scheduler(request("a", 9, shared=True), request("b", 9, shared=True), request("c", 2))
     assert step(sched) == [("a", 0, 9)]
     assert step(sched) == [("a", 9, 10), ("b", 8, 9), ("c", 0, 2)]
-    sched = scheduler(sequence("a", 9, shared=True), sequence("b", 9), max_num_batched_tokens=20)
-    assert step(sched) == [("a", 0, 9), ("b", 0, 9)], "a sequence that shares no blocks does not wait"
+    sched = scheduler(request("a", 9, shared=True), request("b", 9), max_num_batched_tokens=20)
+    assert step(sched) == [("a", 0, 9), ("b", 0, 9)], "a request that shares no blocks does not wait"
 
 
 def test_a_preempted_sequence_finds_its_remaining_blocks():
-    first, second = sequence("a", 6), sequence("b", 9, shared=True)
+    first, second = request("a", 6), request("b", 9, shared=True)
     sched = scheduler(first, second, blocks=5)
     assert step(sched) == [("a", 0, 6), ("b", 0, 9)]
     assert step(sched) == [("a", 6, 7), ("b", 9, 10)]
@@ -298,24 +298,24 @@ def test_a_preempted_sequence_finds_its_remaining_blocks():
     assert second.num_cached == 0, "num_cached keeps its value from the first scheduling"
 
 
-def encoder_decoder(*sequences: Sequence, room: int = 1000, **settings) -> Seq2SeqScheduler:
+def encoder_decoder(*requests: Request, room: int = 1000, **settings) -> Seq2SeqScheduler:
     model = SimpleNamespace(prompt_token_bytes=3, spec=SimpleNamespace(kv_token_bytes=2))
     config = EngineConfig(**settings)
     sched = Seq2SeqScheduler(model, config, EncoderCache(10**6), TowerLimits(4, 10**6, 4), room)
-    for one in sequences:
+    for one in requests:
         sched.add(one)
     return sched
 
 
 def test_an_encoder_decoder_encodes_whole_prompts_while_answers_run():
-    sched = encoder_decoder(sequence("a", 5), sequence("b", 4), sequence("c", 9), max_num_batched_tokens=8)
+    sched = encoder_decoder(request("a", 5), request("b", 4), request("c", 9), max_num_batched_tokens=8)
     assert step(sched) == [("a", 0, 5)], "the second prompt does not fit in the same step"
     assert step(sched) == [("a", 5, 6), ("b", 0, 4)]
     assert step(sched) == [("a", 6, 7), ("b", 4, 5), ("c", 0, 9)], "the first prompt of a step may exceed the budget"
 
 
 def test_an_encoder_decoder_limits_the_media_of_a_step():
-    first, second = (sequence(name, 6, items=(picture(1, 3, name.encode()),)) for name in "ab")
+    first, second = (request(name, 6, items=(picture(1, 3, name.encode()),)) for name in "ab")
     sched = encoder_decoder(first, second)
     assert step(sched) == [("a", 0, 6)]
     assert [item.key for item in sched.coming()] == [b"b"]
@@ -324,10 +324,10 @@ def test_an_encoder_decoder_limits_the_media_of_a_step():
 
 
 def test_an_encoder_decoder_reserves_room_for_the_longest_answer():
-    first, second = sequence("a", 4, max_tokens=4), sequence("b", 4, max_tokens=4)
+    first, second = request("a", 4, max_tokens=4), request("b", 4, max_tokens=4)
     sched = encoder_decoder(
         first, second, room=39
-    )  # each sequence needs 20 bytes: 4 prompt tokens of 3 bytes and 4 output tokens of 2 bytes
+    )  # each request needs 20 bytes: 4 prompt tokens of 3 bytes and 4 output tokens of 2 bytes
     assert step(sched) == [("a", 0, 4)]
     assert sched.usage == pytest.approx(20 / 39)
     assert step(sched) == [("a", 4, 5)]

@@ -25,7 +25,7 @@ MORE_ROOM = (
 
 
 def context_length(spec: ModelSpec, config: EngineConfig) -> int:
-    """Return the maximum number of tokens of one sequence."""
+    """Return the maximum number of tokens of one request."""
     return min(config.max_model_len or spec.max_model_len, spec.max_model_len)
 
 
@@ -35,12 +35,12 @@ def block_size(spec: ModelSpec, config: EngineConfig) -> int:
 
 
 def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
-    """Return the number of KV blocks that sequences use if all are at full length. More blocks would never be used."""
+    """Return the number of KV blocks that requests use if all are at full length. More blocks would never be used."""
     return config.max_num_seqs * -(-context_length(spec, config) // block_size(spec, config))
 
 
 def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
-    """Return the size in bytes of a KV cache that holds all sequences at full length."""
+    """Return the size in bytes of a KV cache that holds all requests at full length."""
     spec = model.spec
     if isinstance(model, Seq2SeqModel):
         token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # assumes prompt and answer of equal length
@@ -51,7 +51,7 @@ def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
 def fitting_context(
     model: Model | Seq2SeqModel, config: EngineConfig, num_bytes: int, num_tokens: int, ranks: Ranks = ALONE
 ) -> int:
-    """Return the maximum number of tokens of one sequence that fit in the KV cache, and log the result.
+    """Return the maximum number of tokens of one request that fit in the KV cache, and log the result.
 
     If the checkpoint's context length does not fit, it is reduced and a warning is logged.
 

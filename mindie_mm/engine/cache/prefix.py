@@ -12,7 +12,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from mindie_mm.engine.requests.sequence import Sequence
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.salt import salted
@@ -20,72 +20,72 @@ from mindie_mm.salt import salted
 KEY_BYTES = 32
 
 
-def share(sequence: Sequence, model: Model) -> None:
-    """Prepare a new `sequence` for sharing its leading blocks, up to the first media item without a digest."""
-    sequence.num_shareable = _num_shareable(model, sequence)
-    if not sequence.num_shareable:
+def share(request: Request, model: Model) -> None:
+    """Prepare a new `request` for sharing its leading blocks, up to the first media item without a digest."""
+    request.num_shareable = _num_shareable(model, request)
+    if not request.num_shareable:
         return
-    root = salted(sequence.params.cache_salt)
+    root = salted(request.params.cache_salt)
     if model.traits.prefix_sees_length:
-        root.update(sequence.num_prompt.to_bytes(8))
+        root.update(request.num_prompt.to_bytes(8))
     if model.traits.prefix_sees_later_media:
-        for item in sequence.items:
+        for item in request.items:
             root.update(_identity(item))
-    sequence.root_key = root.digest(KEY_BYTES)
+    request.root_key = root.digest(KEY_BYTES)
 
 
-def _num_shareable(model: Model, sequence: Sequence) -> int:
+def _num_shareable(model: Model, request: Request) -> int:
     """Return the number of leading tokens that do not depend on an item without a digest."""
-    for item in sequence.items:
+    for item in request.items:
         if item.digest is None:
-            first = next((start for start, stop in sequence.spans if start <= item.start < stop), item.start)
+            first = next((start for start, stop in request.spans if start <= item.start < stop), item.start)
             return 0 if model.traits.prefix_sees_later_media else first
     return sys.maxsize
 
 
-def extend_keys(sequence: Sequence, block_size: int, stop: int) -> None:
-    """Extend `sequence.keys` to all full, shareable blocks of the first `stop` tokens."""
-    known = len(sequence.keys)
-    count = min(stop, sequence.num_shareable) // block_size
+def extend_keys(request: Request, block_size: int, stop: int) -> None:
+    """Extend `request.keys` to all full, shareable blocks of the first `stop` tokens."""
+    known = len(request.keys)
+    count = min(stop, request.num_shareable) // block_size
     if count <= known:
         return
-    key = sequence.keys[-1] if known else sequence.root_key
-    rows = _rows(sequence, known * block_size, count * block_size)
+    key = request.keys[-1] if known else request.root_key
+    rows = _rows(request, known * block_size, count * block_size)
     for start in range(known * block_size, count * block_size, block_size):
         end = start + block_size
         block = blake3(key)
         block.update(rows[start - known * block_size : end - known * block_size].tobytes())
-        block.update(_media(sequence, start, end))
-        for span in sequence.spans_in(start, end):
-            block.update(_span_key(sequence, span))  # tokens also attend to the part of the span after the block
+        block.update(_media(request, start, end))
+        for span in request.spans_in(start, end):
+            block.update(_span_key(request, span))  # tokens also attend to the part of the span after the block
         key = block.digest(KEY_BYTES)
-        sequence.keys.append(key)
+        request.keys.append(key)
 
 
-def _rows(sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
+def _rows(request: Request, start: int, stop: int) -> NDArray[np.int64]:
     """Return the id, positions and span of each token in [start, stop), int64 [tokens, columns]."""
-    columns = [sequence.ids(start, stop), *sequence.positions(start, stop)]
-    if sequence.span_ids is not None:
-        known = sequence.span_ids[start:stop].numpy()
+    columns = [request.ids(start, stop), *request.positions(start, stop)]
+    if request.span_ids is not None:
+        known = request.span_ids[start:stop].numpy()
         columns.append(np.pad(known, (0, stop - start - len(known)), constant_values=-1))
     return np.stack(columns, axis=1)
 
 
-def _media(sequence: Sequence, start: int, stop: int) -> bytes:
+def _media(request: Request, start: int, stop: int) -> bytes:
     """Serialize the identity and positions of the features in tokens [start, stop) without ambiguity."""
     parts: list[bytes] = []
-    for item in sequence.items_in(start, stop):
+    for item in request.items_in(start, stop):
         first, last = item.features_in(start, stop)
         slots = item.slots[first:last] - start
         parts += [_identity(item), np.array([first, len(slots)], np.int64).tobytes(), slots.tobytes()]
     return b"".join(parts)
 
 
-def _span_key(sequence: Sequence, span: tuple[int, int]) -> bytes:
-    if span not in sequence.span_keys:
-        content = _rows(sequence, *span).tobytes() + _media(sequence, *span)
-        sequence.span_keys[span] = blake3(content).digest(KEY_BYTES)
-    return sequence.span_keys[span]
+def _span_key(request: Request, span: tuple[int, int]) -> bytes:
+    if span not in request.span_keys:
+        content = _rows(request, *span).tobytes() + _media(request, *span)
+        request.span_keys[span] = blake3(content).digest(KEY_BYTES)
+    return request.span_keys[span]
 
 
 def _identity(item: MediaItem) -> bytes:

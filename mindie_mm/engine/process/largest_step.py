@@ -16,8 +16,8 @@ from mindie_mm.device import Device, upload
 from mindie_mm.engine.cache.kv_cache_size import block_size, context_length
 from mindie_mm.engine.decode_graphs import captures_graphs, most_blocks, most_rows
 from mindie_mm.engine.ranks import ALONE, Ranks
+from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.engine.requests.sequence import Sequence
 from mindie_mm.engine.runner import PROMPT_ROWS
 from mindie_mm.engine.sampler import sample, score
 from mindie_mm.engine.towers import fetched_bytes
@@ -149,13 +149,13 @@ class WorstCase:
             most, settings = min(self._config.max_num_batched_tokens, most), "max_num_batched_tokens or max_model_len"
             if _has_bidirectional_spans(self._model):  # the last span of a step may exceed the budget
                 most = min(most + max(map(self._processor.max_tokens, kinds), default=0), self._max_model_len)
-        # A step that computes a whole sequence needs no mask, so that a slightly shorter step may need more memory.
+        # A step that computes a whole request needs no mask, so that a slightly shorter step may need more memory.
         sizes = {most, max(1, min(most, self._max_model_len - 1))}
         name = f"a prefill of {most} tokens"
         return Part(name, self._peak_bytes(name, [self._prefill(size) for size in sizes], settings), settings)
 
     def _prefill(self, num_tokens: int) -> Callable[[], object]:
-        """Return a prefill of the last `num_tokens` tokens of the longest sequence. All tokens are media features."""
+        """Return a prefill of the last `num_tokens` tokens of the longest request. All tokens are media features."""
         model, spec = self._model, self._model.spec
         if isinstance(model, Seq2SeqModel):
             return partial(self._encode_prompt, model, num_tokens)
@@ -182,7 +182,7 @@ class WorstCase:
         spec = self._model.spec
         rows = min(self._config.max_num_seqs, self._config.max_num_batched_tokens)
         params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, seed=0)
-        sequence = Sequence(
+        request = Request(
             request_id="",
             params=params,
             token_ids=[0],
@@ -198,7 +198,7 @@ class WorstCase:
         def draw() -> None:
             logits = torch.zeros(rows, spec.vocab_size, dtype=torch.float32, device=spec.device)
             raw = logits.clone()
-            score(raw, sample(logits, [sequence] * rows, ()), _MOST_LOGPROBS)
+            score(raw, sample(logits, [request] * rows, ()), _MOST_LOGPROBS)
 
         name, settings = f"sampling of {rows} tokens", "max_num_seqs"
         return Part(name, self._peak_bytes(name, [draw], settings), settings)
@@ -228,7 +228,7 @@ class WorstCase:
 
     @staticmethod
     def _decode(model: Model, cache: PagedCache, num_rows: int, num_blocks: int) -> Callable[[], object]:
-        """Return a decode step like the captured steps, for `num_rows` sequences of `num_blocks` KV blocks."""
+        """Return a decode step like the captured steps, for `num_rows` requests of `num_blocks` KV blocks."""
         device = model.spec.device
         position = upload(model.positions(1, ()).of(0, 1), device)
         ids = torch.zeros(num_rows, dtype=torch.int64, device=device)

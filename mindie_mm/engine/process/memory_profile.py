@@ -63,8 +63,8 @@ def kv_cache_bytes(
     """Return the size in bytes of this rank's KV cache.
 
     The size is `config.kv_cache_bytes` if that is set. Otherwise it is the memory that `memory_share` allows, minus the
-    memory of the largest step and of the encoder cache. It never exceeds the size that all sequences at full length
-    use. If the default share leaves less than one sequence of full length uses, the cache may take more of the free
+    memory of the largest step and of the encoder cache. It never exceeds the size that all requests at full length
+    use. If the default share leaves less than one request of full length uses, the cache may take more of the free
     memory. Ranks and engines on CPUs divide the host's memory equally.
 
     Args:
@@ -104,7 +104,7 @@ def kv_cache_bytes(
 
     def left_of(num_bytes: int) -> int:
         left = num_bytes - taken
-        # A decode step copies one layer of the sequences' KV cache. Padding at most doubles the size of the copy.
+        # A decode step copies one layer of the requests' KV cache. Padding at most doubles the size of the copy.
         return left - 2 * left // (spec.num_layers + 2)
 
     left = left_of(int(free * share))

@@ -1,1 +1,1 @@
-"""Requests to the engine: messages, sampling parameters and sequences."""
+"""Requests to the engine: messages, sampling parameters and state."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections import Counter, abc
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -22,7 +23,7 @@ from mindie_mm.structured.grammar import Constraint
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class Request:
     """Tokens, media and KV blocks of a request. Only the scheduler changes `num_computed` and `kv_blocks`."""
 
     request_id: str
@@ -30,7 +31,7 @@ class Sequence:
     token_ids: list[int]
     """Ids of the prompt, with placeholder ids in place of handle words, followed by the output."""
     num_prompt: int
-    items: abc.Sequence[MediaItem]
+    items: Sequence[MediaItem]
     """Media of the prompt, in order."""
     prompt_positions: Positions
     """Positions of the prompt's tokens. They also determine the positions of the output."""
@@ -40,21 +41,21 @@ class Sequence:
     max_tokens: int
     """Maximum number of output tokens, from the request or from the context length."""
     generator: torch.Generator | None
-    """Random generator of this sequence, or None if sampling is greedy."""
+    """Random generator of this request, or None if sampling is greedy."""
     origin: Origin | None = None
     """See `Progress.origin`."""
     constraint: Constraint | None = None
     """Constraint on the output, if the request asks for a structured output."""
     kv_blocks: list[int] = field(default_factory=list)
-    """KV blocks of the sequence, in order."""
+    """KV blocks of the request, in order."""
     media_consumed: bool = False
     """Whether the shared-memory blocks of `items` may be freed, because the KV cache covers all features."""
     num_computed: int = 0
     """Number of tokens whose keys and values are in the KV cache."""
     num_cached: int | None = None
-    """Number of tokens that were in the prefix cache when the sequence was first scheduled, or None before that."""
+    """Number of tokens that were in the prefix cache when the request was first scheduled, or None before that."""
     num_shareable: int = 0
-    """Number of leading tokens whose KV blocks other sequences may share."""
+    """Number of leading tokens whose KV blocks other requests may share."""
     root_key: bytes = b""
     """Key that precedes the key of the first block (`prefix.py`)."""
     keys: list[bytes] = field(default_factory=list)
