@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mindie_mm.tokenize.mindie_tokenizer import MindIETokenizer
     from mindie_mm.tokenize.tokenizer import Tokenizer
     from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from mindie_mm.worker.deltas import Delta
     from mindie_mm.worker.llm import LLM, Output
-    from mindie_mm.worker.worker import Delta
 
 __all__ = [
     "LLM",
@@ -47,7 +47,7 @@ _HOMES = {
     "BeamSearchParams": "mindie_mm.worker.beam_search",
     "BeamSearchSequence": "mindie_mm.worker.beam_search",
     "Dataset": "mindie_mm.batch.output.dataset",
-    "Delta": "mindie_mm.worker.worker",
+    "Delta": "mindie_mm.worker.deltas",
     "Embeddings": "mindie_mm.inputs",
     "EngineConfig": "mindie_mm.settings.config",
     "MindIETokenizer": "mindie_mm.tokenize.mindie_tokenizer",

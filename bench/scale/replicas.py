@@ -31,8 +31,9 @@ from mindie_mm.routing import Candidate
 from mindie_mm.settings.cgroup import available_cpus
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.tokenize.requests import request_of_items
+from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.engine_replicas import EngineReplicas
-from mindie_mm.worker.worker import Answer, Worker
+from mindie_mm.worker.worker import Worker
 from tools.serving import running_service
 
 SIZE = Size(640, 480)

@@ -44,7 +44,7 @@ def command(
 
         from mindie_mm.engine.requests.default_sampling import effective
         from mindie_mm.tokenize.requests import request_of_items
-        from mindie_mm.worker.worker import Answer
+        from mindie_mm.worker.deltas import Answer
 
     items: list[dict[str, Any]] = [{kind: str(path)} for kind, paths in media.items() for path in paths]
     request = request_of_items([*items, {"text": question}], webui=webui_images)

@@ -133,7 +133,7 @@ class _Chat:
     def _send(self, text: str) -> None:
         with importing():
             from mindie_mm.tokenize.requests import request_of_messages
-            from mindie_mm.worker.worker import Answer
+            from mindie_mm.worker.deltas import Answer
 
         message = {"role": "user", "content": [*self._media, {"text": text}]}
         messages = [*self._messages, message]

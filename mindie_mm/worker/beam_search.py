@@ -31,8 +31,9 @@ from mindie_mm.inputs import shown
 from mindie_mm.processes.tasks import gather
 from mindie_mm.settings.limits import python_number
 from mindie_mm.tokenize.text.detokenizer import StopScope
+from mindie_mm.worker.deltas import Answer, OutputText
 from mindie_mm.worker.retry import PromptSource
-from mindie_mm.worker.worker import Answer, Worker
+from mindie_mm.worker.worker import Worker
 
 MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 
@@ -190,7 +191,7 @@ async def beam_search(
     timings = first.timings and msgspec.structs.replace(first.timings, decode_s=time.monotonic() - began_s)
     return [
         BeamSearchSequence(
-            worker.text_of(beam.token_ids, beam.finish_reason, params, silent, stop_scope),
+            OutputText(worker.tokenizer, params, silent, stop_scope).whole(beam.token_ids, beam.finish_reason),
             [*beam.token_ids],
             beam.cum_logprob,
             [*beam.logprobs],

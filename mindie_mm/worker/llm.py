@@ -21,8 +21,9 @@ from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.settings.paths import absolute, working_directory
 from mindie_mm.tokenize.requests import request_of_items, request_of_messages
 from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from mindie_mm.worker.deltas import Delta
 from mindie_mm.worker.llm_arguments import Params, Parse, params_of, request_of, requests_of
-from mindie_mm.worker.worker import Delta, Worker
+from mindie_mm.worker.worker import Worker
 
 T = TypeVar("T")
 OnError = Literal["raise", "return"]

@@ -36,8 +36,9 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import WorkerConfig, kind_of_name
 from mindie_mm.shm import Arena
 from mindie_mm.worker.answer_file import Origin, continued
+from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.retry import PromptSource
-from mindie_mm.worker.worker import Answer, Worker
+from mindie_mm.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
 

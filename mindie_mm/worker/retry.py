@@ -46,9 +46,11 @@ from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.worker.async_engine import AsyncEngine
+from mindie_mm.worker.deltas import Delta
 from mindie_mm.worker.engine_replicas import EngineReplicas
 
 T = TypeVar("T")
+Part = TypeVar("Part", Progress, Delta)
 
 _log = logging.getLogger(__name__)
 
@@ -245,9 +247,10 @@ async def generated(
     source: PromptSource,
     params: SamplingParams,
     request_id: str,
+    read: Callable[[Progress], Part | None],
     written: Sequence[int] = (),
-) -> AsyncGenerator[Progress, None]:
-    """Yield the progress of one answer. After a failure, continue from the tokens that have been yielded.
+) -> AsyncGenerator[Part, None]:
+    """Yield the parts of one answer. After a failure, continue from the tokens that have been drawn.
 
     This raises the errors of `AsyncEngine.generate`, and the errors below.
 
@@ -256,6 +259,8 @@ async def generated(
         source: Prompt of the request.
         params: Sampling settings.
         request_id: Unique id of the request.
+        read: Function that turns the engine's progress into a part of the answer, or into None if there is no part. The
+            first part with a finish reason ends the answer.
         written: Ids that follow the prompt, and that the output continues.
 
     Raises:
@@ -283,7 +288,11 @@ async def generated(
                         origin = step.origin or origin
                         first = first or step.timings
                         drawn_ids += step.token_ids
-                        yield _timed(step, first) if continues else step
+                        part = read(_timed(step, first) if continues else step)
+                        if part is not None:
+                            yield part
+                            if part.finish_reason is not None:
+                                return
                 return
             except ENDS_OF_ATTEMPTS as error:
                 use.end_attempt(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mindie_mm.engine.requests.default_sampling import log_default_sampling, stated_end_tokens
-from mindie_mm.engine.requests.engine_messages import Features, FinishReason, Timings, TokenLogprob
+from mindie_mm.engine.requests.engine_messages import Features
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ContextLengthExceeded, WeightsChanged
 from mindie_mm.inputs import Embeddings
@@ -32,75 +32,15 @@ from mindie_mm.tokenize.stage.async_tokenizer import AsyncTokenizer
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.tokenize.text.bad_words import bad_token_ids
-from mindie_mm.tokenize.text.detokenizer import Detokenizer, StopScope, is_skipped, load_tokenizer
+from mindie_mm.tokenize.text.detokenizer import StopScope, load_tokenizer
 from mindie_mm.tokenize.token_ids import TokenIds, prompt_of_token_ids
 from mindie_mm.worker.async_engine import AsyncEngine
+from mindie_mm.worker.deltas import Answer, Delta, OutputText
 from mindie_mm.worker.engine_replicas import EngineReplicas
 from mindie_mm.worker.preflight import check_before_loading
 from mindie_mm.worker.retry import ENDS_OF_ATTEMPTS, PromptSource, generated, tokenized
 
 Part = TypeVar("Part", TokenizerStage, AsyncEngine | EngineReplicas)
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """An addition to a request's output."""
-
-    text: str
-    """New text, without stop strings. Text that may be the beginning of a stop string is held back."""
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None = None
-    """Log-probabilities of each token, if the request asked for them."""
-    prompt_logprobs: list[TokenLogprob] | None = None
-    """Log-probabilities of each prompt token except the first, if the request asked for them. Only the first delta has
-    them."""
-    cached_tokens: int | None = None
-    """Number of prompt tokens that were in the prefix cache. Only the first delta has it."""
-    finish_reason: FinishReason | None = None
-    """Reason why generation ended. Only the last delta has it."""
-    stop_reason: str | int | None = None
-    """Stop string or stop token id that ended the output. It is None if the output ended for another reason, such as
-    the end-of-sequence token."""
-    timings: Timings | None = None
-    """Times up to this delta."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """The output of a request so far, accumulated from its deltas."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    timings: Timings | None = None
-
-    @classmethod
-    async def of(cls, deltas: AsyncGenerator[Delta, None]) -> Self:
-        """Collect `deltas`, and always close the generator."""
-        answer = cls()
-        async with aclosing(deltas):
-            async for delta in deltas:
-                answer.add(delta)
-        return answer
-
-    def add(self, delta: Delta) -> None:
-        """Append `delta`."""
-        self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or []
-        self.prompt_logprobs += delta.prompt_logprobs or []
-        self.cached_tokens += delta.cached_tokens or 0
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        self.timings = delta.timings or self.timings
-
-    @property
-    def text(self) -> str:
-        """Text of all deltas."""
-        return "".join(self.texts)
 
 
 class Worker:
@@ -316,7 +256,7 @@ class Worker:
             message = f"the request needs {wanted} output tokens, and the prompt does not fit in the rest: {error}"
             raise ContextLengthExceeded.of(limit, message) from error
 
-    async def generate(
+    def generate(
         self,
         source: PromptSource,
         params: SamplingParams,
@@ -326,9 +266,9 @@ class Worker:
         stop_scope: StopScope | None = None,
         written: Sequence[int] = (),
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the output for a prompt. If the generator is closed, the request is aborted.
+        """Return a generator of the output for a prompt. If the generator is closed, the request is aborted.
 
-        This raises the errors of `generated`.
+        The generator raises the errors of `generated`.
 
         Args:
             source: Prompt of the request.
@@ -338,58 +278,13 @@ class Worker:
             stop_scope: Part of the output in which stop strings have an effect. None means the whole output.
             written: Ids that follow the prompt, and that the output continues.
 
+        Raises:
+            InputError: A word in `bad_words` has no tokens.
+
         """
         params = self.spelled(params)
-        detokenizer = self._detokenizer(params, silent, stop_scope)
-        async with aclosing(generated(self.engine, source, params, request_id, written)) as steps:
-            async for step in steps:
-                if not step.token_ids and step.finish_reason is None:
-                    continue
-                shown_ids = _shown_ids(step.token_ids, step.finish_reason, params, self.tokenizer)
-                text = detokenizer.push(shown_ids)
-                stopped = detokenizer.stopped_by is not None
-                # The engine does not know stop strings, so it may have generated more tokens.
-                num_tokens = len(shown_ids) - detokenizer.num_dropped if stopped else len(step.token_ids)
-                reason = "stop" if stopped else step.finish_reason
-                if reason is not None:
-                    text += detokenizer.flush()
-                yield Delta(
-                    text=text,
-                    token_ids=step.token_ids[:num_tokens],
-                    logprobs=None if step.logprobs is None else step.logprobs[:num_tokens],
-                    prompt_logprobs=step.prompt_logprobs,
-                    cached_tokens=step.cached_tokens,
-                    finish_reason=reason,
-                    stop_reason=detokenizer.stopped_by if stopped else step.stop_token_id,
-                    timings=step.timings,
-                )
-                if stopped:
-                    return
-
-    def text_of(
-        self,
-        ids: Sequence[int],
-        finish_reason: FinishReason,
-        params: SamplingParams,
-        silent: Collection[int] | None = None,
-        stop_scope: StopScope | None = None,
-    ) -> str:
-        """Return the text of a whole output. `silent` and `stop_scope` have the same meaning as in `generate`."""
-        detokenizer = self._detokenizer(params, silent, stop_scope)
-        return detokenizer.push(_shown_ids([*ids], finish_reason, params, self.tokenizer)) + detokenizer.flush()
-
-    def _detokenizer(
-        self, params: SamplingParams, silent: Collection[int] | None, stop_scope: StopScope | None
-    ) -> Detokenizer:
-        return Detokenizer(
-            self.tokenizer,
-            params.stop,
-            params.min_tokens,
-            silent,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            scope=stop_scope,
-            **params.text_options,
-        )
+        output = OutputText(self.tokenizer, params, silent, stop_scope)
+        return generated(self.engine, source, params, request_id, output.read, written)
 
     def _count_remade(self, prompt: Prompt) -> None:
         self.media_remade += len(prompt.spans)
@@ -408,24 +303,6 @@ class Worker:
 def _embeddings(features: Features) -> Embeddings:
     array = np.frombuffer(bytearray(features.data), features.dtype)  # a bytearray, because torch warns about bytes
     return Embeddings(array.reshape(features.num_features, -1), features.grid)
-
-
-def _shown_ids(
-    ids: list[int], finish_reason: FinishReason | None, params: SamplingParams, tokenizer: Tokenizer
-) -> list[int]:
-    """Return those of the last `ids` that are part of the text. By default, a stop token is not part of it."""
-    return ids[:-1] if finish_reason == "stop" and is_hidden_end(tokenizer, ids[-1], params) else ids
-
-
-def is_hidden_end(tokenizer: Tokenizer, token: int, params: SamplingParams) -> bool:
-    """Return whether the token that ends an output must be removed from the text, as in vLLM.
-
-    If `skip_special_tokens` is set, special tokens produce no text anyway.
-    """
-    if params.include_stop_str_in_output:
-        return False
-    is_silent = params.skip_special_tokens and is_skipped(tokenizer, token)
-    return token in params.stop_token_ids or not is_silent
 
 
 async def _start_engines(

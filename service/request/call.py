@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 
@@ -24,19 +23,22 @@ from mindie_mm.errors import (
     blaming,
 )
 from mindie_mm.processes import faults
+from mindie_mm.processes.tasks import gather
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.text.detokenizer import StopScope
 from mindie_mm.worker.beam_search import BeamSearchSequence, beam_search
+from mindie_mm.worker.deltas import Answer, Delta
 from mindie_mm.worker.retry import PromptSource
-from mindie_mm.worker.worker import Answer, Delta
+from service.request.message import MessageRules
 from service.request.meter import Meter
 from service.request.prompts import Parse, PromptReader, prompt_of_ids, prompts
 from service.request.state import Service
 from service.request.token_text import prompt_text
 from service.schemas.choices import Choice, Clock, Timed, timings
 
-T = TypeVar("T")
+Add = Callable[[int, Delta], Awaitable[None]]
+"""Takes an addition to the output of the choice with an index."""
 
 _log = logging.getLogger(__name__)
 _NO_GRAMMAR = re.compile(r"the grammar is not supported: (?:at \d+\(\d+\): )?(.+)")
@@ -78,6 +80,10 @@ class Call:
     """Ids of the tokens that are left out of the text. If it is None, `params.skip_special_tokens` applies."""
     stop_scope: StopScope | None = None
     """Part of the output in which stop strings have an effect. None means the whole output."""
+    message: MessageRules = field(default_factory=MessageRules)
+    """Rules for the messages of a chat's answer."""
+    reasoning_tokens: int | None = None
+    """Maximum number of reasoning tokens."""
 
     @asynccontextmanager
     async def prompts(
@@ -157,40 +163,46 @@ class Call:
         def discard(index: int) -> None:
             choices[index] = Choice(index=index)
 
-        async with aclosing(self.deltas(sources, discard)) as deltas:
-            async for index, delta in deltas:
-                choices[index].add(delta)
+        async def add(index: int, delta: Delta) -> None:
+            choices[index].add(delta)
+
+        await self.run(sources, add, discard)
         return choices
 
     def timings(self, choices: Sequence[Answer]) -> Timed:
         """Return the answer's `timings`, or an empty dict if the request does not ask for them."""
         return {"timings": timings(self.clock, choices)} if self.timed else {}
 
-    def deltas(
-        self, sources: Sequence[PromptSource], discard: Callable[[int], None] | None = None
-    ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Return the outputs of `n` choices per prompt as they arrive, each with the index of its choice.
+    async def run(
+        self, sources: Sequence[PromptSource], add: Add, discard: Callable[[int], None] | None = None
+    ) -> None:
+        """Run `n` choices per prompt, and pass each addition to an output to `add`, with the index of the choice.
 
         The first `n` indices belong to the first prompt, the next `n` to the second, and so on.
 
         Args:
             sources: Prompts of the request.
+            add: Coroutine function that takes an addition. Its calls do not overlap.
             discard: Function to call with the index of a choice whose output starts again, because the weights were
                 replaced. None means that such an output fails with WeightsChanged.
 
         """
-        n = self.n
+        n, lock = self.n, asyncio.Lock()
         self._require_room(sources)
-        firsts = [asyncio.get_running_loop().create_future() for _ in sources]
-        outputs = partial(self._outputs, discard) if self.length_penalty is None else self._beams
-        streams = [outputs(sources[index // n], index, firsts[index // n]) for index in range(len(sources) * n)]
         for source in sources:
             source.share(n)
             if self.service.config.log_prompts:
                 text = prompt_text(self.service.worker.tokenizer, source.prompt)
                 _log.info("prompt of %d tokens: %s", len(source.prompt), text)
         self.meter.asked([len(source.prompt) for source in sources], self.params, n)
-        return _merged(streams)
+
+        async def add_alone(index: int, delta: Delta) -> None:
+            async with lock:
+                await add(index, delta)
+
+        run = partial(self._draw, discard) if self.length_penalty is None else self._search
+        firsts = [asyncio.get_running_loop().create_future() for _ in sources]
+        await gather([run(sources[i // n], i, firsts[i // n], add_alone) for i in range(len(sources) * n)])
 
     def _require_room(self, sources: Sequence[PromptSource]) -> None:
         """Raise LimitExceeded or QueueFull if the answer, or all answers together, may have too many log-probabilities.
@@ -221,19 +233,20 @@ class Call:
         of_all_tokens = params.logprobs == ALL_TOKENS and named is None
         self.service.admission.hold_logprobs(num_prompts + (num_generated if of_all_tokens else 0))
 
-    async def _outputs(
+    async def _draw(
         self,
         discard: Callable[[int], None] | None,
         source: PromptSource,
         index: int,
         prompt_logprobs: asyncio.Future[list[TokenLogprob]],
-    ) -> AsyncGenerator[Delta, None]:
-        """Yield the output of one choice. `deltas` describes `discard`.
+        add: Add,
+    ) -> None:
+        """Draw the output of one choice. `run` describes `discard`.
 
         The first choice of a prompt sets the future `prompt_logprobs`. The prompt's other choices wait for it, because
         their log-probabilities of the prompt are the same.
         """
-        with self.meter.measured(index) as measure:
+        with self.meter.choice(index) as meter:
             params, shared = self._seeded(index % self.n), None
             if index % self.n and params.prompt_logprobs is not None:
                 shared = await prompt_logprobs
@@ -248,22 +261,23 @@ class Call:
                         async for delta in deltas:
                             if delta.prompt_logprobs is not None and not prompt_logprobs.done():
                                 prompt_logprobs.set_result(delta.prompt_logprobs)
-                            measure(delta)
+                            meter.add(delta)
                             faults.point("first-delta" if begins else "next-delta")
-                            yield replace(delta, prompt_logprobs=shared) if begins and shared is not None else delta
+                            has_shared = begins and shared is not None
+                            await add(index, replace(delta, prompt_logprobs=shared) if has_shared else delta)
                             begins = False
                     return
                 except WeightsChanged:
                     if discard is None:
                         raise
                     discard(index)
-                    self.meter.restart(index)
+                    meter.restart()
 
-    async def _beams(
-        self, source: PromptSource, index: int, found: asyncio.Future[list[BeamSearchSequence]]
-    ) -> AsyncGenerator[Delta, None]:
-        """Yield one choice of a beam search. The first choice of a prompt sets the future `found`."""
-        with self.meter.measured(index) as measure:
+    async def _search(
+        self, source: PromptSource, index: int, found: asyncio.Future[list[BeamSearchSequence]], add: Add
+    ) -> None:
+        """Find one choice of a beam search. The first choice of a prompt sets the future `found`."""
+        with self.meter.choice(index) as meter:
             if index % self.n == 0:
                 assert self.length_penalty is not None
                 with blaming(self.structure_field):
@@ -287,41 +301,11 @@ class Call:
                 finish_reason=one.finish_reason,
                 timings=one.timings,
             )
-            measure(delta)
-            yield delta
+            meter.add(delta)
+            await add(index, delta)
 
     def _seeded(self, index: int) -> SamplingParams:
         """Return the parameters of a prompt's choice `index`. Seeds are consecutive, and wrap around within int64."""
         if self.params.seed is None or not index:
             return self.params
         return msgspec.structs.replace(self.params, seed=(self.params.seed + index + 2**63) % 2**64 - 2**63)
-
-
-async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of all streams as they arrive, each with the index of its stream. Close all streams at exit."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as stream:
-            async for item in stream:
-                yield 0, item
-        return
-    waiting = {asyncio.create_task(_next(stream)): index for index, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=waiting.__getitem__):
-                index = waiting.pop(task)
-                output = task.result()
-                if output is None:
-                    continue
-                waiting[asyncio.create_task(_next(streams[index]))] = index
-                yield index, output
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for stream in streams:
-            await stream.aclose()
-
-
-async def _next(stream: AsyncGenerator[T, None]) -> T | None:
-    return await anext(stream, None)

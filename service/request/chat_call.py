@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -26,92 +26,84 @@ _TAIL = 32
 """Number of tokens at the end of a prompt that are searched for the marker that starts the reasoning."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatCall:
-    """The call of the engine for a chat request, and the rules for its messages."""
+def chat_call(
+    call: Call,
+    use: ToolUse,
+    messages: Sequence[Any],
+    *,
+    include_reasoning: bool,
+    separate_reasoning: bool,
+    stream_reasoning: bool,
+    reasoning_tokens: int | None,
+) -> Call:
+    """Return the call for a chat request, with the rules for its messages.
 
-    call: Call
-    message: MessageRules
-    dialect: ChatDialect
-    budget: int | None = None
-    """Maximum number of reasoning tokens."""
+    Raises:
+        InputError: The tool calls cannot be enforced.
 
-    @classmethod
-    def of(
-        cls,
-        call: Call,
-        use: ToolUse,
-        messages: Sequence[Any],
-        *,
-        include_reasoning: bool,
-        separate_reasoning: bool,
-        stream_reasoning: bool,
-        budget: int | None,
-    ) -> ChatCall:
-        """Return the call for a request.
+    """
+    service, written = call.service, call.service.chat_dialect
+    parser = written.parser if written.reads_calls(use) else None
+    tools = use.tools(close=service.config.json_additional_properties == "close")
+    shown = written.shown_tokens(parser, written.reasoning)
+    rules = MessageRules(
+        written.reasoning,
+        shows_reasoning=include_reasoning,
+        separates_reasoning=separate_reasoning,
+        streams_reasoning=stream_reasoning,
+        parser=parser,
+        tools=tools,
+        num_earlier_calls=num_calls(with_tool_calls(messages)) if parser else 0,
+        parallel=use.parallel,
+        as_function=use.is_deprecated,
+        hidden=tuple(shown),
+    )
+    call = replace(call, message=rules, reasoning_tokens=reasoning_tokens)
+    if shown:
+        without_text = written.special if call.params.skip_special_tokens else frozenset[int]()
+        call = replace(call, silent=without_text.difference(written.added_tokens[token] for token in shown))
+    if parser is not None:
+        call = replace(call, stop_scope=StopScope(openings=parser.openings, starts=parser.starts))
+        with blaming(use.field):
+            wanted = _wanted(call.params.structured_outputs, use, tools, written)
+        if wanted != call.params.structured_outputs:
+            call = _kept_to(call, wanted, use.field)
+    return call
 
-        Raises:
-            InputError: The tool calls cannot be enforced.
 
-        """
-        service, written = call.service, call.service.chat_dialect
-        parser = written.parser if written.reads_calls(use) else None
-        tools = use.tools(close=service.config.json_additional_properties == "close")
-        shown = written.shown_tokens(parser, written.reasoning)
-        rules = MessageRules(
-            written.reasoning,
-            shows_reasoning=include_reasoning,
-            separates_reasoning=separate_reasoning,
-            streams_reasoning=stream_reasoning,
-            parser=parser,
-            tools=tools,
-            num_earlier_calls=num_calls(with_tool_calls(messages)) if parser else 0,
-            parallel=use.parallel,
-            as_function=use.is_deprecated,
-            hidden=tuple(shown),
-        )
-        if shown:
-            without_text = written.special if call.params.skip_special_tokens else frozenset[int]()
-            call = replace(call, silent=without_text.difference(written.added_tokens[token] for token in shown))
-        if parser is not None:
-            call = replace(call, stop_scope=StopScope(openings=parser.openings, starts=parser.starts))
-            with blaming(use.field):
-                wanted = _wanted(call.params.structured_outputs, use, tools, written)
-            if wanted != call.params.structured_outputs:
-                call = _kept_to(call, wanted, use.field)
-        return cls(call, rules, written, budget)
+async def after_prompt(call: Call, prompt: Prompt) -> Call:
+    """Return a chat's call adapted to the tokenized prompt, which may already start or end the reasoning.
 
-    async def after(self, prompt: Prompt) -> ChatCall:
-        """Return the call adapted to the tokenized prompt, which may already start or end the reasoning.
+    Raises:
+        InputError: The structured output is not supported.
 
-        Raises:
-            InputError: The structured output is not supported.
-
-        """
-        reasoning = self.message.reasoning
-        if reasoning is None:
-            return self
-        tokenizer = self.call.service.worker.tokenizer
-        tail = tokenizer.decode(prompt.plain_ids[-_TAIL:].tolist(), skip_special_tokens=False)
-        opened = reasoning.is_opened_by(tail)
-        chat = replace(self, message=replace(self.message, opened=opened))
-        if tail.rstrip().endswith(reasoning.end.rstrip()):
-            return chat
-        if self.message.separates_reasoning:
-            scope = self.call.stop_scope or StopScope()
-            scope = replace(scope, reasoning=(reasoning.start, reasoning.end), opened=opened)
-            chat = replace(chat, call=replace(self.call, stop_scope=scope))
-        wanted = self.call.params.structured_outputs
-        if wanted is None and self.budget is None:
-            return chat
-        opening = None if opened else reasoning.start
-        if wanted is None:
-            with blaming("thinking_token_budget"):
-                wanted = _anything(self.dialect, opening)
-        wanted = msgspec.structs.replace(wanted, after=reasoning.end, opening=opening, reasoning_tokens=self.budget)
-        call = _kept_to(chat.call, wanted, self.call.structure_field or "thinking_token_budget")
-        await call.check_structure()
-        return replace(chat, call=call)
+    """
+    reasoning = call.message.reasoning
+    if reasoning is None:
+        return call
+    tokenizer = call.service.worker.tokenizer
+    tail = tokenizer.decode(prompt.plain_ids[-_TAIL:].tolist(), skip_special_tokens=False)
+    opened = reasoning.is_opened_by(tail)
+    call = replace(call, message=replace(call.message, opened=opened))
+    if tail.rstrip().endswith(reasoning.end.rstrip()):
+        return call
+    if call.message.separates_reasoning:
+        scope = call.stop_scope or StopScope()
+        scope = replace(scope, reasoning=(reasoning.start, reasoning.end), opened=opened)
+        call = replace(call, stop_scope=scope)
+    wanted = call.params.structured_outputs
+    if wanted is None and call.reasoning_tokens is None:
+        return call
+    opening = None if opened else reasoning.start
+    if wanted is None:
+        with blaming("thinking_token_budget"):
+            wanted = _anything(call.service.chat_dialect, opening)
+    wanted = msgspec.structs.replace(
+        wanted, after=reasoning.end, opening=opening, reasoning_tokens=call.reasoning_tokens
+    )
+    call = _kept_to(call, wanted, call.structure_field or "thinking_token_budget")
+    await call.check_structure()
+    return call
 
 
 def _kept_to(call: Call, wanted: StructuredOutputs | None, field: str) -> Call:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from service.http.access import key_digest
 from service.request.admitted import WholeAnswer
 from service.request.call import Call
 from service.request.meter import Meter
-from service.request.sse import DONE, EventStream
+from service.request.sse import DONE, EventStream, Send
 from service.request.state import Service, ServiceDep
 from service.schemas.body import Body, Settings
 from service.schemas.choices import Clock
@@ -36,8 +36,8 @@ class Responder(ABC):
         """Return the answer of a request that does not stream."""
 
     @abstractmethod
-    def events(self) -> AsyncGenerator[Mapping[str, object], None]:
-        """Yield the events of a streamed answer."""
+    async def stream(self, send: Send) -> None:
+        """Send the events of a streamed answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Incoming:
         """Return the response for `responder`: a stream of events followed by `last`, or the whole answer."""
         admission = self.service.admission
         if stream:
-            return EventStream(responder.events, admission, last, timeout_s)
+            return EventStream(responder.stream, admission, last, timeout_s)
         return WholeAnswer(responder.answer, admission, timeout_s)
 
 

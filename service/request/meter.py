@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 from mindie_mm.engine.requests.engine_messages import Timings
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, RequestAborted
-from mindie_mm.worker.worker import Delta
+from mindie_mm.worker.deltas import Delta
 from service.request.admission import cause_of_end
 from service.telemetry import tracing
 from service.telemetry.metrics import Metrics
@@ -20,14 +21,14 @@ class Meter:
 
     def __init__(self, metrics: Metrics, arrived: float) -> None:
         """Create a meter. `arrived` is the time at which the request's head arrived, from `time.perf_counter`."""
-        self._metrics = metrics
-        self._arrived = arrived
-        self._num_tokens: dict[int, int] = {}
-        """Number of tokens of each choice that has begun."""
+        self.metrics = metrics
+        self.arrived = arrived
+        self.failed: str | None = None
+        """Reason that the metrics record for the first failed choice."""
+        self._choices: dict[int, ChoiceMeter] = {}
+        """Meters of the choices that have begun."""
         self._num_unfinished = 0
         self._n = 1
-        self._failed: str | None = None
-        """Reason that the metrics record for the first failed choice."""
 
     @contextmanager
     def counted(self, num_choices: int) -> Iterator[None]:
@@ -38,84 +39,101 @@ class Meter:
         try:
             yield
         except BaseException as error:
-            for _ in range(num_choices - len(self._num_tokens)):
-                self._count(_reason(error if isinstance(error, Exception) else None), 0, None)
+            for _ in range(num_choices - len(self._choices)):
+                self.count(_reason(error), 0, None)
             raise
 
     def asked(self, prompt_lengths: Sequence[int], params: SamplingParams, n: int) -> None:
         """Count the prompts of a request that asks for `n` choices per prompt."""
         self._n, self._num_unfinished = n, len(prompt_lengths) * n
         for length in prompt_lengths:
-            self._metrics.count_prompt(length, n, params.max_tokens)
+            self.metrics.count_prompt(length, n, params.max_tokens)
         if (trace := tracing.current.get()) is not None:
             trace.asked(params, n, sum(prompt_lengths))
 
-    @contextmanager
-    def measured(self, index: int) -> Iterator[Callable[[Delta], None]]:
-        """Record the metrics and the trace of choice `index`. Call the function that is yielded with each output.
+    def choice(self, index: int) -> ChoiceMeter:
+        """Return the meter of choice `index`, which begins."""
+        self._choices[index] = ChoiceMeter(self, index)
+        return self._choices[index]
 
-        If a choice ends because another choice failed, both are counted with the same reason. The time to the first
-        token is measured from the arrival of the request's head.
-        """
-        metrics, trace = self._metrics, tracing.current.get()
-        asked = time.perf_counter()
-        first = last = self._arrived
-        num_drawn = 0
-        reason, ended, stages = "", False, None
-        self._num_tokens[index] = 0
+    def count(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
+        """Count a choice that has ended."""
+        self.metrics.count_choice(reason, num_tokens, timings)
+        self.metrics.e2e_s.observe(time.perf_counter() - self.arrived)
 
-        def measure(delta: Delta) -> None:
-            nonlocal first, last, num_drawn, reason, ended, stages
-            now = time.perf_counter()
-            if num_drawn:
-                for _ in delta.token_ids:
-                    metrics.inter_token_s.observe((now - last) / len(delta.token_ids))
-            else:
-                metrics.first_token_s.observe(now - last)
-            first, last = first if num_drawn else now, now
-            num_drawn += len(delta.token_ids)
-            self._num_tokens[index] += len(delta.token_ids)
-            metrics.count_tokens(len(delta.token_ids))
-            reason = delta.finish_reason or reason
-            ended = delta.finish_reason is not None
-            stages = delta.timings
+    def finish(self) -> None:
+        """Record that a choice has a finish reason. After the last choice, count the longest choice of each prompt."""
+        self._num_unfinished -= 1
+        if not self._num_unfinished:
+            lengths = [self._choices[index].num_tokens for index in range(len(self._choices))]
+            for start in range(0, len(lengths), self._n):
+                self.metrics.count_longest(max(lengths[start : start + self._n]))
 
-        try:
-            yield measure
-        except Exception as error:
+
+class ChoiceMeter:
+    """Records the metrics and the trace of one choice when its context exits.
+
+    If a choice ends because another choice failed, both are counted with the same reason. The time to the first token
+    is measured from the arrival of the request's head.
+    """
+
+    def __init__(self, meter: Meter, index: int) -> None:
+        self._meter = meter
+        self._index = index
+        self._asked = time.perf_counter()
+        self._first = self._last = meter.arrived
+        self._num_drawn = 0
+        """Number of tokens, including the tokens of an output that was started again."""
+        self.num_tokens = 0
+        self._reason = ""
+        self._timings: Timings | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Record an addition to the output."""
+        now, metrics = time.perf_counter(), self._meter.metrics
+        if self._num_drawn:
+            for _ in delta.token_ids:
+                metrics.inter_token_s.observe((now - self._last) / len(delta.token_ids))
+        else:
+            metrics.first_token_s.observe(now - self._last)
+            self._first = now
+        self._last = now
+        self._num_drawn += len(delta.token_ids)
+        self.num_tokens += len(delta.token_ids)
+        metrics.count_tokens(len(delta.token_ids))
+        self._reason = delta.finish_reason or ""
+        self._timings = delta.timings
+
+    def restart(self) -> None:
+        """Record that the output starts again."""
+        self.num_tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        trace, reason, ended = tracing.current.get(), self._reason, bool(self._reason)
+        if isinstance(error, Exception):
             reason = _reason(error)
-            self._failed = self._failed or reason
-            metrics.count_error(error)
+            self._meter.failed = self._meter.failed or reason
+            self._meter.metrics.count_error(error)
             if trace is not None:
                 trace.error = type(error).__name__
-            raise
-        finally:
-            num_tokens = self._num_tokens[index]
-            self._count(reason or self._failed or _reason(None), num_tokens, stages if ended else None)
-            if trace is not None and stages is not None:
-                trace.answered(index, asked, first, last, num_tokens, stages)
-            self._num_unfinished -= ended
-            if not self._num_unfinished:
-                lengths = [self._num_tokens[index] for index in range(len(self._num_tokens))]
-                for start in range(0, len(lengths), self._n):
-                    metrics.count_longest(max(lengths[start : start + self._n]))
-
-    def restart(self, index: int) -> None:
-        """Record that the output of choice `index` starts again."""
-        self._num_tokens[index] = 0
-
-    def _count(self, reason: str, num_tokens: int, timings: Timings | None) -> None:
-        self._metrics.count_choice(reason, num_tokens, timings)
-        self._metrics.e2e_s.observe(time.perf_counter() - self._arrived)
+        reason = reason or self._meter.failed or _reason(error)
+        self._meter.count(reason, self.num_tokens, self._timings if ended else None)
+        if ended:
+            self._meter.finish()
+        if trace is not None and self._timings is not None:
+            trace.answered(self._index, self._asked, self._first, self._last, self.num_tokens, self._timings)
 
 
-def _reason(error: Exception | None) -> str:
-    """Return the reason that the metrics record for a choice that was ended by `error` or by a cancellation.
+def _reason(error: BaseException | None) -> str:
+    """Return the reason that the metrics record for a choice that was ended by `error`, which may be a cancellation.
 
     The reason is `abort` if the client disconnected, and `refused` if the request itself is at fault. In all other
     cases, such as a passed deadline, the reason is `error`.
     """
-    cause = error or cause_of_end()
+    cause = error if isinstance(error, Exception) else cause_of_end()
     if isinstance(cause, RequestAborted | None):
         return "abort"
     return "refused" if isinstance(cause, InputError) else "error"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -12,60 +11,54 @@ from service.http.errors import error_object
 from service.request.admission import Admission
 from service.request.admitted import Admitted
 
+Send = Callable[[Mapping[str, object]], None]
+"""Sends an event."""
 DONE = "[DONE]"
 """Data of the last event in OpenAI's streams. It is not JSON."""
 
 
 class EventStream(Admitted):
-    """A stream of JSON events followed by `last`. The generator of the events is always closed.
+    """A stream of JSON events followed by `last`.
 
-    The generator does not wait for the client, so its resources are freed after the last event even if the client
-    reads slowly. An error after the first event is sent as a further event.
+    The events are made without waiting for the client, so their resources are freed after the last event even if the
+    client reads slowly. An error after the first event is sent as a further event.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        events: Callable[[], AsyncGenerator[Mapping[str, object]]],
+        make: Callable[[Send], Awaitable[None]],
         admission: Admission,
         last: str | None,
         timeout_s: float | None,
     ) -> None:
         # Without X-Accel-Buffering, nginx would buffer several events and send them together.
         super().__init__(admission, timeout_s, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._events = events
+        self._make = make
         self._last = last
 
     async def _answer(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
-        async with self._event_queue() as waiting:
-            while (data := await waiting.get()) is not None:
-                await send(data)
-        return _last_event(self._last)
-
-    def _last_words(self, error: Exception) -> bytes:
-        return last_words(error, self._last)
-
-    @asynccontextmanager
-    async def _event_queue(self) -> AsyncIterator[asyncio.Queue[bytes | None]]:
-        """Yield a queue of encoded events that ends with None. Raise the generator's errors at exit."""
         waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
 
         async def make() -> None:
             try:
-                async with aclosing(self._events()) as events:
-                    async for event in events:
-                        waiting.put_nowait(_encode(event))
+                await self._make(lambda event: waiting.put_nowait(_encode(event)))
             finally:
                 waiting.put_nowait(None)
 
         making = asyncio.create_task(make())
         try:
-            yield waiting
+            while (data := await waiting.get()) is not None:
+                await send(data)
             await making
         finally:
             making.cancel()
             await asyncio.gather(making, return_exceptions=True)
+        return _last_event(self._last)
+
+    def _last_words(self, error: Exception) -> bytes:
+        return last_words(error, self._last)
 
 
 def last_words(error: Exception, last: str | None) -> bytes:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.tokenize.text.detokenizer import TextStream, is_skipped
-from mindie_mm.worker.worker import Answer, Delta, is_hidden_end
+from mindie_mm.worker.deltas import Answer, Delta, is_hidden_end
 from service.request.token_text import in_turns, token_bytes
 
 

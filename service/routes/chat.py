@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fastapi import APIRouter
@@ -15,13 +14,13 @@ from mindie_mm.inputs import media_defaults
 from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
-from mindie_mm.worker.worker import Delta
-from service.request.chat_call import ChatCall
+from mindie_mm.worker.deltas import Delta
+from service.request.chat_call import after_prompt, chat_call
 from service.request.incoming import IncomingDep, Responder
 from service.request.message import MessageParts, MessageReader, MessageRules, ReasoningCount, delta_of
 from service.request.prompt_logprobs import prompt_logprobs
 from service.request.prompts import Parse
-from service.request.sse import DONE
+from service.request.sse import DONE, Send
 from service.request.text_logprobs import LogprobsBuffer
 from service.request.token_text import TokensAsIds, chat_logprobs, in_turns
 from service.schemas.choices import Choice, Usage, Used, media_spans, usage
@@ -51,16 +50,16 @@ async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     use = body.tool_use(body.parallel_tool_calls)
     call = incoming.call(body, body, prefix="chatcmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
     budget = body.thinking_token_budget
-    chat = ChatCall.of(
+    call = chat_call(
         call,
         use,
         body.messages,
         include_reasoning=body.include_reasoning is not False,
         separate_reasoning=body.separate_reasoning is not False,
         stream_reasoning=body.stream_reasoning is not False,
-        budget=None if budget == -1 else budget,
+        reasoning_tokens=None if budget == -1 else budget,
     )
-    return incoming.answered(_Chat(chat.call, body, int(time.time()), use, chat), stream=body.stream)
+    return incoming.answered(_Chat(call, body, int(time.time()), use), stream=body.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +69,10 @@ class _Chat(Responder):
     body: ChatBody
     created: int
     use: ToolUse
-    chat: ChatCall
 
     def parse(self) -> Parse:
         """Return the function that parses the chat. Raise InputError if a template variable is not valid."""
-        messages, variables = self.chat.dialect.request(
+        messages, variables = self.call.service.chat_dialect.request(
             self.body.messages, self.use, self.body.chat_template_kwargs, self.body.reasoning_effort
         )
         defaults = media_defaults(self.body.mm_processor_kwargs, self.body.media_io_kwargs)
@@ -92,11 +90,11 @@ class _Chat(Responder):
 
     async def answer(self) -> ChatCompletion:
         async with self.call.prompts([self.parse()], field="messages") as (source,):
-            chat = await self.chat.after(source.prompt)
-            choices = await chat.call.choices([source])
+            call = await after_prompt(self.call, source.prompt)
+            choices = await call.choices([source])
         faults.point("answered")
-        counts = [self._count(chat) for _ in choices]
-        if chat.message.reasoning:
+        counts = [self._count(call.message) for _ in choices]
+        if call.message.reasoning:
             for choice, count in zip(choices, counts, strict=True):
                 async for token_ids in in_turns(choice.token_ids, 4):
                     count.push(token_ids)
@@ -106,16 +104,16 @@ class _Chat(Responder):
             "created": self.created,
             "model": self.call.service.model_name,
             "system_fingerprint": self.call.service.fingerprint,
-            "choices": [await self._choice(choice, chat.message) for choice in choices],
-            "usage": usage([source.prompt], choices, num_reasoning=_total(chat.message, counts)),
+            "choices": [await self._choice(choice, call.message) for choice in choices],
+            "usage": usage([source.prompt], choices, num_reasoning=_total(call.message, counts)),
             **self.call.timings(choices),
             **self._spans(source.prompt),
             "prompt_token_ids": self._prompt_ids(source.prompt),
             "prompt_logprobs": await self._prompt_logprobs(choices[0]),
         }
 
-    async def events(self) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """Yield the chunks of the answer.
+    async def stream(self, send: Send) -> None:
+        """Send the chunks of the answer.
 
         The first chunk of a choice has the role, and the following chunks have the text. The last chunk of the answer
         has the usage and the timings, if the request asks for them.
@@ -123,29 +121,33 @@ class _Chat(Responder):
         choices = [Choice(index=index) for index in range(self.call.n)]
         buffers = [self._logprobs_buffer() for _ in choices]
         async with self.call.prompts([self.parse()], field="messages") as (source,):
-            chat = await self.chat.after(source.prompt)
-            streams = [_Stream(chat.message, self._count(chat)) for _ in choices]
+            call = await after_prompt(self.call, source.prompt)
+            rules = call.message
+            streams = [_Stream(rules, self._count(rules)) for _ in choices]
             spans = self._spans(source.prompt)
             ids = self._prompt_ids(source.prompt)
             prompted: Prompted = {} if ids is None else {"prompt_token_ids": ids}
-            async with aclosing(chat.call.deltas([source])) as deltas:
-                async for index, delta in deltas:
-                    first = not choices[index].texts
-                    choices[index].add(delta)
-                    if first:
-                        so_far = self._so_far(source.prompt, choices, streams, len(delta.token_ids))
-                        head = _part(index, chat.message.delta({"role": self.body.role, "content": ""}))
-                        yield {**self._chunk([head]), **spans, **prompted, **so_far}
-                        spans, prompted = {}, {}  # only the first chunk of the answer has these fields
-                        if echoed := self.body.echoed:
-                            yield {**self._chunk([_part(index, chat.message.delta({"content": echoed}))]), **so_far}
-                    logprobs = await self._logprobs(delta, buffers[index]) if self.body.logprobs else None
-                    for chunk in streams[index].chunks(index, delta, logprobs, self._tokened(delta)):
-                        yield {**self._chunk([chunk]), **self._so_far(source.prompt, choices, streams)}
+
+            async def add(index: int, delta: Delta) -> None:
+                nonlocal spans, prompted
+                first = not choices[index].texts
+                choices[index].add(delta)
+                if first:
+                    so_far = self._so_far(source.prompt, choices, streams, len(delta.token_ids))
+                    head = _part(index, rules.delta({"role": self.body.role, "content": ""}))
+                    send({**self._chunk([head]), **spans, **prompted, **so_far})
+                    spans, prompted = {}, {}  # only the first chunk of the answer has these fields
+                    if echoed := self.body.echoed:
+                        send({**self._chunk([_part(index, rules.delta({"content": echoed}))]), **so_far})
+                logprobs = await self._logprobs(delta, buffers[index]) if self.body.logprobs else None
+                for chunk in streams[index].chunks(index, delta, logprobs, self._tokened(delta)):
+                    send({**self._chunk([chunk]), **self._so_far(source.prompt, choices, streams)})
+
+            await call.run([source], add)
         used: Used = {"usage": self._usage(source.prompt, choices, streams)} if self.body.include_usage else {}
         timed = self.call.timings(choices)
         if used or timed:
-            yield {**self._chunk([]), **used, **timed}
+            send({**self._chunk([]), **used, **timed})
 
     def _so_far(
         self, prompt: Prompt, choices: Sequence[Choice], streams: Sequence[_Stream], num_untold: int = 0
@@ -162,8 +164,8 @@ class _Chat(Responder):
         counts = [stream.count for stream in streams]
         return usage([prompt], choices, num_untold, _total(streams[0].rules, counts))
 
-    def _count(self, chat: ChatCall) -> ReasoningCount:
-        return ReasoningCount(self.call.service.worker.tokenizer, chat.message, self.call.silent)
+    def _count(self, rules: MessageRules) -> ReasoningCount:
+        return ReasoningCount(self.call.service.worker.tokenizer, rules, self.call.silent)
 
     def _spans(self, prompt: Prompt) -> Spanned:
         return {"media_spans": media_spans(prompt)} if self.body.media_spans else {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,10 +17,11 @@ from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Item
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.deltas import Delta
 from mindie_mm.worker.retry import PromptSource
 from service.request.incoming import IncomingDep, Responder
 from service.request.prompt_logprobs import prompt_logprobs
-from service.request.sse import DONE
+from service.request.sse import DONE, Send
 from service.request.text_logprobs import LogprobsBuffer
 from service.request.token_text import TextOffsets, TokensAsIds, completion_logprobs
 from service.schemas.choices import Choice, Used, usage
@@ -127,30 +128,32 @@ class _Completion(Responder):
             **self.call.timings(choices),
         }
 
-    async def events(self) -> AsyncGenerator[Completion, None]:
-        """Yield the chunks of the answer. The last chunk has the usage and the timings, if they are requested."""
+    async def stream(self, send: Send) -> None:
+        """Send the chunks of the answer. The last chunk has the usage and the timings, if they are requested."""
         async with self.sources() as sources:
             prompts, echoes = [source.prompt for source in sources], self._echoes(sources)
             choices = [Choice(index=index) for index in range(len(prompts) * self.call.n)]
             written = [self._written() for _ in choices]
-            async with aclosing(self.call.deltas(sources)) as deltas:
-                async for index, delta in deltas:
-                    part = Choice(index=index)
-                    part.add(delta)
-                    at = index // self.call.n
-                    first = not choices[index].texts
-                    prompt, echo = (prompts[at], echoes[at]) if first else (None, "")
-                    chunk = await self._choice(part, prompt, echo, written[index])
-                    choices[index].add(delta)
-                    logprobs = chunk["logprobs"]
-                    has_news = chunk["text"] or (logprobs and logprobs["text_offset"]) or chunk.get("token_ids")
-                    if has_news or delta.finish_reason:
-                        so_far: Used = {"usage": usage(prompts, choices)} if self.body.continuous_usage else {}
-                        yield {**self._part([chunk]), **so_far}
+
+            async def add(index: int, delta: Delta) -> None:
+                part = Choice(index=index)
+                part.add(delta)
+                at = index // self.call.n
+                first = not choices[index].texts
+                prompt, echo = (prompts[at], echoes[at]) if first else (None, "")
+                chunk = await self._choice(part, prompt, echo, written[index])
+                choices[index].add(delta)
+                logprobs = chunk["logprobs"]
+                has_news = chunk["text"] or (logprobs and logprobs["text_offset"]) or chunk.get("token_ids")
+                if has_news or delta.finish_reason:
+                    so_far: Used = {"usage": usage(prompts, choices)} if self.body.continuous_usage else {}
+                    send({**self._part([chunk]), **so_far})
+
+            await self.call.run(sources, add)
         used: Used = {"usage": usage(prompts, choices)} if self.body.include_usage else {}
         timed = self.call.timings(choices)
         if used or timed:
-            yield {**self._part([]), **used, **timed}
+            send({**self._part([]), **used, **timed})
 
     def _part(self, choices: list[CompletionChoice]) -> Completion:
         return {

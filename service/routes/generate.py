@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, NotRequired
 
@@ -14,9 +14,10 @@ from typing_extensions import TypedDict
 
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.worker.deltas import Answer, Delta
 from mindie_mm.worker.retry import PromptSource
-from mindie_mm.worker.worker import Answer
 from service.request.incoming import Incoming, IncomingDep, Responder
+from service.request.sse import Send
 from service.routes.infer import Details, InferParameters, InputsBody, details
 from service.schemas.body import WHOLE, Array, TokenIds, must_be
 from service.schemas.description import answered, streamed
@@ -173,18 +174,22 @@ class _Generate(Responder):
             }
         return answer
 
-    async def events(self) -> AsyncGenerator[GenerateEvent, None]:
-        """Yield one event per delta. The last event has the whole text."""
+    async def stream(self, send: Send) -> None:
+        """Send one event per delta. The last event has the whole text."""
         choice = Answer()
-        async with self.prompts() as (source,), aclosing(self.call.deltas([source])) as deltas:
-            async for _, delta in deltas:
+        async with self.prompts() as (source,):
+
+            async def add(_: int, delta: Delta) -> None:
                 choice.add(delta)
                 last = delta.finish_reason is not None
-                yield {
+                event: GenerateEvent = {
                     "token": {"id": delta.token_ids, "text": delta.text, "logprob": None, "special": None},
                     "generated_text": self._text(choice) if last else None,
                     "details": self._details(choice, len(source.prompt)) if last and self.parameters.details else None,
                 }
+                send(event)
+
+            await self.call.run([source], add)
 
     def _text(self, choice: Answer) -> str:
         return f"{self.body.inputs}{choice.text}" if self.parameters.return_full_text else choice.text

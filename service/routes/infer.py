@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import Collection, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from secrets import randbits
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -20,11 +20,12 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.worker.deltas import Answer, Delta
 from mindie_mm.worker.retry import PromptSource
-from mindie_mm.worker.worker import Answer
 from service.request.call import Call
 from service.request.incoming import IncomingDep, Responder
 from service.request.prompts import Parse, PromptReader
+from service.request.sse import Send
 from service.schemas.body import (
     INT32_MAX,
     WHOLE,
@@ -238,31 +239,35 @@ class _Infer(Responder):
             answer["details"] = {**details(self.call, choice), "generated_token_ids": choice.token_ids}
         return answer
 
-    async def events(self) -> AsyncGenerator[InferEvent, None]:
-        """Yield one event per delta, with times in milliseconds. The last event has the whole text."""
+    async def stream(self, send: Send) -> None:
+        """Send one event per delta, with times in milliseconds. The last event has the whole text."""
         last = time.perf_counter()
         choice = Answer()
-        async with self.prompts() as sources, aclosing(self.call.deltas(sources)) as deltas:
-            async for _, delta in deltas:
-                now = time.perf_counter()
-                elapsed_ms = round((now - last) * 1000, 3)
-                last = now
-                prefill_ms, decode_ms = (None, elapsed_ms) if choice.texts else (elapsed_ms, None)
-                choice.add(delta)
-                if delta.finish_reason is None:
-                    yield {
-                        "prefill_time": prefill_ms,
-                        "decode_time": decode_ms,
-                        "token": {"id": delta.token_ids, "text": delta.text},
-                    }
-                else:
-                    yield {
-                        "prefill_time": prefill_ms,
-                        "decode_time": decode_ms,
-                        "generated_text": choice.text,
-                        "details": details(self.call, choice) if self.parameters.details else None,
-                        "token": {"id": delta.token_ids, "text": None},
-                    }
+
+        async def add(_: int, delta: Delta) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            elapsed_ms = round((now - last) * 1000, 3)
+            last = now
+            prefill_ms, decode_ms = (None, elapsed_ms) if choice.texts else (elapsed_ms, None)
+            choice.add(delta)
+            event: InferEvent = {
+                "prefill_time": prefill_ms,
+                "decode_time": decode_ms,
+                "token": {"id": delta.token_ids, "text": delta.text},
+            }
+            if delta.finish_reason is not None:
+                event = {
+                    "prefill_time": prefill_ms,
+                    "decode_time": decode_ms,
+                    "generated_text": choice.text,
+                    "details": details(self.call, choice) if self.parameters.details else None,
+                    "token": {"id": delta.token_ids, "text": None},
+                }
+            send(event)
+
+        async with self.prompts() as sources:
+            await self.call.run(sources, add)
 
 
 def details(call: Call, choice: Answer) -> Details:

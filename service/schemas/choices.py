@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from mindie_mm.inputs import Kind
 from mindie_mm.shm.format.layout import block_name
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
-from mindie_mm.worker.worker import Answer
+from mindie_mm.worker.deltas import Answer
 
 
 @dataclass(slots=True)

@@ -21,7 +21,8 @@ from mindie_mm.errors import OperationalError
 from mindie_mm.processes.ipc import Child, Failure
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.worker.async_engine import AsyncEngine
-from mindie_mm.worker.worker import Answer, Worker
+from mindie_mm.worker.deltas import Answer
+from mindie_mm.worker.worker import Worker
 
 PROMPT = np.arange(10, 40, dtype=np.int64)
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)

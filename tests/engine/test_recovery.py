@@ -23,7 +23,8 @@ from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.tokenize.requests import request_of_items
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
-from mindie_mm.worker.worker import Answer, Worker
+from mindie_mm.worker.deltas import Answer
+from mindie_mm.worker.worker import Worker
 from tests.models.contract import picture
 
 pytestmark = pytest.mark.usefixtures("copied_workers")

@@ -39,6 +39,10 @@ SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
+def unchanged(step):
+    return step
+
+
 def ids(seed: int, length: int = 2 * BLOCK_TOKENS) -> NDArray[np.int64]:
     return np.random.default_rng(seed).integers(10, 60, length)
 
@@ -114,7 +118,7 @@ async def test_a_request_without_output_is_sent_to_another_engine_at_once(pair: 
         os.kill(engine.pid, signal.SIGSTOP)
 
     async def answer() -> list[int]:
-        outputs = generated(pair, PromptSource(Prompt(ids(7))), SHORT, "moved")
+        outputs = generated(pair, PromptSource(Prompt(ids(7))), SHORT, "moved", unchanged)
         return [token async for step in outputs for token in step.token_ids]
 
     answering = asyncio.create_task(answer())
@@ -135,7 +139,7 @@ async def test_an_answer_that_has_begun_continues_in_another_engine(pair: Engine
     right = await tokens(pair, "alone", ids(10), drawn)
     pids = {engine.pid for engine in pair.engines}
     found: list[int] = []
-    async with aclosing(generated(pair, PromptSource(Prompt(ids(10))), drawn, "continued")) as steps:
+    async with aclosing(generated(pair, PromptSource(Prompt(ids(10))), drawn, "continued", unchanged)) as steps:
         async for step in steps:
             if not found:
                 (dying,) = [engine for engine in pair.engines if "continued" in engine._requests]
@@ -178,7 +182,7 @@ async def test_requests_that_exceed_the_grace_time_of_a_reload_are_sent_to_anoth
     right = await tokens(pair, "before", ids(8), LONG)
 
     async def answer(number: int) -> list[int]:
-        outputs = generated(pair, PromptSource(Prompt(ids(8))), LONG, f"r-{number}")
+        outputs = generated(pair, PromptSource(Prompt(ids(8))), LONG, f"r-{number}", unchanged)
         return [token async for step in outputs for token in step.token_ids]
 
     running = [asyncio.create_task(answer(number)) for number in range(20)]

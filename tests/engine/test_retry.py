@@ -32,6 +32,10 @@ def drew(*token_ids, **more):
     return Progress(request_id="a", token_ids=[*token_ids], **more)
 
 
+def unchanged(step):
+    return step
+
+
 class Script:
     """A fake tokenizer or engine that returns or raises `steps` in order.
 
@@ -80,7 +84,7 @@ async def freed(use):
 
 async def outputs(source, engine):
     """Return the tokens of an answer."""
-    steps = [step async for step in generated(engine, source, PARAMS, "a")]
+    steps = [step async for step in generated(engine, source, PARAMS, "a", unchanged)]
     return [token for step in steps for token in step.token_ids]
 
 
@@ -138,7 +142,7 @@ async def test_an_answer_continues_from_the_drawn_tokens_with_one_seed_and_time(
 async def test_a_greedy_answer_gets_no_seed():
     engine = Script([drew(1)])
     greedy = SamplingParams(temperature=0)
-    assert [step async for step in generated(engine, PromptSource(FIRST), greedy, "a")] == [drew(1)]
+    assert [step async for step in generated(engine, PromptSource(FIRST), greedy, "a", unchanged)] == [drew(1)]
     assert engine.calls[0][1] == greedy
 
 
@@ -166,7 +170,7 @@ async def test_an_answer_keeps_the_times_until_its_first_token():
     ]
     after = [drew(3, timings=times(queue_s=7, prefill_s=2, tower_s=1)), drew(4)]
     engine = Script([*before, DIED], after)
-    steps = [step async for step in generated(engine, PromptSource(FIRST), PARAMS, "a")]
+    steps = [step async for step in generated(engine, PromptSource(FIRST), PARAMS, "a", unchanged)]
     assert [step.timings for step in steps[:2]] == [step.timings for step in before]
     assert steps[2].timings == times(queue_s=1, prefill_s=2, tower_s=1.5, decode_s=6)
     assert steps[3].timings is None
@@ -317,7 +321,7 @@ async def test_an_answer_that_continues_gets_its_freed_blocks_rebuilt(arena, fai
     stage = Stage(arena)
     (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     engine = Script([CONSUMED, drew(1), failure], [CONSUMED, drew(2)])
-    held = [stage.held() async for step in generated(engine, source, PARAMS, "a")]
+    held = [stage.held() async for step in generated(engine, source, PARAMS, "a", unchanged)]
     assert held == [[False], [False], [False, False], [False, False]]
     assert engine.seen == [prompt.ids.tolist() for prompt in stage.prompts]
 

@@ -13,7 +13,7 @@ from mindie_mm.engine.requests.engine_messages import FinishReason, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.text.detokenizer import Detokenizer
-from mindie_mm.worker.worker import Delta
+from mindie_mm.worker.deltas import Delta
 from service.request.text_logprobs import LogprobsBuffer
 from service.request.token_text import (
     TextOffsets,
