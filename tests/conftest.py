@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import functools
 import os
 import signal
@@ -106,6 +108,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     paths = [str(config.rootpath), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freed_memory_returned() -> Iterator[None]:
+    """Return freed memory to the kernel after each module, because each fork copies the page tables of this process."""
+    yield
+    with contextlib.suppress(AttributeError):  # only glibc has malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)

@@ -168,6 +168,7 @@ def _begin(
     max_open_files: int | None,
 ) -> None:
     """Run `command` in a copy that the fork server has just started."""
+    gc.freeze()  # else the first collection would write to, and thereby copy, the pages of all imported modules
     if max_open_files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     os.dup2(source.fileno(), 0)

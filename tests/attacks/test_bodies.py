@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,12 @@ from tests.attacks.conftest import MAX_PROCESSOR_S, Attacked
 
 MOST = ServiceConfig().max_request_values
 MANY = MOST - 64
-NAMES = {f"a{index}": 1 for index in range(MANY)}
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+Make = Callable[[], dict[str, Any]]
+
+
+def names() -> dict[str, int]:
+    return {f"a{index}": 1 for index in range(MANY)}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/infer", "/v1/chat/completions", "/tokenize", "/detokenize"])
@@ -27,45 +33,47 @@ def test_too_many_json_values_are_413(attacked: Attacked, path: str, values: str
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "make"),
     [
-        ("/v1/completions", {"prompt": [*[1] * MANY, "a"]}),
-        ("/v1/completions", {"prompt": [*["a"] * MANY, 1]}),
-        ("/v1/completions", {"prompt": [*[[1]] * (MANY // 2), ["a"]]}),
-        ("/v1/completions", {"prompt": [1] * MANY}),
-        ("/infer", {"inputs": [1] * MANY}),
-        ("/generate", {"inputs": [1] * MANY}),
-        ("/v1/chat/completions", {"messages": [1] * MANY}),
-        ("/v1/chat/completions", HELLO | {"stop": [1] * MANY}),
-        ("/v1/chat/completions", HELLO | {"stop_token_ids": ["a"] * MANY}),
-        ("/v1/chat/completions", HELLO | {"tools": [1] * MANY}),
-        ("/v1/chat/completions", HELLO | {"logit_bias": dict.fromkeys(map(str, range(MANY)), "")}),
-        ("/v1/chat/completions", HELLO | {"response_format": {"type": "text"} | NAMES}),
-        ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": NAMES}}),
-        ("/tokenize", {"inputs": [1] * MANY}),
-        ("/detokenize", {"tokens": ["a"] * MANY}),
+        ("/v1/completions", lambda: {"prompt": [*[1] * MANY, "a"]}),
+        ("/v1/completions", lambda: {"prompt": [*["a"] * MANY, 1]}),
+        ("/v1/completions", lambda: {"prompt": [*[[1]] * (MANY // 2), ["a"]]}),
+        ("/v1/completions", lambda: {"prompt": [1] * MANY}),
+        ("/infer", lambda: {"inputs": [1] * MANY}),
+        ("/generate", lambda: {"inputs": [1] * MANY}),
+        ("/v1/chat/completions", lambda: {"messages": [1] * MANY}),
+        ("/v1/chat/completions", lambda: HELLO | {"stop": [1] * MANY}),
+        ("/v1/chat/completions", lambda: HELLO | {"stop_token_ids": ["a"] * MANY}),
+        ("/v1/chat/completions", lambda: HELLO | {"tools": [1] * MANY}),
+        ("/v1/chat/completions", lambda: HELLO | {"logit_bias": dict.fromkeys(map(str, range(MANY)), "")}),
+        ("/v1/chat/completions", lambda: HELLO | {"response_format": {"type": "text"} | names()}),
+        (
+            "/v1/completions",
+            lambda: {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": names()}},
+        ),
+        ("/tokenize", lambda: {"inputs": [1] * MANY}),
+        ("/detokenize", lambda: {"tokens": ["a"] * MANY}),
     ],
 )
-def test_thousands_of_mistakes_are_refused_at_the_first(attacked: Attacked, path: str, body: dict[str, object]) -> None:
-    attacked.refused(body, path=path)
+def test_thousands_of_mistakes_are_refused_at_the_first(attacked: Attacked, path: str, make: Make) -> None:
+    attacked.refused(make(), path=path)
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "make"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q w" * 10**6}]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q w" * 10}] * 15_000}),
-        ("/v1/chat/completions", HELLO | {"tools": [{"type": "function", "name": "q w" * 10**6}]}),
-        ("/v1/completions", {"prompt": "q w" * 10**6}),
-        ("/infer", {"inputs": "q w" * 10**6}),
-        ("/infer", {"inputs": [{"text": "q w" * 10**6}]}),
-        ("/generate", {"inputs": "q w" * 10**6}),
-        ("/tokenize", {"prompt": "q w" * 10**6}),
+        ("/v1/chat/completions", lambda: {"messages": [{"role": "user", "content": "q w" * 10**6}]}),
+        ("/v1/chat/completions", lambda: {"messages": [{"role": "user", "content": "q w" * 10}] * 15_000}),
+        ("/v1/chat/completions", lambda: HELLO | {"tools": [{"type": "function", "name": "q w" * 10**6}]}),
+        ("/v1/completions", lambda: {"prompt": "q w" * 10**6}),
+        ("/infer", lambda: {"inputs": "q w" * 10**6}),
+        ("/infer", lambda: {"inputs": [{"text": "q w" * 10**6}]}),
+        ("/generate", lambda: {"inputs": "q w" * 10**6}),
+        ("/tokenize", lambda: {"prompt": "q w" * 10**6}),
     ],
 )
-def test_a_text_longer_than_any_context_is_not_tokenized(
-    attacked: Attacked, path: str, body: dict[str, object]
-) -> None:
+def test_a_text_longer_than_any_context_is_not_tokenized(attacked: Attacked, path: str, make: Make) -> None:
+    body = make()
     if "tools" in body:
         attacked.refused(body, path=path)  # the tool has no function
     else:
@@ -73,17 +81,17 @@ def test_a_text_longer_than_any_context_is_not_tokenized(
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "make"),
     [
-        ("/v1/chat/completions", HELLO | {"stop": "\ud800"}),
-        ("/v1/completions", {"prompt": "hello", "stop": ["\ud800"]}),
-        ("/infer", {"inputs": "hello", "parameters": {"stop": "\ud800"}}),
-        ("/generate", {"inputs": "hello", "parameters": {"stop": "\ud800"}}),
-        ("/generate_stream", {"inputs": "hello", "parameters": {"stop": "\ud800"}}),
+        ("/v1/chat/completions", lambda: HELLO | {"stop": "\ud800"}),
+        ("/v1/completions", lambda: {"prompt": "hello", "stop": ["\ud800"]}),
+        ("/infer", lambda: {"inputs": "hello", "parameters": {"stop": "\ud800"}}),
+        ("/generate", lambda: {"inputs": "hello", "parameters": {"stop": "\ud800"}}),
+        ("/generate_stream", lambda: {"inputs": "hello", "parameters": {"stop": "\ud800"}}),
     ],
 )
-def test_a_lone_surrogate_is_refused(attacked: Attacked, path: str, body: dict[str, object]) -> None:
-    answer = attacked.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+def test_a_lone_surrogate_is_refused(attacked: Attacked, path: str, make: Make) -> None:
+    answer = attacked.http.post(path, content=json.dumps(make()), headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert "surrogate" in answer.json()["error"]["message"]
     assert answer.headers["X-Request-Id"]

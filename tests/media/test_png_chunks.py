@@ -40,7 +40,6 @@ CHUNKS = {
     "iCCP": chunk(b"iCCP", b"profile\0\0" + zlib.compress(RANDOM)),
     "eXIf": chunk(b"eXIf", b"II*\0\x08\0\0\0\0\0\0\0\0\0" + RANDOM),
     "broken zTXt": chunk(b"zTXt", b"workflow\0\0not zlib"),
-    "70 MB of texts": chunk(b"tEXt", b"workflow\0" + bytes(7 * 10**6)) * 10,
 }
 
 
@@ -50,10 +49,11 @@ def test_the_case_equals_the_plain_picture():
 
 
 @pytest.mark.parametrize("at_end", [False, True])
-@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize("name", [*CHUNKS, "70 MB of texts"])
 def test_a_png_with_a_long_text_is_read(name, at_end):
     """libpng, browsers and OpenCV read these files."""
-    assert np.array_equal(open_image(with_chunks(CHUNKS[name], at_end=at_end)).decode(), PIXELS)
+    texts = CHUNKS.get(name) or chunk(b"tEXt", b"workflow\0" + bytes(7 * 10**6)) * 10
+    assert np.array_equal(open_image(with_chunks(texts, at_end=at_end)).decode(), PIXELS)
 
 
 def test_an_icon_may_contain_a_png_with_a_long_text():

@@ -162,20 +162,20 @@ def test_as_many_scans_as_the_limit_are_decoded(size):
 
 
 @pytest.mark.parametrize(
-    "data",
+    "make",
     [
-        pictures.behind_start(encoded(pictures.small()), b"\xff\xfe\0\2" * 11_000_000),
-        pictures.behind_start(encoded(pictures.small()), b"\xff\0" * 22_000_000),
-        pictures.behind_start(encoded(pictures.small()), b"\xff" * 44_000_000),
-        b"\xff\xd8\xff\xe0\0\2" + bytes(44_000_000),
-        pictures.within_png(pictures.chunk(b"abCd", b"") * 4_000_000),
-        pictures.gif_with(b"!\xff" + b"\1\1" * 22_000_000),
+        lambda: pictures.behind_start(encoded(pictures.small()), b"\xff\xfe\0\2" * 11_000_000),
+        lambda: pictures.behind_start(encoded(pictures.small()), b"\xff\0" * 22_000_000),
+        lambda: pictures.behind_start(encoded(pictures.small()), b"\xff" * 44_000_000),
+        lambda: b"\xff\xd8\xff\xe0\0\2" + bytes(44_000_000),
+        lambda: pictures.within_png(pictures.chunk(b"abCd", b"") * 4_000_000),
+        lambda: pictures.gif_with(b"!\xff" + b"\1\1" * 22_000_000),
     ],
     ids=["segments", "stuffed", "fill", "nothing", "chunks", "sub-blocks"],
 )
-def test_megabytes_of_parts_are_refused(data):
+def test_megabytes_of_parts_are_refused(make):
     with pytest.raises(LimitExceeded, match="the limit is"):
-        check_parts(data)
+        check_parts(make())
 
 
 def test_the_head_of_a_jpeg_ends_at_its_first_scan():
