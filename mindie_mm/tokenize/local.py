@@ -1,4 +1,4 @@
-"""Tokenizer stages in the caller's process, without a tokenizer process."""
+"""A tokenizer in the caller's process, without a tokenizer process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -16,7 +16,7 @@ from mindie_mm.decode.decoder_messages import DecoderSetup
 from mindie_mm.media.guard import cancellation
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.restarts import Restarts
-from mindie_mm.processes.tasks import WorkThread, in_thread
+from mindie_mm.processes.tasks import WorkThread, in_thread, run_alone
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import Arena, collect
@@ -27,11 +27,73 @@ from mindie_mm.tokenize.stage.answer import answer
 from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.tokenize.stores import ArenaStore, ScriptStore
-from mindie_mm.tokenize.tokenizer import Tokenizer
 
 
-class _InCaller(TokenizerStage):
-    """A stage in the caller's process. It is never restarted."""
+class LocalTokenizer(TokenizerStage):
+    """A tokenizer in the caller's process. It is never restarted. Inputs may contain Python objects, such as images.
+
+    Without decoders, it makes one prompt at a time on a thread. With decoders, it makes several prompts at the same
+    time in the caller's event loop.
+    """
+
+    def __init__(self, prompts: Prompts, thread: WorkThread | None, resources: AsyncExitStack) -> None:
+        """Take ownership of the arguments. Call `start` instead.
+
+        `thread` is the thread that makes the prompts, or None if the caller's event loop makes them.
+        """
+        self._prompts = prompts
+        self._thread = thread
+        self._resources = resources
+        self.chat_traits = prompts.chat_traits
+        self.shown_tokens = prompts.shown_tokens
+
+    @classmethod
+    async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
+        """Start `config.decoders` decoders, create the arena and read the checkpoint.
+
+        Without decoders, `max_decode_bytes` and `max_decode_s` do not apply, because they would limit the caller's own
+        process.
+
+        Raises:
+            UnsupportedCheckpoint: The checkpoint is not supported.
+            SharedMemoryError: The arena cannot be created.
+            ProcessDied: The decoders cannot be started.
+
+        """
+        checkpoint = Checkpoint.open(model_path)
+        make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
+        preprocessed = Preprocessed(config.preprocessed_cache_bytes)
+        decoders: Decoders | None = None
+        async with AsyncExitStack() as resources:
+            await in_thread(partial(collect, [default_spool()]))  # without a service, no other process collects
+            if config.decoders:
+                arena = make()
+                store: ArenaStore | ScriptStore = ArenaStore(arena, config.arena_wait_s, preprocessed, is_own=True)
+                resources.callback(store.close)
+                setup = DecoderSetup(str(checkpoint.path), config.family, config.media)
+                decoders = Decoders(setup, arena.capacity_bytes)
+                await decoders.open(config.decoders)
+                resources.push_async_callback(decoders.close)
+            else:
+                store = ScriptStore(preprocessed=preprocessed, make=make)
+                resources.callback(store.close)
+            thread = WorkThread("mindie_mm-tokenizer")
+            resources.push_async_callback(in_thread, thread.close)  # before the store, because a job may still use it
+            if isinstance(store, ScriptStore):
+                await thread.run(store.open)
+            read = partial(
+                Prompts,
+                checkpoint,
+                config.family,
+                config.chat_template_content_format,
+                config.parse_special,
+                config.media,
+                config.limit_mm_per_prompt,
+                store,
+                decoders,
+            )
+            prompts = await thread.run(read)
+            return cls(prompts, None if decoders else thread, resources.pop_all())
 
     @property
     def pids(self) -> list[int]:
@@ -44,37 +106,9 @@ class _InCaller(TokenizerStage):
     def check(self) -> None:
         pass
 
-
-class LocalTokenizer(_InCaller):
-    """A tokenizer on a thread. Its inputs may contain Python objects, such as PIL images."""
-
-    def __init__(self, tokenizer: Tokenizer, thread: WorkThread) -> None:
-        """Take ownership of a tokenizer and its thread. Call `start` instead."""
-        self._tokenizer = tokenizer
-        self.chat_traits = tokenizer.chat_traits
-        self.shown_tokens = tokenizer.shown_tokens
-        """See `Tokenizer.shown_tokens`."""
-        self._thread = thread
-
-    @classmethod
-    async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
-        """Read the checkpoint and create the arena. Raise UnsupportedCheckpoint or SharedMemoryError if this fails.
-
-        `max_decode_bytes` and `max_decode_s` do not apply, because they would limit the caller's own process.
-        """
-        thread = WorkThread("mindie_mm-tokenizer")
-        tokenizers: list[Tokenizer] = []
-        try:
-            await thread.run(partial(collect, [default_spool()]))  # without a service, no other process collects
-            await thread.run(lambda: tokenizers.append(_tokenizer(model_path, config)))
-            return cls(tokenizers[0], thread)
-        except BaseException:
-            await in_thread(thread.close)  # the thread may still create an arena after a cancellation
-            for tokenizer in tokenizers:
-                tokenizer.close()
-            raise
-
     async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
+        if self._thread is None:
+            return await answer(self._prompts, requests)
         given_up = threading.Event()
         try:
             return await self._thread.run(partial(self._answer, requests, given_up))
@@ -84,89 +118,8 @@ class LocalTokenizer(_InCaller):
 
     def _answer(self, requests: Sequence[TokenizeRequest], given_up: threading.Event) -> list[Prompt]:
         with cancellation.until(given_up):
-            return self._tokenizer.run(answer(self._tokenizer.prompts, requests))
+            return run_alone(answer(self._prompts, requests))
 
     async def close(self) -> None:
-        """Wait until the current request is done, then remove the arena."""
-        self._thread.close()
-        self._tokenizer.close()
-
-
-class DecodingTokenizer(_InCaller):
-    """A tokenizer with decoders that processes several requests at the same time, in the caller's event loop.
-
-    It accepts the same inputs as LocalTokenizer.
-    """
-
-    def __init__(self, prompts: Prompts, decoders: Decoders) -> None:
-        """Take ownership of prompts and the decoders that write their media. Call `start` instead."""
-        self._prompts = prompts
-        self._decoders = decoders
-        self.chat_traits = prompts.chat_traits
-        self.shown_tokens = prompts.shown_tokens
-        """See `Tokenizer.shown_tokens`."""
-
-    @classmethod
-    async def start(cls, model_path: Path, config: WorkerConfig) -> Self:
-        """Start `config.decoders` decoders, read the checkpoint and create the arena.
-
-        Raises:
-            UnsupportedCheckpoint: The checkpoint is not supported.
-            SharedMemoryError: The arena cannot be created.
-            ProcessDied: The decoders cannot be started.
-
-        """
-        checkpoint = Checkpoint.open(model_path)
-        async with AsyncExitStack() as undo:
-            await in_thread(partial(collect, [default_spool()]))  # without a service, no other process collects
-            arena = Arena.create(config.arena_bytes, quota_bytes=config.arena_request_bytes)
-            preprocessed = Preprocessed(config.preprocessed_cache_bytes)
-            store = ArenaStore(arena, config.arena_wait_s, preprocessed, is_own=True)
-            undo.callback(store.close)
-            decoders = Decoders(DecoderSetup(str(checkpoint.path), config.family, config.media), arena.capacity_bytes)
-            await decoders.open(config.decoders)
-            undo.push_async_callback(decoders.close)
-            read = partial(
-                Prompts,
-                checkpoint,
-                config.family,
-                config.chat_template_content_format,
-                config.parse_special,
-                config.media,
-                config.limit_mm_per_prompt,
-                store,
-                decoders,
-            )
-            tokenizer = cls(await in_thread(read), decoders)
-            undo.pop_all()
-        return tokenizer
-
-    async def tokenize_together(self, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
-        return await answer(self._prompts, requests)
-
-    async def close(self) -> None:
-        """End the decoders, then remove the arena."""
-        try:
-            await self._decoders.close()
-        finally:
-            self._prompts.stage.close()
-
-
-def _tokenizer(path: Path, config: WorkerConfig) -> Tokenizer:
-    """Create a tokenizer with an arena."""
-    make = partial(Arena.create, config.arena_bytes, quota_bytes=config.arena_request_bytes)
-    with ExitStack() as undo:
-        store = ScriptStore(preprocessed=Preprocessed(config.preprocessed_cache_bytes), make=make)
-        undo.callback(store.close)
-        store.open()
-        tokenizer = Tokenizer.from_pretrained(
-            path,
-            store,
-            family=config.family,
-            caps=config.media,
-            content_format=config.chat_template_content_format,
-            parse_special=config.parse_special,
-            limit_mm_per_prompt=config.limit_mm_per_prompt,
-        )
-        undo.pop_all()
-    return tokenizer
+        """Wait until the current prompt is done, end the decoders and remove the arena."""
+        await self._resources.aclose()

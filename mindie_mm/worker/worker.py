@@ -325,6 +325,6 @@ async def _start_tokenizers(
     if not in_process:
         return await AsyncTokenizer.start(path, config, forks)
     # Import this late, because it imports torch. The service process does not need torch and starts faster without it.
-    from mindie_mm.tokenize.local import DecodingTokenizer, LocalTokenizer
+    from mindie_mm.tokenize.local import LocalTokenizer
 
-    return await (DecodingTokenizer if config.decoders else LocalTokenizer).start(path, config)
+    return await LocalTokenizer.start(path, config)

@@ -24,7 +24,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.local import DecodingTokenizer
+from mindie_mm.tokenize.local import LocalTokenizer
 from mindie_mm.tokenize.requests import request_of_items
 from mindie_mm.worker.worker import Worker
 from tests.decode.conftest import busy, stopped
@@ -215,12 +215,12 @@ def test_a_wrong_input_of_an_llm_with_decoders_fails_alone(llms: tuple[LLM, LLM]
 
 def test_a_text_does_not_wait_for_a_picture_in_an_llm_with_decoders(llms: tuple[LLM, LLM]) -> None:
     _, llm = llms
-    stage: Any = llm._worker.tokenizer_stage
-    with stopped(*stage._decoders.pids):
+    decoders: Any = llm._worker.tokenizer_stage._prompts.stage.decoders
+    with stopped(*decoders.pids):
         done = threading.Event()
         picture = threading.Thread(target=lambda: (llm.generate([[{"image": CAT}]], PARAMS), done.set()))
         picture.start()
-        wait_until(lambda: busy(stage._decoders))
+        wait_until(lambda: busy(decoders))
         assert llm.generate(["Hello"], PARAMS)[0].token_ids
         assert not done.is_set()
     picture.join(300)
@@ -230,8 +230,8 @@ def test_a_text_does_not_wait_for_a_picture_in_an_llm_with_decoders(llms: tuple[
 @pytest.mark.usefixtures("copied_workers")
 def test_a_closed_llm_has_no_process_and_refuses_requests(random_checkpoint: Path) -> None:
     llm = LLM(random_checkpoint, decoders=2)
-    stage: Any = llm._worker.tokenizer_stage
-    pids = processes_of(stage._decoders)
+    decoders: Any = llm._worker.tokenizer_stage._prompts.stage.decoders
+    pids = processes_of(decoders)
     llm.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(InputError, match="the LLM is closed"):
@@ -245,15 +245,16 @@ async def test_cancelling_a_request_of_an_in_process_worker_ends_its_decoder(
     config = WorkerConfig(model=random_checkpoint, decoders=2, arena_bytes=2**24)
     async with await Worker.start(config, in_process=True) as worker:
         stage = worker.tokenizer_stage
-        assert isinstance(stage, DecodingTokenizer)
-        before = stage._decoders.pids
+        assert isinstance(stage, LocalTokenizer)
+        decoders: Any = stage._prompts.stage.decoders
+        before = decoders.pids
         with stopped(*before):
             request = request_of_items([{"image": CAT}], path_file=str(tmp_path / "shm_name.txt"))
             task = asyncio.create_task(stage.tokenize(request))
             async with asyncio.timeout(300):
-                while not busy(stage._decoders):  # noqa: ASYNC110 - no event announces this
+                while not busy(decoders):  # noqa: ASYNC110 - no event announces this
                     await asyncio.sleep(0.002)
-            (pid,) = busy(stage._decoders)
+            (pid,) = busy(decoders)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
