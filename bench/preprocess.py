@@ -30,7 +30,7 @@ from mindie_mm.models._qwen_pixels import smart_resize
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.shm import Arena, release
-from mindie_mm.tokenize.preprocessed import Preprocessed
+from mindie_mm.tokenize.stores import Preprocessed
 from tests.media_samples import encoded, photograph
 from tests.transformers_reference import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil, load_image
 from tools.arguments import parser

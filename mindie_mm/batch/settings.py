@@ -12,13 +12,11 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from mindie_mm.batch.checkpoint_digest import model_digest
-from mindie_mm.batch.differences import differences, first_difference
 from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.batch.input.files import replacing
 from mindie_mm.batch.input.gather import called, gathered_path, is_folder, is_gathered, is_stream, require_streams_once
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
-from mindie_mm.batch.versions import versions
+from mindie_mm.batch.same_run import differences, first_difference, model_digest, versions
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.nn.checkpoint.directory import Checkpoint

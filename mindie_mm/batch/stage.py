@@ -26,7 +26,7 @@ from mindie_mm.processes import faults
 from mindie_mm.shm.disk_writer import WriteBatchMemory
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stores import FileStore
 
 _log = logging.getLogger(__name__)

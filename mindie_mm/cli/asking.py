@@ -21,7 +21,7 @@ from mindie_mm.settings.config import WorkerConfig
 
 if TYPE_CHECKING:
     from mindie_mm.engine.requests.sampling_params import SamplingParams
-    from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+    from mindie_mm.tokenize.requests import TokenizeRequest
     from mindie_mm.worker.deltas import Answer
 
 Command = Callable[..., Any]

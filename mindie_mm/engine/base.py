@@ -32,9 +32,8 @@ from mindie_mm.engine.requests.engine_messages import (
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.engine.sampler import DRAWS_PER_TOKEN, logprobs_of, sample, score, without_tokens
-from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
+from mindie_mm.engine.scheduler import BaseScheduler, Scheduled, TowerLimits
 from mindie_mm.engine.sent_features import sendable
-from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.engine.towers import Towers
 from mindie_mm.errors import (
     ContextLengthExceeded,

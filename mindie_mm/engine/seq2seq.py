@@ -19,8 +19,7 @@ from mindie_mm.engine.cache.encoder_cache import EncoderCache
 from mindie_mm.engine.cache.kv_cache_size import context_length, fitting_context, useful_bytes
 from mindie_mm.engine.requests.engine_messages import Add, FinishReason, Progress, Ready
 from mindie_mm.engine.requests.request import Request
-from mindie_mm.engine.scheduler import BaseScheduler, Scheduled
-from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
+from mindie_mm.engine.scheduler import BaseScheduler, Scheduled, TowerBudget, TowerLimits
 from mindie_mm.engine.towers import Features
 from mindie_mm.errors import ContextLengthExceeded, DeviceError, InputError
 from mindie_mm.nn.model import Positions

@@ -13,8 +13,7 @@ from mindie_mm.device import require_alive
 from mindie_mm.engine.cache.encoder_cache import EncoderCache
 from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.requests.request import Request
-from mindie_mm.engine.scheduler import Scheduled
-from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
+from mindie_mm.engine.scheduler import Scheduled, TowerBudget, TowerLimits
 from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.placement import devices_of

@@ -37,10 +37,16 @@ from mindie_mm.inputs.items import (
     require_within,
     with_media,
 )
-from mindie_mm.inputs.media_kwargs import MediaDefaults, media_defaults, with_defaults
+from mindie_mm.inputs.options import MediaDefaults, media_defaults, with_defaults
 from mindie_mm.inputs.parts import GRID, MAX_LISTED_FRAMES, parse_inputs
-from mindie_mm.inputs.prompt_fields import OFF, PROMPT_FIELDS, refused_fields, template_variables
-from mindie_mm.inputs.tools import require_functions, require_tools
+from mindie_mm.inputs.prompt_fields import (
+    OFF,
+    PROMPT_FIELDS,
+    refused_fields,
+    require_functions,
+    require_tools,
+    template_variables,
+)
 from mindie_mm.inputs.webui import WebuiImages, long_data_url, webui_items, webui_messages
 
 __all__ = [

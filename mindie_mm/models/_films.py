@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.models._clips import SPECTROGRAM, num_features_of
 from mindie_mm.models._mrope import Block, grid_axes
-from mindie_mm.models._qwen_windows import PICOSECONDS
+from mindie_mm.models._qwen import PICOSECONDS
 from mindie_mm.nn.family import Placeholder, Plan, Spelling, Write
 
 Grid = tuple[int, ...]

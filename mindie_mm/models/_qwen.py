@@ -54,6 +54,8 @@ _MINDIE: Mapping[Kind, Layout] = {
     "image": Layout((InSegment(PLANES, "uint8"), InWord(_GRIDS["image"]))),
     "video": Layout((InSegment(PLANES, "uint8"), InWord(_GRIDS["video"]), InSegment(_SECONDS, "float32"))),
 }
+PICOSECONDS = 10**12
+"""Picoseconds per second."""
 
 
 class QwenProcessor(Processor):
@@ -329,3 +331,20 @@ class QwenModel(PretrainedModel):
         settings, planar = self._pixels[kind], PLANES in view
         patches = to_device(view, PLANES if planar else _PIXELS[kind], self.spec.device)
         return settings.normalize_planes(patches) if planar else settings.normalize(patches)
+
+
+def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """Return the keyword arguments of the windowed tower `visual` that describe its windows.
+
+    The tower itself would reorder patches with an index on the host. Each such operation waits for the device.
+
+    Args:
+        visual: The vision tower.
+        grids: Size of each item in patches, int64 [items, 3], on the host.
+        device: Device of the window indices. The bounds of the windows stay on the host, where the tower reads them.
+
+    """
+    from transformers.vision_utils import get_vision_window_index  # imported late, because it is slow to import
+
+    index, bounds = get_vision_window_index(grids, visual.spatial_merge_size, visual.window_size, visual.patch_size)
+    return {"window_index": upload(index, device), "cu_window_seqlens": bounds}

@@ -25,8 +25,7 @@ from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models._clips import LEAST_FRAMES, SPECTROGRAM, num_features_of, plan_audio, read_mel, spell_clip
 from mindie_mm.models._films import FilmLayout, film_plan, is_film
 from mindie_mm.models._mrope import Block, grid_block, positions_of
-from mindie_mm.models._qwen import INTERVAL_GRIDS, QwenModel, QwenProcessor
-from mindie_mm.models._qwen_windows import PICOSECONDS, window_places
+from mindie_mm.models._qwen import INTERVAL_GRIDS, PICOSECONDS, QwenModel, QwenProcessor, window_places
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
 from mindie_mm.nn.model import ModelSpec, Positions

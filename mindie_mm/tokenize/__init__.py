@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mindie_mm.tokenize.prompt import MediaSpan, Prompt
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stage.async_tokenizer import AsyncTokenizer
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 
 if TYPE_CHECKING:
     from mindie_mm.tokenize.tokenizer import Tokenizer

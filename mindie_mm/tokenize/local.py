@@ -20,13 +20,12 @@ from mindie_mm.processes.tasks import WorkThread, in_thread, run_alone
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import Arena, collect
-from mindie_mm.tokenize.preprocessed import Preprocessed
+from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.prompts import Prompts
-from mindie_mm.tokenize.stage.answer import answer
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
-from mindie_mm.tokenize.stores import ArenaStore, ScriptStore
+from mindie_mm.tokenize.stores import ArenaStore, Preprocessed, ScriptStore
 
 
 class LocalTokenizer(TokenizerStage):

@@ -1,15 +1,63 @@
-"""Parsing of the prompts that a script or a command passes, into requests."""
+"""Requests to tokenize a prompt, and the parsing of the prompts that a script or a command passes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindie_mm.inputs import parse_inputs, parse_messages, webui_items, webui_messages
-from mindie_mm.media.source import located
+import msgspec
+
+from mindie_mm.inputs import (
+    Item,
+    Media,
+    Message,
+    media_of,
+    media_of_messages,
+    messages_with_media,
+    parse_inputs,
+    parse_messages,
+    webui_items,
+    webui_messages,
+    with_media,
+)
 from mindie_mm.settings.paths import working_directory
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.prompt import PromptOptions
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt to tokenize, which was parsed where it came in. Either `messages` or `items` are given.
+
+    Only paths, URLs and bytes can be sent to another process as sources of media.
+    """
+
+    messages: list[Message] | None = None
+    """Chat messages."""
+    items: list[Item] | None = None
+    """Items in order."""
+    chat: bool = True
+    """Whether `items` are formatted as one user turn, if the checkpoint has a chat template. Otherwise they are
+    joined."""
+    path_file: str = ""
+    """Path file of the request. It may be empty only for a prompt without media."""
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the header of the assistant's turn."""
+    continue_final_message: bool = False
+    """Whether the prompt ends with the text of the last message."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """More variables for the chat template, such as `tools`."""
+    options: PromptOptions = PromptOptions()
+
+    @property
+    def media(self) -> list[Media]:
+        """Media of the prompt, in order."""
+        return media_of_messages(self.messages) if self.messages is not None else media_of(self.items or ())
+
+    def with_media(self, change: Callable[[Media], Media]) -> TokenizeRequest:
+        """Return the request with `change(media)` in place of each media item, in order."""
+        messages = None if self.messages is None else messages_with_media(self.messages, change)
+        items = None if self.items is None else with_media(self.items, change)
+        return msgspec.structs.replace(self, messages=messages, items=items)
 
 
 def request_of_items(
@@ -40,5 +88,7 @@ def request_of_messages(
 
 
 def _located(request: TokenizeRequest, folder: str | None) -> TokenizeRequest:
+    from mindie_mm.media.source import located  # imported late, because the service must not load decoders
+
     base = working_directory() if folder is None else folder
     return request.with_media(lambda media: located(media, Path(base))) if base else request

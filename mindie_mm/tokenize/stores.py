@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from mindie_mm.errors import LimitExceeded, SharedMemoryError, naming
@@ -22,7 +25,6 @@ from mindie_mm.processes.tasks import gather_in_order
 from mindie_mm.shm import Arena, ArraySpec, Block, DiskArena, collect
 from mindie_mm.shm.format.item import ITEM
 from mindie_mm.tokenize.planning import PlannedItem
-from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt, put_words
 
 WireName = Literal["native", "mindie"]
@@ -34,6 +36,7 @@ Words = Sequence[int]
 
 _LEAST_FEATURE_BYTES = 16
 """Minimum size of an item's arrays in bytes per feature, in any family."""
+_Arrays = Mapping[str, NDArray[Any]]
 
 
 class Writer(ABC):
@@ -257,3 +260,47 @@ def _discard(arena: Arena, blocks: Iterable[Block]) -> None:
 
 def _arrays(block: Mapping[str, NDArray[Any]], item: PlannedItem) -> dict[str, NDArray[Any]]:
     return {name: block[name] for name in item.plan.specs}
+
+
+class Preprocessed:
+    """Arrays of media items, by the digest of the item's content. The least recently used arrays are evicted.
+
+    Several threads may use a cache at the same time. The lock is not held while arrays are copied, because an event
+    loop may wait for the lock.
+    """
+
+    def __init__(self, capacity_bytes: int = 0) -> None:
+        self._items = LRUCache[bytes, _Arrays](capacity_bytes, getsizeof=_nbytes)
+        self._lock = Lock()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._items
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether arrays of `nbytes` bytes fit in the cache."""
+        return nbytes <= self._items.maxsize
+
+    def copy(self, digest: bytes, arrays: _Arrays) -> bool:
+        """Copy the arrays cached under `digest` into `arrays`, by name. Return False if there are none."""
+        with self._lock:
+            kept = self._items.get(digest)
+        if kept is None:
+            return False
+        for name, array in kept.items():
+            arrays[name][...] = array
+        return True
+
+    def keep(self, digest: bytes, arrays: _Arrays) -> None:
+        """Cache a copy of `arrays` under `digest`, unless they are larger than the cache."""
+        if not self.fits(_nbytes(arrays)) or digest in self._items:
+            return
+        try:
+            copied = {name: np.array(array) for name, array in arrays.items()}
+        except MemoryError:  # the item is complete without a cached copy
+            return
+        with self._lock:
+            self._items[digest] = copied
+
+
+def _nbytes(arrays: _Arrays) -> int:
+    return sum(array.nbytes for array in arrays.values())

@@ -32,14 +32,12 @@ from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch, WorkerCo
 from mindie_mm.settings.limits import PromptLimits, converted
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import PATH_FILE_NAME, Arena
+from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.mindie_stores import mindie_store
-from mindie_mm.tokenize.preprocessed import Preprocessed
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.prompts import Draft, Prompts
-from mindie_mm.tokenize.requests import request_of_items, request_of_messages
-from mindie_mm.tokenize.stage.answer import answer
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
-from mindie_mm.tokenize.stores import ARENA_BYTES, ArenaStore, ScriptStore, Store, WireName
+from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items, request_of_messages
+from mindie_mm.tokenize.stores import ARENA_BYTES, ArenaStore, Preprocessed, ScriptStore, Store, WireName
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from mindie_mm.structured.lark import Rules, json_value
 from mindie_mm.tool_calls.events import CallArguments, CallEnd, CallStart, Content, Event
 from mindie_mm.tool_calls.json_arguments import JsonArguments
 from mindie_mm.tool_calls.scanner import MAX_NAME, NAME, Ended, NoMatch, Step
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 
 MAX_CALLS = 8
 """Maximum number of calls that a grammar allows. Without a limit, small models may repeat a call until max_tokens."""

@@ -12,7 +12,7 @@ from mindie_mm.structured.lark import Rules
 from mindie_mm.tool_calls.events import CallArguments, CallEnd, CallStart, Content, Event
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import Step
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 
 _CALLS = "tool_calls"
 

@@ -1,4 +1,4 @@
-"""Analyzes the JSON schemas of arguments, for formats in which the values of arguments are raw text."""
+"""Tools, and the JSON schemas of their arguments, which formats with raw text as values analyze."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import re
 import reprlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 from urllib.parse import unquote
 
 from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.scanner import MAX_NAME
-from mindie_mm.tool_calls.tool import Tool
 
 _DEFINITIONS = frozenset({"$defs", "definitions"})
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"})
@@ -226,3 +226,19 @@ def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
     for key in unquote(reference).removeprefix("#/").split("/"):
         target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
     return target
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any] | None = None
+    """JSON schema of the object that contains the arguments, or None for a function without arguments."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Schema of the arguments. It is always the schema of an object."""
+        if not self.parameters:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.parameters}

@@ -13,8 +13,7 @@ from mindie_mm.tool_calls.literals import escaped, json_of_python
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.raw_strings import raw_string
 from mindie_mm.tool_calls.scanner import Ended, Step
-from mindie_mm.tool_calls.schemas import branches_of, properties_of, type_of, types_of
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool, branches_of, properties_of, type_of, types_of
 
 _NAMES = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 """Pattern of the argument names that all of these formats can represent."""

@@ -9,9 +9,9 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from mindie_mm.batch.differences import differences
 from mindie_mm.batch.input.files import creating, locked, replacing
 from mindie_mm.batch.input.source import NOT_JSON
+from mindie_mm.batch.same_run import differences
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.msgspec_errors import in_words

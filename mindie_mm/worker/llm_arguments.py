@@ -10,8 +10,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.inputs import require_switches, type_of
 from mindie_mm.settings.paths import working_directory
 from mindie_mm.tokenize.prompt import PromptOptions
-from mindie_mm.tokenize.requests import request_of_items
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items
 from mindie_mm.tokenize.token_ids import TokenIds, is_token_ids
 
 Params = SamplingParams | Sequence[SamplingParams]

@@ -17,10 +17,9 @@ import msgspec
 import numpy as np
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.checkpoint_digest import model_digest, weights_digest
 from mindie_mm.batch.output.shard import ShardRow, arena_path
 from mindie_mm.batch.progress import Progress, Show
-from mindie_mm.batch.versions import versions
+from mindie_mm.batch.same_run import model_digest, versions, weights_digest
 from mindie_mm.device import LIBRARIES
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import (

@@ -43,7 +43,7 @@ from mindie_mm.errors import (
 from mindie_mm.processes import faults
 from mindie_mm.shm import free
 from mindie_mm.tokenize.prompt import Prompt
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.deltas import Delta

@@ -28,8 +28,8 @@ from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import request_directory
 from mindie_mm.structured.schema_check import SchemaCheck
 from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stage.async_tokenizer import AsyncTokenizer
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage
 from mindie_mm.tokenize.text.bad_words import bad_token_ids
 from mindie_mm.tokenize.text.detokenizer import StopScope, load_tokenizer

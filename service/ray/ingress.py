@@ -37,7 +37,7 @@ from service.ray.content import Route, route_of
 from service.ray.metrics import merged
 from service.ray.plan import LOST, calling, configuration_of
 from service.request.admission import Admission
-from service.request.sse import DONE, last_words
+from service.request.admitted import DONE, last_words
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)

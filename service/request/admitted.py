@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mindie_mm.errors import InputError, MindieMMError, RequestAborted
+from service.http.errors import error_object
 from service.request.admission import Admission
 from service.telemetry import tracing
 
@@ -22,6 +23,10 @@ _LAST_WORDS_S = 1.0
 
 _PIECE_BYTES = 2**16
 """Maximum number of bytes to send at a time. A connection buffers this many bytes even if the client does not read."""
+SendEvent = Callable[[Mapping[str, object]], None]
+"""Sends an event."""
+DONE = "[DONE]"
+"""Data of the last event in OpenAI's streams. It is not JSON."""
 
 
 class Admitted(Response):
@@ -111,3 +116,64 @@ def _note(error: Exception) -> None:
         _log.exception("the response was aborted: %s", type(error).__name__, exc_info=error)
     if (trace := tracing.current.get()) is not None:
         trace.error = type(error).__name__
+
+
+class EventStream(Admitted):
+    """A stream of JSON events followed by `last`.
+
+    The events are made without waiting for the client, so their resources are freed after the last event even if the
+    client reads slowly. An error after the first event is sent as a further event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        make: Callable[[SendEvent], Awaitable[None]],
+        admission: Admission,
+        last: str | None,
+        timeout_s: float | None,
+    ) -> None:
+        # Without X-Accel-Buffering, nginx would buffer several events and send them together.
+        super().__init__(admission, timeout_s, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._make = make
+        self._last = last
+
+    async def _answer(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
+        waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        async def make() -> None:
+            try:
+                await self._make(lambda event: waiting.put_nowait(_encode(event)))
+            finally:
+                waiting.put_nowait(None)
+
+        making = asyncio.create_task(make())
+        try:
+            while (data := await waiting.get()) is not None:
+                await send(data)
+            await making
+        finally:
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
+        return _last_event(self._last)
+
+    def _last_words(self, error: Exception) -> bytes:
+        return last_words(error, self._last)
+
+
+def last_words(error: Exception, last: str | None) -> bytes:
+    """Return the events that end a stream after `error`."""
+    return _encode(error_object(error)) + _last_event(last)
+
+
+def _last_event(last: str | None) -> bytes:
+    return b"" if last is None else _event(last.encode())
+
+
+def _encode(event: Mapping[str, object]) -> bytes:
+    return _event(msgspec.json.encode(event))
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

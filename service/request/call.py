@@ -25,7 +25,7 @@ from mindie_mm.errors import (
 from mindie_mm.processes import faults
 from mindie_mm.processes.tasks import gather
 from mindie_mm.tokenize.prompt import PromptOptions
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.text.detokenizer import StopScope
 from mindie_mm.worker.beam_search import BeamSearchSequence, beam_search
 from mindie_mm.worker.deltas import Answer, Delta

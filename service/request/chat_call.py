@@ -16,7 +16,7 @@ from mindie_mm.structured.outputs import MAX_STRUCTURE_BYTES, StructuredOutputs
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.text.detokenizer import StopScope
 from mindie_mm.tool_calls.history import num_calls, with_tool_calls
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 from service.request.call import Call
 from service.request.chat_dialect import ChatDialect
 from service.request.message import MessageRules

@@ -12,8 +12,7 @@ from mindie_mm.inputs import template_variables
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
-from mindie_mm.tool_calls.described import with_described_tools, with_written_calls
-from mindie_mm.tool_calls.history import with_own_ids, with_tool_calls
+from mindie_mm.tool_calls.history import with_described_tools, with_own_ids, with_tool_calls, with_written_calls
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.parsers.json_objects import HermesParser
 from mindie_mm.tool_calls.reasoning import ReasoningFormat, reasoning_for, reasoning_named

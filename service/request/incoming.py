@@ -15,14 +15,12 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.worker.beam_search import check_beams
 from service.http.access import key_digest
-from service.request.admitted import WholeAnswer
+from service.request.admitted import DONE, EventStream, SendEvent, WholeAnswer
 from service.request.call import Call
 from service.request.meter import Meter
-from service.request.sse import DONE, EventStream, Send
 from service.request.state import Service, ServiceDep
-from service.schemas.body import Body, Settings
+from service.schemas.body import Body, Settings, pass_over_fields
 from service.schemas.choices import Clock
-from service.schemas.unknown_fields import pass_over_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +34,8 @@ class Responder(ABC):
         """Return the answer of a request that does not stream."""
 
     @abstractmethod
-    async def stream(self, send: Send) -> None:
-        """Send the events of a streamed answer."""
+    async def stream(self, send: SendEvent) -> None:
+        """SendEvent the events of a streamed answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from mindie_mm.tokenize.text.detokenizer import TextStream
 from mindie_mm.tool_calls.events import Answer, CallArguments, CallEnd, CallStart, Content, Event, Reasoning
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.reasoning import ReasoningFormat, ReasoningParser
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 from service.schemas.openai_answers import ChatDelta, ChatFinishReason, ChatMessage, FunctionDelta, ToolCallDelta
 
 Part = Reasoning | Event

@@ -32,7 +32,7 @@ from mindie_mm.processes import faults
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import RequestDirectory, request_directory
 from mindie_mm.tokenize.prompt import Prompt
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.worker.retry import PromptSource
 from service.request.kept_media import KeptMedia
 from service.request.quota import room_to_spool

@@ -13,16 +13,15 @@ from starlette.responses import Response
 from mindie_mm.inputs import media_defaults
 from mindie_mm.processes import faults
 from mindie_mm.tokenize.prompt import Prompt
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.worker.deltas import Delta
+from service.request.admitted import DONE, SendEvent
 from service.request.chat_call import after_prompt, chat_call
 from service.request.incoming import IncomingDep, Responder
 from service.request.message import MessageParts, MessageReader, MessageRules, ReasoningCount, delta_of
-from service.request.prompt_logprobs import prompt_logprobs
 from service.request.prompts import Parse
-from service.request.sse import DONE, Send
 from service.request.text_logprobs import LogprobsBuffer
-from service.request.token_text import TokensAsIds, chat_logprobs, in_turns
+from service.request.token_text import TokensAsIds, chat_logprobs, in_turns, prompt_logprobs
 from service.schemas.choices import Choice, Usage, Used, media_spans, usage
 from service.schemas.description import streamed
 from service.schemas.openai_answers import (
@@ -112,8 +111,8 @@ class _Chat(Responder):
             "prompt_logprobs": await self._prompt_logprobs(choices[0]),
         }
 
-    async def stream(self, send: Send) -> None:
-        """Send the chunks of the answer.
+    async def stream(self, send: SendEvent) -> None:
+        """SendEvent the chunks of the answer.
 
         The first chunk of a choice has the role, and the following chunks have the text. The last chunk of the answer
         has the usage and the timings, if the request asks for them.

@@ -16,14 +16,13 @@ from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Item
 from mindie_mm.tokenize.prompt import Prompt
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.worker.deltas import Delta
 from mindie_mm.worker.retry import PromptSource
+from service.request.admitted import DONE, SendEvent
 from service.request.incoming import IncomingDep, Responder
-from service.request.prompt_logprobs import prompt_logprobs
-from service.request.sse import DONE, Send
 from service.request.text_logprobs import LogprobsBuffer
-from service.request.token_text import TextOffsets, TokensAsIds, completion_logprobs
+from service.request.token_text import TextOffsets, TokensAsIds, completion_logprobs, prompt_logprobs
 from service.schemas.choices import Choice, Used, usage
 from service.schemas.description import streamed
 from service.schemas.openai_answers import (
@@ -128,8 +127,8 @@ class _Completion(Responder):
             **self.call.timings(choices),
         }
 
-    async def stream(self, send: Send) -> None:
-        """Send the chunks of the answer. The last chunk has the usage and the timings, if they are requested."""
+    async def stream(self, send: SendEvent) -> None:
+        """SendEvent the chunks of the answer. The last chunk has the usage and the timings, if they are requested."""
         async with self.sources() as sources:
             prompts, echoes = [source.prompt for source in sources], self._echoes(sources)
             choices = [Choice(index=index) for index in range(len(prompts) * self.call.n)]

@@ -16,8 +16,8 @@ from mindie_mm.errors import InputError
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.worker.deltas import Answer, Delta
 from mindie_mm.worker.retry import PromptSource
+from service.request.admitted import SendEvent
 from service.request.incoming import Incoming, IncomingDep, Responder
-from service.request.sse import Send
 from service.routes.infer import Details, InferParameters, InputsBody, details
 from service.schemas.body import WHOLE, Array, TokenIds, must_be
 from service.schemas.description import answered, streamed
@@ -174,8 +174,8 @@ class _Generate(Responder):
             }
         return answer
 
-    async def stream(self, send: Send) -> None:
-        """Send one event per delta. The last event has the whole text."""
+    async def stream(self, send: SendEvent) -> None:
+        """SendEvent one event per delta. The last event has the whole text."""
         choice = Answer()
         async with self.prompts() as (source,):
 

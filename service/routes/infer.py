@@ -19,13 +19,13 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF
 from mindie_mm.tokenize.prompt import PromptOptions
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.worker.deltas import Answer, Delta
 from mindie_mm.worker.retry import PromptSource
+from service.request.admitted import SendEvent
 from service.request.call import Call
 from service.request.incoming import IncomingDep, Responder
 from service.request.prompts import Parse, PromptReader
-from service.request.sse import Send
 from service.schemas.body import (
     INT32_MAX,
     WHOLE,
@@ -239,8 +239,8 @@ class _Infer(Responder):
             answer["details"] = {**details(self.call, choice), "generated_token_ids": choice.token_ids}
         return answer
 
-    async def stream(self, send: Send) -> None:
-        """Send one event per delta, with times in milliseconds. The last event has the whole text."""
+    async def stream(self, send: SendEvent) -> None:
+        """SendEvent one event per delta, with times in milliseconds. The last event has the whole text."""
         last = time.perf_counter()
         choice = Answer()
 

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF, Item, media_defaults, template_variables
 from mindie_mm.tokenize.prompt import PromptOptions
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest
 from service.http.json_response import JSONResponse
 from service.request.admitted import WholeAnswer
 from service.request.incoming import IncomingDep

@@ -1,7 +1,7 @@
 """Base classes and field types of all request bodies.
 
 Values are not converted to other types. Fields in `not_served` are refused. All other unknown fields are ignored with a
-warning, as in other servers, unless the service is strict (`unknown_fields.py`).
+warning, as in other servers, unless the service is strict.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, MAX_LOGPROBS, MAX_SALT_CHARACTERS, SamplingParams
+from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF, refused_fields, whole
+from mindie_mm.inputs.unknown_keys import warn_once
 from mindie_mm.structured.outputs import StructuredOutputs
-from service.schemas.unknown_fields import unknown_fields
 
 INT32_MAX = 2**31 - 1
 
@@ -55,6 +56,22 @@ Array = Annotated[list[T], Field(fail_fast=True)]
 
 TokenIds = Array[Annotated[int, WHOLE]]
 """A list of token ids. Their range is checked later, against the vocabulary."""
+NotServed = Mapping[str, tuple[Any, ...]]
+"""Fields of other servers that would change the answer, each with the harmless values that are accepted."""
+IGNORED_FIELDS = frozenset(
+    {
+        # OpenAI's fields about users, billing and storage
+        *("store", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "prediction", "moderation"),
+        *("parallel_tool_calls", "stream_options"),
+        # fields of vLLM and SGLang about scheduling and logs
+        *("request_id", "rid", "kv_transfer_params"),
+    }
+)
+"""Fields that clients send, but that do not change answers. They are accepted even with `--strict`."""
+_MAX_UNKNOWN = 16
+"""Maximum number of unknown fields to remember per request. Clients may send any number of them."""
+_MAX_SHOWN = 40
 
 
 def must_be(expected: str) -> WrapValidator:
@@ -78,9 +95,6 @@ Stop = Annotated[
 
 Templated = Annotated[bool, must_be("true or false; only the chat template of the checkpoint is supported")]
 """Whether the chat template turns `inputs` into a user turn. If not, `inputs` are joined without a template."""
-
-NotServed = Mapping[str, tuple[Any, ...]]
-"""Fields of other servers that would change the answer, each with the harmless values that are accepted."""
 
 
 class Fields(BaseModel):
@@ -197,3 +211,26 @@ class Body(Fields):
     @classmethod
     def _or_none(cls, given: str | None) -> str | None:
         return given or None
+
+
+def unknown_fields(given: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
+    """Return the first `_MAX_UNKNOWN` names in `given` that are neither in `known` nor in `IGNORED_FIELDS`.
+
+    Fields that are null count as absent.
+    """
+    unknown = (
+        name for name, value in given.items() if value is not None and name not in known and name not in IGNORED_FIELDS
+    )
+    return tuple(islice(unknown, _MAX_UNKNOWN))
+
+
+def pass_over_fields(names: Collection[str], *, strict: bool) -> None:
+    """Warn about each unknown field when it occurs for the first time. If `strict`, raise InputError instead."""
+    for name in names:
+        if strict:
+            shown = name[:_MAX_SHOWN]
+            raise InputError(
+                f"the request has the unknown field {shown!r}; this service refuses unknown fields (--strict)",
+                param=shown,
+            )
+        warn_once(name, "a request")

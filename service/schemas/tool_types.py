@@ -9,7 +9,7 @@ from typing import Any, Literal
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import require_functions, require_tools
 from mindie_mm.tool_calls.scanner import MAX_NAME
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 from service.schemas.body import Array, Fields
 from service.schemas.closed_objects import closed
 from service.schemas.message_types import AnyFunction, AnyFunctionChoice, AnyTool, AnyToolChoice

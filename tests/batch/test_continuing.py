@@ -23,8 +23,8 @@ from mindie_mm.batch import Dataset
 from mindie_mm.batch import settings as settings_module
 from mindie_mm.batch.input.gather import input_named
 from mindie_mm.batch.output.manifest import Manifest
+from mindie_mm.batch.same_run import versions
 from mindie_mm.batch.settings import Run, Settings
-from mindie_mm.batch.versions import versions
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.nn.checkpoint.directory import EMBEDDED

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.batch.checkpoint_digest import model_digest, weights_digest
+from mindie_mm.batch.same_run import model_digest, weights_digest
 from mindie_mm.batch.settings import Settings
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint.directory import EMBEDDED, Checkpoint

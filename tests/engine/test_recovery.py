@@ -21,8 +21,7 @@ from mindie_mm.errors import OperationalError, WeightsChanged
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 from mindie_mm.structured.outputs import StructuredOutputs
-from mindie_mm.tokenize.requests import request_of_items
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items
 from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.worker import Worker
 from tests.models.contract import picture

@@ -11,9 +11,8 @@ from mindie_mm.engine.cache.block_pool import BlockPool
 from mindie_mm.engine.cache.encoder_cache import EncoderCache
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.engine.scheduler import BaseScheduler, Scheduler
+from mindie_mm.engine.scheduler import BaseScheduler, Scheduler, TowerLimits
 from mindie_mm.engine.seq2seq import Seq2SeqScheduler
-from mindie_mm.engine.tower_budget import TowerLimits
 from mindie_mm.nn.model import Positions
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.settings.config import EngineConfig

@@ -9,7 +9,7 @@ from mindie_mm.engine import sent_features
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.requests.engine_messages import Add, Encode
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.engine.tower_budget import TowerBudget, TowerLimits
+from mindie_mm.engine.scheduler import TowerBudget, TowerLimits
 from mindie_mm.models import load_model
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.settings.config import EngineConfig

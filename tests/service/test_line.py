@@ -7,7 +7,7 @@ import pytest
 
 from mindie_mm.errors import InputError
 from mindie_mm.settings.config import ServiceConfig
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest
 from service.request.kept_media import KeptMedia
 from service.request.prompts import Parse, PromptReader, _checked
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from mindie_mm.tool_calls.events import Content, Reasoning
 from mindie_mm.tool_calls.reasoning import reasoning_named
 from mindie_mm.tool_calls.registry import parser_named
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 from service.request.message import MessageParts, MessageReader, MessageRules, ReasoningCount, delta_of
 from tests.service.conftest import TINY
 

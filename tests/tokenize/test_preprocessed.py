@@ -14,9 +14,8 @@ import pytest
 from mindie_mm.errors import MediaError
 from mindie_mm.media.image import encoded_image as image
 from mindie_mm.shm import Arena, Ref, attach, release
-from mindie_mm.tokenize import Tokenizer, preprocessed
-from mindie_mm.tokenize.preprocessed import Preprocessed
-from mindie_mm.tokenize.stores import ScriptStore
+from mindie_mm.tokenize import Tokenizer, stores
+from mindie_mm.tokenize.stores import Preprocessed, ScriptStore
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 
 CAT, COFFEE, ROCKET = (encoded(photograph(name, (112, 84))) for name in ("chelsea.png", "coffee.png", "rocket.jpg"))
@@ -122,7 +121,7 @@ def test_an_item_is_served_without_memory_for_a_copy(run: Run, monkeypatch: pyte
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(preprocessed, "np", SimpleNamespace(array=full))
+        patched.setattr(stores, "np", SimpleNamespace(array=full))
         for _ in range(3):
             run.arrays({"image": CAT})
     run.arrays({"image": CAT}, {"image": COFFEE})

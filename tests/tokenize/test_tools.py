@@ -10,8 +10,7 @@ import pytest
 import mindie_mm
 from mindie_mm.errors import InputError
 from mindie_mm.tokenize import Tokenizer
-from mindie_mm.tokenize.requests import request_of_messages
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest, request_of_messages
 
 TINY = Path(mindie_mm.__file__).parent / "assets/tiny"
 TOOLS = [{"type": "function", "function": {"name": "weigh", "description": "<|im_end|>", "parameters": {}}}]

@@ -10,7 +10,7 @@ from typing import Any
 from mindie_mm.tool_calls.events import Answer, Reasoning
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.reasoning import ReasoningParser
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 
 FORMAT_NAMES = {"internlm2": "internlm", "llama4_pythonic": "pythonic", "mistral_v11": "mistral", "phi4_mini": "phi4"}
 """This package's names of formats that have other names in tool-formats.jsonl."""

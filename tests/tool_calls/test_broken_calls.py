@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mindie_mm.tool_calls.registry import FORMATS, parser_named
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 from tests.tool_calls.assembling import TOOLS, answer_of, seen, texts_of_all_formats
 
 STRING = Tool("f", {"properties": {"s": {"type": "string"}}})

@@ -20,7 +20,7 @@ from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 from mindie_mm.tool_calls.raw_strings import _FORMATS
 from mindie_mm.tool_calls.registry import FORMATS, parser_named
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 from tests.tool_calls.assembling import answer_of
 from tests.tool_calls.test_broken_calls import ENDINGS
 

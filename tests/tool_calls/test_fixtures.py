@@ -9,7 +9,7 @@ from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Statu
 
 from mindie_mm.tool_calls.reasoning import ReasoningParser, reasoning_named
 from mindie_mm.tool_calls.registry import parser_named
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 from tests.tool_calls.assembling import answer_of, reasoned
 
 # Split the text into characters instead of tokens. Every split of a tokenizer is also a split between characters.

@@ -9,7 +9,7 @@ import pytest
 from mindie_mm.tool_calls.events import Answer
 from mindie_mm.tool_calls.reasoning import ReasoningParser, reasoning_named
 from mindie_mm.tool_calls.registry import FORMATS, parser_named
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 from mindie_mm.tool_calls.typed_text import json_of, types_of
 from tests.tool_calls.assembling import SAMPLES, TOOLS, answer_of, calls_of, name_of, reasoned, seen
 

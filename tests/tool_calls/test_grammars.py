@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 import mindie_mm
 from mindie_mm.errors import InputError
 from mindie_mm.tool_calls.registry import FORMATS, parser_named
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 from tests.tool_calls.assembling import CROP, NOW, READ, SAMPLES, TOOLS, answer_of, calls_of, name_of
 
 TOKENIZER = Path(mindie_mm.__file__).parent / "assets/tiny/tokenizer.json"

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
-from mindie_mm.tool_calls.described import with_described_tools, with_written_calls
-from mindie_mm.tool_calls.history import num_calls, with_own_ids, with_tool_calls
+from mindie_mm.tool_calls.history import (
+    num_calls,
+    with_described_tools,
+    with_own_ids,
+    with_tool_calls,
+    with_written_calls,
+)
 from mindie_mm.tool_calls.registry import FORMATS, parser_named
 from tests.tool_calls.assembling import SAMPLES, answer_of, calls_of, name_of
 

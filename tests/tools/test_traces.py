@@ -10,7 +10,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("module", "files", "functions"), [("trace_request", 84, 422), ("trace_http", 131, 675)])
+@pytest.mark.parametrize(("module", "files", "functions"), [("trace_request", 78, 421), ("trace_http", 122, 675)])
 def test_a_request_enters_few_files_and_functions(module, files, functions):
     command = [sys.executable, "-m", f"tools.{module}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)

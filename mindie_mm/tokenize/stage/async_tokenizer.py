@@ -17,6 +17,7 @@ from mindie_mm.processes.supervised import Supervised
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import collect, free
 from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stage.tokenizer_messages import (
     Cancel,
     Failed,
@@ -27,7 +28,6 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     Setup,
     Tokenize,
     Tokenized,
-    TokenizeRequest,
     ToProcess,
 )
 from mindie_mm.tokenize.stage.tokenizer_stage import TokenizerStage

@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
-from mindie_mm.inputs import Item, Media, Message, media_of, media_of_messages, messages_with_media, with_media
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import ContentFormat, MediaCaps, Switch, WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
-from mindie_mm.tokenize.prompt import MediaSpan, Prompt, PromptOptions
+from mindie_mm.tokenize.prompt import MediaSpan, Prompt
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to tokenize, which was parsed where it came in. Either `messages` or `items` are given.
-
-    Only paths, URLs and bytes can be sent to another process as sources of media.
-    """
-
-    messages: list[Message] | None = None
-    """Chat messages."""
-    items: list[Item] | None = None
-    """Items in order."""
-    chat: bool = True
-    """Whether `items` are formatted as one user turn, if the checkpoint has a chat template. Otherwise they are
-    joined."""
-    path_file: str = ""
-    """Path file of the request. It may be empty only for a prompt without media."""
-    add_generation_prompt: bool = True
-    """Whether the prompt ends with the header of the assistant's turn."""
-    continue_final_message: bool = False
-    """Whether the prompt ends with the text of the last message."""
-    chat_template_kwargs: dict[str, Any] = {}
-    """More variables for the chat template, such as `tools`."""
-    options: PromptOptions = PromptOptions()
-
-    @property
-    def media(self) -> list[Media]:
-        """Media of the prompt, in order."""
-        return media_of_messages(self.messages) if self.messages is not None else media_of(self.items or ())
-
-    def with_media(self, change: Callable[[Media], Media]) -> TokenizeRequest:
-        """Return the request with `change(media)` in place of each media item, in order."""
-        messages = None if self.messages is None else messages_with_media(self.messages, change)
-        items = None if self.items is None else with_media(self.items, change)
-        return msgspec.structs.replace(self, messages=messages, items=items)
 
 
 class Setup(msgspec.Struct, frozen=True):

@@ -25,9 +25,8 @@ from mindie_mm.processes.ipc import Channel, ChildChannel, Failure, Lifeline, op
 from mindie_mm.processes.tasks import task_group
 from mindie_mm.settings.environment import fault_folder
 from mindie_mm.shm import Arena, collect
-from mindie_mm.tokenize.preprocessed import Preprocessed
+from mindie_mm.tokenize.answer import answer
 from mindie_mm.tokenize.prompts import Prompts
-from mindie_mm.tokenize.stage.answer import answer
 from mindie_mm.tokenize.stage.tokenizer_messages import (
     Cancel,
     Failed,
@@ -39,7 +38,7 @@ from mindie_mm.tokenize.stage.tokenizer_messages import (
     Tokenized,
     ToProcess,
 )
-from mindie_mm.tokenize.stores import ArenaStore
+from mindie_mm.tokenize.stores import ArenaStore, Preprocessed
 
 _log = logging.getLogger(__name__)
 

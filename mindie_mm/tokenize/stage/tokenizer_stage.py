@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mindie_mm.processes.restarts import Restarts
 from mindie_mm.tokenize.prompt import Prompt
-from mindie_mm.tokenize.stage.tokenizer_messages import TokenizeRequest
+from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 
 

@@ -12,8 +12,7 @@ from mindie_mm.tool_calls.literals import LiteralScanner, escaped
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.raw_strings import raw_string
 from mindie_mm.tool_calls.scanner import NoMatch, Step, partial
-from mindie_mm.tool_calls.schemas import branches_of, properties_of
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool, branches_of, properties_of
 
 _WRITTEN_KEY = re.compile(r'[^\s:{}\[\],<>"](?:[^:{}\[\],<>"\n]*[^\s:{}\[\],<>"])?')
 _KEY = re.compile(r"[^:{}\[\],\n]+")

@@ -12,7 +12,7 @@ from mindie_mm.structured.lark import Rules
 from mindie_mm.tool_calls.json_calls import JsonCallParser
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import NAME, NoMatch, Step
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool
 
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 

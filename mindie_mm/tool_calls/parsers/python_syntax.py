@@ -12,8 +12,7 @@ from mindie_mm.tool_calls.json_calls import JsonCallParser
 from mindie_mm.tool_calls.literals import LiteralScanner
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.scanner import NAME, Ended, NoMatch, Step
-from mindie_mm.tool_calls.schemas import properties_of
-from mindie_mm.tool_calls.tool import Tool
+from mindie_mm.tool_calls.schemas import Tool, properties_of
 
 _RESTRICTING = frozenset({"enum", "const", "not", "if", "allOf", "anyOf", "oneOf", "$ref"})
 """Keywords that may exclude a constant."""

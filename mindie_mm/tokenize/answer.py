@@ -1,15 +1,19 @@
-"""Replacement of each document in a prompt, a PDF or a TIFF, with one image per page."""
+"""Tokenization of requests, whose documents (PDF or TIFF) are replaced with one image per page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
-from mindie_mm.errors import LimitExceeded, naming
+from mindie_mm.errors import InputError, LimitExceeded, naming
 from mindie_mm.inputs import Item, Media, Message
 from mindie_mm.tokenize.media_stage import MediaStage
+from mindie_mm.tokenize.prompt import Prompt
+from mindie_mm.tokenize.prompts import Draft, Prompts
+from mindie_mm.tokenize.requests import TokenizeRequest
 
 
 class Pages:
@@ -57,3 +61,28 @@ class Pages:
                     "(--max-pdf-pages)"
                 )
         return [msgspec.structs.replace(document, is_document=False, page=index) for index in range(num_pages)]
+
+
+async def answer(prompts: Prompts, requests: Sequence[TokenizeRequest]) -> list[Prompt]:
+    """Return the prompts of `requests`, whose blocks are allocated together. `Prompts.make` describes the errors."""
+    path_files = {request.path_file for request in requests}
+    if len(path_files) != 1:
+        raise InputError(f"prompts that are tokenized together must share one path file; found {sorted(path_files)}")
+    pages = Pages(prompts.stage)
+    drafts = [await _draft(prompts, request, pages) for request in requests]
+    (path_file,) = path_files
+    return await prompts.make(drafts, Path(path_file) if path_file else None)
+
+
+async def _draft(prompts: Prompts, request: TokenizeRequest, pages: Pages) -> Draft:
+    template = (request.add_generation_prompt, request.chat_template_kwargs, request.options)
+    if request.messages is not None:
+        messages = await pages.of_messages(request.messages)
+        return prompts.draft_messages(messages, *template, continue_final_message=request.continue_final_message)
+    if request.continue_final_message:
+        raise InputError(
+            "continue_final_message is set, but there are no messages; send messages, or leave "
+            "continue_final_message out",
+            param="continue_final_message",
+        )
+    return prompts.draft_turn(await pages.of_items(request.items or ()), *template, chat=request.chat)
