@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-NUMBERS: Mapping[str, tuple[int, int | None]] = {
+NUMBERS: Mapping[str, tuple[int, int]] = {
     "brk": (12, 214),
     "capset": (126, 91),
     "clock_getres": (229, 114),
@@ -36,35 +36,25 @@ NUMBERS: Mapping[str, tuple[int, int | None]] = {
     "madvise": (28, 233),
     "mmap": (9, 222),
     "mprotect": (10, 226),
-    "mremap": (25, 216),
     "munmap": (11, 215),
     "nanosleep": (35, 101),
-    "poll": (7, None),
-    "ppoll": (271, 73),
     "pread64": (17, 67),
     "prlimit64": (302, 261),
-    "pselect6": (270, 72),
     "read": (0, 63),
-    "readv": (19, 65),
     "recvfrom": (45, 207),
     "recvmsg": (47, 212),
     "restart_syscall": (219, 128),
-    "rt_sigaction": (13, 134),
     "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
     "sched_getaffinity": (204, 123),
     "sched_yield": (24, 124),
     "seccomp": (317, 277),
-    "select": (23, None),
-    "sendmsg": (46, 211),
     "sendto": (44, 206),
-    "sigaltstack": (131, 132),
     "sysinfo": (99, 179),
     "tgkill": (234, 131),
     "write": (1, 64),
     "writev": (20, 66),
 }
-"""System call numbers on x86-64 and aarch64, by name. None if an architecture does not have the call."""
+"""System call numbers on x86-64 and aarch64, by name."""
 ARCHITECTURES: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """AUDIT_ARCH_* constants by the architecture's name in `uname -m`, in the order of `NUMBERS`."""
 
@@ -73,8 +63,8 @@ PR_SET_DUMPABLE = 4
 PR_SET_NO_NEW_PRIVS = 38
 
 
-def number_of(name: str, machine: str) -> int | None:
-    """Return the number of the system call `name` on `machine`, or None if the machine does not have the call."""
+def number_of(name: str, machine: str) -> int:
+    """Return the number of the system call `name` on `machine`, which is a key of `ARCHITECTURES`."""
     return NUMBERS[name][[*ARCHITECTURES].index(machine)]
 
 
@@ -85,10 +75,9 @@ def call(name: str, *arguments: Any) -> int:
         OSError: The call failed. The error is ENOSYS if `ARCHITECTURES` does not list the machine's architecture.
 
     """
-    number = number_of(name, platform.machine()) if platform.machine() in ARCHITECTURES else None
-    if number is None:
+    if platform.machine() not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    return _checked(_libc().syscall(ctypes.c_long(number), *map(_word, arguments)))
+    return _checked(_libc().syscall(ctypes.c_long(number_of(name, platform.machine())), *map(_word, arguments)))
 
 
 def prctl(option: int, value: int) -> None:

@@ -21,12 +21,14 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindie_mm.lockdown import landlock, limit_processor_time, lock_in, seccomp
+from mindie_mm.lockdown.allowed_calls import allowed_calls
 from mindie_mm.lockdown.resource_limits import limit_resources
 from mindie_mm.lockdown.system_calls import NUMBERS, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, number_of, prctl
 from tools.arguments import parser
@@ -34,6 +36,7 @@ from tools.arguments import parser
 MEMORY_BYTES = 2**26
 LIBC = ctypes.CDLL(None, use_errno=True)
 ACTS: dict[str, Callable[[World], object]] = {}
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _PTRACE_SEIZE = 0x4206
 
 
@@ -67,6 +70,22 @@ def checked(result: int) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), "")
     return result
+
+
+def address_of(result: int) -> int:
+    if result == 2**64 - 1:  # MAP_FAILED
+        raise OSError(ctypes.get_errno(), "")
+    return result
+
+
+def mapped(address: int | None, nbytes: int, protection: int, flags: int) -> int:
+    LIBC.mmap.restype = ctypes.c_void_p
+    return address_of(LIBC.mmap(address, ctypes.c_size_t(nbytes), protection, flags, -1, ctypes.c_long(0)))
+
+
+def clock_of(process: int) -> int:
+    """Return the clock of the processor time of another process."""
+    return ~process << 3 | 2
 
 
 @act
@@ -172,28 +191,8 @@ def write_to_an_inherited_descriptor(world: World) -> None:
 
 
 @act
-def write_behind_its_block(world: World) -> None:
-    """Map the middle page of the file, without access to the memory around it, and write to the page after it."""
-    descriptor = world.received()
-    LIBC.mmap.restype = ctypes.c_void_p
-    page = mmap.PAGESIZE
-    around = LIBC.mmap(None, ctypes.c_size_t(3 * page), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    where, flags = ctypes.c_void_p(around + page), mmap.MAP_SHARED | 0x10  # MAP_FIXED
-    block = LIBC.mmap(where, ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, page)
-    assert block == around + page
-    os.close(descriptor)
-    ctypes.memset(block, 7, page)
-    ctypes.memset(block + page, 7, 1)
-
-
-@act
-def write_its_block(world: World) -> None:
-    descriptor = world.received()
-    LIBC.mmap.restype = ctypes.c_void_p
-    protection, size = mmap.PROT_READ | mmap.PROT_WRITE, ctypes.c_size_t(mmap.PAGESIZE)
-    block = LIBC.mmap(None, size, protection, mmap.MAP_SHARED, descriptor, mmap.PAGESIZE)
-    os.close(descriptor)
-    ctypes.memset(block, 7, mmap.PAGESIZE)
+def map_a_received_file(world: World) -> None:
+    mmap.mmap(world.received(), mmap.PAGESIZE, offset=mmap.PAGESIZE)
 
 
 @act
@@ -206,6 +205,106 @@ def allocate_without_end(_: World) -> None:
 @act
 def share_memory_without_end(_: World) -> None:
     mmap.mmap(-1, 2 * MEMORY_BYTES)
+
+
+@act
+def map_read_only_memory(_: World) -> None:
+    """Map memory without contents. Reading it needs page tables, which no limit counts."""
+    mapped(None, 2**30, mmap.PROT_READ, PRIVATE)
+
+
+@act
+def map_memory_that_grows_downwards(_: World) -> None:
+    mapped(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, PRIVATE | 0x100)  # MAP_GROWSDOWN
+
+
+@act
+def map_huge_pages(_: World) -> None:
+    """Map the machine's reserved huge pages. If there is none, the kernel returns ENOMEM to a process without locks."""
+    mapped(None, 2**21, mmap.PROT_READ | mmap.PROT_WRITE, PRIVATE | 0x40000)  # MAP_HUGETLB
+
+
+@act
+def keep_more_memory_by_protecting_it(_: World) -> None:
+    """Write to memory and make it read-only, so that RLIMIT_DATA does not count it."""
+    checked(LIBC.mprotect(ctypes.c_void_p(_page()), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ))
+
+
+@act
+def grow_a_page_of_its_stack(_: World) -> None:
+    """Move and grow a page of the stack, which RLIMIT_DATA does not count."""
+    page = (ctypes.c_void_p.in_dll(LIBC, "__libc_stack_end").value or 0) & -mmap.PAGESIZE
+    LIBC.mremap.restype = ctypes.c_void_p
+    old, new = ctypes.c_size_t(mmap.PAGESIZE), ctypes.c_size_t(2**30)
+    address_of(LIBC.mremap(ctypes.c_void_p(page - 20 * mmap.PAGESIZE), old, new, 1))  # MREMAP_MAYMOVE
+
+
+@act
+def page_out_memory(_: World) -> None:
+    """Ask the kernel to take a page out of memory. Pages of libraries are shared with other processes."""
+    checked(LIBC.madvise(ctypes.c_void_p(_page()), ctypes.c_size_t(mmap.PAGESIZE), 21))  # MADV_PAGEOUT
+
+
+@act
+def raise_the_limit_of_the_stack(_: World) -> None:
+    resource.setrlimit(resource.RLIMIT_STACK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@act
+def ignore_the_signal_of_a_limit(_: World) -> None:
+    signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+
+
+@act
+def block_the_signal_of_a_limit(_: World) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGXCPU})
+
+
+@act
+def read_its_parents_clock(world: World) -> None:
+    time.clock_gettime(clock_of(world.parent))
+
+
+@act
+def read_the_resolution_of_its_parents_clock(world: World) -> None:
+    time.clock_getres(clock_of(world.parent))
+
+
+@act
+def sleep_by_its_parents_clock(world: World) -> None:
+    past = ctypes.byref((ctypes.c_long * 2)())
+    if number := LIBC.clock_nanosleep(clock_of(world.parent), 1, past, None):  # TIMER_ABSTIME
+        raise OSError(number, "")
+
+
+@act
+def read_its_parents_affinity(world: World) -> None:
+    os.sched_getaffinity(world.parent)
+
+
+@act
+def read_its_parents_limits(world: World) -> None:
+    resource.prlimit(world.parent, resource.RLIMIT_CPU)
+
+
+@act
+def send_out_of_band(world: World) -> None:
+    world.channel.send(b"a", socket.MSG_OOB)
+
+
+@act
+def peek_at_a_message(world: World) -> None:
+    world.channel.recv(1, socket.MSG_PEEK)
+
+
+@act
+def send_a_descriptor(world: World) -> None:
+    socket.send_fds(world.channel, [b"a"], [world.channel.fileno()])
+
+
+@act
+def signal_itself(_: World) -> None:
+    checked(LIBC.tgkill(os.getpid(), threading.get_native_id(), signal.SIGCONT))
 
 
 @act
@@ -283,12 +382,12 @@ def make_every_other_call(_: World) -> None:
         if number not in listed and (LIBC.syscall(number, -1, -1, -1, -1, -1, -1), ctypes.get_errno()) != (-1, 1):
             raise OSError(ctypes.get_errno(), f"{number}")
     for name in NUMBERS:
-        if name not in LISTED and (number := number_of(name, platform.machine())) is not None:
-            LIBC.syscall(number, -1, -1, -1, -1)
+        if name not in ALLOWED:
+            LIBC.syscall(number_of(name, platform.machine()), -1, -1, -1, -1)
             assert ctypes.get_errno() == errno.EPERM, name
 
 
-LISTED = {*seccomp.FREE, *seccomp.SENDING, "mmap", "mprotect", "prlimit64", "tgkill"}
+ALLOWED = allowed_calls((), 0)
 ACTS_KEPT = ctypes.create_string_buffer(8)
 
 

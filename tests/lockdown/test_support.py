@@ -94,6 +94,7 @@ def test_the_kernel_confirms_the_locks():
     assert status["Seccomp"] == ("0" if any("seccomp" in one for one in ALL.missing) else "2")
     assert re.search(r"Max core file size +0 +0 ", limits)
     assert re.search(r"Max file size +0 +0 ", limits)
+    assert re.search(r"Max stack size +(\d+) +\1 ", limits)
     data = int(re.search(r"Max data size +(\d+) +\1 ", limits)[1])
     assert 2**30 < data < 2**30 + 2**28
 
