@@ -21,7 +21,7 @@ from mindie_mm.batch.output.shard import ShardInfo, ShardWriter
 from mindie_mm.batch.settings import Run
 from mindie_mm.device import host_memory
 from mindie_mm.errors import ArenaFull, InputError, MediaError, MindieMMError, StorageError, error_name
-from mindie_mm.inputs import Media, webui_items, webui_messages
+from mindie_mm.inputs import Media, read_texts
 from mindie_mm.processes import faults
 from mindie_mm.shm.disk_writer import WriteBatchMemory
 from mindie_mm.tokenize import Tokenizer
@@ -135,13 +135,10 @@ class Stage:
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings
         options = PromptOptions(settings.max_tokens, settings.truncate, parse_special=row.parse_special)
-        messages = None
-        if row.messages is not None:
-            messages = [*webui_messages(row.messages, webui=settings.webui_images)]
         return tokenizer.answer(
             TokenizeRequest(
-                messages=messages,
-                items=[*webui_items(row.items or (), webui=settings.webui_images)],
+                messages=None if row.messages is None else read_texts(row.messages, webui=settings.webui_images),
+                items=read_texts(row.items or (), webui=settings.webui_images),
                 chat=settings.chat,
                 add_generation_prompt=row.add_generation_prompt,
                 chat_template_kwargs=dict(row.template_kwargs or {}),

@@ -47,7 +47,7 @@ from mindie_mm.inputs.prompt_fields import (
     require_tools,
     template_variables,
 )
-from mindie_mm.inputs.webui import WebuiImages, long_data_url, webui_items, webui_messages
+from mindie_mm.inputs.webui import read_texts
 
 __all__ = [
     "ALL_KINDS",
@@ -72,14 +72,13 @@ __all__ = [
     "Paths",
     "Role",
     "Text",
-    "WebuiImages",
-    "long_data_url",
     "media_defaults",
     "media_of",
     "media_of_messages",
     "messages_with_media",
     "parse_inputs",
     "parse_messages",
+    "read_texts",
     "refused_fields",
     "require_functions",
     "require_switches",
@@ -88,8 +87,6 @@ __all__ = [
     "shown",
     "template_variables",
     "type_of",
-    "webui_items",
-    "webui_messages",
     "whole",
     "with_defaults",
     "with_media",

@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any, TypeVar
 
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs.checks import require_unicode
 from mindie_mm.inputs.items import Item, Media, Message, Text
+
+Part = TypeVar("Part", Item, Message)
 
 _log = logging.getLogger(__name__)
 
@@ -30,20 +33,25 @@ _MAX_STARTS = 10_000
 _warned: set[str] = set()
 
 
-class WebuiImages:
-    """A parser of texts with images, in the format of text-generation-webui.
+class _Images:
+    """A parser of the images in the texts of one prompt."""
 
-    An image is written as `<img src="data:image/jpeg;base64,...">`, in exactly this spelling, or with png, webp or gif
-    in place of jpeg. The base64 may contain white space, and is not decoded. Everything else stays text.
-    """
-
-    def __init__(self, max_images: int | None = None) -> None:
-        """Create a parser of the texts of one prompt. It raises LimitExceeded at more than `max_images` images."""
+    def __init__(self, max_images: int | None) -> None:
         self._max_images = max_images
         self._num_images = 0
 
-    def of_text(self, text: str) -> list[Item]:
-        """Return the images and the text between them, in order. Raise InputError for an unpaired surrogate."""
+    def of_items(self, items: Iterable[Item]) -> list[Item]:
+        """Return `items` with each text replaced by its images and the text between them."""
+        return [part for item in items for part in (self._of_text(item.text) if isinstance(item, Text) else [item])]
+
+    def of_message(self, message: Message) -> Message:
+        """Return a message whose texts are replaced as in `of_items`. A message without images is not changed."""
+        content = message.content
+        before = self._num_images
+        items = self.of_items([Text(content)] if isinstance(content, str) else content or ())
+        return message if self._num_images == before else replace(message, content=tuple(items))
+
+    def _of_text(self, text: str) -> list[Item]:
         items: list[Item] = []
         stop = 0
         for match in _IMAGE.finditer(text):
@@ -55,22 +63,51 @@ class WebuiImages:
         items.append(Text(require_unicode(text[stop:], "the prompt")))
         return [item for item in items if item != Text("")] if stop else items
 
-    def of_items(self, items: Iterable[Item]) -> list[Item]:
-        """Return `items` with each text replaced by its images and the text between them."""
-        return [part for item in items for part in (self.of_text(item.text) if isinstance(item, Text) else [item])]
 
-    def of_messages(self, messages: Iterable[Message]) -> list[Message]:
-        """Return `messages` with their texts replaced as in `of_items`. A message without images is not changed."""
-        return [self._of_message(message) for message in messages]
+def read_texts(
+    prompt: Sequence[Part], *, webui: bool, max_images: int | None = None, refuses_urls: bool = False
+) -> list[Part]:
+    """Return the items or messages of a prompt, with the images in their texts if `webui` is set.
 
-    def _of_message(self, message: Message) -> Message:
-        content = message.content
-        before = self._num_images
-        items = self.of_items([Text(content)] if isinstance(content, str) else content or ())
-        return message if self._num_images == before else replace(message, content=tuple(items))
+    An image is written as `<img src="data:image/jpeg;base64,...">`, in exactly this spelling, or with png, webp or gif
+    in place of jpeg. The base64 may contain white space, and is not decoded. Everything else stays text.
+
+    Args:
+        prompt: All items or all messages of the prompt.
+        webui: Whether texts may contain images in the format of text-generation-webui.
+        max_images: Maximum number of images in the texts, or None for no limit.
+        refuses_urls: Whether a long data: URL in a text is an error. If not, it causes a warning, once.
+
+    Raises:
+        LimitExceeded: The texts have more than `max_images` images.
+        InputError: A text has a long data: URL, or an unpaired surrogate beside an image.
+
+    """
+    read: list[Any] = [] if webui else [*prompt]
+    if webui:
+        images = _Images(max_images)
+        for part in prompt:
+            read += [images.of_message(part)] if isinstance(part, Message) else images.of_items([part])
+    if (found := _long_data_url(read)) is None:
+        return read
+    if refuses_urls:
+        raise InputError(
+            f'{found}. Send the media as an item, such as {{"type": "image_url", "image_url": {{"url": "data:..."}}}}. '
+            'Pictures of the form <img src="data:image/jpeg;base64,..."> are read in a prompt that is one text, and '
+            "with --webui-images also in messages and items"
+        )
+    if not _warned:
+        _warned.add(found)
+        _log.warning(
+            "%s. Give the media as an item, or set webui=True (--webui-images) for texts in the format of "
+            "text-generation-webui; "
+            "this warning is not repeated",
+            found,
+        )
+    return read
 
 
-def long_data_url(prompt: Iterable[Item | Message]) -> str | None:
+def _long_data_url(prompt: Iterable[Item | Message]) -> str | None:
     """Describe the first data: URL of more than `MAX_DATA_URL` characters in the texts. Without one, return None."""
     starts = ((text, at) for text in _texts(prompt) if len(text) > MAX_DATA_URL for at in _starts(text))
     for text, at in islice(starts, _MAX_STARTS):
@@ -95,28 +132,3 @@ def _texts(prompt: Iterable[Item | Message]) -> Iterator[str]:
             yield one.text
         elif isinstance(one, Message):
             yield from [one.content] if isinstance(one.content, str) else _texts(one.content or ())
-
-
-def webui_items(items: Sequence[Item], *, webui: bool) -> Sequence[Item]:
-    """Return `items`, with the images in their texts if `webui` is set. Warn about a long data: URL in a text."""
-    items = WebuiImages().of_items(items) if webui else items
-    _warn(items)
-    return items
-
-
-def webui_messages(messages: Sequence[Message], *, webui: bool) -> Sequence[Message]:
-    """Process the texts of messages as `webui_items` processes the texts of items."""
-    messages = WebuiImages().of_messages(messages) if webui else messages
-    _warn(messages)
-    return messages
-
-
-def _warn(prompt: Iterable[Item | Message]) -> None:
-    if (found := long_data_url(prompt)) and not _warned:
-        _warned.add(found)
-        _log.warning(
-            "%s. Give the media as an item, or set webui=True (--webui-images) for texts in the format of "
-            "text-generation-webui; "
-            "this warning is not repeated",
-            found,
-        )

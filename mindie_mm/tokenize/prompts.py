@@ -29,7 +29,8 @@ from mindie_mm.tokenize.placeholders import insert
 from mindie_mm.tokenize.planning import PlannedItem, Planner, text_placeholder
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.stores import Store
-from mindie_mm.tokenize.text.spelling import Rendered
+from mindie_mm.tokenize.text.chat_template import as_dict
+from mindie_mm.tokenize.text.spelling import Rendered, strings
 from mindie_mm.tokenize.text.text_encoder import Encoded, SpecialTokens, TextEncoder
 from mindie_mm.tokenize.truncate import cut, truncate
 
@@ -113,7 +114,7 @@ class Prompts:
         Raise ContextLengthExceeded if the texts are too long.
         """
         if options.max_prompt_tokens:
-            self._text.check_items(items, options.max_prompt_tokens)
+            self._text.check_size((item.text for item in items if isinstance(item, Text)), options.max_prompt_tokens)
         parse_special = self._parse_special if options.parse_special is None else options.parse_special
 
         def expand(planned: Sequence[PlannedItem]) -> Prompt:
@@ -155,7 +156,7 @@ class Prompts:
             )
         variables = template_kwargs or {}
         if options.max_prompt_tokens:
-            self._text.check_messages(messages, variables, options.max_prompt_tokens)
+            self._text.check_size(strings([*map(as_dict, messages), variables]), options.max_prompt_tokens)
 
         def expand(planned: Sequence[PlannedItem]) -> Prompt:
             rendered = self._text.render_messages(
@@ -165,8 +166,8 @@ class Prompts:
                 list(self._spell(planned)),
                 continue_final_message=continue_final_message,
             )
-            if options.max_prompt_tokens:
-                self._text.check_rendered(rendered, options.max_prompt_tokens)
+            if options.max_prompt_tokens:  # a template may write numbers, or a text several times
+                self._text.check_size([rendered.text], options.max_prompt_tokens)
             encoded = self._encode(rendered, planned, "all" if options.repeat_special_tokens else "unless_begun")
             return self._expanded(encoded, planned)
 

@@ -17,8 +17,7 @@ from mindie_mm.inputs import (
     messages_with_media,
     parse_inputs,
     parse_messages,
-    webui_items,
-    webui_messages,
+    read_texts,
     with_media,
 )
 from mindie_mm.settings.paths import working_directory
@@ -75,16 +74,16 @@ def request_of_items(
         InputError: An item is invalid.
 
     """
-    items = webui_items(parse_inputs(inputs), webui=webui)
-    return _located(TokenizeRequest(items=[*items], **fields), folder)
+    items = read_texts(parse_inputs(inputs), webui=webui)
+    return _located(TokenizeRequest(items=items, **fields), folder)
 
 
 def request_of_messages(
     messages: Sequence[Mapping[str, Any]], *, webui: bool = False, folder: str | None = None, **fields: Any
 ) -> TokenizeRequest:
     """Return the request for chat messages. The arguments and errors are those of `request_of_items`."""
-    read = webui_messages(parse_messages(messages), webui=webui)
-    return _located(TokenizeRequest(messages=[*read], **fields), folder)
+    read = read_texts(parse_messages(messages), webui=webui)
+    return _located(TokenizeRequest(messages=read, **fields), folder)
 
 
 def _located(request: TokenizeRequest, folder: str | None) -> TokenizeRequest:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,10 +21,10 @@ from mindie_mm.inputs import (
     MediaDefaults,
     Message,
     Paths,
-    WebuiImages,
-    long_data_url,
+    Text,
     parse_inputs,
     parse_messages,
+    read_texts,
     require_within,
     with_defaults,
 )
@@ -40,6 +40,8 @@ from service.request.state import Service
 from service.schemas.body import INT32_MAX
 from service.schemas.choices import Clock
 from service.telemetry import tracing
+
+Part = TypeVar("Part", Item, Message)
 
 _log = logging.getLogger(__name__)
 
@@ -118,28 +120,19 @@ class PromptReader:
     def messages(self, given: Sequence[Any], defaults: MediaDefaults) -> list[Message]:
         """Parse chat messages. `defaults` are options of media that do not set them."""
         parsed = parse_messages(given, strict=self.config.strict, by_uuid=True)
-        if self.config.webui_images:
-            parsed = self._webui.of_messages(parsed)
-        _require_no_data_url(parsed)
-        return with_defaults(self.kept.filled(parsed, self.owner, self.salt), defaults)
+        return with_defaults(self.kept.filled(self._read(parsed), self.owner, self.salt), defaults)
 
     def items(self, given: Sequence[Any]) -> list[Item]:
         """Parse a `List[Dict]`."""
-        items = parse_inputs(given)
-        if self.config.webui_images:
-            items = self._webui.of_items(items)
-        _require_no_data_url(items)
-        return items
+        return self._read(parse_inputs(given))
 
     def text(self, text: str) -> list[Item]:
         """Parse a prompt that is one text, with its images in the format of text-generation-webui."""
-        items = self._webui.of_text(text)
-        _require_no_data_url(items)
-        return items
+        return self._read([Text(text)], webui=True)
 
-    @property
-    def _webui(self) -> WebuiImages:
-        return WebuiImages(self.config.max_media_items)
+    def _read(self, prompt: Sequence[Part], *, webui: bool = False) -> list[Part]:
+        webui = webui or self.config.webui_images
+        return read_texts(prompt, webui=webui, max_images=self.config.max_media_items, refuses_urls=True)
 
 
 def _checked(parse: Parse) -> TokenizeRequest:
@@ -157,16 +150,6 @@ def _checked(parse: Parse) -> TokenizeRequest:
 def _from_file(media: Media, file: Paths) -> Media:
     source = tuple(map(str, file)) if isinstance(file, list) else str(file)
     return msgspec.structs.replace(media, source=source, uuid=None)
-
-
-def _require_no_data_url(prompt: Sequence[Item | Message]) -> None:
-    """Raise InputError if a text has a long data: URL, which would take thousands of tokens."""
-    if found := long_data_url(prompt):
-        raise InputError(
-            f'{found}. Send the media as an item, such as {{"type": "image_url", "image_url": {{"url": "data:..."}}}}. '
-            'Pictures of the form <img src="data:image/jpeg;base64,..."> are read in a prompt that is one text, and '
-            "with --webui-images also in messages and items"
-        )
 
 
 def prompt_of_ids(service: Service, ids: Sequence[int], field: str, *, accept_handles: bool = False) -> Prompt:

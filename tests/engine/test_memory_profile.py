@@ -19,7 +19,7 @@ from mindie_mm.engine.cache.kv_cache_size import block_size, useful_blocks, usef
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.process import largest_step
 from mindie_mm.engine.process.largest_step import Step, WorstCase
-from mindie_mm.engine.process.memory_profile import encoder_cache_bytes, kv_cache_bytes
+from mindie_mm.engine.process.memory_profile import Memory
 from mindie_mm.engine.requests.engine_messages import Replica
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import DeviceError, InputError
@@ -91,7 +91,7 @@ def room(path, kinds=("image",), device=None, num_engines=1, **settings):
     device = device or Weightless()
     taken = step(path, kinds, device, **settings)
     config = EngineConfig(device="cpu", **FEW | settings)
-    return kv_cache_bytes(load_model(path, device="cpu"), taken, device, config, num_engines=num_engines)
+    return Memory(load_model(path, device="cpu"), taken, device, num_engines=num_engines).kv_cache_bytes(config)
 
 
 def test_a_larger_worst_case_needs_more_memory(random_checkpoint, small_pictures):
@@ -258,7 +258,7 @@ def test_the_encoder_cache_shrinks_before_an_engine_does_not_start(settings, sma
 
 def encoder_room(path, free, **settings):
     config = EngineConfig(device="cpu", **FEW | settings)
-    return encoder_cache_bytes(load_model(path, device="cpu"), Step(()), Weightless(free), config)
+    return Memory(load_model(path, device="cpu"), Step(()), Weightless(free)).encoder_cache_bytes(config)
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["asked for", "measured"])
@@ -333,7 +333,7 @@ def test_a_successor_keeps_the_memory_of_the_step_and_says_so(small_pictures, ca
 
 
 def kept_room(model, kept, config, free):
-    return kv_cache_bytes(model, kept, Weightless(free), config)
+    return Memory(model, kept, Weightless(free)).kv_cache_bytes(config)
 
 
 @pytest.mark.parametrize("bad", [{"memory_share": 0.0}, {"memory_share": 1.5}, {"kv_cache_bytes": 0}], ids=str)

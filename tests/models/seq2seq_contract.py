@@ -14,7 +14,7 @@ import torch
 from mindie_mm.device import open_device
 from mindie_mm.engine.cache.kv_cache_size import useful_bytes
 from mindie_mm.engine.process.largest_step import WorstCase
-from mindie_mm.engine.process.memory_profile import kv_cache_bytes
+from mindie_mm.engine.process.memory_profile import Memory
 from mindie_mm.engine.requests.default_sampling import defaults_of
 from mindie_mm.engine.requests.engine_messages import Abort, Add
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -204,10 +204,10 @@ class Seq2SeqContract(FamilyContract):
     def test_the_cache_size_is_measured(self, model, device, processor):
         config, opened = EngineConfig(max_num_seqs=2), open_device(device)
         step = WorstCase(model, processor, opened, config).step(family_named(self.name).kinds)
-        room = kv_cache_bytes(model, step, opened, config)
-        assert room == useful_bytes(model, config), "a small model's sequences all fit"
+        memory = Memory(model, step, opened)
+        assert memory.kv_cache_bytes(config) == useful_bytes(model, config), "a small model's sequences all fit"
         with pytest.raises(DeviceError, match="does not fit"):
-            kv_cache_bytes(model, step, opened, EngineConfig(kv_cache_bytes=2**60, max_num_seqs=10**9))
+            memory.kv_cache_bytes(EngineConfig(kv_cache_bytes=2**60, max_num_seqs=10**9))
 
     def test_a_lost_block_fails_its_own_request_alone(self, model, tokenizer, path_file, tmp_path):
         """Only the request whose picture is lost fails. A repeated picture is not encoded again."""

@@ -18,7 +18,7 @@ from mindie_mm.device import slow_dtype
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.process.largest_step import Step, WorstCase
-from mindie_mm.engine.process.memory_profile import encoder_cache_bytes, kv_cache_bytes
+from mindie_mm.engine.process.memory_profile import Memory
 from mindie_mm.engine.process.placing import num_devices, placed
 from mindie_mm.engine.process.progress_collector import ProgressCollector
 from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
@@ -206,9 +206,10 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
     if step is None:
         step = WorstCase(model, processor, device, config, ranks).step(family.kinds)
     num_starting = 1 if start.replica.others_started else start.replica.count
-    encoder_bytes = ranks.run_on_all(lambda: encoder_cache_bytes(model, step, device, config, ranks, num_starting))
+    memory = Memory(model, step, device, ranks, num_starting)
+    encoder_bytes = ranks.run_on_all(lambda: memory.encoder_cache_bytes(config))
     config = replace(config, encoder_cache_bytes=ranks.all_reduce_min(encoder_bytes))
-    kv_bytes = ranks.run_on_all(lambda: kv_cache_bytes(model, step, device, config, ranks, num_starting))
+    kv_bytes = ranks.run_on_all(lambda: memory.kv_cache_bytes(config))
     engine: BaseEngine
     if isinstance(model, Seq2SeqModel):
         engine = Seq2SeqEngine(model, config, kv_bytes)

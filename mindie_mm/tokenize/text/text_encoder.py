@@ -28,10 +28,10 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Processor
 from mindie_mm.settings.config import ContentFormat
 from mindie_mm.tokenize.placeholders import check_order
-from mindie_mm.tokenize.text.chat_template import ChatTemplate, TemplateSources, as_dict
+from mindie_mm.tokenize.text.chat_template import ChatTemplate, TemplateSources
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tokenize.text.sealed import Encoding, SealedTokenizer
-from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered, strings
+from mindie_mm.tokenize.text.spelling import ControlSpelling, Rendered
 
 _ALWAYS_ENCODED = 2**18
 """Number of characters up to which a prompt is encoded at any token limit, because it may be truncated afterwards."""
@@ -114,26 +114,12 @@ class TextEncoder:
         """Ids that the tokenizer or a chat template adds at the beginning of a prompt, such as BOS."""
         self._remembered = lru_cache(_REMEMBERED)(lambda text, items: self._encoded(Rendered(text, {}, items)))
 
-    def check_items(self, items: Sequence[Item], max_tokens: int) -> None:
+    def check_size(self, texts: Iterable[str], max_tokens: int) -> None:
         """Raise ContextLengthExceeded if the texts have more characters than `max_tokens` of the longest tokens.
 
         This is checked first, because encoding needs time and memory for every character. The check also applies to
         prompts that may be truncated.
         """
-        self._check_size((item.text for item in items if isinstance(item, Text)), max_tokens)
-
-    def check_messages(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], max_tokens: int) -> None:
-        """Check the size of messages and other template variables, as `check_items` does for items."""
-        self._check_size(strings([*map(as_dict, messages), template_kwargs]), max_tokens)
-
-    def check_rendered(self, rendered: Rendered, max_tokens: int) -> None:
-        """Check the size of a rendered prompt, as `check_items` does for items.
-
-        The prompt may be longer than the messages, because a template may write numbers, or a text several times.
-        """
-        self._check_size([rendered.text], max_tokens)
-
-    def _check_size(self, texts: Iterable[str], max_tokens: int) -> None:
         if (size := sum(map(len, texts))) > (most := max(_ALWAYS_ENCODED, max_tokens * self._longest_token)):
             raise ContextLengthExceeded(
                 f"the prompt has {size} characters; the limit is {most} characters for at most {max_tokens} tokens"
