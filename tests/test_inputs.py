@@ -14,12 +14,12 @@ from mindie_mm.inputs import (
     MediaOptions,
     Message,
     Text,
-    long_data_url,
     parse_inputs,
     parse_messages,
     unknown_keys,
 )
 from mindie_mm.inputs.chat_messages import MAX_ARGUMENT_VALUES
+from mindie_mm.inputs.webui import long_data_url
 from mindie_mm.tokenize import TokenizeRequest
 from tests.media_samples import photograph
 

@@ -88,7 +88,7 @@ def read_texts(
         images = _Images(max_images)
         for part in prompt:
             read += [images.of_message(part)] if isinstance(part, Message) else images.of_items([part])
-    if (found := _long_data_url(read)) is None:
+    if (found := long_data_url(read)) is None:
         return read
     if refuses_urls:
         raise InputError(
@@ -107,7 +107,7 @@ def read_texts(
     return read
 
 
-def _long_data_url(prompt: Iterable[Item | Message]) -> str | None:
+def long_data_url(prompt: Iterable[Item | Message]) -> str | None:
     """Describe the first data: URL of more than `MAX_DATA_URL` characters in the texts. Without one, return None."""
     starts = ((text, at) for text in _texts(prompt) if len(text) > MAX_DATA_URL for at in _starts(text))
     for text, at in islice(starts, _MAX_STARTS):
