@@ -61,7 +61,7 @@ class BaseScheduler(ABC):
         """Return the next step. It is empty only if there is no request to run."""
 
     @abstractmethod
-    def _let_go(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
         """Reclaim the memory of a running request."""
 
     def coming(self) -> Iterator[MediaItem]:
@@ -84,7 +84,7 @@ class BaseScheduler(ABC):
         """Remove a request that has finished, failed or been aborted, and reclaim its memory."""
         if request in self.running:
             self.running.remove(request)
-            self._let_go(request)
+            self._free(request)
         else:
             self.waiting.remove(request)
 
@@ -96,8 +96,6 @@ def _turn(request: Request) -> tuple[int, float]:
 
 @dataclass(slots=True)
 class _Budget:
-    """The remaining budget of one step."""
-
     tokens: int
     tower: TowerBudget
     prompts: bool = False
@@ -230,12 +228,12 @@ class Scheduler(BaseScheduler):
     def _uncached(self, request: Request, start: int, stop: int) -> list[MediaItem]:
         return [item for item in request.items_in(start, stop) if item not in self._encoder_cache]
 
-    def _let_go(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
         self._blocks.free(request)
 
     def _preempt(self, request: Request) -> None:
         """Move a request to the head of the queue. Keys and values of its tokens are computed again later."""
-        self._let_go(request)
+        self._free(request)
         request.num_computed = 0
         self.waiting.appendleft(request)
         self.preemptions += 1

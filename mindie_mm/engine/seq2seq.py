@@ -74,7 +74,7 @@ class Seq2SeqScheduler(BaseScheduler):
         """Return the maximum memory in bytes that a request needs."""
         return num_prompt * self._prompt_token_bytes + max_tokens * self._output_token_bytes
 
-    def _let_go(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
         self._used -= self.num_bytes(request.num_prompt, request.max_tokens)
 
     @property

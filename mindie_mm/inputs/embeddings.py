@@ -60,7 +60,6 @@ def grid_given(grid: Any) -> bool:
 
 
 def _items(array: Any) -> Sequence[Any]:
-    """Return an array for each item."""
     if isinstance(array, list | tuple):
         return array
     return [*array] if len(getattr(array, "shape", ())) == 3 and len(array) > 1 else [array]
@@ -91,7 +90,6 @@ def _rows(array: Any) -> NDArray[Any]:
 
 
 def _grids(given: Any, count: int) -> list[tuple[int, ...]]:
-    """Return the grid of each of `count` items."""
     if not grid_given(given):
         return [()] * count
     listed = _listed(given)

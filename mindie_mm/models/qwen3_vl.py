@@ -278,7 +278,6 @@ class Qwen3VLModel(QwenModel):
         return items
 
     def _parts(self, kind: Kind, view: SegmentsView) -> Iterator[tuple[MediaShape, NDArray[np.float32]]]:
-        """Yield the shape and the pixels of each item of `kind`."""
         names = _ARRAYS[kind]
         if not any(name in view for name in names):
             return

@@ -196,7 +196,6 @@ def _require_parts(layer: nn.Module) -> None:
 
 
 def _weighted(module: nn.Module) -> set[str]:
-    """Return the names of the children that have weights."""
     return {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
 
 

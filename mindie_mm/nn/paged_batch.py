@@ -188,7 +188,6 @@ class PagedBatch:
         return [_decode_group(group, self.cache, self._device) for group in groups.values()]
 
     def _placed(self) -> Iterator[tuple[Chunk, int]]:
-        """Yield each chunk with its first row."""
         row = 0
         for chunk in self._chunks:
             yield chunk, row

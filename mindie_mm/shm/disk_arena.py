@@ -318,7 +318,6 @@ class DiskArena:
             self.abandon()  # also if `close` raised
 
     def _published(self) -> Iterator[int]:
-        """Return the entries of the published blocks."""
         return (n for n in range(self.num_blocks) if self._entries[WORDS_PER_ENTRY * n + STATE] & 0xFF == PUBLISHED)
 
     def _require_open(self) -> None:

@@ -134,8 +134,6 @@ def collect_path_file(path_file: Path, *, dry_run: bool = False) -> Collected:
 
 
 class _Collection:
-    """Collection in progress."""
-
     def __init__(self, *, dry_run: bool, report: Callable[[Reclaimed], object] | None = None) -> None:
         self._dry_run = dry_run
         self._report = report

@@ -21,8 +21,6 @@ _MAX_REPEATS = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a rule."""
-
     text: str
     regular: bool = False
     """Whether the part may be used in a terminal as well as in a rule."""
@@ -236,7 +234,6 @@ class TagWriter:
         return self._added(part.text, "", terminal=True) if part.regular else part.text
 
     def _added(self, text: str, attributes: str, *, terminal: bool = False) -> str:
-        """Add a rule or a terminal, and return its name."""
         name = f"{'T' if terminal else 'r'}{len(self.lines)}"
         self.lines.append(f"{name}{attributes}: {text}")
         return name

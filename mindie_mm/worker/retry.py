@@ -117,7 +117,7 @@ class PromptSource:
             self._num_holders += 1
             return self.prompt
 
-    def let_go(self, prompt: Prompt) -> None:
+    def free(self, prompt: Prompt) -> None:
         """Record that a `Use` does not need the blocks. Free the blocks if no other `Use` needs them."""
         if prompt is not self.prompt:
             return  # it was lost
@@ -155,7 +155,7 @@ class PromptSource:
 
 
 class Use:
-    """One answer's hold on a prompt. It keeps the prompt's blocks from `take` until `release`, or the context exits."""
+    """One answer's hold on a prompt. It keeps the prompt's blocks from `take` until `free`, or the context exits."""
 
     def __init__(self, source: PromptSource) -> None:
         self._source = source
@@ -178,11 +178,11 @@ class Use:
             self._begun, self._lost = True, False
         return self._held
 
-    def release(self) -> None:
-        """Release the blocks, because the engine has read them or the answer has ended."""
+    def free(self) -> None:
+        """Free the blocks unless other answers need them, because the engine has read them or the answer has ended."""
         held, self._held = self._held, None
         if held is not None:
-            self._source.let_go(held)
+            self._source.free(held)
 
     def end_attempt(self, error: MindieMMError) -> None:
         """Raise `error`, one of `ENDS_OF_ATTEMPTS`, unless the answer may be attempted again."""
@@ -203,7 +203,7 @@ class Use:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self.free()
 
 
 async def _retry_once(make: Callable[[], Awaitable[T]]) -> tuple[T, bool]:
@@ -284,7 +284,7 @@ async def generated(
                 async with aclosing(engine.generate(request_id, ids, params, asked_s, [*drawn_ids], origin)) as steps:
                     async for step in steps:
                         if step.media_consumed:
-                            use.release()
+                            use.free()
                         origin = step.origin or origin
                         first = first or step.timings
                         drawn_ids += step.token_ids

@@ -145,7 +145,7 @@ class MediaPolicy:
         """Delete a request's media files but not its path file. Call this method only when no file is being written."""
         for kind in ALL_KINDS:
             shutil.rmtree(directory / kind, ignore_errors=True)
-        self._quota.give_back(directory.name)
+        self._quota.free(directory.name)
 
     async def _spool_item(self, what: str, item: Media, stem: Path, request: _Request) -> Paths:
         """Spool one item. Error messages call the item `what`."""

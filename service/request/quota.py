@@ -44,7 +44,7 @@ class MediaQuota:
                 raise SpoolFull(f"the media of all requests in progress have {whole} bytes; the limit is {self._limit}")
             self._requests[request] = own
 
-    def give_back(self, request: str) -> None:
+    def free(self, request: str) -> None:
         """Reset the count of `request` to zero."""
         with self._lock:
             self._requests.pop(request, None)

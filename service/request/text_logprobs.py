@@ -106,7 +106,6 @@ class LogprobsBuffer:
         return ReleasedLogprobs(self._take(len(self._waiting)), cut)
 
     def _has_text(self, token_id: int) -> bool:
-        """Return whether a token is part of the text."""
         if self._silent is not None:
             return token_id not in self._silent
         return not self._params.skip_special_tokens or not is_skipped(self._tokenizer, token_id)

@@ -63,8 +63,6 @@ async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Chat(Responder):
-    """One chat request."""
-
     body: ChatBody
     created: int
     use: ToolUse

@@ -63,8 +63,6 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class _Completion(Responder):
-    """One completion request."""
-
     body: CompletionBody
     created: int
 

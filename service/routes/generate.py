@@ -147,8 +147,6 @@ def _generation(body: GenerateBody, incoming: Incoming) -> _Generate:
 
 @dataclass(frozen=True, slots=True)
 class _Generate(Responder):
-    """One /generate or /generate_stream request."""
-
     body: GenerateBody
     parameters: GenerateParameters
 

@@ -223,8 +223,6 @@ async def infer(body: InferBody, incoming: IncomingDep) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Infer(Responder):
-    """One /infer request."""
-
     body: InferBody
     parameters: InferParameters
 

@@ -36,8 +36,6 @@ def closed(schema: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Closing:
-    """Closes the objects in one schema."""
-
     root: Any
     combined: Collection[str]
     """References to schemas that describe an object together with another schema, and therefore stay open. They are

@@ -260,11 +260,11 @@ async def test_blocks_are_freed_when_every_answer_has_consumed_them_or_ended(are
     source.share(3)
     first, second = source.use(), source.use()
     await first.take()
-    first.release()
+    first.free()
     assert stage.held() == [True], "the block is kept for answers that have not begun"
     await second.take()
-    second.release()
-    second.release()
+    second.free()
+    second.free()
     assert stage.held() == [True]
     assert await outputs(source, Script([drew(1)])) == [1]
     assert stage.held() == [False]
@@ -278,13 +278,13 @@ async def test_answers_that_need_media_again_share_one_rebuilt_prompt_and_free_i
     for use in uses:
         await use.take()
     for use in uses:
-        use.release()
+        use.free()
     for again in (1, 2, 3):  # once for each preemption
         prompts = await asyncio.gather(*(freed(use) for use in uses))
         assert prompts == [stage.prompts[again]] * 2
-        uses[0].release()
+        uses[0].free()
         assert stage.held() == [False] * again + [True]
-        uses[1].release()
+        uses[1].free()
         assert stage.held() == [False] * (again + 1)
     assert remade == stage.prompts[1:]
 
@@ -296,7 +296,7 @@ async def test_an_answer_that_needs_media_again_finds_the_blocks_that_another_an
     uses = [source.use(), source.use()]
     for use in uses:
         await use.take()
-    uses[0].release()
+    uses[0].free()
     assert await freed(uses[0]) is stage.prompts[0]
     assert stage.held() == [True]
 
@@ -333,8 +333,8 @@ async def test_one_prompt_of_a_request_is_rebuilt_alone(arena):
     assert stage.seen == texts
     uses = [source.use() for source in sources]
     assert [await use.take() for use in uses] == stage.prompts
-    uses[0].release()
-    uses[1].release()
+    uses[0].free()
+    uses[1].free()
     assert stage.held() == [False, False, True]
     assert await freed(uses[1]) is stage.prompts[3]
     assert stage.seen == [*texts, "b"]
@@ -360,7 +360,7 @@ async def test_rebuilding_freed_media_waits_for_room_in_the_arena(arena):
     (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])
     use = source.use()
     await use.take()
-    use.release()
+    use.free()
     assert await freed(use) is maker.prompts[1]
     stage = Script(await maker.tokenize(None), full)
     (source,) = await tokenized(stage, [request_of_items([{"text": "a"}], chat=False)])

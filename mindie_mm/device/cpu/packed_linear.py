@@ -92,7 +92,6 @@ def _is_packed(dtype: torch.dtype) -> bool:
 
 
 def _ratio(plain: nn.Module, packed: nn.Module, rows: Tensor, turns: int) -> float:
-    """Return the speedup of `packed` over `plain`."""
     # Alternate between the layers and take the minimum of each, because other load only adds time.
     times = [(seconds(plain, rows), seconds(packed, rows)) for _ in range(turns)]
     return min(took for took, _ in times) / min(took for _, took in times)

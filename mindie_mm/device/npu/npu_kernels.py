@@ -98,7 +98,6 @@ def _packs(query: Tensor, keys: Tensor, num_sequences: int) -> bool:
 
 
 def _attend_packed(query: Tensor, keys: Tensor, values: Tensor, rows: Rows, scaling: float) -> Tensor:
-    """Compute all rows in one call."""
     return _fused(
         query.transpose(0, 1).contiguous(),
         *_pages(keys, values),
