@@ -32,6 +32,8 @@ def environment(**settings: str | int) -> dict[str, str]:
       default is 20.
     - `missing`: comma-separated operators that this CANN lacks: names of torch_npu's operators, names with a width of
       the first tensor, such as npu_rms_norm@48, or names of torch's operators, such as aten::matmul.
+    - `wrong`: comma-separated faults "operator:fault" of torch_npu's operators (operators/wrong.py). Such an operator
+      returns wrong results.
     - `idle`: comma-separated operators of torch that do not write their results, which are then uninitialized memory.
     """
     folder = build()

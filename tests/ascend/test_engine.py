@@ -92,6 +92,14 @@ def test_answers_equal_those_of_plain_torch(size, layouts):
                 assert own_top[0] == pytest.approx(top[0], abs=TOLERANCE), (name, number)
 
 
+def test_an_operator_with_wrong_results_does_not_change_tokens():
+    plain = call(answers, "wide", {"kv_block_size": 16})
+    wrong = call(answers, "wide", {}, wrong="npu_fused_infer_attention_score:mean,npu_scatter_nd_update_:nz")
+    assert {number: [token for token, _ in tokens] for number, (_, tokens) in wrong["found"].items()} == {
+        number: [token for token, _ in tokens] for number, (_, tokens) in plain["found"].items()
+    }
+
+
 GONE = b"aclrtSynchronizeStream=507033,aclrtSynchronizeStreamWithTimeout=507033,aclrtMemcpyAsync=507033"
 """Failure rules for the simulator, as if the device were lost."""
 

@@ -315,6 +315,46 @@ def test_a_missing_operator_is_logged_once_and_replaced_by_plain_torch(names):
     assert sorted(name for name, _, reason in reasons if reason) == sorted(names)
 
 
+WRONG = " gives wrong results on npu:0 in torch.{}; plain torch is used instead: "
+
+
+@pytest.mark.parametrize("fault", ["mean", "mask lost", "undefined row"])
+def test_attention_with_wrong_results_is_replaced_by_plain_torch(fault):
+    found, lines = call(with_log_lines, twice, wrong=f"{FUSED}:{fault}")
+    assert max(one["worst"] for one in found) < HALF_TOLERANCE
+    assert not {FUSED} & {name for one in found for step in one["names"] for name in step}
+    packed = f"{FUSED} (TND){WRONG.format('bfloat16')}".replace("plain torch", "its layout BSH")
+    assert len(lines) == 2
+    assert {line.partition("its results")[0] for line in lines} == {packed, FUSED + WRONG.format("bfloat16")}
+
+
+def test_writes_in_another_format_are_replaced_by_plain_torch():
+    found, (line,) = call(with_log_lines, twice, wrong="npu_scatter_nd_update_:nz")
+    assert max(one["worst"] for one in found) < HALF_TOLERANCE
+    assert line.startswith("npu_scatter_nd_update_" + WRONG.format("bfloat16") + "its results differ")
+
+
+@pytest.mark.parametrize("fault", ["mean", "undefined row"])
+def test_tower_attention_with_wrong_results_is_replaced(fault):
+    found, (line,) = call(with_log_lines, windows, 3, wrong=f"npu_fusion_attention:{fault}")
+    assert found["names"] == []
+    assert found["off"] < HALF_TOLERANCE
+    assert line.startswith("npu_fusion_attention" + WRONG.format("bfloat16"))
+
+
+@pytest.mark.parametrize("operator", ["npu_rms_norm", "npu_rotary_mul"])
+def test_layers_with_wrong_results_are_not_replaced(operator):
+    found, lines = call(with_log_lines, layers, wrong=f"{operator}:undefined row")
+    _, off, own, _ = found.pop("rotation")
+    assert off < 1e-6
+    assert own
+    for name, (called, off) in found.items():
+        assert operator not in called
+        assert off < (1e-5 if name.endswith("float32") else HALF_TOLERANCE), name
+    assert all(line.startswith(operator + " gives wrong results") for line in lines)
+    assert lines
+
+
 def test_attention_uses_the_layout_bsh_if_rows_cannot_be_packed():
     """If packed rows cannot have pages, as in a CANN that follows _op_plugin_docs, the layout is BSH."""
     found, lines = call(with_log_lines, twice, missing=f"{FUSED}@128")

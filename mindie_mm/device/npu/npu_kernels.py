@@ -1,14 +1,14 @@
 """Fused operators of torch_npu: attention over pages, cache writes, RMS normalization and rotary embeddings.
 
-docs/npu.md lists the supported shapes, dtypes and layouts with their sources. When a shape is first used, a small trial
-shows whether this torch_npu, CANN and chip support the operator. If they do not, a warning is logged once, and plain
-PyTorch is used instead.
+docs/npu.md lists the supported shapes, dtypes and layouts with their sources. When a shape is first used, a trial
+(`trials.py`) shows whether this torch_npu, CANN and chip compute the operator correctly. If they do not, a warning is
+logged once, and plain PyTorch is used instead.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mindie_mm.device.alive import require_alive
 from mindie_mm.device.kernels import Kernels, Rows
+from mindie_mm.device.npu import trials
 from mindie_mm.device.transfer import upload
 
 _log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class NPUKernels(Kernels):
 
     def store(self, pages: Tensor, slots: Tensor, new: Tensor) -> None:
         if works("npu_scatter_nd_update_", pages.device, pages.dtype, *pages.shape[2:]):
-            torch.ops.npu.npu_scatter_nd_update_(pages.flatten(0, 1), slots.unsqueeze(1), new)
+            _scatter(pages.flatten(0, 1), slots, new)
         else:
             super().store(pages, slots, new)
 
@@ -175,15 +176,34 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, **settings: Any) -> Tens
     return out
 
 
+def _scatter(places: Tensor, slots: Tensor, new: Tensor) -> None:
+    torch.ops.npu.npu_scatter_nd_update_(places, slots.unsqueeze(1), new)
+
+
+def attend_within(query: Tensor, key: Tensor, value: Tensor, stops: Sequence[int], scaling: float) -> Tensor:
+    """Compute bidirectional attention within each of several packed sequences.
+
+    Args:
+        query: [T, heads, width].
+        key: [T, heads, width].
+        value: [T, heads, width].
+        stops: Index after the last row of each sequence.
+        scaling: Factor by which the attention scores are multiplied.
+
+    Returns:
+        [T, heads, width].
+
+    """
+    out: Tensor = torch.ops.npu.npu_fusion_attention(
+        query, key, value, query.shape[1], "TND", scale=scaling, actual_seq_qlen=stops, actual_seq_kvlen=stops
+    )[0]
+    return out
+
+
 @cache
 def _triangle(device: torch.device) -> Tensor:
     """Return the causal mask, bool [2048, 2048]. It is True above the diagonal, for masked positions."""
     return upload(torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool).triu(1), device)
-
-
-def _try_packed(device: torch.device, dtype: torch.dtype, width: int) -> None:
-    rows = torch.zeros(3, 1, width, dtype=dtype, device=device)
-    torch.ops.npu.npu_fusion_attention(rows, rows, rows, 1, "TND", actual_seq_qlen=[1, 3], actual_seq_kvlen=[1, 3])
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -201,50 +221,19 @@ def rotary(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _try(
-    attend: Callable[[Tensor, Tensor, Tensor, Rows, float], Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    width: int,
-    block_size: int,
-) -> None:
-    """Run `attend` on a single row and on a longer chunk."""
-    query = torch.zeros(heads, 3, width, dtype=dtype, device=device)
-    pages = torch.zeros(3, block_size, kv_heads, width, dtype=dtype, device=device)
-    attend(query, pages, pages, Rows.build([1, 2], [1, 2], [[1], [2]], pages.shape[1], device), 1.0)
-
-
-def _try_store(device: torch.device, dtype: torch.dtype, kv_heads: int, width: int) -> None:
-    pages = torch.zeros(4, kv_heads, width, dtype=dtype, device=device)
-    slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    torch.ops.npu.npu_scatter_nd_update_(pages, slots, pages[:1].clone())
-
-
-def _try_rms_norm(device: torch.device, dtype: torch.dtype, *shape: int) -> None:
-    ones = torch.ones(2, *shape, dtype=dtype, device=device)
-    rms_norm(ones, ones[0], 1e-6)
-
-
-def _try_rotary(device: torch.device, dtype: torch.dtype, width: int) -> None:
-    ones = torch.ones(1, 1, 2, width, dtype=dtype, device=device)
-    rotary(ones, ones, ones)
-
-
-_TRIALS: dict[str, Callable[..., None]] = {
-    _ATTENTION: partial(_try, _attend_apart),
-    _PACKED_ATTENTION: partial(_try, _attend_packed),
-    "npu_scatter_nd_update_": _try_store,
-    PACKED: _try_packed,
-    "npu_rms_norm": _try_rms_norm,
-    "npu_rotary_mul": _try_rotary,
+_TRIALS: dict[str, Callable[..., trials.Results]] = {
+    _ATTENTION: partial(trials.attention, _attend_apart),
+    _PACKED_ATTENTION: partial(trials.attention, _attend_packed),
+    "npu_scatter_nd_update_": partial(trials.store, _scatter),
+    PACKED: partial(trials.packed_attention, attend_within),
+    "npu_rms_norm": partial(trials.rms_norm, rms_norm),
+    "npu_rotary_mul": partial(trials.rotary, rotary),
 }
 
 
 @cache
 def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) -> bool:
-    """Return whether an operator runs on `device`. The first call runs a trial and waits for it. Its result is cached.
+    """Return whether an operator gives correct results on `device`. The first call runs a trial. Its result is cached.
 
     Args:
         operator: Name of the operator.
@@ -261,19 +250,24 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
     past_queue = npu.SyncLaunchStream(device)  # bypass torch_npu's queue, which stops after a failure
     try:
         with npu.stream(past_queue):
-            _TRIALS[operator](device, dtype, *shape)
+            result, expected = _TRIALS[operator](device, dtype, *shape)
         torch.accelerator.synchronize(device)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         require_alive(device)
-        _tell(operator, device, dtype, str(error).partition("\n")[0])
+        _tell(operator, dtype, f"does not run on {device}", str(error).partition("\n")[0])
+        return False
+    difference, limit = float((result.float().cpu() - expected).abs().max()), trials.LIMITS[dtype]
+    if not difference <= limit:  # the difference may be NaN
+        reason = f"its results differ from those of plain torch by {difference:.3g}; the limit is {limit:g}"
+        _tell(operator, dtype, f"gives wrong results on {device}", reason)
         return False
     return True
 
 
 @cache
-def _tell(operator: str, device: torch.device, dtype: torch.dtype, reason: str) -> None:
-    """Log that an operator does not work. Results are cached, so this is logged only once for all shapes."""
+def _tell(operator: str, dtype: torch.dtype, failure: str, reason: str) -> None:
+    """Log that an operator is not used. Results are cached, so each reason is logged only once for all shapes."""
     instead = "its layout BSH" if operator == _PACKED_ATTENTION else "plain torch"
-    _log.warning("%s does not run on %s in %s; %s is used instead: %s", operator, device, dtype, instead, reason)
+    _log.warning("%s %s in %s; %s is used instead: %s", operator, failure, dtype, instead, reason)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mindie_mm.device.npu.npu_kernels import HALF, PACKED, works
+from mindie_mm.device.npu.npu_kernels import HALF, PACKED, attend_within, works
 
 NAME = "mindie_mm_flash_packed"
 """Name under which `attend` is registered with transformers.
@@ -67,15 +67,10 @@ def attend(
     """
     assert attention_mask is None
     bounds = cu_seq_lens_q.tolist()
-    packed = [part[0].transpose(0, 1) for part in (query, key, value)]
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
     outs = []
     for first in range(0, len(bounds) - 1, MOST_SEQUENCES):
         start, *stops = bounds[first : first + MOST_SEQUENCES + 1]
-        rows = [part[start : stops[-1]] for part in packed]
-        ends = [stop - start for stop in stops]
-        outs.append(
-            torch.ops.npu.npu_fusion_attention(
-                *rows, query.shape[1], "TND", scale=scaling, actual_seq_qlen=ends, actual_seq_kvlen=ends
-            )[0]
-        )
+        rows = slice(start, stops[-1])
+        outs.append(attend_within(q[rows], k[rows], v[rows], [stop - start for stop in stops], scaling))
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0), None

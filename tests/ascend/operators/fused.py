@@ -19,6 +19,7 @@ from tests.ascend.operators import (
     fusion_attention,
     layers,
     limits,
+    wrong,
 )
 from tests.ascend.operators.launch import kernel
 
@@ -80,7 +81,7 @@ def _implementation(name: str) -> Callable[..., Any] | None:
         return _ON_TENSORS[name]
     if name not in COMPUTED:
         return _refusing(f"{rest} is not simulated") if namespace == "npu" else None
-    ours = kernel(operator(name), COMPUTED[name], limits.of(name))
+    ours = kernel(operator(name), wrong.faulty(rest, COMPUTED[name]), limits.of(name))
     if function := _OLDER_WAY.get(rest):
         torch_npus = _refusing(f"{function} or {function}GetWorkspaceSize not in libopapi.so")
     else:  # torch_npu's own kernel looks for the function in CANN's library, and reports that it is missing

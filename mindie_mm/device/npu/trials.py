@@ -1,0 +1,123 @@
+"""Trials of fused operators: their results for random values, beside those of plain PyTorch in float32 on the host.
+
+A trial returns both results. Each dtype has a limit on their difference, because float16 and bfloat16 round the inputs
+of matrix products and the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mindie_mm.device.kernels import Rows
+
+Results = tuple[Tensor, Tensor]
+"""Result of the operator on the device, and the expected result in float32 on the host."""
+
+LIMITS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+"""Largest accepted difference of two elements, by dtype. Expected elements are mostly between -2 and 2."""
+
+_LENGTHS = (511, 512, 513, 1025)
+"""Lengths of sequences in tokens, on both sides of the sizes by which kernels divide the keys."""
+_COUNTS = (1, 3, 1, 130)
+"""Number of rows of each sequence. Single rows are computed without a mask, and the others with a mask."""
+_SPARE_BLOCKS = 3
+
+
+def attention(
+    attend: Callable[[Tensor, Tensor, Tensor, Rows, float], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    block_size: int,
+) -> Results:
+    """Try causal attention to pages, as in `Kernels.attend`. The blocks are shuffled, and spare blocks contain NaN."""
+    random = torch.Generator().manual_seed(0)
+    needed = [-(-length // block_size) for length in _LENGTHS]
+    order = torch.randperm(sum(needed) + _SPARE_BLOCKS, generator=random)
+    blocks = [part.tolist() for part in order[: sum(needed)].split(needed)]
+    query = torch.randn(heads, sum(_COUNTS), width, generator=random).to(dtype)
+    keys, values = (
+        torch.randn(len(order), block_size, kv_heads, width, generator=random)
+        .to(dtype)
+        .index_fill_(0, order[sum(needed) :], torch.nan)
+        for _ in range(2)
+    )
+    scaling = 2 * width**-0.5  # weights a few keys in each row much more than the others
+    rows = Rows.build(_COUNTS, _LENGTHS, blocks, block_size, device)
+    out = attend(query.to(device), keys.to(device), values.to(device), rows, scaling)
+    expected = []
+    for held, length, part in zip(blocks, _LENGTHS, query.float().split(_COUNTS, dim=1), strict=True):
+        key, value = (pages[held].flatten(0, 1)[:length].transpose(0, 1).float() for pages in (keys, values))
+        count = part.shape[1]
+        seen = torch.ones(count, length, dtype=torch.bool).tril(length - count)
+        expected.append(scaled_dot_product_attention(part, key, value, attn_mask=seen, scale=scaling, enable_gqa=True))
+    return out, torch.cat(expected, dim=1).transpose(0, 1)
+
+
+def packed_attention(
+    attend: Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+) -> Results:
+    """Try bidirectional attention within each of several packed sequences, with rows [T, heads, width]."""
+    random = torch.Generator().manual_seed(0)
+    bounds = [0, 1, 65, 576, 1089]
+    query, key, value = (torch.randn(bounds[-1], 2, width, generator=random).to(dtype) for _ in range(3))
+    scaling = 2 * width**-0.5
+    out = attend(query.to(device), key.to(device), value.to(device), bounds[1:], scaling)
+    q, k, v = (part.transpose(0, 1).float() for part in (query, key, value))
+    expected = [
+        scaled_dot_product_attention(q[:, start:stop], k[:, start:stop], v[:, start:stop], scale=scaling)
+        for start, stop in pairwise(bounds)
+    ]
+    return out, torch.cat(expected, dim=1).transpose(0, 1)
+
+
+def store(
+    write: Callable[[Tensor, Tensor, Tensor], object],
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_heads: int,
+    width: int,
+) -> Results:
+    """Try to write rows to places [places, kv_heads, width], in an order that is not ascending."""
+    random = torch.Generator().manual_seed(0)
+    places = torch.randn(64, kv_heads, width, generator=random).to(dtype)
+    new = torch.randn(33, kv_heads, width, generator=random).to(dtype)
+    slots = torch.randperm(len(places), generator=random)[: len(new)]
+    out = places.to(device)
+    write(out, slots.to(device), new.to(device))
+    return out, places.float().index_copy(0, slots, new.float())
+
+
+def rms_norm(
+    normalize: Callable[[Tensor, Tensor, float], Tensor], device: torch.device, dtype: torch.dtype, *shape: int
+) -> Results:
+    """Try RMS normalization of rows of `shape`, which is also the shape of the weight."""
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(33, *shape, generator=random).to(dtype)
+    weight = (torch.rand(*shape, generator=random) + 0.5).to(dtype)
+    axes = tuple(range(1, hidden.dim()))
+    scale = torch.rsqrt(hidden.float().square().mean(axes, keepdim=True) + 1e-6)
+    return normalize(hidden.to(device), weight.to(device), 1e-6), hidden.float() * scale * weight.float()
+
+
+def rotary(
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor], device: torch.device, dtype: torch.dtype, width: int
+) -> Results:
+    """Try the rotation of values [2, 3, 33, width]. The first half of each head pairs with the second half."""
+    random = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 3, 33, width, generator=random).to(dtype)
+    angles = (torch.rand(2, 1, 33, width // 2, generator=random) * 6).repeat(1, 1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    first, second = values.float().chunk(2, dim=-1)
+    expected = values.float() * cos.float() + torch.cat([-second, first], dim=-1) * sin.float()
+    return rotate(values.to(device), cos.to(device), sin.to(device)), expected
