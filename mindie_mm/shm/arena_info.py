@@ -11,26 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindie_mm.errors import SegmentMissing, SharedMemoryError, os_errors_as
+from mindie_mm.shm.format import layout
 from mindie_mm.shm.format.block import BlockHeader, DamagedHeaderError
-from mindie_mm.shm.format.layout import (
-    ALLOCATED_NS,
-    FREE,
-    MAGIC,
-    OFFSET,
-    PAGE,
-    PUBLISHED,
-    SHM_DIRECTORY,
-    SIZE,
-    STATE,
-    STATE_NAMES,
-    WORDS_PER_ENTRY,
-    ArenaHeader,
-    ArenaStats,
-    Extent,
-    Owner,
-    Pieces,
-    read_pieces,
-)
 from mindie_mm.shm.format.spec import ArraySpec
 from mindie_mm.shm.format.words import Ref
 from mindie_mm.shm.liveness_lock import is_locked
@@ -48,7 +30,7 @@ class BlockInfo:
     """Either "filling" or "published"."""
     num_bytes: int
     """Size of the block in bytes, a multiple of the page size."""
-    pieces: Pieces
+    pieces: layout.Pieces
     """Extents of the block, with offsets from the start of the data region. Empty if the table is damaged."""
     arrays: Mapping[str, ArraySpec]
     """Arrays by name. Empty if the header cannot be read, for example while it is being written."""
@@ -64,7 +46,7 @@ class ArenaInfo:
     number: int
     file: str
     """Path of the arena's file."""
-    owner: Owner | None
+    owner: layout.Owner | None
     """Process that created the arena. None if the header is damaged."""
     alive: bool
     """True if the owner is alive, that is, if a process holds the arena's lock."""
@@ -76,7 +58,7 @@ class ArenaInfo:
     used_bytes: int
     """Number of bytes in blocks that have not been freed."""
     blocks: tuple[BlockInfo, ...]
-    stats: ArenaStats | None
+    stats: layout.ArenaStats | None
     """Counters that the owner keeps. None if the header is damaged."""
 
     @property
@@ -124,7 +106,7 @@ def arenas_of(pids: Collection[int], *, described: bool = False) -> list[ArenaIn
         SharedMemoryError: /dev/shm cannot be read, or /proc is not mounted.
 
     """
-    namespace = Owner.current().pid_namespace
+    namespace = layout.Owner.current().pid_namespace
     return [
         arena
         for arena in survey(described=described)
@@ -137,10 +119,10 @@ def arena_files() -> list[tuple[int, Path]]:
 
     This function does not open the files. `opened` checks whether a file is an arena and belongs to this user.
     """
-    with os_errors_as(SharedMemoryError, f"{SHM_DIRECTORY} cannot be read"):
-        names = sorted(os.listdir(SHM_DIRECTORY))  # noqa: PTH208 - a Path for each of thousands of files is slow
+    with os_errors_as(SharedMemoryError, f"{layout.SHM_DIRECTORY} cannot be read"):
+        names = sorted(os.listdir(layout.SHM_DIRECTORY))  # noqa: PTH208 - a Path for each of thousands of files is slow
     matches = [(_FILE_NAME.fullmatch(name), name) for name in names]
-    return [(int(match[1], 16), SHM_DIRECTORY / name) for match, name in matches if match]
+    return [(int(match[1], 16), layout.SHM_DIRECTORY / name) for match, name in matches if match]
 
 
 @contextmanager
@@ -157,7 +139,7 @@ def opened(path: Path, flags: int) -> Iterator[int | None]:
         yield None
         return
     try:
-        ours = os.fstat(descriptor).st_uid == os.geteuid() and _first_bytes(descriptor) == MAGIC
+        ours = os.fstat(descriptor).st_uid == os.geteuid() and _first_bytes(descriptor) == layout.MAGIC
         yield descriptor if ours else None
     finally:
         os.close(descriptor)
@@ -165,7 +147,7 @@ def opened(path: Path, flags: int) -> Iterator[int | None]:
 
 def _first_bytes(descriptor: int) -> bytes:
     try:
-        return os.pread(descriptor, len(MAGIC), 0)
+        return os.pread(descriptor, len(layout.MAGIC), 0)
     except OSError:  # a directory or a pipe
         return b""
 
@@ -174,9 +156,9 @@ def _describe(number: int, path: Path, descriptor: int, *, described: bool) -> A
     alive = is_locked(descriptor)
     status = os.fstat(descriptor)
     try:
-        header = ArenaHeader.read(descriptor, status)
+        header = layout.ArenaHeader.read(descriptor, status)
         blocks = tuple(_blocks(descriptor, header, described=described))
-        stats = ArenaStats.read(descriptor)
+        stats = layout.ArenaStats.read(descriptor)
     except SegmentMissing:
         return ArenaInfo(number, str(path), None, alive, 0.0, status.st_size, 0, 0, (), None)
     return ArenaInfo(
@@ -193,44 +175,44 @@ def _describe(number: int, path: Path, descriptor: int, *, described: bool) -> A
     )
 
 
-def _blocks(descriptor: int, header: ArenaHeader, *, described: bool) -> Iterator[BlockInfo]:
+def _blocks(descriptor: int, header: layout.ArenaHeader, *, described: bool) -> Iterator[BlockInfo]:
     now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     # Read the table and the release words with one call, so that the snapshot is as consistent as possible.
-    table = os.pread(descriptor, header.data_offset - PAGE, PAGE)
-    if len(table) < header.data_offset - PAGE:
+    table = os.pread(descriptor, header.data_offset - layout.PAGE, layout.PAGE)
+    if len(table) < header.data_offset - layout.PAGE:
         raise SegmentMissing("the arena's file was truncated in the meantime")
     control = memoryview(table).cast("Q")
-    releases = control[(header.releases_offset - PAGE) // 8 :]
-    state_words = control[STATE : WORDS_PER_ENTRY * header.num_entries : WORDS_PER_ENTRY].tolist()
+    releases = control[(header.releases_offset - layout.PAGE) // 8 :]
+    state_words = control[layout.STATE : layout.WORDS_PER_ENTRY * header.num_entries : layout.WORDS_PER_ENTRY].tolist()
     capacity_bytes, file_bytes = header.capacity_bytes, header.file_bytes
     for block, word in enumerate(state_words):
         generation, state = word >> 8, word & 0xFF
-        if not FREE < state <= PUBLISHED or releases[1 + block] == generation:
+        if not layout.FREE < state <= layout.PUBLISHED or releases[1 + block] == generation:
             continue
-        entry = control[WORDS_PER_ENTRY * block : WORDS_PER_ENTRY * (block + 1)]
-        start, size = min(entry[OFFSET], file_bytes), min(entry[SIZE], capacity_bytes)
+        entry = control[layout.WORDS_PER_ENTRY * block : layout.WORDS_PER_ENTRY * (block + 1)]
+        start, size = min(entry[layout.OFFSET], file_bytes), min(entry[layout.SIZE], capacity_bytes)
         own = _block_header(descriptor, block, generation, start, size) if described else None
         yield BlockInfo(
             block=block,
             generation=generation,
-            state=STATE_NAMES[state],
+            state=layout.STATE_NAMES[state],
             num_bytes=size,
             pieces=_pieces(control, header, block),
             arrays={name: array.spec for name, array in own.arrays.items()} if own else {},
             request=own.request if own else "",
-            age_s=max(0.0, (now_ns - entry[ALLOCATED_NS]) / 1e9),
+            age_s=max(0.0, (now_ns - entry[layout.ALLOCATED_NS]) / 1e9),
         )
 
 
-def _pieces(control: memoryview, header: ArenaHeader, block: int) -> Pieces:
+def _pieces(control: memoryview, header: layout.ArenaHeader, block: int) -> layout.Pieces:
     """Return a block's pieces, with offsets from the start of the data region.
 
     The pieces are clipped to this region, because the owner may change the entries while they are read.
     """
     room = range(header.data_offset, header.file_bytes)
     return tuple(
-        Extent(offset - room.start, min(nbytes, room.stop - offset))
-        for offset, nbytes in read_pieces(control, header.num_entries, block)
+        layout.Extent(offset - room.start, min(nbytes, room.stop - offset))
+        for offset, nbytes in layout.read_pieces(control, header.num_entries, block)
         if offset in room and nbytes > 0
     )
 

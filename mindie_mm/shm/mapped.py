@@ -14,28 +14,8 @@ from threading import Lock
 from weakref import finalize
 
 from mindie_mm.errors import CorruptReference, SegmentMissing, SharedMemoryError, StaleReference
+from mindie_mm.shm.format import layout
 from mindie_mm.shm.format.block import MAX_HEADER_BYTES, BlockHeader, Buffer, DamagedHeaderError
-from mindie_mm.shm.format.layout import (
-    DISK_PAGE,
-    DOORBELL,
-    FREE,
-    NEXT,
-    OFFSET,
-    PAGE,
-    PUBLISHED,
-    SHM_DIRECTORY,
-    SIZE,
-    STATE,
-    STATE_NAMES,
-    WORDS_PER_ENTRY,
-    ArenaHeader,
-    Pieces,
-    fence,
-    file_name,
-    read_pieces,
-    require_own,
-    state_word,
-)
 from mindie_mm.shm.format.words import Ref
 from mindie_mm.shm.mapping import MADV_POPULATE_READ, Populator, map_file, map_pieces
 from mindie_mm.shm.segment import NOT_OURS
@@ -74,8 +54,8 @@ class MappedArena:
             status = os.fstat(descriptor)
             _require_regular(status)
             if arena is not None:
-                require_own(status)
-            header = ArenaHeader.read(descriptor, status, DISK_PAGE if self._on_disk else PAGE)
+                layout.require_own(status)
+            header = layout.ArenaHeader.read(descriptor, status, layout.DISK_PAGE if self._on_disk else layout.PAGE)
             if arena is not None:
                 header.require(arena)
             self.map: Buffer
@@ -144,8 +124,8 @@ class MappedArena:
         """Raise StaleReference if the block is not published, has another generation or has been freed."""
         if ref.block >= self._num_entries:
             raise StaleReference(f"{ref}: the arena has only {self.header.num_entries} entries for blocks")
-        state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
-        if state != state_word(ref.generation, PUBLISHED):
+        state = self._entries[layout.WORDS_PER_ENTRY * ref.block + layout.STATE]
+        if state != layout.state_word(ref.generation, layout.PUBLISHED):
             raise StaleReference(f"{ref}: the block is {_state_name(state)} at generation {state >> 8}")
         if self._releases[1 + ref.block] == ref.generation:
             raise StaleReference(f"{ref}: the block was freed")
@@ -164,12 +144,12 @@ class MappedArena:
 
         """
         self.check(ref)
-        fence()
-        entry = WORDS_PER_ENTRY * ref.block
-        base, size = self._entries[entry + OFFSET], self._entries[entry + SIZE]
+        layout.fence()
+        entry = layout.WORDS_PER_ENTRY * ref.block
+        base, size = self._entries[entry + layout.OFFSET], self._entries[entry + layout.SIZE]
         buffer: Buffer = self.map
         try:
-            if self._entries[entry + NEXT]:
+            if self._entries[entry + layout.NEXT]:
                 buffer, base = map_pieces(self._descriptor, self._pieces(ref.block), writable=False), 0
             if isinstance(buffer, memoryview):
                 head = buffer[base : base + MAX_HEADER_BYTES].tobytes()
@@ -188,13 +168,13 @@ class MappedArena:
             )
         return buffer, base, header
 
-    def _pieces(self, block: int) -> Pieces:
+    def _pieces(self, block: int) -> layout.Pieces:
         """Return the block's pieces. Raise DamagedHeaderError unless all are whole pages in the data region."""
-        pieces = read_pieces(self._entries, self._num_entries, block)
+        pieces = layout.read_pieces(self._entries, self._num_entries, block)
         if not pieces or any(
-            offset % PAGE
-            or nbytes % PAGE
-            or nbytes < PAGE
+            offset % layout.PAGE
+            or nbytes % layout.PAGE
+            or nbytes < layout.PAGE
             or offset < self.header.data_offset
             or offset + nbytes > self._file_bytes
             for offset, nbytes in pieces
@@ -219,12 +199,12 @@ class MappedArena:
         """
         if self._on_disk or ref.block >= self._num_entries or self._releases[1 + ref.block] == ref.generation:
             return False
-        state = self._entries[WORDS_PER_ENTRY * ref.block + STATE]
-        if state >> 8 != ref.generation or not FREE < state & 0xFF <= PUBLISHED:
+        state = self._entries[layout.WORDS_PER_ENTRY * ref.block + layout.STATE]
+        if state >> 8 != ref.generation or not layout.FREE < state & 0xFF <= layout.PUBLISHED:
             return False
         self._releases[1 + ref.block] = ref.generation
-        fence()
-        self._releases[DOORBELL] = 1
+        layout.fence()
+        self._releases[layout.DOORBELL] = 1
         return True
 
 
@@ -236,7 +216,7 @@ def _require_regular(status: os.stat_result) -> None:
 
 def _state_name(state: int) -> str:
     code = state & 0xFF
-    return STATE_NAMES[code] if code < len(STATE_NAMES) else f"in the unknown state {code}"
+    return layout.STATE_NAMES[code] if code < len(layout.STATE_NAMES) else f"in the unknown state {code}"
 
 
 class ArenaCache:
@@ -261,7 +241,7 @@ class ArenaCache:
         with self._lock:
             mapped = self._arenas.get(arena)
             if mapped is None:
-                mapped = self._arenas[arena] = MappedArena(SHM_DIRECTORY / file_name(arena), arena)
+                mapped = self._arenas[arena] = MappedArena(layout.SHM_DIRECTORY / layout.file_name(arena), arena)
             return mapped
 
     def add(self, mapped: MappedArena, number: int, *, reserved: bool) -> None:
@@ -279,7 +259,7 @@ class ArenaCache:
         """
         self.drop_removed(cleanups=True)
         with self._lock:
-            if number in self._arenas or (not reserved and (SHM_DIRECTORY / file_name(number)).exists()):
+            if number in self._arenas or (not reserved and (layout.SHM_DIRECTORY / layout.file_name(number)).exists()):
                 raise SharedMemoryError(
                     f"arena number {number} is in use. Unmount the arena that uses it, or mount this file with "
                     "another number"
