@@ -1,23 +1,15 @@
-"""mindie-mm inspect, and the contact sheet that it draws."""
+"""mindie-mm inspect."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 
 from mindie_mm.cli.paths import PATH
 from mindie_mm.errors import StorageError, os_errors_as
 from mindie_mm.processes.interrupts import importing
-
-_SIDE, _GAP = 256, 8
-_GROUND = (255, 255, 255)
 
 
 @click.command("inspect", short_help="Show a tokenized data set, or a row of it.")
@@ -89,7 +81,7 @@ def _save(pictures: list[Any], png: Path) -> None:
     if not pictures:
         click.echo(f"the row has no pictures; {png} was not written")
         return
-    from mindie_mm.cli.inspect import contact_sheet
+    from mindie_mm.cli.sheet import contact_sheet
 
     with os_errors_as(StorageError, f"{png} cannot be written"):
         contact_sheet(pictures).save(png, "PNG")
@@ -113,22 +105,3 @@ def _show_run(manifest: Any) -> None:
             f"{shard.table}: rows {info.first_row} to {info.stop_row - 1}, {info.num_errors} failed, "
             f"{info.num_items} items, {info.num_bytes / 1e6:.1f} MB"
         )
-
-
-def contact_sheet(pictures: Sequence[NDArray[np.uint8]]) -> Image.Image:
-    """Return a page with the pictures in a grid. The page is about as wide as it is high.
-
-    Args:
-        pictures: RGB pictures, uint8 [height, width, 3]. Each picture is reduced to at most `_SIDE` x `_SIDE` pixels.
-
-    """
-    columns = math.ceil(math.sqrt(len(pictures)))
-    rows = math.ceil(len(pictures) / columns)
-    sheet = Image.new("RGB", (_GAP + columns * (_SIDE + _GAP), _GAP + rows * (_SIDE + _GAP)), _GROUND)
-    for index, picture in enumerate(pictures):
-        row, column = divmod(index, columns)
-        image = Image.fromarray(np.ascontiguousarray(picture))
-        image.thumbnail((_SIDE, _SIDE))
-        left, top = (_GAP + place * (_SIDE + _GAP) for place in (column, row))
-        sheet.paste(image, (left + (_SIDE - image.width) // 2, top + (_SIDE - image.height) // 2))
-    return sheet
