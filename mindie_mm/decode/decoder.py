@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext
 
 import msgspec
 
-from mindie_mm.decode.decoder_messages import FromDecoder, PlanItem, Refused, ToDecoder, Written
+from mindie_mm.decode.decoder_messages import DecoderFailure, FromDecoder, PlanItem, Refused, ToDecoder, Written
 from mindie_mm.decode.parcel import Parcel, unpacked
 from mindie_mm.decode.planning import plan_item
 from mindie_mm.decode.scratch import Scratch
@@ -16,7 +16,6 @@ from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, Operation
 from mindie_mm.lockdown import limit_processor_time
 from mindie_mm.media.guard.caps import decoding_to_count
 from mindie_mm.nn.family import Plan, Processor, Write
-from mindie_mm.processes.ipc import Failure
 from mindie_mm.processes.receiving import ReceivingChannel
 from mindie_mm.settings.config import MediaCaps
 
@@ -48,7 +47,7 @@ class Decoder:
                 write(self._scratch.arrays(message.layout))
                 return Written()
             except MindieMMError as error:
-                return Refused(Failure.of(error))
+                return Refused(DecoderFailure.of(error))
             except Exception as error:  # noqa: BLE001 - an error fails the item, not the process
                 return _refused(error)
 
@@ -88,6 +87,6 @@ def _refused(error: Exception) -> Refused:
     """Return the reply for an unexpected exception, with its traceback for the tokenizer's log."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
         limit = "decoding the request's media needs more memory than the limit allows (--max-decode-bytes)"
-        return Refused(Failure.of(LimitExceeded(limit)))
+        return Refused(DecoderFailure.of(LimitExceeded(limit)))
     frames = "".join(traceback.format_tb(error.__traceback__))
-    return Refused(Failure.of(OperationalError(f"the decoder failed: {type(error).__name__}")), frames)
+    return Refused(DecoderFailure.of(OperationalError(f"the decoder failed: {type(error).__name__}")), frames)

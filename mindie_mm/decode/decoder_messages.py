@@ -5,6 +5,8 @@ A decoder answers `PlanItem` with a `Plan`.
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
 
 from mindie_mm.decode.parcel import Parcel
@@ -49,10 +51,17 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
     """Decoder to tokenizer process: the arrays are in the scratch memory."""
 
 
+class DecoderFailure(Failure, frozen=True, tag="failed"):
+    """An error that a decoder may report. Other errors would cause retries, or would blame other processes."""
+
+    name: Literal["InputError", "MediaError", "FramesMiscounted", "LimitExceeded", "OperationalError"]
+    message: Annotated[str, msgspec.Meta(max_length=10_000)]
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Decoder to tokenizer process: planning or decoding the item has failed."""
 
-    error: Failure
+    error: DecoderFailure
     frames: str = ""
     """Traceback of an unexpected exception, for the log. Empty for other errors."""
 

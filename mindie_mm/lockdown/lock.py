@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ def lock_in(keep: Collection[int], memory_bytes: int = 0) -> Locks:
     """
     assert len([*_THREADS.iterdir()]) == 1, "another thread would not be locked in"
     _close_others(keep)
+    _reset_signals()
     limit_resources(memory_bytes)
     _drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -99,6 +101,13 @@ def _noting(name: str, missing: list[str]) -> Iterator[None]:
         if reason is None:
             raise
         missing.append(f"{name} is missing: {reason}")
+
+
+def _reset_signals() -> None:
+    """Remove the handlers of all signals, because a handler cannot return without the system call rt_sigreturn."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _drop_capabilities() -> None:

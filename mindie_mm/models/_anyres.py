@@ -112,14 +112,19 @@ class AnyresProcessor(Processor):
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             write_canvas(image.decode(), canvas, arrays["pixel_values"], self.resample)
 
-        tiles = self.num_tiles(image.height, image.width)
+        grid = image.height, image.width
         plan = Plan(
-            num_features=self.num_features(image.height, image.width),
-            specs={"pixel_values": ArraySpec((tiles, self.side, self.side, 3), "uint8")},
+            num_features=self.num_features(*grid),
+            specs=AnyresProcessor.specs_of(self, media.kind, grid),
             settings=f"canvas {canvas}, tiles of {self.side}, {self.resample}",
-            grid=(image.height, image.width),
+            grid=grid,
         )
         return plan, write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        if not grid:
+            return {}
+        return {"pixel_values": ArraySpec((self.num_tiles(*grid), self.side, self.side, 3), "uint8")}
 
     def num_tiles(self, height: int, width: int) -> int:
         """Return the number of tiles of an image with this size in pixels, including the whole image."""

@@ -70,26 +70,33 @@ def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: 
         raise MediaError(
             f"the audio clip has {len(samples)} samples at {settings.rate} Hz; it must have at least {least}"
         )
-    stored = min(num_frames + further_frames, settings.max_frames)
+    specs = clip_specs(settings, (num_frames,), further_frames)
 
     def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         write_log_mel(samples, settings, arrays[SPECTROGRAM])
 
     plan = Plan(
         num_features=num_features_of(num_frames),
-        specs={SPECTROGRAM: ArraySpec((settings.num_bins, stored), "float32")},
-        settings=f"sound of {media.options.sampling_rate}, {settings}, {stored} frames",
+        specs=specs,
+        settings=f"sound of {media.options.sampling_rate}, {settings}, {specs[SPECTROGRAM].shape[1]} frames",
         grid=(num_frames,),
     )
     return plan, write
 
 
+def clip_specs(settings: MelSettings, grid: tuple[int, ...], further_frames: int = 0) -> dict[str, ArraySpec]:
+    """Return `Processor.specs_of` for a clip. `plan_audio` describes the other arguments."""
+    if not grid:
+        return {}
+    stored = min(grid[0] + further_frames, settings.max_frames)
+    return {SPECTROGRAM: ArraySpec((settings.num_bins, stored), "float32")}
+
+
 def spell_clip(processor: Processor, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
     """Return `Processor.spelling` for a clip. The grid may be empty if the number of frames is unknown."""
+    is_possible = num_features <= processor.max_tokens("audio")
     if grid:
-        is_possible = len(grid) == 1 and num_features_of(grid[0]) == num_features
-    else:
-        is_possible = num_features <= processor.max_tokens("audio")
+        is_possible &= len(grid) == 1 and grid[0] >= LEAST_FRAMES and num_features_of(grid[0]) == num_features
     return Spelling() if is_possible else None
 
 

@@ -99,10 +99,11 @@ class DeepseekProcessor(Processor):
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             self.write(image.decode(), arrays)
 
-        return Plan(self._num_features, self.specs(), f"deepseek {sorted(self.settings.items())}"), write
+        return Plan(
+            self._num_features, self.specs_of(media.kind, ()), f"deepseek {sorted(self.settings.items())}"
+        ), write
 
-    def specs(self) -> Mapping[str, ArraySpec]:
-        """Return the arrays of a block, by name."""
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         return {"pixel_values": ArraySpec((self.side, self.side, 3), "uint8")}
 
     def write(self, rgb: Pixels, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:

@@ -96,7 +96,11 @@ class IdeficsProcessor(Processor):
         return np.zeros((self.side, self.side, 3), np.uint8)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        if len(grid) != 2 or min(grid) < 0 or (grid[0] * grid[1] + 1) * self.tile_features != num_features:
+        if (
+            len(grid) != 2
+            or (min(grid) <= 0 and any(grid))
+            or (grid[0] * grid[1] + 1) * self.tile_features != num_features
+        ):
             return None
         tiles = grid[0] * grid[1] + 1
         rows = (
@@ -126,11 +130,14 @@ class IdeficsProcessor(Processor):
         tiles = rows * columns + 1
         plan = Plan(
             num_features=tiles * self.tile_features,
-            specs={"pixel_values": ArraySpec((tiles, side, side, 3), "uint8")},
+            specs=self.specs_of(media.kind, (rows, columns)),
             settings=f"{first}, {rows}x{columns} tiles of {side}, {resample}",
             grid=(rows, columns),
         )
         return plan, write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        return {"pixel_values": ArraySpec((grid[0] * grid[1] + 1, self.side, self.side, 3), "uint8")}
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width of an image after its first resize, before it is cut into tiles."""

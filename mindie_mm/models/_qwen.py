@@ -110,8 +110,12 @@ class QwenProcessor(Processor):
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         if media.kind == "image":
-            return _plan_image(data, self.image.with_options(media.options))
+            return self._plan_image(data, self.image.with_options(media.options))
         return self._plan_video(data, self.video.with_options(media.options), media.options)
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        name, patch_bytes = _PIXELS[kind], self.image.patch_size**2 * 3 if kind == "image" else self.video.patch_bytes
+        return {name: ArraySpec((math.prod(grid[:3]), patch_bytes), "uint8")}
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         patches = math.prod(grid[:3])
@@ -160,6 +164,31 @@ class QwenProcessor(Processor):
         """
         return patches
 
+    def _plan_image(self, data: Data, settings: PixelSettings) -> tuple[Plan, Write]:
+        image = open_image(data)
+        height, width = smart_resize(image.height, image.width, settings)
+        patch, merge = settings.patch_size, settings.merge_size
+        grid = (1, height // patch, width // patch)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            frames = _frames(arrays, "image", patch)
+            patchify(resize(image.decode(), height, width), frames[:, 0], patch, merge)
+            frames[:, 1:] = frames[:, :1]
+            if PLANES in arrays:
+                arrays[_GRIDS["image"]][...] = grid
+
+        plan = Plan(
+            num_features=math.prod(grid) // merge**2,
+            specs=self.specs_of("image", grid),
+            settings=f"image {height}x{width}, patch {patch}, merge {merge}",
+            grid=grid,
+            mindie_specs={
+                PLANES: ArraySpec((math.prod(grid), settings.patch_bytes), "uint8"),
+                _GRIDS["image"]: ArraySpec((3,), "int64"),
+            },
+        )
+        return plan, write
+
     def _plan_video(self, data: Data, settings: PixelSettings, options: MediaOptions) -> tuple[Plan, Write]:
         video = open_video(data, options.sample_fps)
         check_asked(video, options)
@@ -192,10 +221,11 @@ class QwenProcessor(Processor):
                 arrays[_GRIDS["video"]][...] = grid
                 arrays[_SECONDS][...] = temporal / fps
 
-        patches = ArraySpec((math.prod(grid), settings.patch_bytes), "uint8")
+        specs = self.specs_of("video", grid)
+        (patches,) = specs.values()
         plan = Plan(
             num_features=math.prod(grid) // merge**2,
-            specs={"pixel_values_videos": patches},
+            specs=specs,
             settings=f"video {indices} {height}x{width}, patch {temporal} {patch}, merge {merge}",
             grid=self.video_grid(grid, video, indices, options),
             mindie_specs={
@@ -224,32 +254,6 @@ def _check_tower(settings: PixelSettings, vision: Any, where: str) -> None:
     for name, value in expected.items():
         if (taken := getattr(vision, "spatial_merge_size" if name == "merge_size" else name)) != value:
             raise UnsupportedCheckpoint(f"{where}: {name} is {value}, but the tower in config.json takes {taken}")
-
-
-def _plan_image(data: Data, settings: PixelSettings) -> tuple[Plan, Write]:
-    image = open_image(data)
-    height, width = smart_resize(image.height, image.width, settings)
-    patch, merge = settings.patch_size, settings.merge_size
-    grid = (1, height // patch, width // patch)
-
-    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        frames = _frames(arrays, "image", patch)
-        patchify(resize(image.decode(), height, width), frames[:, 0], patch, merge)
-        frames[:, 1:] = frames[:, :1]
-        if PLANES in arrays:
-            arrays[_GRIDS["image"]][...] = grid
-
-    plan = Plan(
-        num_features=math.prod(grid) // merge**2,
-        specs={"pixel_values": ArraySpec((math.prod(grid), patch**2 * 3), "uint8")},
-        settings=f"image {height}x{width}, patch {patch}, merge {merge}",
-        grid=grid,
-        mindie_specs={
-            PLANES: ArraySpec((math.prod(grid), settings.patch_bytes), "uint8"),
-            _GRIDS["image"]: ArraySpec((3,), "int64"),
-        },
-    )
-    return plan, write
 
 
 def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) -> np.ndarray[Any, Any]:

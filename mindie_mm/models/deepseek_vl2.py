@@ -237,11 +237,16 @@ class DeepseekVL2Processor(Processor):
 
         plan = Plan(
             num_features=self.num_features(across, down),
-            specs={_TILES: ArraySpec((1 + across * down, size, size, 3), "uint8")},
+            specs=self.specs_of(media.kind, (across, down)),
             settings=f"image {across}x{down} tiles of {size}, around it {colour}",
             grid=(across, down),
         )
         return plan, write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        if not grid:
+            return {}
+        return {_TILES: ArraySpec((1 + grid[0] * grid[1], self.size, self.size, 3), "uint8")}
 
     def _tiles(self, canvas: CanvasSize) -> tuple[int, int]:
         """Return the number of tiles (across, down)."""

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.inputs import Kind
 from mindie_mm.media.image.encoded_image import Pixels, resize
 from mindie_mm.media.image.preprocess import background_of, check_settings, resample_of
 from mindie_mm.models._deepseek import DEFAULTS, DeepseekModel, DeepseekProcessor
@@ -130,8 +131,8 @@ class DeepseekVLHybridProcessor(DeepseekProcessor):
         self._high_background = background_of(self.settings["high_res_image_mean"])
         self.normalizations[_HIGH] = Normalization.read(self.settings, "high_res_")
 
-    def specs(self) -> Mapping[str, ArraySpec]:
-        return {**super().specs(), _HIGH: ArraySpec((self._high_side, self._high_side, 3), "uint8")}
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        return {**super().specs_of(kind, grid), _HIGH: ArraySpec((self._high_side, self._high_side, 3), "uint8")}
 
     def write(self, rgb: Pixels, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         high = self.squared(rgb, self._high_side, self._high_resample, self._high_background)

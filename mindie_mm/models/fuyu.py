@@ -128,11 +128,14 @@ class FuyuProcessor(Processor):
 
         plan = Plan(
             num_features=rows * columns,
-            specs={"patches": ArraySpec((rows * columns, patch**2 * 3), "uint8")},
+            specs=self.specs_of(media.kind, (rows, columns)),
             settings=f"fuyu {height}x{width}, {self._resample}, patch {patch}, padding {self._padding}",
             grid=(rows, columns),
         )
         return plan, write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        return {"patches": ArraySpec((grid[0] * grid[1], self.patch**2 * 3), "uint8")}
 
     def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
         patches = arrays["patches"].reshape(-1, self.patch, self.patch, 3)

@@ -117,13 +117,17 @@ class Gemma3Processor(Processor):
             for place, (rows, columns) in zip(pixels[1:], crops, strict=True):
                 place[...] = resize(rgb[rows, columns], side, side, resample)
 
+        grid = (len(crops),) if crops else ()
         plan = Plan(
             num_features=(1 + len(crops)) * self._features,
-            specs={"pixel_values": ArraySpec((1 + len(crops), side, side, 3), "uint8")},
+            specs=self.specs_of(media.kind, grid),
             settings=f"gemma3 {side}, {resample}, {len(crops)} crops",
-            grid=(len(crops),) if crops else (),
+            grid=grid,
         )
         return plan, write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        return {"pixel_values": ArraySpec((1 + sum(grid), self._side, self._side, 3), "uint8")}
 
     def crops(self, height: int, width: int) -> list[tuple[slice, slice]]:
         """Return the rows and columns of each crop of an image.

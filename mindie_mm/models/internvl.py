@@ -162,9 +162,12 @@ class InternVLProcessor(Processor):
 
     def _plan(self, tiles: int, settings: str, write: Write) -> tuple[Plan, Write]:
         side = self.side
-        specs = {"pixel_values": ArraySpec((tiles, side, side, 3), "uint8")}
+        specs = self.specs_of("image", (tiles,))
         planes = {PLANES: ArraySpec((tiles, 3, side, side), "uint8")}
         return Plan(tiles * self.tile_features, specs, settings, (tiles,), planes), write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        return {"pixel_values": ArraySpec((grid[0], self.side, self.side, 3), "uint8")}
 
     def _sample(self, total: int, count: int) -> list[int]:
         """Return the indices of about `count` frames out of `total` frames, in ascending order.

@@ -122,6 +122,12 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         plan, write = super().plan(media, data, counts) if is_alone else self._plan_one_of_several(data)
         return msgspec.structs.replace(plan, grid=(*plan.grid, int(is_alone))), write
 
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        if kind == "image" and grid[2:] != (0,):
+            return super().specs_of(kind, grid[:2])
+        name, tiles = ("pixel_values", 1) if kind == "image" else ("pixel_values_videos", grid[0])
+        return {name: ArraySpec((tiles, self.side, self.side, 3), "uint8")}
+
     def on_canvas(self, height: int, width: int) -> tuple[int, int]:
         rows, columns = super().on_canvas(height, width)
         ratio = math.sqrt(rows * columns / (self._max_tiles * self.rows**2))
@@ -136,7 +142,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
 
         plan = Plan(
             num_features=self.rows**2 + 1,
-            specs={"pixel_values": ArraySpec((1, self.side, self.side, 3), "uint8")},
+            specs=self.specs_of("image", (image.height, image.width, 0)),
             settings=f"one tile, {self._alone}",
             grid=(image.height, image.width),
         )
@@ -154,7 +160,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
 
         plan = Plan(
             num_features=count * self._frame_features + 1,
-            specs={"pixel_values_videos": ArraySpec((count, self.side, self.side, 3), "uint8")},
+            specs=self.specs_of("video", (count,)),
             settings=f"frames {indices}, {self._frame}",
             grid=(count,),
         )

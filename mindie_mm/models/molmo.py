@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mindie_mm.device import Device, upload
-from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.errors import CorruptReference, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.media.image.preprocess import check_settings
@@ -345,7 +345,19 @@ def _last_of_each_row(splices: Sequence[Splice]) -> list[Splice]:
 def canvases(item: MediaItem) -> dict[str, Canvas]:
     """Return the canvas of each array of the block, by the name of the array."""
     sizes = {_GLOBAL: (CROP, CROP), _DETAIL: CROPS.canvas(*item.shape.grid)}
-    return {name: Canvas(*size, *item.view[name].shape[:2]) for name, size in sizes.items()}
+    specs = {name: ArraySpec(array.shape, str(array.dtype)) for name, array in item.view.items()}
+    for name, (height, width) in sizes.items():
+        shape = specs[name].shape if name in specs else ()
+        if (
+            len(shape) != 3
+            or shape[0] > height
+            or shape[1] > width
+            or specs[name] != ArraySpec((*shape[:2], 3), "float32")
+        ):
+            raise CorruptReference(
+                f"the block has the arrays {specs}; {name!r} must be float32, with at most {height}x{width}x3 elements"
+            )
+    return {name: Canvas(*size, *specs[name].shape[:2]) for name, size in sizes.items()}
 
 
 def paddings(item: MediaItem) -> Tensor:

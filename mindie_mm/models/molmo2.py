@@ -179,20 +179,27 @@ class Molmo2Processor(Processor):
         image, geometry = open_image(data), self.geometries["image"]
         height, width = image.height - geometry.shared, image.width - geometry.shared
         rows, columns = choose_tiling(height, width, geometry.step, self._max_crops)
-        sizes = {_WHOLE: (geometry.side, geometry.side), _DETAIL: geometry.canvas(rows, columns)}
+        specs = self.specs_of(media.kind, (rows, columns))
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             values = _as_planes(image.decode())
-            for name in sizes:
+            for name in specs:
                 _resize(values, arrays[name])
 
         plan = Plan(
             num_features=self._image_features(rows, columns),
-            specs={name: ArraySpec((*size, 3), "uint8") for name, size in sizes.items()},
+            specs=specs,
             settings=f"molmo2 {rows}x{columns} crops, {geometry}",
             grid=(rows, columns),
         )
         return plan, write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        geometry = self.geometries[kind]
+        if kind == "video":
+            return {_FRAMES: ArraySpec((len(grid), geometry.side, geometry.side, 3), "uint8")}
+        sizes = {_WHOLE: (geometry.side, geometry.side), _DETAIL: geometry.canvas(*grid)}
+        return {name: ArraySpec((*size, 3), "uint8") for name, size in sizes.items()}
 
     def _plan_video(self, media: Media, data: Data) -> tuple[Plan, Write]:
         video, geometry = open_video(data, media.options.sample_fps), self.geometries["video"]
@@ -209,7 +216,7 @@ class Molmo2Processor(Processor):
 
         plan = Plan(
             num_features=len(taken) * self._frame_features,
-            specs={_FRAMES: ArraySpec((len(taken), geometry.side, geometry.side, 3), "uint8")},
+            specs=self.specs_of("video", times),
             settings=f"molmo2 frames {taken}, {geometry}",
             grid=times,
         )

@@ -22,7 +22,15 @@ from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.audio.encoded_audio import num_sound_tracks
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
-from mindie_mm.models._clips import LEAST_FRAMES, SPECTROGRAM, num_features_of, plan_audio, read_mel, spell_clip
+from mindie_mm.models._clips import (
+    LEAST_FRAMES,
+    SPECTROGRAM,
+    clip_specs,
+    num_features_of,
+    plan_audio,
+    read_mel,
+    spell_clip,
+)
 from mindie_mm.models._films import FilmLayout, film_plan, is_film
 from mindie_mm.models._mrope import Block, grid_block, positions_of
 from mindie_mm.models._qwen import INTERVAL_GRIDS, PICOSECONDS, QwenModel, QwenProcessor, window_places
@@ -32,6 +40,7 @@ from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.splice import ItemView, MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.weights.pretrained import load_pretrained, read_config
+from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
 
 _DEFAULT_FPS = 2.0
@@ -112,6 +121,12 @@ class Qwen25OmniProcessor(QwenProcessor):
         with naming("the sound of the video"):
             plan, write = film_plan((plan, write), plan_audio(Media("audio", None), data, self.mel))
         return msgspec.structs.replace(plan, left_out=_TRACKS_LEFT_OUT if num_tracks > 1 else ""), write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        if kind == "audio":
+            return clip_specs(self.mel, grid)
+        pixels = super().specs_of(kind, grid)
+        return {**pixels, **clip_specs(self.mel, grid[4:])} if kind == "video" and is_film(grid) else pixels
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions

@@ -22,6 +22,7 @@ from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.models._clips import (
     LEAST_FRAMES,
     SPECTROGRAM,
+    clip_specs,
     encoder_length,
     num_features_of,
     plan_audio,
@@ -114,6 +115,9 @@ class Qwen2AudioProcessor(Processor):
 
         specs = {SPECTROGRAM: ArraySpec((1, bins, frames), "float32"), _MASK: ArraySpec((1, frames), "int64")}
         return msgspec.structs.replace(plan, mindie_specs=specs), write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        return clip_specs(self.mel, grid, _FURTHER_FRAMES)
 
 
 class Qwen2AudioModel(PretrainedModel):

@@ -155,11 +155,14 @@ class QwenVLProcessor(Processor):
 
         plan = Plan(
             num_features=self.num_queries,
-            specs={_BYTES: ArraySpec((size, size, 3), "uint8")},
+            specs=self.specs_of(media.kind, ()),
             settings=f"image {size}x{size}, Pillow's bicubic",
             mindie_specs={_PIXELS: ArraySpec((1, 3, size, size), "float32")},
         )
         return plan, write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        return {_BYTES: ArraySpec((self.size, self.size, 3), "uint8")}
 
 
 class QwenVLModel(Model):

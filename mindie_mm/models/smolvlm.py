@@ -109,6 +109,7 @@ class SmolVLMProcessor(IdeficsProcessor):
         fps = video.fps or _FPS_OF_FRAMES
         duration = indices[-1] / fps if video.fps is None else video.num_frames / fps
         size, side, resample = self._frame_size, self.side, self._frame_resample
+        grid = (int(duration), *(int(index / fps) for index in indices))
         first = size if len(size) == 2 else resized(video.height, video.width, size[0])
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -117,11 +118,16 @@ class SmolVLMProcessor(IdeficsProcessor):
 
         plan = Plan(
             num_features=len(indices) * self.tile_features,
-            specs={"pixel_values": ArraySpec((len(indices), side, side, 3), "uint8")},
+            specs=self.specs_of(media.kind, grid),
             settings=f"frames {indices}, {first}, then {side}, {resample}",
-            grid=(int(duration), *(int(index / fps) for index in indices)),
+            grid=grid,
         )
         return plan, write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        if kind == "image":
+            return super().specs_of(kind, grid)
+        return {"pixel_values": ArraySpec((len(grid) - 1, self.side, self.side, 3), "uint8")}
 
     def _sample(self, video: Video, options: MediaOptions) -> list[int]:
         """Return the ascending indices of the sampled frames.

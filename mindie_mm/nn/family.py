@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.build import renamed_weights
 from mindie_mm.nn.weights.pretrained import load_pretrained
 from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.format.item import ITEM
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,38 +82,47 @@ Write = Callable[[Mapping[str, np.ndarray[Any, Any]]], None]
 """Function that decodes and preprocesses an item into the arrays of `Plan.specs` or of `Plan.mindie_specs`."""
 
 
+_Name = Annotated[str, msgspec.Meta(pattern=rf"^(?!{ITEM}\Z).{{1,100}}\Z")]
+_Specs = Mapping[_Name, ArraySpec]
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
 class Plan(msgspec.Struct, frozen=True, tag="planned"):
     """A plan for turning one media item into arrays in shared memory. The plan is made before anything is allocated.
 
-    A decoder sends it to the tokenizer process.
+    A decoder sends it to the tokenizer process, which validates the types on arrival, because the decoder may be
+    compromised. `Planner.item` compares the plan with the model.
     """
 
-    num_features: int
+    num_features: Annotated[int, msgspec.Meta(ge=1, le=2**24)]
     """Number of features of the item, which is also the number of its placeholder ids."""
-    specs: Mapping[str, ArraySpec]
-    """Arrays of the block. The handle words contain the dtype and shape of the first array."""
-    settings: str
+    specs: Annotated[_Specs, msgspec.Meta(min_length=1, max_length=16)]
+    """Arrays of the block, except `ITEM`, which the tokenizer process writes.
+
+    The handle words contain the dtype and shape of the first array.
+    """
+    settings: Annotated[str, msgspec.Meta(pattern=r"^[^\x00]*\Z")]
     """Every preprocessing setting that affects the arrays, as text.
 
-    The digest is a hash of this text and the source.
+    The digest is a hash of this text and the source, which a zero byte separates.
     """
-    grid: tuple[int, ...] = ()
+    grid: tuple[_Number, ...] = ()
     """Geometry that only the family interprets, such as patches (t, h, w).
 
     The model reads it from `MediaShape.grid`.
     """
-    mindie_specs: Mapping[str, ArraySpec] = {}
+    mindie_specs: Annotated[_Specs, msgspec.Meta(max_length=16)] = {}
     """Arrays of the item in MindIE's wire format. The keys are the field names of the kind's layout.
 
     Empty if this format cannot describe the item.
     """
-    left_out: str = ""
+    left_out: Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,300}\Z")] = ""
     """Warning about a part of the item that the model could use, but that is left out. Empty if there is none."""
-    picture_pixels: int = 0
+    picture_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
     """`Work.picture_pixels` of this item alone. A family leaves this and the following fields out."""
-    video_pixels: int = 0
+    video_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
     """`Work.video_pixels` of this item alone."""
-    num_pages: int = 0
+    num_pages: _Number = 0
     """Number of pages of the document if the item is one of its pages."""
 
 
@@ -199,6 +209,19 @@ class Processor(ABC):
 
         """
         return Spelling() if not grid and num_features == self.max_tokens(kind) else None
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec] | None:
+        """Return `Plan.specs` of an item with this grid. By default, return None: they do not follow from the grid.
+
+        The tokenizer compares the plans of decoder processes, which files can compromise, with this result. It is empty
+        if only embeddings can have this grid.
+
+        Args:
+            kind: Kind of the item.
+            grid: The item's `Plan.grid`, which `spelling` has accepted.
+
+        """
+        return None
 
     def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...] | None:
         """Return the grid of embeddings that were given without a grid. None if the grid does not follow from them.

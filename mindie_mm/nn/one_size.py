@@ -43,5 +43,7 @@ class OneSizeProcessor(Processor):
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             arrays["pixel_values"][0] = self.steps.apply(image.decode())
 
-        specs = {"pixel_values": ArraySpec((1, *self.size, 3), "uint8")}
-        return Plan(self.num_features, specs, f"image {self.steps}"), write
+        return Plan(self.num_features, self.specs_of(media.kind, ()), f"image {self.steps}"), write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        return {"pixel_values": ArraySpec((1, *self.size, 3), "uint8")}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mindie_mm.decode.decoding import Decoding
 from mindie_mm.decode.inline import InlineDecoders
 from mindie_mm.decode.jobs import Group
-from mindie_mm.errors import InputError, naming
+from mindie_mm.errors import InputError, OperationalError, naming
 from mindie_mm.inputs import Embeddings, Kind, Media
 from mindie_mm.media.guard.caps import Work
 from mindie_mm.processes.tasks import gather_in_order, off_loop
@@ -63,9 +63,12 @@ class MediaStage:
         group, first = Group(), msgspec.structs.replace(document, is_document=False, page=0)
         try:
             source = await self.decoders.read(group, first, {"image": 1})
-            return (await self.decoders.plan(group, source)).num_pages
+            num_pages = (await self.decoders.plan(group, source)).num_pages
         finally:
             group.files.close()
+        if not num_pages:
+            raise OperationalError("a decoder planned a page of a document with 0 pages; send the request again")
+        return num_pages
 
     def close(self) -> None:
         """Release the resources of the stage. This may be called repeatedly."""
@@ -135,7 +138,7 @@ class RequestMedia(Writer):
 
     def close(self) -> None:
         """Close the files, and let other requests use the decoder."""
-        self.let_go()
+        self._stage.decoders.let_go(self._group)
         self._group.files.close()
 
     def let_go(self) -> None:
@@ -158,7 +161,7 @@ class RequestMedia(Writer):
             decoders = stage.inline if isinstance(media.source, Embeddings) else stage.decoders
             source = await decoders.read(self._group, media, counts)
             plan = await decoders.plan(self._group, source)
-            planned = stage.planner.item(index, media.kind, plan)
             stage.store.check(plan, media.kind)
+            planned = stage.planner.item(index, media, plan)
             self._sources[planned] = decoders, source
             return planned

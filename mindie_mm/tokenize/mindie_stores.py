@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint, naming
+from mindie_mm.errors import InputError, LimitExceeded, OperationalError, UnsupportedCheckpoint, naming
 from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Family, Plan, Processor
-from mindie_mm.nn.mindie import InSegment, Layout, OfPrompt, PromptLayout
+from mindie_mm.nn.mindie import InSegment, InWord, Joined, Layout, OfPrompt, PromptLayout
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mindie import Segment, create_shm, encode_shape_to_int64, encode_shm_name_to_int64
 from mindie_mm.tokenize.planning import PlannedItem
@@ -52,8 +52,8 @@ class MindIEItemStore(ItemStore):
         self._pad = pad
 
     def check(self, plan: Plan, kind: Kind) -> None:
-        _check_readable(plan, kind)
         layout = self._layouts[kind]
+        _check_readable(plan, kind, layout.fields)
         runs = next(iter(plan.mindie_specs.values())).shape[0] if layout.per_run else 1
         _check_slots(plan.num_features // runs, layout.least_features, kind)
 
@@ -100,7 +100,8 @@ class MindIEPromptStore(Store):
         self._pad = pad
 
     def check(self, plan: Plan, kind: Kind) -> None:
-        _check_readable(plan, kind)
+        fields = [field for field in self._layout.fields if isinstance(field, Joined) and field.kind == kind]
+        _check_readable(plan, kind, fields)
 
     async def fill(
         self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
@@ -175,14 +176,17 @@ class MindIEPromptStore(Store):
         return start + 1
 
 
-def _check_readable(plan: Plan, kind: Kind) -> None:
-    """Raise InputError if MindIE's format cannot represent an item."""
+def _check_readable(plan: Plan, kind: Kind, fields: Sequence[InSegment | InWord | Joined]) -> None:
+    """Raise InputError if MindIE's format cannot represent an item, and OperationalError for arrays of other fields."""
     if not plan.mindie_specs:
         raise InputError(
             f"MindIE's workers cannot read this {kind}, because embeddings were given, or because the workers would "
             "compute a wrong number of features for its width and height; give a picture, a sound or a video, and pad "
             "pictures to a square"
         )
+    expected = {field.name: "int64" if isinstance(field, InWord) else field.dtype for field in fields}
+    if (found := {name: spec.dtype for name, spec in plan.mindie_specs.items()}) != expected:
+        raise OperationalError(f"a decoder planned the arrays {found}; the {kind} has the arrays {expected}")
 
 
 def _check_slots(num_features: int, needed: int, kind: Kind) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mindie_mm.errors import InputError, LimitExceeded, OperationalError
-from mindie_mm.inputs import PROMPT, Kind, Media, MediaOptions, require_within
+from mindie_mm.inputs import PROMPT, Embeddings, Kind, Media, MediaOptions, require_within
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
+from mindie_mm.nn.model import EMBEDDINGS
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import ITEM, MediaShape
 
 _log = logging.getLogger(__name__)
+
+_MAX_WARNINGS = 16
+"""Maximum number of different warnings about plans, so that a compromised decoder cannot fill memory and the log."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,21 +124,29 @@ class Planner:
                 f"use_audio_in_video is set, but {self._family} does not hear the sound of videos; leave it out"
             )
 
-    def item(self, index: int, kind: Kind, plan: Plan) -> PlannedItem:
+    def item(self, index: int, media: Media, plan: Plan) -> PlannedItem:
         """Create the planned item for `plan`. Log each warning of plans once.
 
-        Raise OperationalError if the model cannot have an item with this grid and number of features.
+        Raise OperationalError if the model cannot have an item with this grid, these features and these arrays. The
+        plan may come from a compromised decoder, and the engine does not check it again.
         """
-        processor = self.processor
-        if plan.left_out and plan.left_out not in self._warnings:
+        processor, kind = self.processor, media.kind
+        spelling = Spelling() if kind == PROMPT else processor.spelling(kind, plan.num_features, plan.grid)
+        if media.is_embeddings or isinstance(media.source, Embeddings):
+            width = processor.hidden_size if kind == PROMPT else processor.feature_width
+            dtype = next(iter(plan.specs.values())).dtype
+            expected: Mapping[str, ArraySpec] | None = {EMBEDDINGS: ArraySpec((plan.num_features, width), dtype)}
+        else:
+            expected = None if spelling is None else processor.specs_of(kind, plan.grid)
+        is_unknown = expected is None and EMBEDDINGS not in plan.specs
+        if spelling is None or not (is_unknown or (expected and [*plan.specs.items()] == [*expected.items()])):
+            arrays = ", ".join(f"{name} {spec.dtype} {spec.shape}" for name, spec in plan.specs.items())
+            raise OperationalError(
+                f"a decoder planned {plan.num_features} features, the grid {plan.grid} and the arrays {arrays}, which "
+                "is not possible for this model"
+            )
+        if plan.left_out and plan.left_out not in self._warnings and len(self._warnings) < _MAX_WARNINGS:
             self._warnings.add(plan.left_out)
             _log.warning(plan.left_out)
-        if kind == PROMPT:
-            return PlannedItem(kind, text_placeholder(processor), plan, Spelling(), index)
-        spelling = processor.spelling(kind, plan.num_features, plan.grid)
-        if spelling is None:
-            raise OperationalError(
-                f"a decoder planned {plan.num_features} features and the grid {plan.grid}, which is not possible for "
-                "this model"
-            )
-        return PlannedItem(kind, processor.placeholders[kind], plan, spelling, index)
+        placeholder = text_placeholder(processor) if kind == PROMPT else processor.placeholders[kind]
+        return PlannedItem(kind, placeholder, plan, spelling, index)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import shutil
 from ast import literal_eval
@@ -19,6 +20,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 
 import httpx2
@@ -848,6 +850,23 @@ class FamilyContract:
             computed, allocated = CPU().peak_bytes(work), allocated_peak_bytes(work)
             assert allocated - 2**18 <= computed <= 5 * allocated + 2**19
         torch.testing.assert_close(model.logits(*ids), before, rtol=0, atol=0)
+
+    def test_the_arrays_of_an_item_follow_from_its_grid(self, processor):
+        for kind in processor.placeholders:
+            plan, _ = processor.plan(Media(kind, None), processor.worst_case(kind), {kind: 1})
+            assert processor.specs_of(kind, plan.grid) in (None, plan.specs)
+
+    def test_impossible_grids_of_forged_plans_are_recognized(self, processor):
+        """A compromised decoder can send any grid that has the right type."""
+        random = Random(0)
+        for kind in processor.placeholders:
+            plan, _ = processor.plan(Media(kind, None), processor.worst_case(kind), {kind: 1})
+            for _ in range(200):
+                largest = random.choice([1, 4, 100, 2**31 - 1])
+                grid = tuple(random.randint(0, largest) for _ in range(random.choice([*range(6), len(plan.grid)])))
+                num_features = random.choice([plan.num_features, max(1, math.prod(grid[:3]) // 4) % 2**20 + 1])
+                if processor.spelling(kind, num_features, grid) is not None:
+                    processor.specs_of(kind, grid)
 
     def test_the_worst_case_takes_the_most_tokens(self, processor):
         for kind in family_named(self.name).kinds:
