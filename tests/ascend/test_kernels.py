@@ -342,6 +342,39 @@ def test_tower_attention_with_wrong_results_is_replaced(fault):
     assert line.startswith("npu_fusion_attention" + WRONG.format("bfloat16"))
 
 
+def tower() -> float:
+    """Return the difference between the CPU and the NPU of a tower that does not pack its images."""
+    import torch
+    from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
+    from transformers.models.siglip.modeling_siglip import SiglipAttention
+
+    from mindie_mm.device import open_device
+    from mindie_mm.device.npu import npu_layers
+
+    torch.manual_seed(0)
+    config = SiglipVisionConfig(hidden_size=64, num_attention_heads=4, attn_implementation="sdpa")
+    layer = torch.nn.ModuleList([SiglipAttention(config)]).to(torch.bfloat16).eval()
+    hidden = torch.randn(2, 70, 64, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        expected = layer[0](hidden)[0]
+        npu_layers.fuse(layer.to(open_device("npu").torch_device))
+        found = layer[0](hidden.to("npu"))[0]
+    return (found.float().cpu() - expected.float()).abs().max().item()
+
+
+@pytest.mark.parametrize("fault", ["mean", "undefined row"])
+def test_wrong_results_of_torchs_attention_are_replaced_by_products_and_softmax(fault):
+    off, (line,) = call(with_log_lines, tower, wrong=f"aten::scaled_dot_product_attention:{fault}")
+    assert off < HALF_TOLERANCE
+    assert line.startswith("scaled_dot_product_attention" + WRONG.format("bfloat16"))
+
+
+def test_correct_results_of_torchs_attention_are_kept():
+    off, lines = call(with_log_lines, tower)
+    assert off < HALF_TOLERANCE
+    assert not lines
+
+
 @pytest.mark.parametrize("operator", ["npu_rms_norm", "npu_rotary_mul"])
 def test_layers_with_wrong_results_are_not_replaced(operator):
     found, lines = call(with_log_lines, layers, wrong=f"{operator}:undefined row")

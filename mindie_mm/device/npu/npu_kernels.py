@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from mindie_mm.device.alive import require_alive
 from mindie_mm.device.kernels import Kernels, Rows
@@ -26,6 +27,7 @@ HALF = (torch.float16, torch.bfloat16)
 _ATTENTION = "npu_fused_infer_attention_score"
 _PACKED_ATTENTION = "npu_fused_infer_attention_score (TND)"
 PACKED = "npu_fusion_attention"
+SDPA = "scaled_dot_product_attention"
 _PACKED_WIDTH = 128
 """Width of a head in packed attention (layout TND)."""
 _MAX_PACKED = 4096
@@ -226,6 +228,7 @@ _TRIALS: dict[str, Callable[..., trials.Results]] = {
     _PACKED_ATTENTION: partial(trials.attention, _attend_packed),
     "npu_scatter_nd_update_": partial(trials.store, _scatter),
     PACKED: partial(trials.packed_attention, attend_within),
+    SDPA: partial(trials.sdpa, scaled_dot_product_attention),
     "npu_rms_norm": partial(trials.rms_norm, rms_norm),
     "npu_rotary_mul": partial(trials.rotary, rotary),
 }

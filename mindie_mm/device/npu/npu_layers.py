@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device import rotation
-from mindie_mm.device.npu import npu_towers
+from mindie_mm.device.npu import npu_sdpa, npu_towers
 from mindie_mm.device.npu.npu_kernels import rms_norm, rotary, works
 
 _LANE_BYTES = 32
@@ -36,6 +36,7 @@ class FusedRMSNorm(nn.Module):
 
 def fuse(module: nn.Module) -> None:
     """Replace the RMS normalization, tower attention and rotary embeddings of `module` on an NPU by fused operators."""
+    npu_sdpa.check(module)
     _fuse_norms(module)
     npu_towers.pack(module)
     # The operator requires cosines in [-1, 1], but YaRN scales cosines.

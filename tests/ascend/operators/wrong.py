@@ -22,7 +22,7 @@ def faulty(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(operator)
     def run(**arguments: Any) -> Any:
-        named = dict(one.split(":") for one in filter(None, os.environ.get("ASCEND_SIM_WRONG", "").split(",")))
+        named = dict(one.rsplit(":", 1) for one in filter(None, os.environ.get("ASCEND_SIM_WRONG", "").split(",")))
         return _FAULTS[named[name]](operator, arguments) if name in named else operator(**arguments)
 
     return run
