@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,28 @@ def test_a_service_that_is_still_loading_keeps_its_file(path: Path) -> None:
     link.symlink_to(path.parent)
     with bound_unix_socket(path):
         for same in (path, link / "socket"):
-            with pytest.raises(OperationalError, match="Address already in use"):
+            with pytest.raises(
+                OperationalError, match=f"another process has locked {same}.lock; stop this process, or"
+            ):
                 bound_unix_socket(same).__enter__()
         assert path.exists()
     with bound_unix_socket(path):
         pass
+    assert [*path.parent.iterdir()] == [link]
+
+
+def test_a_lock_file_of_a_killed_service_is_no_obstacle(path: Path) -> None:
+    path.with_name("socket.lock").touch()
+    with bound_unix_socket(path):
+        pass
+
+
+def test_an_abstract_socket_of_another_process_is_no_obstacle(path: Path) -> None:
+    """Any user can bind any abstract name."""
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"\0mindie_mm {sha256(os.fsencode(path)).hexdigest()}")
+        with bound_unix_socket(path):
+            pass
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link", "dangling link"])
