@@ -42,16 +42,17 @@ from mindie_mm.tokenize import Tokenizer
 MIN_OPEN_FILES = 1024
 
 
-def examine(configuration: Configuration, root: Path = Path("/")) -> Iterator[Finding]:
+def examine(configuration: Configuration, root: Path = Path("/"), *, operators: bool = False) -> Iterator[Finding]:
     """Check everything that the service needs to run with `configuration`. Yield the findings one by one.
 
-    `root` is the root of the file system in which to look for drivers and libraries of accelerators.
+    `root` is the root of the file system in which to look for drivers and libraries of accelerators. If `operators` is
+    true, the device's fused operators are tried, too.
     """
     config, service = configuration.worker, configuration.service
     for message in misspelt_variables():
         yield Finding("settings", "warning", message, "unset it; `mindie-mm serve --help` lists all settings")
     yield _libraries()
-    yield from _devices(config.engine, root)
+    yield from _devices(config.engine, root, operators=operators)
     checks: tuple[Callable[[WorkerConfig], Finding], ...] = (checkpoint_finding, _shared_memory, _memory, _open_files)
     for check in checks:
         yield check(config)
@@ -73,7 +74,7 @@ def _libraries() -> Finding:
     return Finding("libraries", "ok", ", ".join(found))
 
 
-def _devices(config: EngineConfig, root: Path) -> Iterator[Finding]:
+def _devices(config: EngineConfig, root: Path, *, operators: bool) -> Iterator[Finding]:
     """Yield a finding about the device in `config`, and then the findings about each kind of device."""
     report = {kind: list(kind.findings(root)) for kind in KINDS}
     broken = [kind.name for kind, findings in report.items() if any(one.status == "error" for one in findings)]
@@ -81,6 +82,8 @@ def _devices(config: EngineConfig, root: Path) -> Iterator[Finding]:
     yield device
     if device.status != "error":  # do not load a broken library
         yield from _dtype(chosen, config.dtype)
+        if operators:
+            yield from open_device(chosen).operators()
     for kind, findings in report.items():
         for one in findings:
             # The service can start despite an error of a device that it does not use.

@@ -19,10 +19,11 @@ from mindie_mm.settings.config import EngineConfig, WorkerConfig
 
 @click.command("doctor", cls=SettingsCommand, short_help="Check whether this machine can serve a checkpoint.")
 @click.argument("path", required=False, type=PATH)
+@click.option("--operators", is_flag=True, help="Compare the device's fused operators with plain PyTorch.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--root", type=PATH, default=Path("/"), hidden=True)  # for tests that imitate the files of a machine
 @settings(WorkerConfig, EngineConfig)
-def command(path: Path | None, *, as_json: bool, root: Path, **flags: Any) -> None:
+def command(path: Path | None, *, operators: bool, as_json: bool, root: Path, **flags: Any) -> None:
     """Check whether this machine can serve the checkpoint PATH, and say how to fix each problem.
 
     PATH is a checkpoint directory. Without PATH, the embedded checkpoint is checked. Give the same options as to
@@ -33,7 +34,7 @@ def command(path: Path | None, *, as_json: bool, root: Path, **flags: Any) -> No
     with importing():
         from mindie_mm.doctor import examine
 
-    findings = list(examine(configured(path, flags), root))
+    findings = list(examine(configured(path, flags), root, operators=operators))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:

@@ -65,6 +65,10 @@ class Device(ABC):
         """
         yield from ()
 
+    def operators(self) -> Iterator[Finding]:
+        """Try the device's fused operators, and report their difference from plain PyTorch and their time."""
+        yield from ()
+
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:

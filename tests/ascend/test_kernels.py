@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -267,7 +268,7 @@ def short_of_memory() -> list[object]:
     def fails(*_):
         raise torch.OutOfMemoryError("no room")
 
-    trials["npu_rms_norm"] = fails
+    trials["npu_rms_norm"] = fails, own[1]
     with pytest.raises(torch.OutOfMemoryError):
         npu_kernels.works("npu_rms_norm", device, torch.bfloat16, 48)
     trials["npu_rms_norm"] = own
@@ -477,3 +478,22 @@ def test_without_the_operator_a_tower_computes_each_window_separately(missing):
     assert found["off"] < HALF_TOLERANCE
     (line,) = lines
     assert line.startswith("npu_fusion_attention" + SAYS.format("bfloat16"))
+
+
+def examined() -> list[tuple[str, str, str]]:
+    """Return the subject, status and text of doctor's findings about operators."""
+    from mindie_mm.device import open_device
+
+    return [(one.subject, one.status, one.found) for one in open_device("npu").operators()]
+
+
+def test_doctor_shows_the_difference_and_the_time_of_each_operator():
+    found = call(examined, wrong="npu_rotary_mul:undefined row", missing="npu_rms_norm")
+    assert len(found) == 14
+    for subject, status, text in found:
+        if subject.startswith("npu_rms_norm"):
+            assert status == "warning"
+            assert "aclnnRmsNorm" in text
+        else:
+            assert status == ("warning" if subject.startswith("npu_rotary_mul") else "ok"), text
+            assert re.fullmatch(r"differs by \S+ \(limit 0\.0[15]\), \d+\.\d{3} ms", text)

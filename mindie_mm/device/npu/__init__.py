@@ -21,7 +21,7 @@ from mindie_mm.device.base import Device, allocator_peak_bytes
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
 from mindie_mm.device.npu import doctor as npu_doctor
-from mindie_mm.device.npu import npu_layers
+from mindie_mm.device.npu import npu_kernels, npu_layers
 from mindie_mm.device.npu.npu_kernels import NPUKernels
 from mindie_mm.errors import DeviceError
 
@@ -71,6 +71,9 @@ class NPU(Device):
     @classmethod
     def findings(cls, root: Path) -> Iterator[Finding]:
         return npu_doctor.findings(root)
+
+    def operators(self) -> Iterator[Finding]:
+        return npu_kernels.findings(self.torch_device)
 
     @property
     def torch_device(self) -> torch.device:

@@ -8,8 +8,9 @@ logged once, and plain PyTorch is used instead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -17,11 +18,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mindie_mm.device.alive import require_alive
+from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels, Rows
 from mindie_mm.device.npu import trials
 from mindie_mm.device.transfer import upload
 
 _log = logging.getLogger(__name__)
+
+_ADVICE = "plain torch is used instead, which is slower; another CANN may have a correct operator"
 
 HALF = (torch.float16, torch.bfloat16)
 _ATTENTION = "npu_fused_infer_attention_score"
@@ -223,15 +227,25 @@ def rotary(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-_TRIALS: dict[str, Callable[..., trials.Results]] = {
-    _ATTENTION: partial(trials.attention, _attend_apart),
-    _PACKED_ATTENTION: partial(trials.attention, _attend_packed),
-    "npu_scatter_nd_update_": partial(trials.store, _scatter),
-    PACKED: partial(trials.packed_attention, attend_within),
-    SDPA: partial(trials.sdpa, scaled_dot_product_attention),
-    "npu_rms_norm": partial(trials.rms_norm, rms_norm),
-    "npu_rotary_mul": partial(trials.rotary, rotary),
+_TRIALS: dict[str, tuple[Callable[..., trials.Results], Callable[..., Any]]] = {
+    _ATTENTION: (trials.attention, _attend_apart),
+    _PACKED_ATTENTION: (trials.attention, _attend_packed),
+    "npu_scatter_nd_update_": (trials.store, _scatter),
+    PACKED: (trials.packed_attention, attend_within),
+    SDPA: (trials.sdpa, scaled_dot_product_attention),
+    "npu_rms_norm": (trials.rms_norm, rms_norm),
+    "npu_rotary_mul": (trials.rotary, rotary),
 }
+_SIZES: dict[str, tuple[int, ...]] = {
+    _ATTENTION: (28, 4, 128, 128),
+    _PACKED_ATTENTION: (28, 4, 128, 128),
+    "npu_scatter_nd_update_": (4, 128),
+    PACKED: (80,),
+    SDPA: (128,),
+    "npu_rms_norm": (3584,),
+    "npu_rotary_mul": (128,),
+}
+"""Sizes for the trial of each operator, as in Qwen2.5-VL-7B."""
 
 
 @cache
@@ -253,20 +267,57 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
     past_queue = npu.SyncLaunchStream(device)  # bypass torch_npu's queue, which stops after a failure
     try:
         with npu.stream(past_queue):
-            result, expected = _TRIALS[operator](device, dtype, *shape)
-        torch.accelerator.synchronize(device)
+            difference = _difference(operator, device, dtype, *shape)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError, NotImplementedError) as error:
         require_alive(device)
         _tell(operator, dtype, f"does not run on {device}", str(error).partition("\n")[0])
         return False
-    difference, limit = float((result.float().cpu() - expected).abs().max()), trials.LIMITS[dtype]
-    if not difference <= limit:  # the difference may be NaN
-        reason = f"its results differ from those of plain torch by {difference:.3g}; the limit is {limit:g}"
+    if not difference <= trials.LIMITS[dtype]:  # the difference may be NaN
+        reason = (
+            f"its results differ from those of plain torch by {difference:.3g}; the limit is {trials.LIMITS[dtype]:g}"
+        )
         _tell(operator, dtype, f"gives wrong results on {device}", reason)
         return False
     return True
+
+
+def _difference(
+    operator: str, device: torch.device, dtype: torch.dtype, *shape: int, times: list[float] | None = None
+) -> float:
+    """Return the largest difference between the operator and plain torch. Append the time of each call to `times`."""
+    trial, function = _TRIALS[operator]
+
+    def timed(*arguments: Any, **settings: Any) -> Any:
+        function(*arguments, **settings)  # the first call may compile the operator
+        torch.accelerator.synchronize(device)
+        start = time.perf_counter()
+        out = function(*arguments, **settings)
+        torch.accelerator.synchronize(device)
+        if times is not None:
+            times.append(time.perf_counter() - start)
+        return out
+
+    result, expected = trial(function if times is None else timed, device, dtype, *shape)
+    torch.accelerator.synchronize(device)
+    return float((result.float().cpu() - expected).abs().max())
+
+
+def findings(device: torch.device) -> Iterator[Finding]:
+    """Try every operator in the sizes of Qwen2.5-VL-7B. Yield its difference from plain torch and its time."""
+    for operator, shape in _SIZES.items():
+        for dtype in HALF:
+            subject, times, limit = f"{operator} {dtype}".replace("torch.", ""), list[float](), trials.LIMITS[dtype]
+            try:
+                difference = _difference(operator, device, dtype, *shape, times=times)
+            except (RuntimeError, AttributeError, NotImplementedError) as error:
+                require_alive(device)
+                yield Finding(subject, "warning", str(error).partition("\n")[0], _ADVICE)
+                continue
+            found = f"differs by {difference:.2g} (limit {limit:g}), {1e3 * max(times):.3f} ms"
+            is_correct = difference <= limit
+            yield Finding(subject, "ok" if is_correct else "warning", found, "" if is_correct else _ADVICE)
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,17 +86,19 @@ def sdpa(attend: Callable[..., Tensor], device: torch.device, dtype: torch.dtype
     """Try torch's attention as the layers call it: without a mask, causal with shared keys, and with a mask."""
     random = torch.Generator().manual_seed(0)
     outs, expected = [], []
-    for rows, keys, kv_heads, settings in (
+    calls: list[tuple[int, int, int, dict[str, Any]]] = [
         (513, 513, 4, {}),
         (513, 513, 2, {"is_causal": True, "enable_gqa": True}),
         (130, 1025, 4, {"attn_mask": torch.ones(130, 1025, dtype=torch.bool).tril(895)}),
-    ):
+    ]
+    for rows, keys, kv_heads, settings in calls:
         shapes = (1, 4, rows, width), (1, kv_heads, keys, width), (1, kv_heads, keys, width)
         given = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
         on_device = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in settings.items()}
         scaling = 2 * width**-0.5
         outs.append(attend(*(part.to(device) for part in given), scale=scaling, **on_device).flatten())
-        expected.append(attend(*(part.float() for part in given), scale=scaling, **settings).flatten())
+        q, k, v = (part.float() for part in given)
+        expected.append(scaled_dot_product_attention(q, k, v, scale=scaling, **settings).flatten())
     return torch.cat(outs), torch.cat(expected)
 
 
