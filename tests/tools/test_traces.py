@@ -1,6 +1,7 @@
 """Tests that the number of files and functions that a request enters does not grow.
 
-The counts over HTTP vary by a few functions with the timing of threads. If a change lowers a count, lower its ceiling.
+The counts over HTTP vary by a file and a few functions, with the timing of threads and the kernels of the processor. If
+a change lowers a count, lower its ceiling.
 """
 
 import re
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("module", "files", "functions"), [("trace_request", 78, 421), ("trace_http", 122, 675)])
+@pytest.mark.parametrize(("module", "files", "functions"), [("trace_request", 78, 421), ("trace_http", 123, 675)])
 def test_a_request_enters_few_files_and_functions(module, files, functions):
     command = [sys.executable, "-m", f"tools.{module}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
