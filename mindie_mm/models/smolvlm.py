@@ -89,7 +89,12 @@ class SmolVLMProcessor(IdeficsProcessor):
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if kind == "image":
             return super().spelling(kind, num_features, grid)
-        if len(grid) <= 1 or min(grid) < 0 or (len(grid) - 1) * self.tile_features != num_features:
+        if (
+            len(grid) <= 1
+            or min(grid) < 0
+            or grid[0] > timedelta.max.total_seconds()
+            or (len(grid) - 1) * self.tile_features != num_features
+        ):
             return None
         duration, *seconds = grid
         frames = len(seconds)

@@ -84,7 +84,7 @@ Write = Callable[[Mapping[str, np.ndarray[Any, Any]]], None]
 
 _Name = Annotated[str, msgspec.Meta(pattern=rf"^(?!{ITEM}\Z).{{1,100}}\Z")]
 _Specs = Mapping[_Name, ArraySpec]
-_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
 class Plan(msgspec.Struct, frozen=True, tag="planned"):
@@ -116,7 +116,7 @@ class Plan(msgspec.Struct, frozen=True, tag="planned"):
 
     Empty if this format cannot describe the item.
     """
-    left_out: Annotated[str, msgspec.Meta(pattern=r"^[ -~]{0,300}\Z")] = ""
+    left_out: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{0,300}\Z")] = ""
     """Warning about a part of the item that the model could use, but that is left out. Empty if there is none."""
     picture_pixels: Annotated[int, msgspec.Meta(ge=0)] = 0
     """`Work.picture_pixels` of this item alone. A family leaves this and the following fields out."""

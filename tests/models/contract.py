@@ -862,7 +862,7 @@ class FamilyContract:
         for kind in processor.placeholders:
             plan, _ = processor.plan(Media(kind, None), processor.worst_case(kind), {kind: 1})
             for _ in range(200):
-                largest = random.choice([1, 4, 100, 2**31 - 1])
+                largest = random.choice([1, 4, 100, 2**62 - 1])
                 grid = tuple(random.randint(0, largest) for _ in range(random.choice([*range(6), len(plan.grid)])))
                 num_features = random.choice([plan.num_features, max(1, math.prod(grid[:3]) // 4) % 2**20 + 1])
                 if processor.spelling(kind, num_features, grid) is not None:
