@@ -29,6 +29,8 @@ class PagedCache:
     """Values of each layer, [blocks + 1, block_size, kv_heads, value_head_dim]."""
     block_size: int
     """Number of tokens in a block."""
+    memory: tuple[Tensor, ...]
+    """Tensors [layers, blocks + 1, ...] of all `keys` and `values`. Keys and values of the same width share one."""
 
     @classmethod
     def allocate(
@@ -49,11 +51,16 @@ class PagedCache:
         See `clear`.
         """
         shape = (num_blocks + 1, block_size, num_kv_heads)
-        keys, values = (
-            tuple(zeros((*shape, width), dtype, device) for _ in range(num_layers))
-            for width in (head_dim, value_head_dim)
-        )
-        return cls(keys, values, block_size)
+        sizes = [(num_layers, head_dim), (num_layers, value_head_dim)]
+        if head_dim == value_head_dim:
+            sizes = [(2 * num_layers, head_dim)]
+        memory = tuple(zeros((count, *shape, width), dtype, device) for count, width in sizes)
+        layers = [layer for part in memory for layer in part.unbind()]
+        return cls(tuple(layers[:num_layers]), tuple(layers[num_layers:]), block_size, memory)
+
+    def repeated(self, num_layers: int) -> PagedCache:
+        """Return a cache in which `num_layers` layers share the memory of this cache's only layer."""
+        return PagedCache(self.keys * num_layers, self.values * num_layers, self.block_size, self.memory)
 
     @property
     def padding(self) -> int:
@@ -68,9 +75,11 @@ class PagedCache:
         """
         if blocks:
             which = upload(torch.tensor(blocks, dtype=torch.int64), self.keys[0].device)
-            for pages in (*self.keys, *self.values):
+            for part in self.memory:  # all layers at once, because each call takes time on the host
                 # Avoid index_fill_, which in CANN copies the whole tensor and writes the copy back.
-                pages.index_copy_(0, which, pages.new_zeros(len(blocks), *pages.shape[1:]))
+                part.index_copy_(
+                    1, which, part.new_zeros(1, 1, 1, 1, 1).expand(len(part), len(blocks), *part.shape[2:])
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -19,6 +19,9 @@ class MindIETokenizer:
     `tokenize` has the interface of MindIE's routers, and `make_context` has the interface of MindIE's input builders.
     Media are stored in MindIE's wire format. As in MindIE, unknown keyword arguments have no effect.
     """
+
+    is_multimodal: ClassVar[bool] = True
+    """MindIE's routers read this field of their tokenizers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Take ownership of a tokenizer with the wire "mindie". Call `from_pretrained` instead."""

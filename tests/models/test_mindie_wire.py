@@ -421,6 +421,7 @@ def test_a_mindie_tokenizer_has_the_interface_of_mindies_router(random_checkpoin
     inputs = [{"image": str(picture)}, {"text": "What is it?"}]
     history = [{"role": "user", "content": "Hello"}, {"role": "user", "content": inputs}]
     with MindIETokenizer.from_pretrained(random_checkpoint) as tokenizer:
+        assert tokenizer.is_multimodal is True  # MindIE's routers read it
         for found, expected in (
             (tokenizer.tokenize(inputs), mindie.tokenize_chat([{"role": "user", "content": inputs}], path_file)),
             (

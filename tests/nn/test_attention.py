@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.attention import attend
@@ -123,3 +124,37 @@ def test_unsupported_changes_of_the_scores_are_refused(further):
     batch = PagedBatch([Chunk(0, 3, ())], None, torch.device("cpu"))
     with pytest.raises(UnsupportedCheckpoint, match="sinks or softcapped scores"):
         attend(layer, states, states, states, None, scaling=1.0, paged=batch, **further)
+
+
+class Writes(TorchDispatchMode):
+    """Count the calls of index_copy_."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.index_copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("value_dim", "calls"), [(HEAD_DIM, 1), (HEAD_DIM // 2, 2)])
+def test_blocks_of_all_layers_are_cleared_together(value_dim, calls):
+    cache = PagedCache.allocate(
+        num_layers=3,
+        num_blocks=5,
+        block_size=BLOCK,
+        num_kv_heads=2,
+        head_dim=HEAD_DIM,
+        value_head_dim=value_dim,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    for pages in (*cache.keys, *cache.values):
+        pages.fill_(torch.nan)
+    with Writes() as writes:
+        cache.clear([4, 1])
+    assert writes.count == calls
+    assert [part.shape[-1] for part in (*cache.keys, *cache.values)] == [HEAD_DIM] * 3 + [value_dim] * 3
+    for pages in (*cache.keys, *cache.values):
+        assert [bool(block.isnan().any()) for block in pages] == [True, False, True, True, False, True]

@@ -103,8 +103,9 @@ class NPU(Device):
         # Call CANN directly, because torch_npu waits for copies from memory that its own allocator has not pinned.
         with stream:
             target = torch.empty_like(source, device=stream.device)
-        size, handle = source.nbytes, stream.native_handle  # type: ignore[attr-defined]
-        if code := _acl().aclrtMemcpyAsync(target.data_ptr(), size, source.data_ptr(), size, _HOST_TO_DEVICE, handle):
+        size = source.nbytes
+        arguments = target.data_ptr(), size, source.data_ptr(), size, _HOST_TO_DEVICE, _handle(stream)
+        if code := _acl().aclrtMemcpyAsync(*arguments):
             raise DeviceError(f"aclrtMemcpyAsync of {size} bytes to {stream.device} failed with CANN error {code}")
         return target
 
@@ -127,6 +128,13 @@ def registers(kernel: str) -> bool:
     """Return whether CANN can register shared memory on a Linux kernel of this release, such as 5.10.0-136.oe2203."""
     match = re.match(r"(\d+)\.(\d+)", kernel)
     return match is not None and (int(match[1]), int(match[2])) > _KERNEL_THAT_FAILS
+
+
+@cache
+def _handle(stream: torch.Stream) -> int:
+    """Return CANN's handle of a stream. It is read once, because each read waits for torch_npu's task queue."""
+    handle: int = stream.native_handle  # type: ignore[attr-defined]
+    return handle
 
 
 @cache

@@ -165,7 +165,7 @@ class WorstCase:
         # All layers share the memory of one layer. Its content does not matter, and memory for all layers may be
         # missing.
         layer = spec.allocate_cache(num_blocks, size, num_layers=1)
-        cache = PagedCache(layer.keys * spec.num_layers, layer.values * spec.num_layers, layer.block_size)
+        cache = layer.repeated(spec.num_layers)
         features = torch.zeros(num_tokens, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
         span_ids = torch.zeros(stop, dtype=torch.int64) if _has_bidirectional_spans(model) else None
         return lambda: _logits(
@@ -209,7 +209,7 @@ class WorstCase:
         most = most_rows(self._config.max_num_seqs, size)
         blocks = most_blocks(most, self._max_model_len, size)
         cache = spec.allocate_cache(1, size, num_layers=1)
-        cache = PagedCache(cache.keys * spec.num_layers, cache.values * spec.num_layers, size)
+        cache = cache.repeated(spec.num_layers)
         name, settings = f"captured decode steps of {most} requests", "max_num_seqs, or set enforce_eager"
         step = self._peak_bytes(name, [self._decode(model, cache, most, blocks)], settings)
         # Sizes of graphs are powers of two. All smaller graphs together need at most the memory of the largest graph,
