@@ -1,6 +1,7 @@
 """Benchmark of the tokenizer process with its decoders, compared with a tokenizer that decodes in its own process.
 
-The images are different JPEGs of 1420x720 pixels. The variants run alternately, and the results are medians.
+The images are different JPEGs of 1420x720 pixels. The variants run alternately, and the results are medians. Requests
+of different trust domains have different values of `cache_salt`.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ import json
 import os
 import tempfile
 import time
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from bench.report import median, write
 from mindie_mm.decode.scratch import Scratch, layout_of, make_file
-from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.settings.config import MediaCaps, WorkerConfig
 from mindie_mm.shm import Arena, ArraySpec, release
 from mindie_mm.shm.mapping import map_pieces
 from mindie_mm.tokenize import AsyncTokenizer, Tokenizer, TokenizeRequest
+from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.requests import request_of_items
 from tests.media_samples import encoded, photograph
 from tools.arguments import parser
@@ -30,6 +34,8 @@ from tools.random_checkpoint import write_checkpoint
 
 SIZE = (1420, 720)
 MANY, CROWD = 64, 200
+DOMAINS = (1, 8, 100)
+PER_ROUND, AT_ONCE = 200, 4
 ROUNDS = 15
 ARENA_BYTES = 2**30
 
@@ -44,14 +50,14 @@ class Pictures:
         self.path_file = str(folder / "shm_name.txt")
         (folder / "image").mkdir()
 
-    def request(self, number: int, name: str = "shm_name.txt") -> TokenizeRequest:
+    def request(self, number: int, name: str = "shm_name.txt", salt: str = "") -> TokenizeRequest:
         """Return a request with `number` pictures."""
         items: list[dict[str, Any]] = []
         for _ in range(number):
             path = self._folder / "image" / f"{next(self._numbers)}.jpg"
             path.write_bytes(self._data + path.name.encode())  # trailing bytes change the content, not the image
             items.append({"image": str(path)})
-        return request_of_items(items, path_file=str(self._folder / name))
+        return request_of_items(items, path_file=str(self._folder / name), options=PromptOptions(cache_salt=salt))
 
 
 async def timed(tokenizer: AsyncTokenizer, request: TokenizeRequest) -> float:
@@ -70,12 +76,17 @@ async def measure(folder: Path) -> dict[str, Any]:
     settings = {"arena_bytes": ARENA_BYTES, "arena_request_bytes": ARENA_BYTES, "preprocessed_cache_bytes": 0}
     one = await AsyncTokenizer.start(checkpoint, WorkerConfig(decoders=1, **settings))
     two = await AsyncTokenizer.start(checkpoint, WorkerConfig(decoders=2, **settings))
+    isolating = WorkerConfig(decoders=2, media=MediaCaps(isolate_requests=True), **settings)
+    each = await AsyncTokenizer.start(checkpoint, isolating)
     try:
         with Tokenizer.from_pretrained(checkpoint, arena=Arena.create(2**27)) as script:
             figures = await _hop(script, one, pictures)
         figures |= await _parallel(one, two, pictures)
         figures |= await _crowd(two, pictures)
+        figures |= await _domains(two, each, pictures)
+        figures |= await _latency(two, pictures)
     finally:
+        await each.close()
         await one.close()
         await two.close()
     return figures | _copying(folder)
@@ -135,6 +146,60 @@ async def _crowd(two: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
     }
 
 
+async def _domains(two: AsyncTokenizer, each: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
+    """Measure requests per second and processor time, with requests that alternate between trust domains."""
+    variants = {f"{number}_domains": (two, number) for number in DOMAINS} | {"each_request": (each, 1)}
+    rates: dict[str, list[float]] = {name: [] for name in variants}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(5):
+        for name, (tokenizer, num_domains) in variants.items():
+            requests = iter(
+                [pictures.request(1, f"domain{index}.txt", f"salt {index % num_domains}") for index in range(PER_ROUND)]
+            )
+
+            async def send(tokenizer: AsyncTokenizer = tokenizer, requests: Any = requests) -> None:
+                for request in requests:
+                    await tokenizer.tokenize(request)
+                    release(request.path_file)
+
+            for index in range(min(num_domains, 8)):  # so many decoders are kept
+                await tokenizer.tokenize(pictures.request(1, salt=f"salt {index}"))
+                release(pictures.path_file)
+            used, start = _processor_s(tokenizer), time.perf_counter()
+            await asyncio.gather(*(send() for _ in range(AT_ONCE)))
+            rates[name].append(PER_ROUND / (time.perf_counter() - start))
+            times[name].append((_processor_s(tokenizer) - used) / PER_ROUND)
+    one = f"{DOMAINS[0]}_domains"
+    figures = {f"requests_per_s_{name}": median(found) for name, found in rates.items()}
+    figures |= {f"processor_ms_{name}": 1e3 * median(found) for name, found in times.items()}
+    more = [b - a for a, b in zip(times[one], times["each_request"], strict=True)]
+    return figures | {"replacement_processor_ms": 1e3 * median(more)}
+
+
+async def _latency(two: AsyncTokenizer, pictures: Pictures) -> dict[str, float]:
+    """Measure one request at a time, in one trust domain and in a new one each time, when a spare decoder is ready."""
+    same: list[float] = []
+    new: list[float] = []
+    for turn in range(4 * ROUNDS):
+        for salt, found in (("", same), (f"new {turn}", new)):
+            await asyncio.sleep(0.05)
+            found.append(await timed(two, pictures.request(1, salt=salt)))
+            release(pictures.path_file)
+            found.append(await timed(two, pictures.request(1, salt=salt)))
+            release(pictures.path_file)
+    return {"same_domain_ms": 1e3 * median(same[1::2]), "new_domain_ms": 1e3 * median(new[::2])}
+
+
+def _processor_s(tokenizer: AsyncTokenizer) -> float:
+    """Return the processor time of a tokenizer process and its decoders, including those that have ended."""
+    root = psutil.Process(tokenizer.pids[0])
+    total = 0.0
+    for process in (root, *root.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])  # user, system, and both of ended children
+    return total
+
+
 def _copying(folder: Path) -> dict[str, float]:
     """Measure two ways of filling an image's block: a copy from scratch memory, and a mapping made for the image."""
     copied, mapped = [], []
@@ -149,8 +214,9 @@ def _copying(folder: Path) -> dict[str, float]:
         for _ in range(50):
             with arena.allocate({"pixel_values": spec}, path_file=folder / "copying.txt") as block:
                 start = time.perf_counter()
-                scratch.arrays(layout_of(block))["pixel_values"][...] = pixels
-                scratch.copy_to(block)
+                written = scratch.arrays(layout_of(block))
+                written["pixel_values"][...] = pixels
+                scratch.move(written, block)
                 copied.append(time.perf_counter() - start)
             with arena.allocate({"pixel_values": spec}, path_file=folder / "copying.txt") as block:
                 start = time.perf_counter()

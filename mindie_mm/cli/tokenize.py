@@ -58,7 +58,7 @@ from mindie_mm.settings.config import MediaCaps, MiB
 @click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
               help="Run on the Ray cluster at ADDRESS, or on a local cluster. Each node writes to its own "
               "folder.")  # fmt: skip
-@settings(MediaCaps, without={"max_decode_bytes"})
+@settings(MediaCaps, without={"max_decode_bytes", "isolate_requests"})
 @resuming()
 def command(
     inputs: tuple[str, ...],
@@ -105,7 +105,7 @@ def command(
         stdin_folder=str(Path.cwd()) if any(map(is_stream, named)) else "",
         columns=columns,
         limit_mm_per_prompt=worker.limit_mm_per_prompt,
-        media=replace(worker.media, max_decode_bytes=MediaCaps().max_decode_bytes),
+        media=replace(worker.media, max_decode_bytes=MediaCaps().max_decode_bytes, isolate_requests=False),
         **given,
     )
     with shown("json" if json_progress else "auto") as show:

@@ -65,8 +65,7 @@ class Decoder:
     def limit_s(self, message: ToDecoder) -> float:
         """Return the maximum processor time in seconds for handling `message`."""
         if message.parcel is not None:
-            is_page = message.parcel.media.page is not None
-            self._limit_s = self.caps.max_pdf_page_s if is_page else self.caps.max_decode_s
+            self._limit_s = message.parcel.limit_s(self.caps)
         return self._limit_s
 
 

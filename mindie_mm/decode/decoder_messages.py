@@ -91,6 +91,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     pid: int
     status: int
     """Exit status, or the negated signal number."""
+    grown_bytes: int
+    """Maximum resident memory of the decoder, less the memory that it had when it was forked."""
 
 
 ToDecoder = PlanItem | WriteItem

@@ -1,4 +1,4 @@
-"""The tokenizer's side of the decoder processes: a pool that restarts decoders when they die."""
+"""The tokenizer's side of the decoder processes: a pool that replaces decoders."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Coroutine, Hashable, Mapping
+from contextlib import suppress
 from typing import Any, Self, cast
 
 import msgspec
@@ -28,12 +28,12 @@ from mindie_mm.decode.jobs import DecoderProcess, Group, Job, JobQueue
 from mindie_mm.decode.nursery_client import NurseryClient
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
 from mindie_mm.decode.scratch import layout_of
-from mindie_mm.errors import NoProcess
+from mindie_mm.errors import LimitExceeded, NoProcess, ProcessDied
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.guard import cancellation
 from mindie_mm.media.guard.caps import under
 from mindie_mm.nn.family import Plan
-from mindie_mm.processes.restarts import Starter, logged
+from mindie_mm.processes.restarts import logged
 from mindie_mm.processes.tasks import gather, in_thread, off_loop
 
 _log = logging.getLogger(__name__)
@@ -43,18 +43,23 @@ _CLOSED = "the decoders are closed"
 _MAX_REPLY_BYTES = 2**20
 """Maximum size of a reply in bytes. It prevents a compromised decoder from filling the tokenizer's memory."""
 
-_HANG_S = 60.0
-"""Time in seconds after which a decoder that has a job, but uses no CPU time, is considered to hang.
+_WATCH_S = 1.0
+"""Time in seconds between two looks at the processor time and the wall time of all decoders."""
 
-Such a decoder is killed within twice this time. `limit_processor_time` kills a decoder that uses too much CPU time.
-"""
+_KEPT_DECODERS = 8
+"""Number of decoders that are kept for the next items of their domains, unless more work at the same time. An idle
+decoder has 30 MB of memory, while a new one takes more processor time than most images."""
+
+_PAUSE_S = 0.5
+"""Time in seconds before a decoder is forked if the last one could not be forked, or died before it had a job."""
 
 
 class Decoders(Decoding[Parcel]):
-    """Pool of decoder processes. If a decoder dies, the pool starts a new one.
+    """Pool of decoder processes. Each of them reads items of one trust domain only (`Group.domain`).
 
-    If a decoder dies while it works on an item, another decoder tries the item once more. Canceling `plan` or `write`
-    kills the item's decoder immediately.
+    A decoder that has read items is kept for its domain until many other domains have had items later. A spare decoder
+    is always ready for an item of a new domain. If a decoder dies while it works on an item, another decoder tries the
+    item once more. Canceling `plan` or `write` kills the item's decoder immediately.
     """
 
     def __init__(self, setup: DecoderSetup, max_item_bytes: int) -> None:
@@ -68,8 +73,15 @@ class Decoders(Decoding[Parcel]):
         self._queue = JobQueue()
         self._nursery = NurseryClient(setup, max_item_bytes, self._queue.fail)
         self._caps = setup.media
+        self._number = 0
+        """Maximum number of decoders that have jobs or are reserved."""
+        self._max_used = 0
+        """Maximum number of decoders that have read items."""
         self._processes: list[DecoderProcess] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        """Live decoders. Those that have read items are in the order of their last jobs."""
+        self._missing = asyncio.Event()
+        """Set if decoders may have to be forked."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder[FromDecoder](FromDecoder)
@@ -82,25 +94,27 @@ class Decoders(Decoding[Parcel]):
         return decoders
 
     async def open(self, number: int) -> None:
-        """Start `number` decoders. If one of them cannot be started, stop all of them.
+        """Start decoders, `number` of which work at the same time. If one cannot be started, stop all of them.
 
         Raises:
             UnsupportedCheckpoint: No family supports the checkpoint.
             ProcessDied: The nursery cannot be started.
 
         """
+        self._number = number
+        self._max_used = number if self._caps.isolate_requests else max(number, _KEPT_DECODERS)
         try:
             await self._nursery.open()
-            processes = await gather([self._fork() for _ in range(number)])
+            await gather([self._fork() for _ in range(number + 1)])
         except BaseException:
             await self.close()
             raise
-        self._tasks += [asyncio.create_task(self._keep(process)) for process in processes]
-        self._tasks.append(asyncio.create_task(self._end_hanging()))
+        self._spawn(self._fill())
+        self._spawn(self._watch())
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the live decoders."""
+        """Process ids of the live decoders, including the spare one."""
         return [process.pid for process in self._processes]
 
     async def read(self, group: Group, media: Media, counts: Mapping[Kind, int]) -> Parcel:
@@ -126,12 +140,13 @@ class Decoders(Decoding[Parcel]):
         return await off_loop(source.nbytes, lambda: parcel_digest(settings, source, salt))
 
     async def write(self, group: Group, source: Parcel, arrays: Mapping[str, NDArray[Any]]) -> None:
-        reply = asyncio.get_running_loop().create_future()
-        _, process = await self._do(Job(group, source, reply, layout_of(arrays)))
+        job = Job(group, source, asyncio.get_running_loop().create_future(), layout_of(arrays))
+        _, process = await self._do(job)
         try:
             num_bytes = sum(array.nbytes for array in arrays.values())
-            await off_loop(num_bytes, lambda: process.scratch.copy_to(arrays))
+            await off_loop(num_bytes, lambda: process.scratch.move(job.written, arrays))
         finally:
+            job.written = {}
             process.job = None
             self._hand_out()
 
@@ -140,6 +155,7 @@ class Decoders(Decoding[Parcel]):
             if process.kept_for is group:
                 process.kept_for = None
                 self._hand_out()
+                return
 
     async def close(self) -> None:
         """Stop all processes. All waiting and running jobs fail with NoProcess."""
@@ -147,13 +163,8 @@ class Decoders(Decoding[Parcel]):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for process in self._processes:
-            await process.channel.close()
         await self._nursery.close()
         self._queue.fail(_CLOSED)
-        for process in self._processes:
-            if process.job is not None:
-                process.job.fail(NoProcess(_CLOSED))
         self._processes.clear()
 
     async def _do(self, job: Job) -> tuple[FromDecoder, DecoderProcess]:
@@ -175,15 +186,34 @@ class Decoders(Decoding[Parcel]):
     def _give_up(self, job: Job) -> None:
         """Remove a job from the queue, or kill the decoder that works on it."""
         self._queue.drop(job)
-        for process in self._processes:
-            if process.job is job:
-                process.killed = True
-                self._nursery.kill(process.pid)
+        for process in [process for process in self._processes if process.job is job]:
+            self._end(process)
 
     def _hand_out(self) -> None:
-        for process in sorted(self._processes, key=lambda process: process.kept_for is None):  # reserved decoders first
-            if process.job is None and not process.killed and (job := self._queue.next(process.kept_for)) is not None:
-                self._send(process, job)
+        """Send waiting jobs to decoders, in the order of the groups' turns."""
+        for process in [process for process in self._processes if process.awaits_job]:
+            if process.kept_for is not None and process.kept_for in self._queue:
+                self._send(process, self._queue.take(process.kept_for))
+        while sum(not process.is_idle for process in self._processes) < self._number:
+            idle = {process.domain: process for process in reversed(self._processes) if process.is_idle}
+            group = next((group for group in self._queue if self._domain(group) in idle or None in idle), None)
+            if group is None:
+                return
+            domain = self._domain(group)
+            process = idle.get(domain) or self._unused(idle[None], domain)
+            self._send(process, self._queue.take(group))
+
+    def _unused(self, process: DecoderProcess, domain: Hashable) -> DecoderProcess:
+        """Return `process`, which has read no item, for the items of `domain`, and end the decoder that it replaces."""
+        used = [one for one in self._processes if one.domain is not None]
+        if len(used) >= self._max_used:
+            self._end(next(one for one in used if one.is_idle))
+        process.domain = domain
+        self._missing.set()
+        return process
+
+    def _domain(self, group: Group) -> Hashable:
+        return group if self._caps.isolate_requests else group.domain
 
     def _send(self, process: DecoderProcess, job: Job) -> None:
         message: ToDecoder
@@ -195,9 +225,38 @@ class Decoders(Decoding[Parcel]):
         else:
             message = WriteItem(job.layout, job.parcel)
         process.job, process.planned, process.kept_for = job, None, None
+        process.restart_clocks()
+        self._processes.remove(process)
+        self._processes.append(process)
         process.channel.send_with(self._encoder.encode(message), descriptors)
 
-    async def _receive(self, process: DecoderProcess, starter: Starter) -> None:
+    async def _serve(self, process: DecoderProcess) -> None:
+        """Receive the replies of `process` until it ends. If it ends during a job, retry or fail the job."""
+        try:
+            with logged(f"the connection to decoder {process.pid} failed"):
+                await self._receive(process)
+            is_unexpected = process in self._processes
+            if is_unexpected:  # it may still run if it closed the channel or sent an invalid message
+                self._end(process, 0.0 if process.domain is not None else _PAUSE_S)
+            ended = await process.ended
+            if is_unexpected:
+                _log.warning("decoder %d died with status %s", process.pid, None if ended is None else ended.status)
+        finally:
+            await process.channel.close()
+            process.scratch.close()
+            if self._closed and process.job is not None:
+                process.job.fail(NoProcess(_CLOSED))
+        job = process.job
+        if job is None or job.reply.done():
+            return
+        if error := job.final_error(ended, self._caps):
+            job.fail(error)
+            return
+        job.is_second_try = True
+        self._queue.put_back(job)
+        self._hand_out()
+
+    async def _receive(self, process: DecoderProcess) -> None:
         """Pass replies to their callers until the process dies.
 
         Raises:
@@ -210,76 +269,68 @@ class Decoders(Decoding[Parcel]):
             except EOFError:
                 return
             job = process.job
-            if job is None or isinstance(reply, Written if job.layout is None else Plan):
+            if process not in self._processes or (job is not None and job.reply.cancelled()):
+                return  # it is being killed, and its item may already be another decoder's
+            if job is None or job.reply.done() or isinstance(reply, Written if job.layout is None else Plan):
                 raise ValueError(f"the decoder sent an unexpected {type(reply).__name__}")
-            starter.proved()
-            if not isinstance(reply, Written) or job.reply.done():  # otherwise, `write` still has to copy the arrays
-                process.job = None
+            process.restart_clocks()
+            if isinstance(reply, Written):
+                assert job.layout is not None
+                job.written = process.scratch.arrays(job.layout)
+            else:
+                process.job = None  # `write` still has to copy the arrays of a `Written`
             if isinstance(reply, Plan):
                 process.planned = job.parcel
                 process.kept_for = job.group if job.group.keeps_decoder else None
-            if not job.reply.done():
-                job.reply.set_result((reply, process))
+            job.reply.set_result((reply, process))
+            if isinstance(reply, Refused) and (job.layout is not None or _is_crash_or_limit(reply)):
+                self._end(process)  # and its scratch memory, to which it may have written a part of an item
             self._hand_out()
 
-    async def _keep(self, process: DecoderProcess) -> None:
-        """Receive the replies of `process`, and of the processes that replace it, until canceled."""
-        starter = Starter("a decoder")
-        while True:
-            with logged(f"the connection to decoder {process.pid} failed"):
-                await self._receive(process, starter)
-            await self._reap(process)
-            if process.killed or process.job is not None:
-                starter.proved()  # the item caused the exit, so the next decoder starts without a pause
-            process = await starter.again(self._fork)
-
-    async def _end_hanging(self) -> None:
-        """Kill decoders that hang, so that other decoders process the items of these decoders. Run until canceled."""
-        before: dict[DecoderProcess, tuple[Job | None, int]] = {}
-        while True:
-            await asyncio.sleep(_HANG_S)
-            working = [process for process in self._processes if process.job and not process.job.reply.done()]
-            after = {process: (process.job, _processor_ticks(process.pid)) for process in working}
-            for process, work in after.items():
-                if work == before.get(process):
-                    _log.error("decoder %d has made no progress for %g s and was killed", process.pid, _HANG_S)
-                    self._nursery.kill(process.pid)
-            before = after
-
-    async def _reap(self, process: DecoderProcess) -> None:
-        """Kill a process, wait for its exit status, and retry or fail its job."""
+    def _end(self, process: DecoderProcess, pause_s: float = 0.0) -> None:
+        """Kill a decoder, and let another one be forked after `pause_s` seconds."""
         self._processes.remove(process)
-        # The process may still be running if it closed the channel or sent an invalid message.
         self._nursery.kill(process.pid)
-        status = await process.status
-        await process.channel.close()
-        process.scratch.close()
-        if process.killed:
-            return
-        _log.warning("decoder %d died with status %s", process.pid, status)
-        job = process.job
-        if job is None or job.reply.done():
-            return
-        if error := job.final_error(status, self._caps):
-            job.fail(error)
-            return
-        job.is_second_try = True
-        self._queue.put_back(job)
-        self._hand_out()
+        asyncio.get_running_loop().call_later(pause_s, self._missing.set)
 
-    async def _fork(self) -> DecoderProcess:
+    async def _watch(self) -> None:
+        """End decoders that take too much time, with a job or without, until canceled."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            for process in [*self._processes]:
+                why, error = process.overtime(self._caps)
+                if not why:
+                    continue
+                _log.error("decoder %d %s and was killed", process.pid, why)
+                if process.job is not None and error is not None:
+                    process.job.fail(error)
+                self._end(process)
+
+    async def _fill(self) -> None:
+        """Fork decoders until there are `number` and a spare one, again whenever one is missing, until canceled."""
+        while True:
+            await self._missing.wait()
+            self._missing.clear()
+            while len(self._processes) <= self._number or all(one.domain is not None for one in self._processes):
+                with logged("a decoder cannot be forked"):
+                    with suppress(ProcessDied):  # the next call waits for the next nursery
+                        await self._fork()
+                    continue
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _fork(self) -> None:
         """Fork a decoder and send it a waiting job, if any. Raise ProcessDied if the nursery dies."""
-        born = await self._nursery.fork()
-        process = DecoderProcess(born.pid, born.channel, born.status, born.scratch)
+        process = await self._nursery.fork()
         self._processes.append(process)
+        self._spawn(self._serve(process))
         self._hand_out()
-        return process
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
-def _processor_ticks(pid: int) -> int:
-    """Return the CPU time of a process in clock ticks, or -1 if the process has exited."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return -1
-    return int(fields[11]) + int(fields[12])
+def _is_crash_or_limit(refused: Refused) -> bool:
+    """Return whether an unexpected error or a limit, such as those on memory and time, prevented the decoding."""
+    return bool(refused.frames) or isinstance(refused.error.exception(), LimitExceeded)

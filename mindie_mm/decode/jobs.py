@@ -1,19 +1,26 @@
-"""Jobs of decoder processes, and the queue of jobs."""
+"""Decoder processes, their jobs, and the queue of jobs."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from mindie_mm.decode.decoder_messages import FromDecoder
+from numpy.typing import NDArray
+
+from mindie_mm.decode.decoder_messages import Ended, FromDecoder
 from mindie_mm.decode.parcel import Parcel
 from mindie_mm.decode.scratch import Layout, Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, NoProcess, ProcessDied
 from mindie_mm.processes.ipc import Channel
 from mindie_mm.settings.config import MediaCaps
+from mindie_mm.shm.format.layout import PAGE
 
 _FAULTS_OF_THE_ITEM = {
     signal.SIGSEGV,
@@ -26,11 +33,28 @@ _FAULTS_OF_THE_ITEM = {
 }
 """Signals that indicate that the item crashed the decoder. SIGKILL is not listed: it may come from the OOM killer."""
 
+_SHARE_AT_CRASH = 4
+"""A crash of a library is due to the memory limit if the decoder had a quarter of this memory or more. A list that
+doubles needs three times its memory, and address space without contents counts toward the limit, too."""
+
+_IDLE_S, _IDLE_BYTES = 1.0, 2**28
+"""Processor time in seconds that a decoder may use without a job, and private memory in bytes that it may keep."""
+
+_SIGNAL_S = 2.0
+"""Processor time in seconds beyond the limit of a job. SIGXCPU, which `limit_processor_time` asks for, comes earlier
+unless the decoder is compromised."""
+
+_HANG_S, _WALL_PER_PROCESSOR_S = 60.0, 10.0
+"""Time that a job may take, in seconds and per second of processor time. Together with the limit on processor time,
+they also end a decoder that sleeps or waits."""
+
 
 @dataclass(slots=True, eq=False)
 class Group:
     """Items of one request. Groups take turns, so that a request with many items does not delay other requests."""
 
+    domain: Hashable = ()
+    """Trust domain. A decoder reads only items of one domain, and is then replaced."""
     keeps_decoder: bool = False
     """True if a decoder that has planned an item of this group stays reserved for it until `Decoders.let_go`."""
     files: ExitStack = field(default_factory=ExitStack)
@@ -46,6 +70,8 @@ class Job:
     reply: asyncio.Future[tuple[FromDecoder, DecoderProcess]]
     layout: Layout | None = None
     """Layout of the item's arrays in the scratch memory. None if the job is to plan the item."""
+    written: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Arrays in the scratch memory after a write. They keep the memory mapped, even if the decoder ends."""
     is_second_try: bool = False
 
     def fail(self, error: MindieMMError) -> None:
@@ -53,17 +79,28 @@ class Job:
         if not self.reply.done():
             self.reply.set_exception(error)
 
-    def final_error(self, status: int | None, caps: MediaCaps) -> MindieMMError | None:
-        """Return the error for an item whose decoder died with `status`, or None to try the item again."""
+    def final_error(self, ended: Ended | None, caps: MediaCaps) -> MindieMMError | None:
+        """Return the error for an item whose decoder died as in `ended`, or None to try the item again."""
+        status, grown_bytes = (None, 0) if ended is None else (ended.status, ended.grown_bytes)
         if status == -signal.SIGXCPU:
-            is_page = self.parcel.media.page is not None
-            limit_s, name = (caps.max_pdf_page_s, "pdf-page") if is_page else (caps.max_decode_s, "decode")
-            return LimitExceeded(f"decoding takes more processor time than the limit of {limit_s:g} s (--max-{name}-s)")
+            return self.took_too_long(caps)
+        fault = "" if status is None or -status not in _FAULTS_OF_THE_ITEM else signal.Signals(-status).name
+        if fault and 0 < caps.max_decode_bytes <= _SHARE_AT_CRASH * grown_bytes:
+            return LimitExceeded(
+                f"decoding the item needs more memory than the limit of {caps.max_decode_bytes} bytes "
+                f"(--max-decode-bytes); the decoder died with {fault} when it used {grown_bytes} bytes"
+            )
         if not self.is_second_try:
             return None
-        if status is not None and -status in _FAULTS_OF_THE_ITEM:
-            return MediaError(f"the item crashed two decoders; the second died with {signal.Signals(-status).name}")
+        if fault:
+            return MediaError(f"the item crashed two decoders; the second died with {fault}")
         return ProcessDied(f"two decoders died while decoding the item; the second died with status {status}")
+
+    def took_too_long(self, caps: MediaCaps) -> LimitExceeded:
+        """Return the error for an item that takes more processor time than its limit."""
+        name = "decode" if self.parcel.media.page is None else "pdf-page"
+        limit_s = self.parcel.limit_s(caps)
+        return LimitExceeded(f"decoding takes more processor time than the limit of {limit_s:g} s (--max-{name}-s)")
 
 
 @dataclass(slots=True, eq=False)
@@ -72,17 +109,73 @@ class DecoderProcess:
 
     pid: int
     channel: Channel
-    status: asyncio.Future[int | None]
-    """Future of the exit status that the nursery reports. The result is None if the status is unknown."""
+    ended: asyncio.Future[Ended | None]
+    """Future of the nursery's report that the decoder has exited. The result is None if the nursery died before."""
     scratch: Scratch
+    domain: Hashable = None
+    """Trust domain of the items that the decoder has read. None if it has read none."""
     job: Job | None = None
     """Job in progress."""
     planned: Parcel | None = None
     """Item whose plan the decoder keeps."""
     kept_for: Group | None = None
     """Group that the decoder is reserved for. The next job of the group runs on this decoder."""
-    killed: bool = False
-    """True if the decoder was killed because its job was canceled."""
+    since_s: float = 0.0
+    """Time when the decoder got its job or became idle, as returned by time.monotonic."""
+    used_before_s: float = 0.0
+    """Processor time that the decoder had used at this time, in seconds."""
+
+    private_bytes: int = 0
+    """Private memory of the decoder after the fork."""
+
+    def __post_init__(self) -> None:
+        self.private_bytes = _private_bytes(self.pid)
+        self.restart_clocks()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if any job of the decoder's domain may be sent to the decoder."""
+        return self.awaits_job and self.kept_for is None
+
+    @property
+    def awaits_job(self) -> bool:
+        """True if the decoder is alive and has no job. It may be reserved."""
+        return self.job is None and not self.ended.done()
+
+    def restart_clocks(self) -> None:
+        """Measure `overtime` from now on."""
+        self.since_s, self.used_before_s = time.monotonic(), _processor_s(self.pid)
+
+    def overtime(self, caps: MediaCaps) -> tuple[str, MindieMMError | None]:
+        """Return why the decoder must be ended, or "", and the error for its job, or None to try the job again."""
+        used_s, job = _processor_s(self.pid) - self.used_before_s, self.job
+        if job is None or job.reply.done():
+            if _private_bytes(self.pid) > self.private_bytes + _IDLE_BYTES:
+                return "keeps memory without a job", None
+            return ("has used processor time without a job" if used_s > _IDLE_S else ""), None
+        if used_s > job.parcel.limit_s(caps) + _SIGNAL_S:
+            return "has exceeded its processor time", job.took_too_long(caps)
+        wall_s = time.monotonic() - self.since_s
+        return (
+            f"made no progress for {wall_s:.0f} s" if wall_s > _HANG_S + _WALL_PER_PROCESSOR_S * used_s else ""
+        ), None
+
+
+def _private_bytes(pid: int) -> int:
+    """Return the resident private memory of a process, or 0 if the process has exited."""
+    try:
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split())
+    except (OSError, ValueError):  # the file of a process that is exiting may be empty
+        return 0
+    return (resident - shared) * PAGE
+
+
+def _processor_s(pid: int) -> float:
+    """Return the processor time of a process in seconds, or 0 if the process has exited."""
+    try:
+        return time.clock_gettime(~pid << 3 | 2)  # the clock of clock_getcpuclockid(3)
+    except OSError:
+        return 0.0
 
 
 class JobQueue:
@@ -100,16 +193,20 @@ class JobQueue:
         self._jobs.setdefault(job.group, deque()).appendleft(job)
         self._jobs.move_to_end(job.group, last=False)
 
-    def next(self, kept_for: Group | None) -> Job | None:
-        """Remove and return the next job. If `kept_for` is a group, consider only jobs of this group."""
-        for group in self._jobs:
-            if kept_for in (None, group):
-                jobs = self._jobs.pop(group)
-                job = jobs.popleft()
-                if jobs:
-                    self._jobs[group] = jobs  # after the other groups
-                return job
-        return None
+    def __iter__(self) -> Iterator[Group]:
+        """Iterate over the groups with jobs, in the order of their turns."""
+        return iter(self._jobs)
+
+    def __contains__(self, group: Group) -> bool:
+        return group in self._jobs
+
+    def take(self, group: Group) -> Job:
+        """Remove and return the next job of `group`. The next turn of the group comes after the other groups."""
+        jobs = self._jobs.pop(group)
+        job = jobs.popleft()
+        if jobs:
+            self._jobs[group] = jobs
+        return job
 
     def drop(self, job: Job) -> None:
         """Remove a job if it is in the queue."""

@@ -7,13 +7,16 @@ tokenizer process exits, and the decoders exit when the nursery exits.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
+import resource
 import select
 import signal
 import socket
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -51,7 +54,8 @@ class Nursery:
         self._channel = channel
         self._processor = processor
         self._setup = setup
-        self._pids: set[int] = set()
+        self._pids: dict[int, int] = {}
+        """Resident memory in bytes with which each decoder began, by pid."""
 
     def serve(self) -> None:
         """Answer messages until the tokenizer process closes the channel.
@@ -92,7 +96,7 @@ class Nursery:
             self._become_decoder(descriptor, scratch, parent)
         os.close(descriptor)
         os.close(scratch)
-        self._pids.add(pid)
+        self._pids[pid] = _resident_bytes(pid)
         self._send(Forked(pid))
 
     def _become_decoder(self, descriptor: int, scratch: int, parent: int) -> NoReturn:
@@ -103,6 +107,7 @@ class Nursery:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            faulthandler.disable()  # a signal handler could not be removed after `lock_in`, and would run forever
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:  # the nursery died before PR_SET_PDEATHSIG took effect
                 os._exit(1)
@@ -119,13 +124,20 @@ class Nursery:
 
     def _reap(self) -> None:
         for pid in list(self._pids):
-            child, status = os.waitpid(pid, os.WNOHANG)
+            child, status, usage = os.wait4(pid, os.WNOHANG)
             if child:
-                self._pids.remove(pid)
-                self._send(Ended(pid, os.waitstatus_to_exitcode(status)))
+                grown_bytes = max(0, 1024 * usage.ru_maxrss - self._pids.pop(pid))
+                self._send(Ended(pid, os.waitstatus_to_exitcode(status), grown_bytes))
 
     def _send(self, message: FromNursery) -> None:
         self._channel.send(msgspec.msgpack.encode(message))
+
+
+def _resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process, or 0 if the process has exited."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
+    return 0
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:

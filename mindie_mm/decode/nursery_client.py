@@ -6,31 +6,20 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 
 import msgspec
 
 from mindie_mm.decode.decoder_messages import DecoderSetup, Ended, Fork, FromNursery, Kill, Ready, ToNursery
+from mindie_mm.decode.jobs import DecoderProcess
 from mindie_mm.decode.scratch import Scratch, make_file
 from mindie_mm.errors import InputError
 from mindie_mm.processes.forking import start_spare
-from mindie_mm.processes.ipc import Channel, Child, open_channel
+from mindie_mm.processes.ipc import Child, open_channel
 from mindie_mm.processes.restarts import RESTART_WAIT_S
 from mindie_mm.processes.supervised import Supervised
 from mindie_mm.settings.environment import single_threaded
 
 _DECODER = msgspec.msgpack.Decoder[FromNursery](FromNursery)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NewDecoder:
-    """Decoder process that the nursery has forked."""
-
-    pid: int
-    channel: Channel
-    scratch: Scratch
-    status: asyncio.Future[int | None]
-    """Future of the exit status that the nursery reports. The result is None if the status is unknown."""
 
 
 class NurseryClient(Supervised):
@@ -54,12 +43,12 @@ class NurseryClient(Supervised):
         self._on_hopeless = on_hopeless
         self.hopeless = ""
         """Reason why no decoder can be forked. Empty while the nursery is running or is expected to run again soon."""
-        self._statuses: dict[int, asyncio.Future[int | None]] = {}
-        """Futures of exit statuses that the nursery has not reported yet, by pid."""
+        self._running: dict[int, asyncio.Future[Ended | None]] = {}
+        """Futures of reports that the nursery has not sent yet, by pid."""
         self._killed: set[int] = set()
         """Pids of the decoders that the nursery has been asked to kill."""
 
-    async def fork(self) -> NewDecoder:
+    async def fork(self) -> DecoderProcess:
         """Fork a decoder. If the nursery is not running, wait for it. Raise ProcessDied if the nursery dies."""
         while not self.up:  # the nursery may die between the event and this task's turn
             await self._up.wait()
@@ -74,15 +63,15 @@ class NurseryClient(Supervised):
         born = self._expect(ours)
         channel = await open_channel(ours)
         try:
-            pid, status = await born
+            pid, ended = await born
         except BaseException:
             await channel.close()
             raise
-        return NewDecoder(pid, channel, scratch, status)
+        return DecoderProcess(pid, channel, ended, scratch)
 
     def kill(self, pid: int) -> None:
         """Kill a decoder if it is running. If the nursery does not answer in time, the nursery is killed, too."""
-        if pid in self._statuses:
+        if pid in self._running:
             self._killed.add(pid)
             self._tell(Kill(pid))
 
@@ -104,9 +93,9 @@ class NurseryClient(Supervised):
 
     def _fail(self, died: str) -> None:
         super()._fail(died)
-        while self._statuses:  # the kernel kills decoders with their parent
-            if not (status := self._statuses.popitem()[1]).done():
-                status.set_result(None)
+        while self._running:  # the kernel kills decoders with their parent
+            if not (ended := self._running.popitem()[1]).done():
+                ended.set_result(None)
         self._killed.clear()
 
     def _waiting(self) -> Iterable[Hashable]:
@@ -117,9 +106,10 @@ class NurseryClient(Supervised):
         news = _DECODER.decode(message)
         if isinstance(news, Ended):
             self._killed.discard(news.pid)
-            self._statuses.pop(news.pid).set_result(news.status)
+            if not (ended := self._running.pop(news.pid)).done():  # done if its caller was canceled
+                ended.set_result(news)
             return
-        status = self._statuses[news.pid] = asyncio.get_running_loop().create_future()
+        ended = self._running[news.pid] = asyncio.get_running_loop().create_future()
         born = self._replies.pop(next(iter(self._replies)))  # the nursery answers in order
         if not born.done():
-            born.set_result((news.pid, status))
+            born.set_result((news.pid, ended))

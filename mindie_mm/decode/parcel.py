@@ -17,7 +17,7 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.guard.caps import decodes_to_count
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.source import read_source, source_path
-from mindie_mm.settings.config import MAX_SOURCE_BYTES
+from mindie_mm.settings.config import MAX_SOURCE_BYTES, MediaCaps
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 """Seals of a copied source. A compromised decoder cannot change the copy before the tokenizer computes its digest."""
@@ -54,6 +54,10 @@ class Parcel(msgspec.Struct, frozen=True, eq=False):
     def nbytes(self) -> int:
         """Size of the source in bytes."""
         return sum(part.nbytes for part in self.parts)
+
+    def limit_s(self, caps: MediaCaps) -> float:
+        """Return the maximum processor time for planning the item, and again for writing it, in seconds."""
+        return caps.max_decode_s if self.media.page is None else caps.max_pdf_page_s
 
 
 def pack_file(media: Media, counts: Mapping[Kind, int]) -> Parcel | None:

@@ -39,22 +39,21 @@ class Scratch:
             name: np.ndarray(shape, dtype, self._mapping, offset) for name, (offset, dtype, shape) in layout.items()
         }
 
-    def copy_to(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Copy the decoder's output to `arrays`. The decoder must have used the layout `layout_of(arrays)`."""
-        layout = layout_of(arrays)
-        for name, array in self.arrays(layout).items():
+    def move(self, written: Mapping[str, NDArray[Any]], arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Copy the decoder's output to `arrays`, and clear the memory. `written` is the output, from `Scratch.arrays`.
+
+        Writing zeros takes 2 % of the time that a fresh file takes, because the pages stay allocated.
+        """
+        for name, array in written.items():
             arrays[name][...] = array
-        self._give_back(sum(array.nbytes for array in arrays.values()))
+            array.fill(0)
+        if sum(array.nbytes for array in arrays.values()) > _KEPT_BYTES:
+            self._mapping.madvise(_MADV_REMOVE, _KEPT_BYTES, len(self._mapping) - _KEPT_BYTES)
 
     def close(self) -> None:
-        """Unmap the memory. If a thread is still copying arrays, the memory stays mapped until the copy is complete."""
+        """Unmap the memory. It stays mapped while arrays of `Scratch.arrays` exist."""
         with suppress(BufferError):
             self._mapping.close()
-
-    def _give_back(self, used_bytes: int) -> None:
-        """Free the pages beyond `_KEPT_BYTES` after a large item."""
-        if used_bytes > _KEPT_BYTES:
-            self._mapping.madvise(_MADV_REMOVE, _KEPT_BYTES, len(self._mapping) - _KEPT_BYTES)
 
 
 def make_file(nbytes: int) -> int:

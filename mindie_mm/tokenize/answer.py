@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +19,13 @@ from mindie_mm.tokenize.requests import TokenizeRequest
 class Pages:
     """The pages of all documents of one request."""
 
-    def __init__(self, stage: MediaStage) -> None:
-        """Count pages with `stage`, whose limit applies to all documents together."""
+    def __init__(self, stage: MediaStage, domain: Hashable) -> None:
+        """Count pages with `stage`, whose limit applies to all documents together.
+
+        `domain` is the trust domain of the documents (`PromptOptions.domain`).
+        """
         self._stage = stage
+        self._domain = domain
         self._num_documents = self._num_pages = 0
 
     async def of_messages(self, messages: Sequence[Message]) -> list[Message]:
@@ -53,7 +57,7 @@ class Pages:
         with naming(f"document {self._num_documents}"):
             if not limit:
                 raise LimitExceeded("this service does not accept documents (--max-pdf-pages is 0)")
-            num_pages = await self._stage.num_pages(document)
+            num_pages = await self._stage.num_pages(document, self._domain)
             self._num_pages += num_pages
             if self._num_pages > limit:
                 raise LimitExceeded(
@@ -68,7 +72,7 @@ async def answer(prompts: Prompts, requests: Sequence[TokenizeRequest]) -> list[
     path_files = {request.path_file for request in requests}
     if len(path_files) != 1:
         raise InputError(f"prompts that are tokenized together must share one path file; found {sorted(path_files)}")
-    pages = Pages(prompts.stage)
+    pages = Pages(prompts.stage, requests[0].options.domain)
     drafts = [await _draft(prompts, request, pages) for request in requests]
     (path_file,) = path_files
     return await prompts.make(drafts, Path(path_file) if path_file else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -44,23 +44,26 @@ class MediaStage:
         self.caps = caps
 
     @asynccontextmanager
-    async def request(self) -> AsyncIterator[RequestMedia]:
-        """Return a context manager for the media of one request. On exit, it closes the files of the media."""
-        media = RequestMedia(self)
+    async def request(self, domain: Hashable = ()) -> AsyncIterator[RequestMedia]:
+        """Return a context manager for the media of one request. On exit, it closes the files of the media.
+
+        `domain` is the trust domain of the media (`PromptOptions.domain`).
+        """
+        media = RequestMedia(self, domain)
         try:
             yield media
         finally:
             media.close()
 
-    async def num_pages(self, document: Media) -> int:
-        """Return the number of pages of a PDF.
+    async def num_pages(self, document: Media, domain: Hashable) -> int:
+        """Return the number of pages of a PDF. `domain` has the same meaning as in `request`.
 
         Raises:
             InputError: The model does not accept images, or the PDF cannot be read.
 
         """
         self.planner.counts([document])
-        group, first = Group(), msgspec.structs.replace(document, is_document=False, page=0)
+        group, first = Group(domain), msgspec.structs.replace(document, is_document=False, page=0)
         try:
             source = await self.decoders.read(group, first, {"image": 1})
             num_pages = (await self.decoders.plan(group, source)).num_pages
@@ -78,10 +81,10 @@ class MediaStage:
 class RequestMedia(Writer):
     """The media of all prompts of one request."""
 
-    def __init__(self, stage: MediaStage) -> None:
+    def __init__(self, stage: MediaStage, domain: Hashable) -> None:
         """Create an empty request. Call `MediaStage.request` instead."""
         self._stage = stage
-        self._group = Group()
+        self._group = Group(domain)
         self._sources: dict[PlannedItem, tuple[Decoding[Any], Any]] = {}
         """Decoding and source of each planned item."""
         self._salts: dict[PlannedItem, str] = {}

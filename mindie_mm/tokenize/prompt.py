@@ -90,6 +90,8 @@ class PromptOptions:
     characters is limited."""
     cache_salt: str = ""
     """Salt of the digests of media. Prompts with different salts do not share cached media."""
+    owner: bytes = b""
+    """Digest of the API key of the request."""
     add_special_tokens: bool = True
     """Whether special tokens of the tokenizer or family, such as BOS, are added to a text without media and without a
     template."""
@@ -103,6 +105,11 @@ class PromptOptions:
     contrast to `truncate`, exactly this number of tokens is kept, and the cut must not split a media item."""
     cut_side: Side = "left"
     """Side from which tokens are cut off."""
+
+    @property
+    def domain(self) -> tuple[bytes, str]:
+        """Trust domain of the media. No decoder process reads media of two domains."""
+        return self.owner, self.cache_salt
 
 
 def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:

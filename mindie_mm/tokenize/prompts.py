@@ -228,7 +228,7 @@ class Prompts:
     async def _make(self, drafts: Sequence[Draft], path_file: Path | None) -> list[Prompt]:
         prompts: list[Prompt] = []
         kept: list[tuple[PlannedItem, str]] = []
-        async with self.stage.request() as media:
+        async with self.stage.request(drafts[0].options.domain) as media:
             all_planned = await media.plan([draft.media for draft in drafts])
             for draft, planned in zip(drafts, all_planned, strict=True):
                 if prompts:

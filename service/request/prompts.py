@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -78,7 +78,10 @@ async def prompts(
             faults.point("spooled")
         files = iter(spooled)
         spooled_requests = [request.with_media(lambda one: _from_file(one, next(files))) for request in requests]
-        complete = [msgspec.structs.replace(request, **changes) for request in spooled_requests]
+        complete = [
+            msgspec.structs.replace(request, options=replace(request.options, owner=owner), **changes)
+            for request in spooled_requests
+        ]
         with blaming(field):
             sources = await service.worker.tokenize(complete)
         with room_to_spool():

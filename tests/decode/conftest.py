@@ -31,7 +31,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 class Bench:
-    """Two decoder processes, with methods to plan and write items."""
+    """Two decoder processes and a spare one, with methods to plan and write items."""
 
     def __init__(self, decoders: Decoders, arena: Arena, processor: Processor, path_file: Path) -> None:
         self.decoders = decoders
@@ -76,8 +76,8 @@ class Bench:
         await self.decoders.write(group or Group(), parcel, arrays)
 
     async def whole(self) -> list[int]:
-        """Wait until both decoders run, and return their pids."""
-        await until(lambda: len(self.decoders.pids) == 2)
+        """Wait until the decoders run, and return their pids."""
+        await until(lambda: len(self.decoders.pids) == 3)
         return self.decoders.pids
 
     @property
@@ -127,8 +127,8 @@ def same(arrays: Arrays, others: Arrays) -> bool:
 @pytest.fixture(scope="module")
 async def running(random_checkpoint: Path) -> AsyncIterator[Decoders]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("decode.decoders", "processes.supervised"):
-            patch.setattr(f"mindie_mm.{module}.Starter", partial(Starter, first_pause_s=0.01, last_pause_s=0.1))
+        patch.setattr("mindie_mm.processes.supervised.Starter", partial(Starter, first_pause_s=0.01, last_pause_s=0.1))
+        patch.setattr("mindie_mm.decode.decoders._PAUSE_S", 0.01)
         decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, MediaCaps()), 2**24, 2)
         yield decoders
         pids = decoders.pids

@@ -1,0 +1,138 @@
+"""Tests that a compromised decoder reaches nothing of other requests, and that its time is limited."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from mindie_mm.decode import Decoders, Group
+from mindie_mm.decode.decoder_messages import DecoderSetup
+from mindie_mm.errors import LimitExceeded, MediaError
+from mindie_mm.inputs import Media
+from mindie_mm.settings.config import MediaCaps
+from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.prompt import PromptOptions
+from mindie_mm.tokenize.requests import request_of_items
+from tests.decode.compromised import ordering, write_hook
+from tests.decode.conftest import busy, packed, until
+from tests.media_samples import encoded, photograph
+
+PNG = encoded(photograph("chelsea.png", (150, 120)), "PNG")
+SMALL = Media("image", PNG)
+NOTHING = Media("image", ordering(PNG, "write nothing"))
+CAPS = MediaCaps(max_decode_s=1.0, max_image_pixels=20_000)
+
+
+@pytest.fixture(scope="module")
+async def attacked(random_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Decoders]:
+    """Yield a pool in which one decoder works at a time. Items can compromise the decoders."""
+    folder = tmp_path_factory.mktemp("hook")
+    write_hook(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        patch.setattr("mindie_mm.decode.decoders._WATCH_S", 0.1)
+        decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, CAPS), 2**24, 1)
+        yield decoders
+        await decoders.close()
+
+
+async def pixels(decoders: Decoders, media: Media, domain: str) -> tuple[int, np.ndarray]:
+    """Return the id of the decoder that writes an item, and the item's array."""
+    with packed(media) as parcel:
+        group = Group(domain)
+        plan = await decoders.plan(group, parcel)
+        arrays = {name: np.full(spec.shape, 7, spec.dtype) for name, spec in plan.specs.items()}
+        await decoders.write(group, parcel, arrays)
+    return last_used(decoders), arrays["pixel_values"]
+
+
+def last_used(decoders: Decoders) -> int:
+    """Return the id of the decoder that got the last item."""
+    return [process.pid for process in decoders._processes if process.domain is not None][-1]
+
+
+@pytest.mark.parametrize("domain", ["victim", "attacker"])
+async def test_a_decoder_that_writes_nothing_shows_no_earlier_item(attacked: Decoders, domain: str) -> None:
+    _, shown = await pixels(attacked, SMALL, "victim")
+    assert shown.any()
+    _, stolen = await pixels(attacked, NOTHING, domain)
+    assert stolen.shape == shown.shape
+    assert not stolen.any()
+
+
+async def test_a_decoder_reads_items_of_one_domain_only(attacked: Decoders) -> None:
+    compromised, _ = await pixels(attacked, NOTHING, "attacker")
+    assert (await pixels(attacked, SMALL, "attacker"))[0] == compromised, "a domain may keep its decoder"
+    victims, right = await pixels(attacked, SMALL, "victim")
+    assert victims != compromised
+    assert right.any()
+    assert (await pixels(attacked, SMALL, "attacker"))[0] == compromised
+    others = [(await pixels(attacked, SMALL, f"other {number}"))[0] for number in range(8)]
+    assert len({*others, compromised, victims}) == 10
+    await until(lambda: not psutil.pid_exists(compromised))
+    await until(lambda: len(attacked.pids) == 9)
+    assert others[-1] in attacked.pids
+
+
+async def test_each_request_has_a_decoder_of_its_own_if_requests_are_isolated(
+    attacked: Decoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attacked, "_caps", MediaCaps(isolate_requests=True))
+    monkeypatch.setattr(attacked, "_max_used", 1)
+    found = [(await pixels(attacked, SMALL, "victim"))[0] for _ in range(4)]
+    assert len({*found}) == 4
+
+
+async def test_an_idle_decoder_that_uses_processor_time_is_ended(attacked: Decoders) -> None:
+    with packed(Media("image", ordering(PNG, "spin later"))) as parcel:
+        await attacked.plan(Group("attacker"), parcel)
+    spinning = last_used(attacked)
+    await until(lambda: not psutil.pid_exists(spinning))
+    assert (await pixels(attacked, SMALL, "attacker"))[1].any()
+
+
+async def test_a_decoder_that_ignores_its_limit_of_processor_time_is_ended(attacked: Decoders) -> None:
+    with packed(Media("image", ordering(PNG, "spin"))) as parcel:
+        plan = asyncio.create_task(attacked.plan(Group("attacker"), parcel))
+        await until(lambda: busy(attacked))
+        spinning = last_used(attacked)
+        with pytest.raises(LimitExceeded, match=r"processor time than the limit of 1 s \(--max-decode-s\)"):
+            await plan
+    await until(lambda: not psutil.pid_exists(spinning))
+    assert (await pixels(attacked, SMALL, "attacker"))[1].any()
+
+
+async def test_a_decoder_ends_after_an_item_that_exceeds_a_limit(attacked: Decoders) -> None:
+    kept, _ = await pixels(attacked, SMALL, "victim")
+    with pytest.raises(MediaError):
+        await pixels(attacked, Media("image", PNG[:60]), "victim")
+    assert (await pixels(attacked, SMALL, "victim"))[0] == kept, "a damaged file ends no decoder"
+    with pytest.raises(LimitExceeded, match="the limit is 20000"):
+        await pixels(attacked, Media("image", encoded(photograph("chelsea.png", (160, 130)), "PNG")), "victim")
+    assert (await pixels(attacked, SMALL, "victim"))[0] != kept
+    await until(lambda: not psutil.pid_exists(kept))
+
+
+@pytest.mark.parametrize("different", [{"owner": b"another key"}, {"cache_salt": "another salt"}])
+def test_the_domain_of_a_request_is_its_key_and_its_salt(
+    random_checkpoint: Path, tmp_path: Path, different: dict[str, object]
+) -> None:
+    items = [{"image": PNG}, {"text": "What is it?"}]
+    options = PromptOptions(owner=b"key", cache_salt="salt")
+    with Tokenizer.from_pretrained(random_checkpoint, decoders=1) as tokenizer:
+        pool = tokenizer.prompts.stage.decoders
+        assert isinstance(pool, Decoders)
+
+        def decoder(options: PromptOptions) -> int:
+            tokenizer.answer(request_of_items(items, path_file=str(tmp_path / "shm_name.txt"), options=options))
+            return last_used(pool)
+
+        first = decoder(options)
+        assert decoder(options) == first
+        assert decoder(PromptOptions(**{"owner": b"key", "cache_salt": "salt"} | different)) != first
