@@ -150,3 +150,14 @@ def test_requests_whose_decoders_are_killed_are_answered(limited: RunningService
     wait_until(lambda: len(decoders(limited)) == len(before))
     assert not set(before) & set(decoders(limited))
     assert tokenizer(limited).pid == pid
+
+
+def test_clients_with_different_keys_or_salts_have_decoders_of_their_own(limited: RunningService) -> None:
+    body = with_bytes("image", encoded(photograph(size=(200, 150)), "PNG"))
+    assert answer(limited, body).status_code == 200
+    before = len(decoders(limited))
+    for key, salt in (("one", ""), ("two", ""), ("two", "pepper"), ("two", "")):
+        headers = {"Authorization": f"Bearer {key}"}
+        sent = httpx2.post(limited.url + CHAT, json=body | {"cache_salt": salt or None}, headers=headers, timeout=300)
+        assert sent.status_code == 200, sent.text
+    wait_until(lambda: len(decoders(limited)) in (before + 2, before + 3))
