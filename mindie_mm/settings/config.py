@@ -163,7 +163,7 @@ class MediaCaps:
     """Maximum CPU time for decoding one media item, rounded up to whole seconds. If an item needs more, only its
     request fails."""
     isolate_requests: bool = False
-    """Decode each request in decoder processes of its own, which takes 32 ms more processor time per request. Off:
+    """Decode each request in decoder processes of its own, which takes 36 ms more processor time per request. Off:
     requests with the same API key and the same `cache_salt` share decoder processes."""
     rgba_background_color: Colour = (255, 255, 255)
     """Background color of transparent images and videos: red, green and blue, each from 0 to 255."""
