@@ -7,7 +7,6 @@ tokenizer process exits, and the decoders exit when the nursery exits.
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import logging
 import os
@@ -107,7 +106,6 @@ class Nursery:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            faulthandler.disable()  # a signal handler could not be removed after `lock_in`, and would run forever
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:  # the nursery died before PR_SET_PDEATHSIG took effect
                 os._exit(1)
