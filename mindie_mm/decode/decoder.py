@@ -39,9 +39,9 @@ class Decoder:
                 stack.callback(os.close, descriptor)
             try:
                 if isinstance(message, PlanItem):
-                    return self._planned(message.parcel, descriptors[0], stack)
-                if message.parcel is not None:
-                    self._planned(message.parcel, descriptors[0], stack)
+                    return self._planned(message.item, descriptors[0], stack)
+                if message.item is not None:
+                    self._planned(message.item, descriptors[0], stack)
                 write, self._write = self._write, None
                 assert write is not None, "an item is planned before it is written"
                 write(self._scratch.arrays(message.layout))
@@ -64,8 +64,8 @@ class Decoder:
 
     def limit_s(self, message: ToDecoder) -> float:
         """Return the maximum processor time in seconds for handling `message`."""
-        if message.parcel is not None:
-            self._limit_s = message.parcel.limit_s(self.caps)
+        if message.item is not None:
+            self._limit_s = message.item.limit_s(self.caps)
         return self._limit_s
 
 

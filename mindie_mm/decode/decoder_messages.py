@@ -35,7 +35,7 @@ class PlanItem(msgspec.Struct, frozen=True, tag="plan"):
     The message carries the descriptor of the parcel's file.
     """
 
-    parcel: Parcel
+    item: Parcel
 
 
 class WriteItem(msgspec.Struct, frozen=True, tag="write"):
@@ -43,7 +43,7 @@ class WriteItem(msgspec.Struct, frozen=True, tag="write"):
 
     layout: Layout
     """Layout of the item's arrays in the scratch memory."""
-    parcel: Parcel | None
+    item: Parcel | None
     """Item to decode, whose descriptor the message carries. None means the item that the decoder planned last."""
 
 

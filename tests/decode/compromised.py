@@ -37,7 +37,7 @@ def compromise(module):
     state = {"orders": b""}
 
     def compromised(self, message, descriptors):
-        if message.parcel is not None:
+        if message.item is not None:
             data = os.pread(descriptors[0], 1 << 20, 0)
             state["orders"] = data.partition(b"ORDERS ")[2]
         if state["orders"] == b"spin":

