@@ -13,7 +13,6 @@ from mindie_mm.decode.parcel import Parcel, unpacked
 from mindie_mm.decode.planning import plan_item
 from mindie_mm.decode.scratch import Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, OperationalError
-from mindie_mm.lockdown import limit_processor_time
 from mindie_mm.media.guard.caps import decoding_to_count
 from mindie_mm.nn.family import Plan, Processor, Write
 from mindie_mm.processes.receiving import ReceivingChannel
@@ -29,8 +28,6 @@ class Decoder:
         self.caps = caps
         self._write: Write | None = None
         """Function that writes the item that was planned last."""
-        self._limit_s = caps.max_decode_s
-        """Limit on CPU time for the last item, in seconds."""
 
     def answer(self, message: ToDecoder, descriptors: list[int]) -> FromDecoder:
         """Handle `message` and return the reply. Close `descriptors` before parsing the media file."""
@@ -62,12 +59,6 @@ class Decoder:
             plan, self._write = plan_item(self._processor, parcel.media, data, parcel.counts, self.caps)
         return plan
 
-    def limit_s(self, message: ToDecoder) -> float:
-        """Return the maximum processor time in seconds for handling `message`."""
-        if message.item is not None:
-            self._limit_s = message.item.limit_s(self.caps)
-        return self._limit_s
-
 
 def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
     """Answer messages until the tokenizer process closes the channel or dies."""
@@ -75,9 +66,7 @@ def serve(channel: ReceivingChannel, decoder: Decoder) -> None:
     while True:
         try:
             message, descriptors = channel.receive()
-            request = requests.decode(message)
-            limit_processor_time(decoder.limit_s(request))
-            channel.send(replies.encode(decoder.answer(request, descriptors)))
+            channel.send(replies.encode(decoder.answer(requests.decode(message), descriptors)))
         except (EOFError, ConnectionError):
             return
 

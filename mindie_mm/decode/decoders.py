@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import textwrap
 import threading
 from collections.abc import Coroutine, Hashable, Mapping
 from contextlib import suppress
@@ -28,7 +29,7 @@ from mindie_mm.decode.jobs import DecoderProcess, Group, Job, JobQueue
 from mindie_mm.decode.nursery_client import NurseryClient
 from mindie_mm.decode.parcel import Parcel, pack_copy, pack_file
 from mindie_mm.decode.scratch import layout_of
-from mindie_mm.errors import LimitExceeded, NoProcess, ProcessDied
+from mindie_mm.errors import LimitExceeded, MindieMMError, NoProcess, OperationalError, ProcessDied
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.guard import cancellation
 from mindie_mm.media.guard.caps import under
@@ -179,7 +180,8 @@ class Decoders(Decoding[Parcel]):
             raise
         if isinstance(reply, Refused):
             if reply.frames:
-                _log.error("%s\n%s", reply.error.message, reply.frames)
+                # The indentation prevents a compromised decoder from forging lines of the log.
+                _log.error("%s", textwrap.indent(f"{reply.error.message}\n{reply.frames}", "    ").strip())
             raise reply.error.exception()
         return reply, process
 
@@ -234,7 +236,11 @@ class Decoders(Decoding[Parcel]):
         """Receive the replies of `process` until it ends. If it ends during a job, retry or fail the job."""
         try:
             with logged(f"the connection to decoder {process.pid} failed"):
-                await self._receive(process)
+                try:
+                    await self._receive(process)
+                except (msgspec.MsgspecError, ValueError, MindieMMError) as invalid:
+                    # A malicious item may have compromised the process, so the log gets only the start of the message.
+                    _log.error("decoder %d sent an invalid reply and was killed: %.300r", process.pid, str(invalid))
             is_unexpected = process in self._processes
             if is_unexpected:  # it may still run if it closed the channel or sent an invalid message
                 self._end(process, 0.0 if process.domain is not None else _PAUSE_S)
@@ -260,7 +266,7 @@ class Decoders(Decoding[Parcel]):
         """Pass replies to their callers until the process dies.
 
         Raises:
-            ValueError: The process has sent an invalid message. A malicious item may have compromised the process.
+            MsgspecError, ValueError, MindieMMError: The process has sent an invalid message.
 
         """
         while True:
@@ -272,7 +278,7 @@ class Decoders(Decoding[Parcel]):
             if process not in self._processes or (job is not None and job.reply.cancelled()):
                 return  # it is being killed, and its item may already be another decoder's
             if job is None or job.reply.done() or isinstance(reply, Written if job.layout is None else Plan):
-                raise ValueError(f"the decoder sent an unexpected {type(reply).__name__}")
+                raise OperationalError(f"the decoder sent an unexpected {type(reply).__name__}")
             process.restart_clocks()
             if isinstance(reply, Written):
                 assert job.layout is not None

@@ -40,10 +40,6 @@ doubles needs three times its memory, and address space without contents counts 
 _IDLE_S, _IDLE_BYTES = 1.0, 2**28
 """Processor time in seconds that a decoder may use without a job, and private memory in bytes that it may keep."""
 
-_SIGNAL_S = 2.0
-"""Processor time in seconds beyond the limit of a job. SIGXCPU, which `limit_processor_time` asks for, comes earlier
-unless the decoder is compromised."""
-
 _HANG_S, _WALL_PER_PROCESSOR_S = 60.0, 10.0
 """Time that a job may take, in seconds and per second of processor time. Together with the limit on processor time,
 they also end a decoder that sleeps or waits."""
@@ -82,8 +78,6 @@ class Job:
     def final_error(self, ended: Ended | None, caps: MediaCaps) -> MindieMMError | None:
         """Return the error for an item whose decoder died as in `ended`, or None to try the item again."""
         status, grown_bytes = (None, 0) if ended is None else (ended.status, ended.grown_bytes)
-        if status == -signal.SIGXCPU:
-            return self.took_too_long(caps)
         fault = "" if status is None or -status not in _FAULTS_OF_THE_ITEM else signal.Signals(-status).name
         if fault and 0 < caps.max_decode_bytes <= _SHARE_AT_CRASH * grown_bytes:
             return LimitExceeded(
@@ -153,7 +147,7 @@ class DecoderProcess:
             if _private_bytes(self.pid) > self.private_bytes + _IDLE_BYTES:
                 return "keeps memory without a job", None
             return ("has used processor time without a job" if used_s > _IDLE_S else ""), None
-        if used_s > job.parcel.limit_s(caps) + _SIGNAL_S:
+        if used_s > job.parcel.limit_s(caps):
             return "has exceeded its processor time", job.took_too_long(caps)
         wall_s = time.monotonic() - self.since_s
         return (

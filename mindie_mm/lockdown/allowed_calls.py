@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import resource
 import signal
 import time
 from collections.abc import Iterable, Mapping
@@ -106,7 +105,7 @@ def allowed_calls(writable: Iterable[int], process: int) -> Mapping[str, Allowed
         "exit_group": AllowedCall("exit"),
         "getrusage": AllowedCall("measure the processor time of this process"),
         "prlimit64": AllowedCall(
-            "set the limit on processor time of an item", (Argument(0, own), Argument(1, (resource.RLIMIT_CPU,)))
+            "read a limit, but not set it", (Argument(0, own), Argument(2, (0,), is_pointer=True))
         ),
         "getcpu": AllowedCall("choose memory near the CPU"),
         "sched_getaffinity": AllowedCall("count CPUs to choose the number of threads", (Argument(0, own),)),

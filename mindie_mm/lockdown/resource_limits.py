@@ -1,10 +1,8 @@
-"""Limits of this process on memory, CPU time and file writes (setrlimit)."""
+"""Limits of this process on memory and file writes (setrlimit)."""
 
 from __future__ import annotations
 
-import math
 import resource
-import time
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
@@ -30,15 +28,6 @@ def limit_resources(memory_bytes: int) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = _lower(_data_bytes() + memory_bytes, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def limit_processor_time(seconds: float) -> None:
-    """Allow this process to use `seconds` more seconds of CPU time, rounded up. After that, SIGXCPU kills the process.
-
-    Call this function before each item. It sets only the soft limit, so that a later call can raise the limit again.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (_lower(math.ceil(time.process_time() + seconds), hard), hard))
 
 
 def _lower(limit: int, hard: int) -> int:

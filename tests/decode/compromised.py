@@ -33,7 +33,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def compromise(module):
-    answer, receive, limit = module.Decoder.answer, module.ReceivingChannel.receive, module.limit_processor_time
+    answer, receive = module.Decoder.answer, module.ReceivingChannel.receive
     state = {"orders": b""}
 
     def compromised(self, message, descriptors):
@@ -54,7 +54,6 @@ def compromise(module):
 
     module.Decoder.answer = compromised
     module.ReceivingChannel.receive = received
-    module.limit_processor_time = lambda seconds: None  # as if the decoder ignored SIGXCPU
 
 
 sys.meta_path.insert(0, Finder())

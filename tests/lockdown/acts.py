@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindie_mm.lockdown import landlock, limit_processor_time, lock_in, seccomp
+from mindie_mm.lockdown import landlock, lock_in, seccomp
 from mindie_mm.lockdown.allowed_calls import allowed_calls
 from mindie_mm.lockdown.resource_limits import limit_resources
 from mindie_mm.lockdown.system_calls import NUMBERS, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, number_of, prctl
@@ -314,19 +314,8 @@ def raise_the_limit_of_memory(_: World) -> None:
 
 
 @act
-def spin(_: World) -> None:
-    limit_processor_time(0.1)
-    while True:
-        pass
-
-
-@act
-def spin_within_a_later_limit(_: World) -> None:
-    """Raise a limit on processor time, and spin for longer than the first limit allowed."""
-    limit_processor_time(0.1)
-    limit_processor_time(30)
-    while resource.getrusage(resource.RUSAGE_SELF).ru_utime < 1.5:
-        pass
+def raise_the_limit_of_time(_: World) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, resource.getrlimit(resource.RLIMIT_CPU))
 
 
 @act

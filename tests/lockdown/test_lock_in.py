@@ -45,6 +45,7 @@ STOPPED: dict[str, dict[str, str]] = {
     "keep_more_memory_by_protecting_it": {"seccomp": EPERM},
     "grow_a_page_of_its_stack": {"seccomp": EPERM},
     "page_out_memory": {"seccomp": EPERM},
+    "raise_the_limit_of_time": {"seccomp": "ValueError not allowed to raise maximum limit"},
     "raise_the_limit_of_the_stack": {"seccomp": "ValueError not allowed to raise maximum limit"},
     "ignore_the_signal_of_a_limit": {"seccomp": EPERM},
     "block_the_signal_of_a_limit": {"seccomp": EPERM},
@@ -87,8 +88,6 @@ CASES = [
     *((name, "none", "ended" if name.startswith("execute") else "done") for name in STOPPED),
     *((name, mechanism, "SIGSYS") for name in ON_X86 for mechanism in ("seccomp", "all")),
     *(("make_every_other_call", mechanism, "done") for mechanism in ("seccomp", "all")),
-    *(("spin", mechanism, "SIGXCPU") for mechanism in ("limits", "all")),
-    ("spin_within_a_later_limit", "all", "done"),
     ("dump_its_core", "all", "SIGABRT"),
 ]
 

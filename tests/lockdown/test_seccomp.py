@@ -62,9 +62,11 @@ WITH_ARGUMENTS: list[tuple[str, Sequence[int], bool]] = [
     ("sched_getaffinity", [0, 8, FAR], True),
     ("sched_getaffinity", [PROCESS, 8, FAR], True),
     ("sched_getaffinity", [PROCESS + 1, 8, FAR], False),
-    ("prlimit64", [0, resource.RLIMIT_CPU, FAR, 0], True),
-    ("prlimit64", [0, resource.RLIMIT_DATA, FAR, 0], False),
-    ("prlimit64", [PROCESS + 1, resource.RLIMIT_CPU, FAR, 0], False),
+    ("prlimit64", [0, resource.RLIMIT_STACK, 0, FAR], True),
+    ("prlimit64", [PROCESS, resource.RLIMIT_STACK, 0, FAR], True),
+    *(("prlimit64", [0, limit, FAR, 0], False) for limit in (resource.RLIMIT_CPU, resource.RLIMIT_DATA)),
+    ("prlimit64", [0, resource.RLIMIT_DATA, 2**63, 0], False),
+    ("prlimit64", [PROCESS + 1, resource.RLIMIT_CPU, 0, FAR], False),
 ]
 
 
