@@ -232,10 +232,11 @@ class Scheduler(BaseScheduler):
         self._blocks.free(request)
 
     def _preempt(self, request: Request) -> None:
-        """Move a request to the head of the queue. Keys and values of its tokens are computed again later."""
+        """Put a request back into the queue, at its turn. Keys and values of its tokens are computed again later."""
         self._free(request)
         request.num_computed = 0
-        self.waiting.appendleft(request)
+        at = sum(_turn(other) < _turn(request) for other in self.waiting)
+        self.waiting.insert(at, request)
         self.preemptions += 1
 
 

@@ -23,8 +23,10 @@ _LAST_WORDS_S = 1.0
 
 _PIECE_BYTES = 2**16
 """Maximum number of bytes to send at a time. A connection buffers this many bytes even if the client does not read."""
+
 SendEvent = Callable[[Mapping[str, object]], None]
-"""Sends an event."""
+"""Function that sends an event."""
+
 DONE = "[DONE]"
 """Data of the last event in OpenAI's streams. It is not JSON."""
 

@@ -42,12 +42,12 @@ def chat_call(
         InputError: The tool calls cannot be enforced.
 
     """
-    service, written = call.service, call.service.chat_dialect
-    parser = written.parser if written.reads_calls(use) else None
+    service, dialect = call.service, call.service.chat_dialect
+    parser = dialect.parser if dialect.reads_calls(use) else None
     tools = use.tools(close=service.config.json_additional_properties == "close")
-    shown = written.shown_tokens(parser, written.reasoning)
+    shown = dialect.shown_tokens(parser, dialect.reasoning)
     rules = MessageRules(
-        written.reasoning,
+        dialect.reasoning,
         shows_reasoning=include_reasoning,
         separates_reasoning=separate_reasoning,
         streams_reasoning=stream_reasoning,
@@ -60,12 +60,12 @@ def chat_call(
     )
     call = replace(call, message=rules, reasoning_tokens=reasoning_tokens)
     if shown:
-        without_text = written.special if call.params.skip_special_tokens else frozenset[int]()
-        call = replace(call, silent=without_text.difference(written.added_tokens[token] for token in shown))
+        without_text = dialect.special if call.params.skip_special_tokens else frozenset[int]()
+        call = replace(call, silent=without_text.difference(dialect.added_tokens[token] for token in shown))
     if parser is not None:
         call = replace(call, stop_scope=StopScope(openings=parser.openings, starts=parser.starts))
         with blaming(use.field):
-            wanted = _wanted(call.params.structured_outputs, use, tools, written)
+            wanted = _wanted(call.params.structured_outputs, use, tools, dialect)
         if wanted != call.params.structured_outputs:
             call = _kept_to(call, wanted, use.field)
     return call
@@ -114,7 +114,7 @@ def _kept_to(call: Call, wanted: StructuredOutputs | None, field: str) -> Call:
 
 
 def _wanted(
-    given: StructuredOutputs | None, use: ToolUse, tools: Sequence[Tool], written: ChatDialect
+    given: StructuredOutputs | None, use: ToolUse, tools: Sequence[Tool], dialect: ChatDialect
 ) -> StructuredOutputs | None:
     """Return the structured output for an answer that may contain tool calls.
 
@@ -123,19 +123,19 @@ def _wanted(
     calls or a JSON value that fits the schema.
     """
     if use.mode == "required":
-        return StructuredOutputs(grammar=_grammar(use, tools, written))
+        return StructuredOutputs(grammar=_grammar(use, tools, dialect))
     schema = _schema(given)
     if given is not None and schema is None:
         return given
     if schema is not None:
-        called = re.sub(r"^start: ", "called: ", _grammar(use, tools, written), flags=re.MULTILINE)
+        called = re.sub(r"^start: ", "called: ", _grammar(use, tools, dialect), flags=re.MULTILINE)
         return StructuredOutputs(grammar=f"{called}start: called | content\ncontent: {json_value(schema)}\n")
-    if use.is_strict and any(opening in written.added_tokens for opening in written.parser.openings):
-        return StructuredOutputs(grammar=_grammar(use, tools, written, with_text=True))
+    if use.is_strict and any(opening in dialect.added_tokens for opening in dialect.parser.openings):
+        return StructuredOutputs(grammar=_grammar(use, tools, dialect, with_text=True))
     return None
 
 
-def _grammar(use: ToolUse, tools: Sequence[Tool], written: ChatDialect, *, with_text: bool = False) -> str:
+def _grammar(use: ToolUse, tools: Sequence[Tool], dialect: ChatDialect, *, with_text: bool = False) -> str:
     names = use.callable_names
     for tool in tools:
         if tool.name in names and (kind := tool.schema["type"]) != "object":
@@ -143,8 +143,8 @@ def _grammar(use: ToolUse, tools: Sequence[Tool], written: ChatDialect, *, with_
                 f"the parameters of the tool {tool.name!r} are of type {kind!r}; they must be of type object"
             )
     try:
-        grammar = written.parser.grammar(
-            tools, parallel=use.parallel, one_of=names, added_tokens=written.added_tokens, with_text=with_text
+        grammar = dialect.parser.grammar(
+            tools, parallel=use.parallel, one_of=names, added_tokens=dialect.added_tokens, with_text=with_text
         )
     except RecursionError as error:
         raise InputError("the parameters of a tool are nested too deeply") from error
@@ -171,18 +171,18 @@ def _schema(given: StructuredOutputs | None) -> dict[str, Any] | None:
     return schema if isinstance(schema, dict) else None
 
 
-def _anything(written: ChatDialect, opening: str | None) -> StructuredOutputs:
+def _anything(dialect: ChatDialect, opening: str | None) -> StructuredOutputs:
     """Return a structured output that allows any text. Added tokens in `opening`, which starts reasoning, are excluded.
 
     Raises:
         InputError: `opening` contains no added token, so ordinary text could start the reasoning.
 
     """
-    excluded = [token for token in written.added_tokens if opening and token and token in opening]
+    excluded = [token for token in dialect.added_tokens if opening and token and token in opening]
     if opening and not excluded:
         raise InputError(
             f"the reasoning cannot be limited, because the vocabulary has no token {opening.strip()}, which starts it"
         )
-    ids = ",".join(str(index) for token, index in written.added_tokens.items() if token not in excluded)
+    ids = ",".join(str(index) for token, index in dialect.added_tokens.items() if token not in excluded)
     lines = ["start: other{0,} TEXT", f"other: TEXT <[{ids}]>", "TEXT: /(?s:.*)/"] if ids else ["start: /(?s:.*)/"]
     return StructuredOutputs(grammar="\n".join(lines))

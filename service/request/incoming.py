@@ -35,7 +35,7 @@ class Responder(ABC):
 
     @abstractmethod
     async def stream(self, send: SendEvent) -> None:
-        """SendEvent the events of a streamed answer."""
+        """Send the events of a streamed answer."""
 
 
 @dataclass(frozen=True, slots=True)

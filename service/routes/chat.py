@@ -110,7 +110,7 @@ class _Chat(Responder):
         }
 
     async def stream(self, send: SendEvent) -> None:
-        """SendEvent the chunks of the answer.
+        """Send the chunks of the answer.
 
         The first chunk of a choice has the role, and the following chunks have the text. The last chunk of the answer
         has the usage and the timings, if the request asks for them.

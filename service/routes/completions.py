@@ -126,7 +126,7 @@ class _Completion(Responder):
         }
 
     async def stream(self, send: SendEvent) -> None:
-        """SendEvent the chunks of the answer. The last chunk has the usage and the timings, if they are requested."""
+        """Send the chunks of the answer. The last chunk has the usage and the timings, if they are requested."""
         async with self.sources() as sources:
             prompts, echoes = [source.prompt for source in sources], self._echoes(sources)
             choices = [Choice(index=index) for index in range(len(prompts) * self.call.n)]

@@ -173,7 +173,7 @@ class _Generate(Responder):
         return answer
 
     async def stream(self, send: SendEvent) -> None:
-        """SendEvent one event per delta. The last event has the whole text."""
+        """Send one event per delta. The last event has the whole text."""
         choice = Answer()
         async with self.prompts() as (source,):
 

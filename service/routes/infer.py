@@ -238,7 +238,7 @@ class _Infer(Responder):
         return answer
 
     async def stream(self, send: SendEvent) -> None:
-        """SendEvent one event per delta, with times in milliseconds. The last event has the whole text."""
+        """Send one event per delta, with times in milliseconds. The last event has the whole text."""
         last = time.perf_counter()
         choice = Answer()
 

@@ -43,7 +43,7 @@ def test_blocks_without_a_key_are_reused_first_and_then_the_least_recently_freed
     assert taken.kv_blocks == [4, 5, 3, 2]
 
 
-def test_cached_blocks_that_a_sequence_will_share_do_not_count_as_free():
+def test_cached_blocks_that_a_request_will_share_do_not_count_as_free():
     pool = BlockPool(3, 4)
     first, second = request(), request()
     pool.grow(first, 8)
@@ -69,7 +69,7 @@ def test_a_key_stays_with_the_first_block_that_has_it():
     assert pool.find([key(7)]) == first.kv_blocks
 
 
-def test_sequences_have_consecutive_blocks_when_all_free_blocks_have_keys():
+def test_requests_have_consecutive_blocks_when_all_free_blocks_have_keys():
     pool, keys = BlockPool(64, 4), itertools.count()
     num_jumps = 0
     for _ in range(40):

@@ -122,7 +122,7 @@ def test_outputs_equal_those_without_prefix_caching(settings, model, prompts):
         assert engine.stats.preemptions > 0
 
 
-def test_a_preempted_sequence_finds_its_own_blocks_again(model):
+def test_a_preempted_request_finds_its_own_blocks_again(model):
     """The cache has room for one and a half sequences. The second is preempted, and some of its blocks stay cached."""
     config = EngineConfig(kv_block_size=4, kv_cache_bytes=30 * 4 * model.spec.kv_token_bytes)
     prompts = [torch.arange(10, 50), torch.arange(100, 150)]

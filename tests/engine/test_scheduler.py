@@ -81,7 +81,7 @@ def step(sched: BaseScheduler) -> list[tuple[str, int, int]]:
     return [(scheduled.request.request_id, scheduled.start, scheduled.stop) for scheduled in found]
 
 
-def test_a_step_fills_the_token_budget_and_running_sequences_come_first():
+def test_a_step_fills_the_token_budget_and_running_requests_come_first():
     sched = scheduler(request("a", 10), request("b", 3), request("c", 2), max_num_batched_tokens=6)
     assert step(sched) == [("a", 0, 6)]
     assert step(sched) == [("a", 6, 10), ("b", 0, 2)]
@@ -104,7 +104,7 @@ def test_a_long_prompt_does_not_delay_an_answer_that_began_after_it(prompt):
     assert step(sched) == [("b", 5, 6), ("long", 69, 108)]
 
 
-def test_a_more_urgent_sequence_overtakes_waiting_sequences():
+def test_a_more_urgent_request_overtakes_waiting_requests():
     """Requests with lower priority numbers come first. Requests with equal numbers keep their order."""
     ranked = [request(f"{priority}{name}", 4, priority=priority) for priority, name in ((1, "a"), (0, "b"), (1, "c"))]
     sched = scheduler(*ranked, request("-1d", 4, priority=-1), max_num_seqs=2)
@@ -112,7 +112,7 @@ def test_a_more_urgent_sequence_overtakes_waiting_sequences():
     assert step(sched) == [("-1d", 0, 4), ("0b", 0, 4)]
 
 
-def test_a_less_urgent_sequence_is_preempted_although_it_came_first():
+def test_a_less_urgent_request_is_preempted_although_it_came_first():
     first, urgent = request("first", 4), request("urgent", 4, priority=-1)
     sched = scheduler(first, blocks=4)
     step(sched)
@@ -139,7 +139,7 @@ def test_coming_media_are_listed_in_the_order_of_need():
     assert not [*sched.coming()]
 
 
-def test_a_sequence_preempted_for_a_prompt_gets_no_token_in_that_step():
+def test_a_request_preempted_for_a_prompt_gets_no_token_in_that_step():
     first, second = request("a", 12, joined=((4, 12),)), request("b", 3)
     sched = scheduler(first, second, blocks=3, max_num_batched_tokens=9)
     assert step(sched) == [("a", 0, 4), ("b", 0, 3)]
@@ -150,7 +150,7 @@ def test_a_sequence_preempted_for_a_prompt_gets_no_token_in_that_step():
     assert step(sched) == [("b", 0, 4)]
 
 
-def test_at_most_max_num_seqs_sequences_run():
+def test_at_most_max_num_seqs_requests_run():
     first, *others = (request(name, 2) for name in "abc")
     sched = scheduler(first, *others, max_num_seqs=2)
     assert [name for name, _, _ in step(sched)] == ["a", "b"]
@@ -164,7 +164,7 @@ def test_at_most_max_num_seqs_sequences_run():
     assert sched.schedule() == []
 
 
-def test_a_waiting_sequence_can_be_removed():
+def test_a_waiting_request_can_be_removed():
     runs, waits = request("a", 2), request("b", 2)
     sched = scheduler(runs, waits, max_num_seqs=1)
     step(sched)
@@ -232,7 +232,7 @@ def test_media_may_overlap():
         assert one.items_in(start, start + 1) == [item for item in items if item.start <= start < item.stop]
 
 
-def test_the_newest_sequence_is_preempted_and_resumed_first():
+def test_the_newest_request_is_preempted_and_resumed_first():
     first, second = request("a", 6), request("b", 6)
     sched = scheduler(first, second, request("c", 1), blocks=4)
     assert step(sched) == [("a", 0, 6), ("b", 0, 6)], "no block is left for the third request"
@@ -247,7 +247,24 @@ def test_the_newest_sequence_is_preempted_and_resumed_first():
     assert step(sched) == [("b", 0, 9), ("c", 0, 1)]
 
 
-def test_no_sequence_is_admitted_in_a_step_with_a_preemption():
+@pytest.mark.parametrize(
+    ("priorities", "asked_s"), [((1, -1, 0), 20.0), ((0, 0, 0), 5.0)], ids=["more urgent", "asked for earlier"]
+)
+def test_a_preempted_request_waits_behind_requests_whose_turn_is_earlier(priorities, asked_s):
+    """A request may be added while others run, although it was asked for earlier: its first engine may have died."""
+    first, second = (request(name, 4, priority=priority) for name, priority in zip("ac", priorities[::2], strict=True))
+    first.asked_s, second.asked_s = 10.0, 1.0
+    sched = scheduler(second, first, blocks=4)
+    step(sched)
+    late = request("b", 8, priority=priorities[1])
+    late.asked_s = asked_s
+    sched.add(late)
+    while not sched.preemptions:
+        step(sched)
+    assert [one.request_id for one in sched.waiting] == ["b", "a"]
+
+
+def test_no_request_is_admitted_in_a_step_with_a_preemption():
     """The last free block stays unused. A first chunk would fit, but would soon be preempted and computed again."""
     sched = scheduler(request("a", 5), request("b", 6), blocks=4, max_num_batched_tokens=5)
     assert [step(sched) for _ in range(2)] == [[("a", 0, 5)], [("a", 5, 6), ("b", 0, 4)]]
@@ -256,7 +273,7 @@ def test_no_sequence_is_admitted_in_a_step_with_a_preemption():
     assert sched.preemptions == 1
 
 
-def test_a_sequence_alone_that_needs_more_blocks_is_preempted():
+def test_a_request_alone_that_needs_more_blocks_is_preempted():
     sched = scheduler(request("a", 4), blocks=1)
     assert step(sched) == [("a", 0, 4)]
     assert step(sched) == []
@@ -285,7 +302,7 @@ def test_a_prompt_waits_for_blocks_of_the_same_step_if_they_save_half():
     assert step(sched) == [("a", 0, 9), ("b", 0, 9)], "a request that shares no blocks does not wait"
 
 
-def test_a_preempted_sequence_finds_its_remaining_blocks():
+def test_a_preempted_request_finds_its_remaining_blocks():
     first, second = request("a", 6), request("b", 9, shared=True)
     sched = scheduler(first, second, blocks=5)
     assert step(sched) == [("a", 0, 6), ("b", 0, 9)]

@@ -262,12 +262,8 @@ def works(operator: str, device: torch.device, dtype: torch.dtype, *shape: int) 
         DeviceError: The device no longer computes after the trial.
 
     """
-    torch.accelerator.synchronize(device)  # earlier failures must not count against this operator
-    npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
-    past_queue = npu.SyncLaunchStream(device)  # bypass torch_npu's queue, which stops after a failure
     try:
-        with npu.stream(past_queue):
-            difference = _difference(operator, device, dtype, *shape)
+        difference = _difference(operator, device, dtype, *shape)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError, NotImplementedError) as error:
@@ -299,7 +295,10 @@ def _difference(
             times.append(time.perf_counter() - start)
         return out
 
-    result, expected = trial(function if times is None else timed, device, dtype, *shape)
+    torch.accelerator.synchronize(device)  # earlier failures must not count against this operator
+    npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
+    with npu.stream(npu.SyncLaunchStream(device)):  # bypasses torch_npu's queue, which stops after a failure
+        result, expected = trial(function if times is None else timed, device, dtype, *shape)
     torch.accelerator.synchronize(device)
     return float((result.float().cpu() - expected).abs().max())
 
