@@ -48,8 +48,7 @@ _WATCH_S = 1.0
 """Time in seconds between two looks at the processor time and the wall time of all decoders."""
 
 _KEPT_DECODERS = 8
-"""Number of decoders that are kept for the next items of their domains, unless more work at the same time. An idle
-decoder has 30 MB of memory, while a new one takes more processor time than most images."""
+"""Number of decoders that are kept for their domains, unless more work at the same time. An idle one takes 30 MB."""
 
 _PAUSE_S = 0.5
 """Time in seconds before a decoder is forked if the last one could not be forked, or died before it had a job."""
