@@ -141,7 +141,8 @@ class Rig:
     def whole(self) -> dict[str, list[psutil.Process]]:
         """Wait until all processes run and /health returns 200, and return the processes by role."""
         url = f"{self.service.url}/health"
-        number = 4 + self.num_engines + NUM_DECODERS  # api, fork server, tokenizer, nursery, engines and decoders
+        # api, fork server, tokenizer, nursery, engines, decoders and a spare decoder
+        number = 5 + self.num_engines + NUM_DECODERS
 
         def well() -> bool:
             health = httpx2.get(url)
