@@ -11,6 +11,9 @@ HAS_CPU_INDEX = ! nvidia-smi >/dev/null 2>&1 \
 # Tests start hundreds of processes: where the environment forbids to keep bytecode, each would compile the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
+# One test process more than there are cores, because tests wait a third of their time for processes that they start.
+WORKERS := $(shell expr $$(nproc) + 1)
+
 .PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies
 
 install: .venv/installed
@@ -67,12 +70,12 @@ demo: install
 
 # build/tests.xml has the duration of each test.
 test: install browser proxies
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --junit-xml=build/tests.xml
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --junit-xml=build/tests.xml
 
 # With those that take longest: kills on a Ray cluster, schemathesis over the whole interface, restarts with their pauses, a slice
 # of the soak.
 test-all: install browser proxies
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ''
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m '' --junit-xml=build/tests.xml
 
 # Real clients of OpenAI's interface against the service, each with the packages that a folder of tests/clients pins.
 CLIENTS := build/clients
@@ -96,12 +99,12 @@ NPU := .venv-npu/bin/python -m tests.ascend
 NPU_SLICE := tests/ascend
 
 test-npu: .venv-npu/installed gcc
-	$(NPU) pytest --device npu -n auto --dist loadfile --no-loadscope-reorder $(NPU_SLICE)
+	$(NPU) pytest --device npu -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(NPU_SLICE)
 
 # The contract of every family, engine, service and faults, and which lines of the NPU's own code they came by.
 test-npu-all: .venv-npu/installed gcc
 	rm -rf build/coverage
-	$(NPU) coverage run -m pytest --device npu -n auto --dist loadfile --no-loadscope-reorder -m '' \
+	$(NPU) coverage run -m pytest --device npu -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m '' \
 	  tests/ascend tests/models tests/engine tests/service tests/faults
 	$(BIN)/coverage run -m pytest tests/cli/test_doctor_npu.py  # where there is no torch_npu to answer for itself
 	$(BIN)/coverage combine --quiet

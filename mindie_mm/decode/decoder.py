@@ -8,7 +8,15 @@ from contextlib import ExitStack, nullcontext
 
 import msgspec
 
-from mindie_mm.decode.decoder_messages import DecoderFailure, FromDecoder, PlanItem, Refused, ToDecoder, Written
+from mindie_mm.decode.decoder_messages import (
+    MAX_FRAMES,
+    DecoderFailure,
+    FromDecoder,
+    PlanItem,
+    Refused,
+    ToDecoder,
+    Written,
+)
 from mindie_mm.decode.parcel import Parcel, unpacked
 from mindie_mm.decode.planning import plan_item
 from mindie_mm.decode.scratch import Scratch
@@ -76,5 +84,5 @@ def _refused(error: Exception) -> Refused:
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
         limit = "decoding the request's media needs more memory than the limit allows (--max-decode-bytes)"
         return Refused(DecoderFailure.of(LimitExceeded(limit)))
-    frames = "".join(traceback.format_tb(error.__traceback__))
+    frames = "".join(traceback.format_tb(error.__traceback__))[-MAX_FRAMES:]
     return Refused(DecoderFailure.of(OperationalError(f"the decoder failed: {type(error).__name__}")), frames)

@@ -51,6 +51,10 @@ class Written(msgspec.Struct, frozen=True, tag="written"):
     """Decoder to tokenizer process: the arrays are in the scratch memory."""
 
 
+MAX_FRAMES = 10_000
+"""Maximum length of a traceback in characters, because a compromised decoder could fill the log."""
+
+
 class DecoderFailure(Failure, frozen=True, tag="failed"):
     """An error that a decoder may report. Other errors would cause retries, or would blame other processes."""
 
@@ -62,7 +66,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Decoder to tokenizer process: planning or decoding the item has failed."""
 
     error: DecoderFailure
-    frames: str = ""
+    frames: Annotated[str, msgspec.Meta(max_length=MAX_FRAMES)] = ""
     """Traceback of an unexpected exception, for the log. Empty for other errors."""
 
 

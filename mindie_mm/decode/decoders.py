@@ -59,7 +59,7 @@ class Decoders(Decoding[Parcel]):
 
     A decoder that has read items is kept for its domain until many other domains have had items later. A spare decoder
     is always ready for an item of a new domain. If a decoder dies while it works on an item, another decoder tries the
-    item once more. Canceling `plan` or `write` kills the item's decoder immediately.
+    item once more. Canceling `plan` or `write` kills the item's decoder.
     """
 
     def __init__(self, setup: DecoderSetup, max_item_bytes: int) -> None:
@@ -145,6 +145,10 @@ class Decoders(Decoding[Parcel]):
         try:
             num_bytes = sum(array.nbytes for array in arrays.values())
             await off_loop(num_bytes, lambda: process.scratch.move(job.written, arrays))
+        except BaseException:
+            if process in self._processes:  # its scratch memory may still contain the item
+                self._end(process)
+            raise
         finally:
             job.written = {}
             process.job = None
@@ -171,8 +175,8 @@ class Decoders(Decoding[Parcel]):
         if why := _CLOSED if self._closed else self._nursery.hopeless:
             raise NoProcess(why)
         self._queue.add(job)
-        self._hand_out()
         try:
+            self._hand_out()
             reply, process = await job.reply
         except asyncio.CancelledError:
             self._give_up(job)
@@ -302,14 +306,15 @@ class Decoders(Decoding[Parcel]):
         """End decoders that take too much time, with a job or without, until canceled."""
         while True:
             await asyncio.sleep(_WATCH_S)
-            for process in [*self._processes]:
-                why, error = process.overtime(self._caps)
-                if not why:
-                    continue
-                _log.error("decoder %d %s and was killed", process.pid, why)
-                if process.job is not None and error is not None:
-                    process.job.fail(error)
-                self._end(process)
+            with logged("the decoders cannot be watched"):
+                for process in [*self._processes]:
+                    why, error = process.overtime(self._caps)
+                    if not why:
+                        continue
+                    _log.error("decoder %d %s and was killed", process.pid, why)
+                    if process.job is not None and error is not None:
+                        process.job.fail(error)
+                    self._end(process)
 
     async def _fill(self) -> None:
         """Fork decoders until there are `number` and a spare one, again whenever one is missing, until canceled."""

@@ -144,7 +144,7 @@ class DecoderProcess:
         """Return why the decoder must be ended, or "", and the error for its job, or None to try the job again."""
         used_s, job = _processor_s(self.pid) - self.used_before_s, self.job
         if job is None or job.reply.done():
-            if _private_bytes(self.pid) > self.private_bytes + _IDLE_BYTES:
+            if self.planned is None and _private_bytes(self.pid) > self.private_bytes + _IDLE_BYTES:
                 return "keeps memory without a job", None
             return ("has used processor time without a job" if used_s > _IDLE_S else ""), None
         if used_s > job.parcel.limit_s(caps):

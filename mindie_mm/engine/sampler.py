@@ -144,15 +144,18 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     logits = logits / column("temperature")
     if any(_filters(request.params) for request in requests):
         top_k, top_p, min_p = column("top_k"), column("top_p"), column("min_p")
-        scores, order = logits.sort(dim=-1, descending=True)
+        scores = logits.sort(dim=-1, descending=True).values
         rank = torch.arange(scores.shape[-1], device=logits.device)
         scores = scores.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf)
         probabilities = scores.softmax(dim=-1)
         # A token is kept if the sum of the more likely tokens is below top_p.
         before = probabilities.cumsum(dim=-1) - probabilities
         dropped = (before >= top_p) & (top_p < 1) & (rank > 0)  # keep the likeliest token even if top_p underflows
-        dropped |= probabilities < min_p * probabilities[:, :1]
-        logits = torch.full_like(logits, -torch.inf).scatter(1, order, scores.masked_fill(dropped, -torch.inf))
+        dropped |= (probabilities < min_p * probabilities[:, :1]) | (scores == -torch.inf)
+        # Compare with the lowest score that is kept, because scattering the scores to the places of their ids is slow
+        # on NPUs. Equal scores are all kept, as in vLLM.
+        lowest = scores.masked_fill(dropped, torch.inf).amin(dim=-1, keepdim=True)
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
     probabilities = logits.softmax(dim=-1)
     uniform = upload(
         torch.stack([torch.rand(DRAWS_PER_TOKEN, generator=request.generator) for request in requests]),

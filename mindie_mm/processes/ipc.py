@@ -178,16 +178,19 @@ class Channel:
     def send_with(self, message: bytes, descriptors: Sequence[int]) -> None:
         """Send `message` together with open files. The peer receives the files with the 4-byte length of the message.
 
-        The peer must have read all earlier messages. If the peer is dead, the message is dropped.
+        If the peer is dead, or has not read earlier messages, the message is dropped, and `recv` raises EOFError.
         """
         if self._writer.is_closing():
             return
-        assert self._writer.transport.get_write_buffer_size() == 0, "the peer has not read earlier messages"
+        transport = self._writer.transport
         try:
-            socket.send_fds(self._sock, [_LENGTH.pack(len(message))], descriptors)
-        except ConnectionError:
-            return
-        self._writer.write(message)
+            if transport.get_write_buffer_size() == 0:
+                socket.send_fds(self._sock, [_LENGTH.pack(len(message))], descriptors)
+                self._writer.write(message)
+                return
+        except (ConnectionError, BlockingIOError):
+            pass
+        transport.abort()
 
     async def recv(self, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
         """Return the next message.

@@ -142,7 +142,7 @@ class MediaCaps:
     """Maximum number of pixels of a rendered page. A page that is larger at 144 dpi is rendered at a lower
     resolution."""
     max_pdf_page_s: Seconds = 10.0
-    """Maximum CPU time for rendering one page of a document, rounded up to whole seconds."""
+    """Maximum CPU time for rendering one page of a document."""
     max_video_pixels: Count = 2**25
     """Maximum number of pixels of one video frame."""
     max_video_frames: Count = 2**18
@@ -160,7 +160,7 @@ class MediaCaps:
     """Memory that a decoder process may allocate, in addition to its memory at startup. If a request needs more, only
     this request fails. 0 removes the limit."""
     max_decode_s: Seconds = 600.0
-    """Maximum CPU time for decoding one media item, rounded up to whole seconds. If an item needs more, only its
+    """Maximum CPU time for decoding one media item. If an item needs more, only its
     request fails."""
     isolate_requests: bool = False
     """Decode each request in decoder processes of its own, which takes 36 ms more processor time per request. Off:

@@ -131,7 +131,10 @@ class RequestMedia(Writer):
             await decoders.write(self._group, source, arrays)
             return b""
         num_bytes = sum(array.nbytes for array in arrays.values())
-        digest = await decoders.digest(item.plan.settings, source, self._salts[item])
+        plan = item.plan
+        # Otherwise, a compromised decoder could store arrays of another shape under the digest of an honest item.
+        settings = f"{plan.settings}, {plan.num_features} features, grid {plan.grid}, {plan.specs}"
+        digest = await decoders.digest(settings, source, self._salts[item])
         if digest in kept and await off_loop(num_bytes, lambda: kept.copy(digest, arrays)):
             return digest
         await decoders.write(self._group, source, arrays)

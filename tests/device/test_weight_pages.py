@@ -76,7 +76,7 @@ print(json.dumps(int(rss[1]) * 1024))
 """
 
 
-@pytest.mark.parametrize("kernels", ["packed=no", "packed=yes"])
+@pytest.mark.parametrize("kernels", [pytest.param("packed=no", marks=pytest.mark.slow), "packed=yes"])
 @pytest.mark.parametrize(("weights", "most"), [("auto", 0.62), ("int8", 0.4)])
 def test_replaced_weights_of_a_model_are_not_resident(
     tmp_path: Path, weights: str, most: float, kernels: str, monkeypatch: pytest.MonkeyPatch

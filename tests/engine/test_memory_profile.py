@@ -139,7 +139,7 @@ def test_the_default_start_of_the_embedded_model_needs_less_than_1_gib():
     assert 100 * MiB < taken.num_bytes < GiB - config.encoder_cache_bytes - useful_bytes(model, config) // 64
 
 
-@pytest.mark.parametrize("max_model_len", [512, 2048])
+@pytest.mark.parametrize("max_model_len", [512, pytest.param(2048, marks=pytest.mark.slow)])
 def test_a_lower_limit_of_tokens_never_needs_more_memory(random_checkpoint, max_model_len):
     sizes = [1, 15, 16, 300, 511, 512, 1600, 2047, 2048, 4096]
     settings = {"max_model_len": max_model_len, "max_num_seqs": 64}

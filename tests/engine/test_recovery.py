@@ -49,7 +49,11 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+ONE_RANK, TWO_RANKS = pytest.param(1, id="one rank"), pytest.param(2, id="two ranks", marks=pytest.mark.slow)
+with_ranks = pytest.mark.parametrize("worker", [ONE_RANK, TWO_RANKS], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 async def worker(request: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worker]:
     shutil.copytree(EMBEDDED, folder := tmp_path_factory.mktemp("recovery") / "tiny")
     engine = EngineConfig(device="cpu", dtype="float32", tensor_parallel=request.param)
@@ -74,7 +78,14 @@ def numbers(answer: Answer) -> list[float]:
     return [number for one in answer.logprobs for number in (one.logprob, *(value for _, value in sorted(one.top)))]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("worker", "case"),
+    [pytest.param(1, case, id=f"one rank-{case}") for case in CASES]
+    + [pytest.param(2, "seeded", id="two ranks-seeded")]
+    + [pytest.param(2, case, id=f"two ranks-{case}", marks=pytest.mark.slow) for case in CASES if case != "seeded"],
+    indirect=["worker"],
+    scope="module",
+)
 async def test_a_stream_continues_as_an_undisturbed_stream(worker: Worker, image: Path, case: str) -> None:
     params = msgspec.structs.replace(DRAWN, **CASES[case])
     whole = await Answer.of(worker.answer(request(image), params, "whole"))
@@ -86,6 +97,7 @@ async def test_a_stream_continues_as_an_undisturbed_stream(worker: Worker, image
     assert worker.media_remade
 
 
+@with_ranks
 async def test_a_stream_without_a_seed_repeats_and_skips_no_token(worker: Worker, image: Path) -> None:
     """Every token after the kill is as likely as the log-probabilities of the whole output state."""
     params = msgspec.structs.replace(DRAWN, seed=None)
@@ -99,12 +111,14 @@ async def test_a_stream_without_a_seed_repeats_and_skips_no_token(worker: Worker
     assert found.logprobs[30].logprob == pytest.approx(logprob, abs=1e-4)
 
 
+@with_ranks
 async def test_a_second_death_ends_the_stream(worker: Worker, image: Path) -> None:
     with pytest.raises(OperationalError, match="engine process"):
         await disturbed(worker, request(image), DRAWN, (5, 20))
     await worker.engine.wait_until_up()
 
 
+@with_ranks
 async def test_a_stream_about_a_changed_image_fails(worker: Worker, image: Path) -> None:
     async with aclosing(worker.answer(request(image), DRAWN, "changed")) as deltas:
         await anext(deltas)
@@ -115,6 +129,7 @@ async def test_a_stream_about_a_changed_image_fails(worker: Worker, image: Path)
                 pass
 
 
+@with_ranks
 async def test_after_a_change_of_the_weights_a_stream_fails_and_a_whole_answer_starts_again(
     worker: Worker, image: Path
 ) -> None:
@@ -141,6 +156,7 @@ async def test_after_a_change_of_the_weights_a_stream_fails_and_a_whole_answer_s
         await reloading
 
 
+@with_ranks
 async def test_after_a_reload_of_the_same_weights_a_stream_continues(worker: Worker, image: Path) -> None:
     right = await worker.whole_answer(request(image), DRAWN, "right")
     found = Answer()

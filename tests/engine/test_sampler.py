@@ -61,6 +61,10 @@ def test_top_k_keeps_k_tokens():
     assert set(draws({1: 5, 3: 4, 4: 3}, top_k=2, temperature=5.0)) == {1, 3}
 
 
+def test_tokens_as_likely_as_the_last_of_top_k_are_kept_as_in_vllm():
+    assert set(draws({1: 5, 3: 4, 4: 4}, top_k=2, temperature=5.0)) == {1, 3, 4}
+
+
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
     # These three tokens have the probabilities 0.67, 0.24 and 0.09. All other tokens together have almost 0.
     row = {1: 12.0, 3: 11.0, 4: 10.0}

@@ -176,6 +176,32 @@ def test_other_processes_and_signals_are_out_of_reach(client: Client, act: str) 
     client.is_right()
 
 
+OTHER_SIZE = """
+def attack():
+    if not isinstance(message, module.PlanItem):
+        return module.Written()
+    plan = go_on()
+    module.count = getattr(module, "count", 0) + 1
+    if module.count == 1:
+        return plan
+    fields = msgspec.to_builtins(plan)
+    fields["grid"][2] *= 2
+    fields["num_features"] *= 2
+    next(iter(fields["specs"].values()))["shape"][0] *= 2
+    return raw(msgspec.msgpack.encode(fields))
+"""
+
+
+def test_two_sizes_of_one_file_are_two_items(client: Client) -> None:
+    """The settings of both plans are equal. With equal digests, the engine would use one item's features for both."""
+    body = with_bytes("image", running(PNG, OTHER_SIZE)) | {"cache_salt": "two sizes"}
+    content = body["messages"][-1]["content"]
+    body["messages"][-1]["content"] = [content[0], content[0], *content[1:]]
+    answer = client.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    client.is_right()
+
+
 SPEC = {"shape": [4], "dtype": "int64"}
 FORGED: dict[str, str] = {
     "the description": "fields['specs']['item'] = SPEC",

@@ -126,6 +126,27 @@ def test_messages_to_a_dead_peer_are_dropped(
         runner.run(main())
 
 
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_peer_that_does_not_read_its_messages_is_disconnected(
+    loop: Callable[[], asyncio.AbstractEventLoop], size: int
+) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        channel = await open_channel(ours)
+        receiving = asyncio.create_task(channel.recv())
+        with theirs:
+            while not receiving.done():
+                channel.send_with(bytes(size), [theirs.fileno()])
+                await asyncio.sleep(0)
+            with pytest.raises(EOFError):
+                receiving.result()
+            await channel.close()
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
+
+
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow workers a long time to end, so that they are not killed if the machine is busy."""
