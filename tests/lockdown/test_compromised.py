@@ -185,9 +185,11 @@ def attack():
     if module.count == 1:
         return plan
     fields = msgspec.to_builtins(plan)
-    fields["grid"][2] *= 2
+    frames, rows, columns = fields["grid"]
+    fields["grid"] = [frames, rows, 2 * columns]
     fields["num_features"] *= 2
-    next(iter(fields["specs"].values()))["shape"][0] *= 2
+    pixels = next(iter(fields["specs"].values()))
+    pixels["shape"] = [2 * pixels["shape"][0], *pixels["shape"][1:]]
     return raw(msgspec.msgpack.encode(fields))
 """
 
@@ -196,7 +198,7 @@ def test_two_sizes_of_one_file_are_two_items(client: Client) -> None:
     """The settings of both plans are equal. With equal digests, the engine would use one item's features for both."""
     body = with_bytes("image", running(PNG, OTHER_SIZE)) | {"cache_salt": "two sizes"}
     content = body["messages"][-1]["content"]
-    body["messages"][-1]["content"] = [content[0], content[0], *content[1:]]
+    content += [part for part in content if part["type"] != "text"]
     answer = client.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     client.is_right()
