@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
 from collections import OrderedDict, deque
@@ -20,7 +21,6 @@ from mindie_mm.decode.scratch import Layout, Scratch
 from mindie_mm.errors import LimitExceeded, MediaError, MindieMMError, NoProcess, ProcessDied
 from mindie_mm.processes.ipc import Channel
 from mindie_mm.settings.config import MediaCaps
-from mindie_mm.shm.format.layout import PAGE
 
 _FAULTS_OF_THE_ITEM = {
     signal.SIGSEGV,
@@ -38,7 +38,11 @@ _SHARE_AT_CRASH = 4
 doubles needs three times its memory, and address space without contents counts toward the limit, too."""
 
 _IDLE_S, _IDLE_BYTES = 1.0, 2**28
-"""Processor time in seconds that a decoder may use without a job, and private memory in bytes that it may keep."""
+"""Processor time in seconds that a decoder may use without a job, and memory in bytes that it may keep.
+
+With a job, a decoder may have `_IDLE_BYTES` more than the limit. RLIMIT_DATA stops others earlier, but does not count
+page tables.
+"""
 
 _HANG_S, _WALL_PER_PROCESSOR_S = 60.0, 10.0
 """Time that a job may take, in seconds and per second of processor time. Together with the limit on processor time,
@@ -119,11 +123,11 @@ class DecoderProcess:
     used_before_s: float = 0.0
     """Processor time that the decoder had used at this time, in seconds."""
 
-    private_bytes: int = 0
-    """Private memory of the decoder after the fork."""
+    first_bytes: int = 0
+    """Memory of the decoder after the fork, in bytes."""
 
     def __post_init__(self) -> None:
-        self.private_bytes = _private_bytes(self.pid)
+        self.first_bytes = _charged_bytes(self.pid)
         self.restart_clocks()
 
     @property
@@ -143,8 +147,13 @@ class DecoderProcess:
     def overtime(self, caps: MediaCaps) -> tuple[str, MindieMMError | None]:
         """Return why the decoder must be ended, or "", and the error for its job, or None to try the job again."""
         used_s, job = _processor_s(self.pid) - self.used_before_s, self.job
+        grown_bytes, limit_bytes = _charged_bytes(self.pid) - self.first_bytes, caps.max_decode_bytes
+        if limit_bytes and grown_bytes > limit_bytes + _IDLE_BYTES:
+            return f"uses {grown_bytes} bytes of memory", LimitExceeded(
+                f"decoding the item needs more memory than the limit of {limit_bytes} bytes (--max-decode-bytes)"
+            )
         if job is None or job.reply.done():
-            if self.planned is None and _private_bytes(self.pid) > self.private_bytes + _IDLE_BYTES:
+            if self.planned is None and grown_bytes > _IDLE_BYTES:
                 return "keeps memory without a job", None
             return ("has used processor time without a job" if used_s > _IDLE_S else ""), None
         if used_s > job.parcel.limit_s(caps):
@@ -155,13 +164,13 @@ class DecoderProcess:
         ), None
 
 
-def _private_bytes(pid: int) -> int:
-    """Return the resident private memory of a process, or 0 if the process has exited."""
+def _charged_bytes(pid: int) -> int:
+    """Return the size of the private memory and the page tables of a process, or 0 if the process has exited."""
     try:
-        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split())
-    except (OSError, ValueError):  # the file of a process that is exiting may be empty
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
         return 0
-    return (resident - shared) * PAGE
+    return sum(1024 * int(number) for number in re.findall(r"(?:RssAnon|VmPTE):\s+(\d+)", status))
 
 
 def _processor_s(pid: int) -> float:

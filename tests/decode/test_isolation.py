@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import psutil
@@ -13,8 +15,11 @@ import pytest
 
 from mindie_mm.decode import Decoders, Group
 from mindie_mm.decode.decoder_messages import DecoderSetup
+from mindie_mm.decode.jobs import DecoderProcess
+from mindie_mm.decode.scratch import Scratch
 from mindie_mm.errors import LimitExceeded, MediaError
 from mindie_mm.inputs import Media
+from mindie_mm.processes.ipc import Channel
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
@@ -136,3 +141,17 @@ def test_the_domain_of_a_request_is_its_key_and_its_salt(
         first = decoder(options)
         assert decoder(options) == first
         assert decoder(PromptOptions(**{"owner": b"key", "cache_salt": "salt"} | different)) != first
+
+
+async def test_a_decoder_whose_memory_exceeds_its_limit_is_ended() -> None:
+    """RLIMIT_DATA does not count page tables. This process stands for a decoder whose page tables have grown."""
+    ended = asyncio.get_running_loop().create_future()
+    process = DecoderProcess(os.getpid(), cast("Channel", None), ended, cast("Scratch", None))
+    caps = MediaCaps(max_decode_bytes=2**20)
+    assert process.overtime(caps) == ("", None)
+    process.first_bytes -= 2**29
+    why, error = process.overtime(caps)
+    assert re.fullmatch(r"uses \d+ bytes of memory", why)
+    assert isinstance(error, LimitExceeded)
+    assert "--max-decode-bytes" in str(error)
+    assert process.overtime(MediaCaps(max_decode_bytes=0))[0] == "keeps memory without a job"
