@@ -45,7 +45,7 @@ _MAX_REPLY_BYTES = 2**20
 """Maximum size of a reply in bytes. It prevents a compromised decoder from filling the tokenizer's memory."""
 
 _WATCH_S = 1.0
-"""Time in seconds between two looks at the processor time and the wall time of all decoders."""
+"""Time in seconds between two looks at the processor time, wall time and memory of all decoders."""
 
 _KEPT_DECODERS = 8
 """Number of decoders that are kept for their domains, unless more work at the same time. An idle one takes 30 MB."""
@@ -303,12 +303,12 @@ class Decoders(Decoding[Parcel]):
         asyncio.get_running_loop().call_later(pause_s, self._missing.set)
 
     async def _watch(self) -> None:
-        """End decoders that take too much time, with a job or without, until canceled."""
+        """End decoders that take too much time or memory, with a job or without, until canceled."""
         while True:
             await asyncio.sleep(_WATCH_S)
             with logged("the decoders cannot be watched"):
                 for process in [*self._processes]:
-                    why, error = process.overtime(self._caps)
+                    why, error = process.excess(self._caps)
                     if not why:
                         continue
                     _log.error("decoder %d %s and was killed", process.pid, why)

@@ -40,8 +40,8 @@ doubles needs three times its memory, and address space without contents counts 
 _IDLE_S, _IDLE_BYTES = 1.0, 2**28
 """Processor time in seconds that a decoder may use without a job, and memory in bytes that it may keep.
 
-With a job, a decoder may have `_IDLE_BYTES` more than the limit. RLIMIT_DATA stops others earlier, but does not count
-page tables.
+With a job, a decoder may have `_IDLE_BYTES` more than the limit. RLIMIT_DATA is reached first, unless page tables
+have grown, which it does not count.
 """
 
 _HANG_S, _WALL_PER_PROCESSOR_S = 60.0, 10.0
@@ -141,10 +141,10 @@ class DecoderProcess:
         return self.job is None and not self.ended.done()
 
     def restart_clocks(self) -> None:
-        """Measure `overtime` from now on."""
+        """Measure the times of `excess` from now on."""
         self.since_s, self.used_before_s = time.monotonic(), _processor_s(self.pid)
 
-    def overtime(self, caps: MediaCaps) -> tuple[str, MindieMMError | None]:
+    def excess(self, caps: MediaCaps) -> tuple[str, MindieMMError | None]:
         """Return why the decoder must be ended, or "", and the error for its job, or None to try the job again."""
         used_s, job = _processor_s(self.pid) - self.used_before_s, self.job
         grown_bytes, limit_bytes = _charged_bytes(self.pid) - self.first_bytes, caps.max_decode_bytes

@@ -104,7 +104,7 @@ class Plan(msgspec.Struct, frozen=True, tag="planned"):
     settings: Annotated[str, msgspec.Meta(pattern=r"^[^\x00]*\Z")]
     """Every preprocessing setting that affects the arrays, as text.
 
-    The digest is a hash of this text and the source, which a zero byte separates.
+    The digest is a hash of this text, the sizes of the plan and the source. A zero byte separates them from the source.
     """
     grid: tuple[_Number, ...] = ()
     """Geometry that only the family interprets, such as patches (t, h, w).

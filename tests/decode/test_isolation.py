@@ -148,10 +148,10 @@ async def test_a_decoder_whose_memory_exceeds_its_limit_is_ended() -> None:
     ended = asyncio.get_running_loop().create_future()
     process = DecoderProcess(os.getpid(), cast("Channel", None), ended, cast("Scratch", None))
     caps = MediaCaps(max_decode_bytes=2**20)
-    assert process.overtime(caps) == ("", None)
+    assert process.excess(caps) == ("", None)
     process.first_bytes -= 2**29
-    why, error = process.overtime(caps)
+    why, error = process.excess(caps)
     assert re.fullmatch(r"uses \d+ bytes of memory", why)
     assert isinstance(error, LimitExceeded)
     assert "--max-decode-bytes" in str(error)
-    assert process.overtime(MediaCaps(max_decode_bytes=0))[0] == "keeps memory without a job"
+    assert process.excess(MediaCaps(max_decode_bytes=0))[0] == "keeps memory without a job"
