@@ -24,13 +24,23 @@ from mindie_mm.settings.config import MediaCaps
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.requests import request_of_items
-from tests.decode.compromised import ordering, write_hook
 from tests.decode.conftest import busy, packed, until
+from tests.lockdown.attacker import environment, running
 from tests.media_samples import encoded, photograph
 
 PNG = encoded(photograph("chelsea.png", (150, 120)), "PNG")
 SMALL = Media("image", PNG)
-NOTHING = Media("image", ordering(PNG, "write nothing"))
+WRITE_NOTHING = "def attack():\n    return go_on() if isinstance(message, module.PlanItem) else module.Written()"
+SPIN = "def attack():\n    while True:\n        pass"
+SPIN_LATER = """
+def attack():
+    def spin(_):
+        while True:
+            pass
+    module.ReceivingChannel.receive = spin
+    return go_on()
+"""
+NOTHING = Media("image", running(PNG, WRITE_NOTHING))
 CAPS = MediaCaps(max_decode_s=1.0, max_image_pixels=20_000)
 
 
@@ -38,9 +48,9 @@ CAPS = MediaCaps(max_decode_s=1.0, max_image_pixels=20_000)
 async def attacked(random_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Decoders]:
     """Yield a pool in which one decoder works at a time. Items can compromise the decoders."""
     folder = tmp_path_factory.mktemp("hook")
-    write_hook(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        for name, value in environment(folder).items():
+            patch.setenv(name, value)
         patch.setattr("mindie_mm.decode.decoders._WATCH_S", 0.1)
         decoders = await Decoders.start(DecoderSetup(str(random_checkpoint), None, CAPS), 2**24, 1)
         yield decoders
@@ -95,7 +105,7 @@ async def test_each_request_has_a_decoder_of_its_own_if_requests_are_isolated(
 
 
 async def test_an_idle_decoder_that_uses_processor_time_is_ended(attacked: Decoders) -> None:
-    with packed(Media("image", ordering(PNG, "spin later"))) as parcel:
+    with packed(Media("image", running(PNG, SPIN_LATER))) as parcel:
         await attacked.plan(Group("attacker"), parcel)
     spinning = last_used(attacked)
     await until(lambda: not psutil.pid_exists(spinning))
@@ -103,7 +113,7 @@ async def test_an_idle_decoder_that_uses_processor_time_is_ended(attacked: Decod
 
 
 async def test_a_decoder_that_ignores_its_limit_of_processor_time_is_ended(attacked: Decoders) -> None:
-    with packed(Media("image", ordering(PNG, "spin"))) as parcel:
+    with packed(Media("image", running(PNG, SPIN))) as parcel:
         plan = asyncio.create_task(attacked.plan(Group("attacker"), parcel))
         await until(lambda: busy(attacked))
         spinning = last_used(attacked)
