@@ -27,6 +27,8 @@ class Device(ABC):
     """Default number of tokens in a KV block."""
     survives_fork: ClassVar[bool] = False
     """Whether an engine may run in a forked process."""
+    is_asynchronous: ClassVar[bool] = False
+    """Whether operators are queued, so that the host continues while the device computes."""
     records: ClassVar[bool] = False
     """Whether `record` is supported."""
     kernels: ClassVar[Kernels] = Kernels()

@@ -22,6 +22,7 @@ class CUDA(Device):
 
     name: ClassVar[str] = "cuda"
     memory_share: ClassVar[float] = 0.9
+    is_asynchronous: ClassVar[bool] = True
     records: ClassVar[bool] = True
 
     @classmethod

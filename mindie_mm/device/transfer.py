@@ -23,15 +23,25 @@ def upload(values: Tensor | NDArray[Any] | Sequence[Any], device: torch.device) 
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+class Download:
+    """Copies of tensors to the host that are on their way. Tensors on the CPU are not copied."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        """Queue the copies behind earlier work on the current stream of each device."""
+        self._here = [tensor if tensor.device.type == "cpu" else _queued(tensor) for tensor in tensors]
+        away = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        self._copied = [torch.accelerator.current_stream(device).record_event() for device in away]
+
+    def wait(self) -> list[Tensor]:
+        """Return the tensors on the host, after a wait for the copies but not for later work."""
+        for event in self._copied:
+            event.synchronize()
+        return self._here
+
+
 def download(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors on the host, after a single wait for all copies. Tensors on the CPU are not copied."""
-    away = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-    if not away:
-        return [*tensors]
-    here = [tensor if tensor.device.type == "cpu" else _queued(tensor) for tensor in tensors]
-    for device in away:
-        torch.accelerator.current_stream(device).synchronize()
-    return here
+    """Return the tensors on the host, after a single wait for all copies."""
+    return Download(*tensors).wait()
 
 
 def _queued(tensor: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm.device import download, require_alive, upload
+from mindie_mm.device import require_alive, upload
 from mindie_mm.engine.cache.encoder_cache import EncoderCache
+from mindie_mm.engine.draws import NO_TOKEN, Draw, Draws, draw
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.requests.engine_messages import (
     Abort,
@@ -27,11 +27,10 @@ from mindie_mm.engine.requests.engine_messages import (
     Ready,
     Stats,
     Stepped,
-    TokenLogprob,
 )
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.engine.sampler import DRAWS_PER_TOKEN, logprobs_of, sample, score, without_tokens
+from mindie_mm.engine.sampler import DRAWS_PER_TOKEN
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled, TowerLimits
 from mindie_mm.engine.sent_features import sendable
 from mindie_mm.engine.towers import Towers
@@ -57,11 +56,6 @@ from mindie_mm.structured.outputs import StructuredOutputs
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_NO_TOKEN = -1
-"""Token that a draw reports if the request's own settings exclude all tokens."""
-Draw = tuple[int, list[TokenLogprob] | None]
-"""A token with its log-probabilities. These are None if the request did not ask for them."""
 
 
 class BaseEngine(ABC):
@@ -119,6 +113,11 @@ class BaseEngine(ABC):
     @abstractmethod
     def _run(self, step: Sequence[Scheduled], progress: list[Progress]) -> None:
         """Compute a step. Append each result to `progress` immediately, so that a later failure does not lose it."""
+
+    @property
+    def _unfinished(self) -> Sequence[Scheduled]:
+        """The step before, if its results have not arrived yet."""
+        return ()
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
@@ -207,7 +206,7 @@ class BaseEngine(ABC):
 
     def step(self) -> Stepped:
         """Compute one step. An error that cannot be assigned to a single request fails all requests of the step."""
-        step = self._scheduler.schedule()
+        step = self._scheduler.schedule(self._unfinished)
         faults.point("scheduled")
         progress: list[Progress] = []
         try:
@@ -218,7 +217,8 @@ class BaseEngine(ABC):
             # A device or kernel error must not end requests outside this step, unless the device is lost for good.
             _log.exception("a step of %d requests failed", len(step))
             failure = DeviceError(f"the step failed: {type(error).__name__}")
-            left = [s.request for s in step if s.request.request_id in self._requests]
+            hit = {scheduled.request for scheduled in step}
+            left = [one for one in self._requests.values() if one in hit or one.awaits_token]
             progress += self._take_out(dict.fromkeys(left, failure))
         return Stepped(progress, self.stats)
 
@@ -240,41 +240,9 @@ class BaseEngine(ABC):
         faults.point("attached")
         return items
 
-    @torch.inference_mode()
-    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> list[Draw | None]:
-        """Draw the next token of each request from logits float32 [requests, vocabulary], changed in place.
-
-        The result is None for a row that contains NaN or plus infinity. The causes of such values are an overflow of
-        the model's dtype and non-finite embeddings.
-        """
-        non_finite = ~(logits < torch.inf).all(dim=1)  # true for NaN and plus infinity. Minus infinity is a valid mask
-        logits.masked_fill_(non_finite.unsqueeze(1), 0)  # keeps sampling valid for the other rows
-        # Copy the rows first, because sampling changes the logits in place, and log-probabilities describe raw logits.
-        asking = _asking(requests)
-        rows = [upload(np.array(group, np.int64), logits.device) for group in asking.values()]
-        raw = [logits.index_select(0, group) for group in rows]
-        self._constrain(logits, requests)
-        tokens = sample(logits, requests, self._spec.eos_token_ids)
-        scores = [
-            score(part, tokens.index_select(0, group), key, _named_ids(requests, asking[key], logits.device))
-            if key == _NAMED
-            else score(part, tokens.index_select(0, group), key)
-            for part, group, key in zip(raw, rows, asking, strict=True)
-        ]
-        if (excluded := without_tokens(logits, requests)) is not None:
-            tokens.masked_fill_(excluded, _NO_TOKEN)
-        # Use one download for all results, because the host waits for the device here. In a step without media and
-        # prompt log-probabilities, the host does not wait anywhere else.
-        on_host = download(non_finite, tokens, *(part for s in scores for part in (s.chosen, s.top, s.top_ids)))
-        drawn: list[int] = on_host[1].tolist()
-        logprobs: dict[int, list[TokenLogprob]] = {}
-        for n, group in enumerate(asking.values()):
-            for i, one in zip(group, logprobs_of([drawn[i] for i in group], *on_host[2 + 3 * n :][:3]), strict=True):
-                logprobs[i] = [_trimmed(one, requests[i].params.logprob_token_ids)]
-        return [
-            None if bad else (token, logprobs.get(i))
-            for i, (token, bad) in enumerate(zip(drawn, on_host[0].tolist(), strict=True))
-        ]
+    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Draws:
+        """Draw the next token of each request from logits float32 [requests, vocabulary], changed in place."""
+        return draw(logits, requests, self._constrain, self._spec.eos_token_ids, self._ranks)
 
     def _constrain(self, logits: Tensor, requests: Sequence[Request]) -> None:
         """Set the logits of forbidden tokens to minus infinity. `logits` are float32 [requests, vocabulary]."""
@@ -296,7 +264,7 @@ class BaseEngine(ABC):
                 self._encoder_cache.drop(item)
             return self._fail(request, OperationalError("the model returned non-finite logits for this request"))
         token, logprobs = draw
-        if token == _NO_TOKEN:
+        if token == NO_TOKEN:
             return self._fail(
                 request,
                 InputError(
@@ -387,33 +355,6 @@ class BaseEngine(ABC):
         del self._requests[request.request_id]
         self._scheduler.remove(request)
         self._drop_without_digest(request)
-
-
-_NAMED = -2
-"""Key of the rows whose requests set `logprob_token_ids`."""
-
-
-def _asking(requests: Sequence[Request]) -> dict[int, list[int]]:
-    """Return the rows that need log-probabilities, by the number of most likely tokens or under the key `_NAMED`."""
-    rows: dict[int, list[int]] = {}
-    for row, request in enumerate(requests):
-        if (num_top := request.params.logprobs) is not None:
-            rows.setdefault(num_top if request.params.logprob_token_ids is None else _NAMED, []).append(row)
-    return rows
-
-
-def _named_ids(requests: Sequence[Request], rows: Sequence[int], device: torch.device) -> Tensor:
-    """Return the `logprob_token_ids` of the rows, int64 [rows, n], padded with 0."""
-    named = [requests[row].params.logprob_token_ids or () for row in rows]
-    ids = np.zeros((len(rows), max(map(len, named))), np.int64)
-    for own, wanted in zip(ids, named, strict=True):
-        own[: len(wanted)] = wanted
-    return upload(ids, device)
-
-
-def _trimmed(one: TokenLogprob, named: Sequence[int] | None) -> TokenLogprob:
-    """Remove the padding of `_named_ids`."""
-    return one if named is None else msgspec.structs.replace(one, top=one.top[: len(named)])
 
 
 def generator_of(params: SamplingParams) -> torch.Generator | None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from mindie_mm.device import kind_of
-from mindie_mm.engine.base import BaseEngine, Draw, generator_of
+from mindie_mm.device import kind_of, upload
+from mindie_mm.engine.base import BaseEngine, generator_of
 from mindie_mm.engine.cache.block_pool import BlockPool
 from mindie_mm.engine.cache.kv_cache_size import block_size, fitting_context, useful_blocks
 from mindie_mm.engine.cache.prefix import share
 from mindie_mm.engine.decode_graphs import DecodeGraphs, captures_graphs
+from mindie_mm.engine.draws import Draws
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.requests.engine_messages import Add, Progress, Ready
 from mindie_mm.engine.requests.request import Request
-from mindie_mm.engine.runner import PROMPT_ROWS, PromptRows, Runner
+from mindie_mm.engine.runner import PROMPT_ROWS, PromptRows, Runner, StepLogits
 from mindie_mm.engine.sampler import token_logprobs
 from mindie_mm.engine.scheduler import Scheduled, Scheduler
 from mindie_mm.errors import ContextLengthExceeded
@@ -26,8 +28,22 @@ from mindie_mm.processes import faults
 from mindie_mm.settings.config import EngineConfig, GiB
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A step whose tokens have been drawn, but may not have arrived on the host yet."""
+
+    step: Sequence[Scheduled]
+    requests: Sequence[Request]
+    """Requests that get a token."""
+    draws: Draws
+
+
 class Engine(BaseEngine):
-    """An engine with continuous batching. Prefills of any length and decodes share one flat batch."""
+    """An engine with continuous batching. Prefills of any length and decodes share one flat batch.
+
+    On an accelerator, each step is scheduled and launched before the tokens of the step before have arrived. A request
+    that turns out to have ended with these tokens is computed once more, and its result is dropped.
+    """
 
     _scheduler: Scheduler
 
@@ -57,7 +73,10 @@ class Engine(BaseEngine):
         self._prefix_caching = config.prefix_caching
         self._scheduler = Scheduler(config, blocks, self._encoder_cache, self._tower_limits)
         cache = model.spec.allocate_cache(blocks.num_blocks, blocks.block_size)
-        captured = captures_graphs(kind_of(model.spec.device), config, ranks)
+        device = kind_of(model.spec.device)
+        self._is_asynchronous = device.is_asynchronous and config.async_scheduling
+        self._drawn: _Drawn | None = None
+        captured = captures_graphs(device, config, ranks)
         self._runner = Runner(model, cache, DecodeGraphs(model, cache, config.max_num_seqs) if captured else None)
 
     @property
@@ -103,34 +122,87 @@ class Engine(BaseEngine):
             share(request, self._model)
         return request
 
+    @property
+    def _unfinished(self) -> Sequence[Scheduled]:
+        return () if self._drawn is None else self._drawn.step
+
+    def has_work(self) -> bool:
+        return self._drawn is not None or super().has_work()
+
     def _run(self, step: Sequence[Scheduled], progress: list[Progress]) -> None:
+        # With asynchronous scheduling, the device already computes this step while the host handles the results of the
+        # step before. Its tokens are drawn afterwards, because grammars and penalties depend on these results.
+        try:
+            step, logits = self._launch(step, progress)
+        finally:
+            if self._is_asynchronous:
+                self._finish(progress)
+        if logits is not None:
+            self._drawn = self._draw_step(step, logits)
+        if not self._is_asynchronous:
+            self._finish(progress)
+
+    def _launch(
+        self, step: Sequence[Scheduled], progress: list[Progress]
+    ) -> tuple[Sequence[Scheduled], StepLogits | None]:
+        """Queue the computation of a step on the device. Return the step without the requests whose media failed."""
         features, failed = self._towers.encode(step)
         progress += self._take_out(failed)
         step = [scheduled for scheduled in step if scheduled.request not in failed]
         if not step:
-            return
-        logits = self._runner.forward(step, features)
+            return (), None
+        logits = self._runner.forward(step, features, None if self._drawn is None else self._drawn.draws)
         self._towers.fetch(self._scheduler.coming())
         if not all(scheduled.samples for scheduled in step):
             faults.point("mid-prefill")
+        return step, logits
+
+    def _draw_step(self, step: Sequence[Scheduled], logits: StepLogits) -> _Drawn:
+        """Draw the next tokens of a step, without the requests that have ended since it was launched."""
         for rows in logits.prompts:
-            self._collect_prompt_logprobs(rows)
+            if self._runs(rows.request):
+                self._collect_prompt_logprobs(rows)
         sampling = [scheduled.request for scheduled in step if scheduled.samples]
-        # Rank 0 draws for all ranks, because a request without a seed gets a different random seed on each rank.
-        draws = self._ranks.broadcast(list[Draw | None], lambda: self._draw(logits.sampled, sampling))
+        left = [row for row, request in enumerate(sampling) if self._runs(request)]
+        sampled = logits.sampled
+        if len(left) < len(sampling):
+            sampled = sampled.index_select(0, upload(np.array(left, np.int64), sampled.device))
+            sampling = [sampling[row] for row in left]
+        drawn = _Drawn([one for one in step if self._runs(one.request)], sampling, self._draw(sampled, sampling))
+        for request in sampling:
+            request.awaits_token = True
+        return drawn
+
+    def _finish(self, progress: list[Progress]) -> None:
+        """Wait for the tokens of the step that was drawn last, and advance its requests."""
+        if self._drawn is None:
+            return
+        drawn, self._drawn = self._drawn, None
+        draws = {
+            request: draw
+            for request, draw in zip(drawn.requests, drawn.draws.wait(), strict=True)
+            if self._runs(request)  # it may have been aborted since
+        }
+        step = [scheduled for scheduled in drawn.step if self._runs(scheduled.request)]
         # Publish the KV blocks only after the tokens have arrived, because a device reports a failure late. Do not
         # share KV blocks that contain non-finite values with other requests.
-        non_finite = {request for request, draw in zip(sampling, draws, strict=True) if draw is None}
+        non_finite = {request for request, draw in draws.items() if draw is None}
         self._scheduler.computed([scheduled for scheduled in step if scheduled.request not in non_finite])
         for request in non_finite:  # an earlier step may have published its first KV blocks
             self._blocks.forget(request.kv_blocks)
-        consumed = self._consume_media(step)
-        for request in consumed.difference(sampling):
+        # A request that was preempted since then may need its media again.
+        consumed = self._consume_media([one for one in step if one.stop <= one.request.num_computed])
+        for request in consumed.difference(draws):
             update = Progress(request_id=request.request_id, media_consumed=True, origin=request.origin)
             progress.append(update)
-        for request, draw in zip(sampling, draws, strict=True):
+        for request, draw in draws.items():
+            request.awaits_token = False
             update = self._advance(request, draw, media_consumed=request in consumed)
             progress.append(update)  # one by one, so that a later failure does not lose earlier results
+
+    def _runs(self, request: Request) -> bool:
+        """Return whether a request has not ended. Another request may have taken its id."""
+        return self._requests.get(request.request_id) is request
 
     @torch.inference_mode()
     def _collect_prompt_logprobs(self, rows: PromptRows) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mindie_mm.device import Device, block_table, kind_of, upload
+from mindie_mm.engine.draws import Draws
 from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.nn.model import Model
@@ -68,8 +69,10 @@ class DecodeGraphs:
         num_rows = most_rows(max_num_seqs, cache.block_size)
         self._logits = torch.empty(num_rows, spec.vocab_size, dtype=torch.float32, device=spec.device)
 
-    def logits(self, step: Sequence[Scheduled]) -> Tensor | None:
+    def logits(self, step: Sequence[Scheduled], earlier: Draws | None = None) -> Tensor | None:
         """Run a step as a graph and return its logits, float32 [requests, vocabulary]. The next step overwrites them.
+
+        `earlier` are the tokens of the step before, if they have not arrived on the host yet.
 
         Return None if the step cannot run as a graph, because it contains part of a prompt, its requests are too long,
         or its capture fails.
@@ -81,7 +84,10 @@ class DecodeGraphs:
         if rows * blocks * size > self._most_slots:
             return None
         # Fill surplus rows with copies of the last request. They write the same values again.
-        inputs = upload(_inputs([*step, *[step[-1]] * (rows - len(step))], blocks, self._cache), self._logits.device)
+        padded = [*step, *[step[-1]] * (rows - len(step))]
+        inputs = upload(_inputs(padded, blocks, self._cache), self._logits.device)
+        if earlier is not None:
+            earlier.write(inputs, padded)
         if graph := self._graphs.get((rows, blocks)):
             graph.inputs.copy_(inputs)
         elif graph := self._capture(inputs, rows, blocks):
@@ -135,7 +141,7 @@ def _inputs(step: Sequence[Scheduled], blocks: int, cache: PagedCache) -> NDArra
     table = block_table(held, cache.padding)
     return np.concatenate(
         [
-            [s.request.token_ids[s.start] for s in step],
+            *[s.request.ids(s.start, s.stop) for s in step],
             [own[-1] * size + s.start % size for own, s in zip(held, step, strict=True)],
             [s.stop for s in step],
             np.pad(table, ((0, 0), (0, blocks - table.shape[1])), constant_values=cache.padding).ravel(),

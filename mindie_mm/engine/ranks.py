@@ -61,6 +61,9 @@ class Ranks:
         """Call `make` on rank 0 only, and return its result on every rank. `kind` is the result's type for msgpack."""
         return make()
 
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` on every rank by the tensor of rank 0. The host does not wait for an accelerator."""
+
     def all_reduce_error(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
         """Return the error of the lowest rank that has an error, or None. All ranks get the same result."""
         return error
@@ -143,6 +146,9 @@ class _Group(Ranks):
             return value
         received: T = msgspec.msgpack.decode(self._broadcast(None, 0), type=kind)
         return received
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, 0)
 
     def all_reduce_error(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
         first = torch.tensor(self.count if error is None else self.number)

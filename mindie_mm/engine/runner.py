@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mindie_mm.device import upload
 from mindie_mm.engine.decode_graphs import DecodeGraphs
+from mindie_mm.engine.draws import Draws
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.towers import Features
@@ -55,16 +56,17 @@ class Runner:
         self._graphs = graphs
 
     @torch.inference_mode()
-    def forward(self, step: Sequence[Scheduled], features: Features) -> StepLogits:
+    def forward(self, step: Sequence[Scheduled], features: Features, earlier: Draws | None = None) -> StepLogits:
         """Run the decoder over all tokens of the step, and the head over the requested rows.
 
         Args:
             step: Tokens to compute.
             features: Features of all media in these tokens.
+            earlier: Tokens of the step before, if they have not arrived on the host yet.
 
         """
         self._cache.clear([block for scheduled in step for block in self._begun(scheduled)])
-        if self._graphs is not None and (logits := self._graphs.logits(step)) is not None:
+        if self._graphs is not None and (logits := self._graphs.logits(step, earlier)) is not None:
             return StepLogits(logits, [])
         device = self._model.spec.device
         splices: list[Splice] = []
@@ -86,8 +88,11 @@ class Runner:
             if scheduled.samples:
                 sampled.append(row - 1)
         wanted = [*sampled, *(index for _, _, rows in prompts for index in rows)]
+        ids = upload(np.concatenate([s.request.ids(s.start, s.stop) for s in step]), device)
+        if earlier is not None:
+            earlier.write(ids, step)
         states = self._model.states(
-            upload(np.concatenate([s.request.ids(s.start, s.stop) for s in step]), device),
+            ids,
             upload(np.concatenate([s.request.positions(s.start, s.stop) for s in step], axis=1), device),
             splices,
             PagedBatch(

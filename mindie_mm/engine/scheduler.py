@@ -29,11 +29,11 @@ class Scheduled:
     request: Request
     start: int
     stop: int
+    samples: bool = field(init=False)
+    """Whether the step reaches the end of the request. In this case the next token is drawn."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether the step reaches the end of the request. In this case the next token is drawn."""
-        return self.stop == self.request.num_tokens
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", self.stop == self.request.num_tokens)
 
 
 class BaseScheduler(ABC):
@@ -57,8 +57,13 @@ class BaseScheduler(ABC):
         """Share of the KV cache that requests use, in [0, 1]."""
 
     @abstractmethod
-    def schedule(self) -> list[Scheduled]:
-        """Return the next step. It is empty only if there is no request to run."""
+    def schedule(self, unfinished: Sequence[Scheduled] = ()) -> list[Scheduled]:
+        """Return the next step. It is empty only if there is no request to run.
+
+        Args:
+            unfinished: The step before, if its tokens have not arrived yet.
+
+        """
 
     @abstractmethod
     def _free(self, request: Request) -> None:
@@ -101,7 +106,7 @@ class _Budget:
     prompts: bool = False
     """Whether the step contains part of a prompt, and not only decodes."""
     keys: set[bytes] = field(default_factory=set)
-    """Keys of the blocks that the step fills."""
+    """Keys of the blocks that this step and an unfinished step fill."""
 
 
 class Scheduler(BaseScheduler):
@@ -121,9 +126,11 @@ class Scheduler(BaseScheduler):
     def usage(self) -> float:
         return self._blocks.usage
 
-    def schedule(self) -> list[Scheduled]:
+    def schedule(self, unfinished: Sequence[Scheduled] = ()) -> list[Scheduled]:
         config = self._config
         budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
+        for scheduled in unfinished:
+            budget.keys.update(self._filled(scheduled))
         preemptions = self.preemptions
         step = []
         # Decodes come first. Otherwise an earlier prompt could use up the budget of the step.
@@ -153,12 +160,20 @@ class Scheduler(BaseScheduler):
         """Let other requests share the blocks that `step` filled. Call this before removing requests of the step."""
         size = self._blocks.block_size
         for scheduled in step:
-            blocks, keys = scheduled.request.kv_blocks, scheduled.request.keys
-            for index in range(scheduled.start // size, min(scheduled.stop // size, len(keys))):
-                self._blocks.keep(blocks[index], keys[index])
+            request = scheduled.request
+            extend_keys(request, size, scheduled.stop)
+            for block, key in zip(request.kv_blocks[scheduled.start // size :], self._filled(scheduled), strict=False):
+                self._blocks.keep(block, key)
+
+    def _filled(self, scheduled: Scheduled) -> list[bytes]:
+        """Return the keys of the blocks that a step fills, as far as they are known."""
+        size = self._blocks.block_size
+        return scheduled.request.keys[scheduled.start // size : scheduled.stop // size]
 
     def _schedule(self, request: Request, budget: _Budget) -> Scheduled | None:
         """Schedule a running request. If blocks run out, preempt other requests first, and this request last."""
+        if request.awaits_last_token:
+            return None
         stop = self._stop(request, request.num_computed, budget)
         if stop == request.num_computed:
             return None
@@ -207,10 +222,10 @@ class Scheduler(BaseScheduler):
             budget.tower.take(item)
         budget.tokens -= stop - start
         budget.prompts |= bool(items) or stop - start > 1
-        size = self._blocks.block_size
-        extend_keys(request, size, stop)
-        budget.keys.update(request.keys[start // size : stop // size])
-        return Scheduled(request, start, stop)
+        extend_keys(request, self._blocks.block_size, stop)
+        scheduled = Scheduled(request, start, stop)
+        budget.keys.update(self._filled(scheduled))
+        return scheduled
 
     def _stop(self, request: Request, start: int, budget: _Budget) -> int:
         """Return the end of the range of tokens that begins at `start` and fits the budgets."""

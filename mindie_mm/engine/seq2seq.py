@@ -48,7 +48,7 @@ class Seq2SeqScheduler(BaseScheduler):
     def usage(self) -> float:
         return self._used / self.kv_bytes
 
-    def schedule(self) -> list[Scheduled]:
+    def schedule(self, unfinished: Sequence[Scheduled] = ()) -> list[Scheduled]:
         """Return a step with the next token of each running request and the whole prompts of new requests."""
         step = [Scheduled(request, request.num_tokens - 1, request.num_tokens) for request in self.running]
         tokens, tower = self._config.max_num_batched_tokens, TowerBudget(self._tower_limits)
@@ -178,7 +178,7 @@ class Seq2SeqEngine(BaseEngine):
         if not rows:
             return
         self._towers.fetch(self._scheduler.coming())
-        draws = self._draw(torch.cat([*rows.values()]), [*rows])
+        draws = self._draw(torch.cat([*rows.values()]), [*rows]).wait()
         consumed = self._consume_media([scheduled for scheduled in step if scheduled.request in rows])
         for request, draw in zip(rows, draws, strict=True):
             update = self._advance(request, draw, media_consumed=request in consumed)

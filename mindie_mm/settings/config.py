@@ -84,6 +84,9 @@ class EngineConfig:
     """Reuse the KV cache for prompts that begin with the same tokens and media."""
     enforce_eager: bool = False
     """Do not capture decode steps as graphs. Off: use graphs if a single device runs the model and supports graphs."""
+    async_scheduling: bool = True
+    """Schedule and launch each step while an accelerator still computes the step before. Off: wait for each step. It
+    has no effect on the CPU."""
     step_timeout_s: Seconds = 300.0
     """Maximum time of one step. If a step takes longer, the engine process is killed and restarted."""
     num_threads: CountOrNone = 0

@@ -153,7 +153,7 @@ def test_a_preempted_answer_whose_features_are_cached_stays_in_the_engine(model,
 
 
 def test_media_are_consumed_with_their_last_feature_or_with_a_cached_prefix(model, desk):
-    engine = Engine(model, EngineConfig(kv_block_size=4, max_num_batched_tokens=8))
+    engine = Engine(model, EngineConfig(kv_block_size=4, max_num_batched_tokens=8, async_scheduling=False))
     *_, item = model.read(desk.ids("0"))
     release(desk.path_file("0"))
     desk.add(engine, "0")

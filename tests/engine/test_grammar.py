@@ -100,7 +100,7 @@ def test_a_batch_of_rows_with_and_without_a_schema_is_drawn_as_alone(grammars: G
         for row in rows:
             params = SamplingParams(temperature=0, logprobs=1, json_schema=settings[row])
             assert engine.add(Add(str(row), np.arange(5, dtype=np.int64).tobytes(), params)) is None
-        return engine._draw(logits[rows].clone(), [*engine._requests.values()])
+        return engine._draw(logits[rows].clone(), [*engine._requests.values()]).wait()
 
     whole = drawn([0, 1, 2, 3])
     assert [drawn([row]) for row in range(4)] == [[draw] for draw in whole]

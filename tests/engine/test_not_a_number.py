@@ -44,7 +44,7 @@ def test_old_contents_of_a_block_are_never_read(model, prompts, settings):
 
 def test_a_request_with_nan_logits_affects_no_other_request_and_shares_no_prefix(model, prompts):
     params = SamplingParams(temperature=0.5, seed=1, max_tokens=8)
-    engine = Engine(model, EngineConfig(kv_block_size=4))
+    engine = Engine(model, EngineConfig(kv_block_size=4, async_scheduling=False))
     assert engine.add(Add("lost", prompts[1].numpy().tobytes(), params)) is None
     engine.step()
     spoil(engine)
@@ -65,7 +65,7 @@ def test_a_prompt_that_failed_is_computed_again(model, prompts):
     """
     params = SamplingParams(temperature=0, max_tokens=3)
     expected, _ = run(Engine(model, EngineConfig(kv_block_size=4)), prompts[1:2], max_tokens=3)
-    engine = Engine(model, EngineConfig(kv_block_size=4, max_num_batched_tokens=8))
+    engine = Engine(model, EngineConfig(kv_block_size=4, max_num_batched_tokens=8, async_scheduling=False))
     assert engine.add(Add("lost", prompts[1].numpy().tobytes(), params)) is None
     assert not [one for one in engine.step().progress if one.token_ids]
     spoil(engine)
@@ -125,7 +125,7 @@ def test_non_finite_logits_fail_only_their_own_rows(model, number):
         for row in rows:
             params = SamplingParams(**settings[row])
             assert engine.add(Add(str(row), np.arange(5, dtype=np.int64).tobytes(), params)) is None
-        return engine._draw(logits[rows].clone(), [*engine._requests.values()])
+        return engine._draw(logits[rows].clone(), [*engine._requests.values()]).wait()
 
     whole = drawn([0, 1, 2, 3])
     assert [draw[1] and [len(one.top) for one in draw[1]] for draw in whole] == [[2], None, [0], None]

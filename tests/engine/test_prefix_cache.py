@@ -193,7 +193,8 @@ def test_prefix_caching_can_be_turned_off(model, prompts):
 
 
 def test_aborted_and_failed_requests_leave_only_computed_blocks(model, tokenizer, path_file):
-    engine = Engine(model, EngineConfig(max_num_batched_tokens=16, encoder_cache_bytes=0, **SMALL))
+    config = EngineConfig(max_num_batched_tokens=16, encoder_cache_bytes=0, async_scheduling=False, **SMALL)
+    engine = Engine(model, config)
     ids = tokenizer.tokenize([{"image": RED}, QUESTION, {"image": BLUE}, QUESTION], path_file)
     engine.add(Add("left", ids.numpy().tobytes(), GREEDY))
     engine.add(Add("waits", ids.numpy().tobytes(), GREEDY))

@@ -46,6 +46,7 @@ class NPU(Device):
     name: ClassVar[str] = "npu"
     memory_share: ClassVar[float] = 0.9
     kv_block_size: ClassVar[int] = 128  # the minimum for fused attention
+    is_asynchronous: ClassVar[bool] = True
     kernels: ClassVar[Kernels] = NPUKernels()
     has_bitsandbytes: ClassVar[bool] = False
 

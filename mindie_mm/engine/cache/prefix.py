@@ -44,9 +44,9 @@ def _num_shareable(model: Model, request: Request) -> int:
 
 
 def extend_keys(request: Request, block_size: int, stop: int) -> None:
-    """Extend `request.keys` to all full, shareable blocks of the first `stop` tokens."""
+    """Extend `request.keys` to all full, shareable blocks of the first `stop` tokens that have arrived."""
     known = len(request.keys)
-    count = min(stop, request.num_shareable) // block_size
+    count = min(stop, len(request.token_ids), request.num_shareable) // block_size
     if count <= known:
         return
     key = request.keys[-1] if known else request.root_key

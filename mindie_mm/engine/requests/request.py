@@ -52,6 +52,8 @@ class Request:
     """Whether the shared-memory blocks of `items` may be freed, because the KV cache covers all features."""
     num_computed: int = 0
     """Number of tokens whose keys and values are in the KV cache."""
+    awaits_token: bool = False
+    """Whether a step has drawn the next token, which has not arrived on the host yet."""
     num_cached: int | None = None
     """Number of tokens that were in the prefix cache when the request was first scheduled, or None before that."""
     num_shareable: int = 0
@@ -114,12 +116,17 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of prompt and output."""
-        return len(self.token_ids)
+        """Number of tokens of prompt and output, including a token that has not arrived yet."""
+        return len(self.token_ids) + self.awaits_token
+
+    @property
+    def awaits_last_token(self) -> bool:
+        """Whether the output will have `max_tokens` tokens when the next token arrives."""
+        return self.awaits_token and self.num_output + 1 >= self.max_tokens
 
     @property
     def num_output(self) -> int:
-        """Number of output tokens."""
+        """Number of output tokens that have arrived."""
         return len(self.token_ids) - self.num_prompt
 
     @property
@@ -128,8 +135,9 @@ class Request:
         return self.token_ids[self.num_prompt :]
 
     def ids(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the ids of tokens [start, stop), int64, without handle words."""
-        return np.array(self.token_ids[start:stop], dtype=np.int64)
+        """Return the ids of tokens [start, stop), int64, without handle words. The id of an awaited token is 0."""
+        awaited = [0] * (stop - len(self.token_ids))
+        return np.array([*self.token_ids[start:stop], *awaited], dtype=np.int64)
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the positions of tokens [start, stop), int64 [axes, stop - start]."""
