@@ -25,7 +25,7 @@ from mindie_mm.processes import ipc
 from mindie_mm.shm import survey
 from mindie_mm.shm.format.layout import SHM_DIRECTORY
 
-pytest_plugins = ["tests.ascend.waits", "tests.checkpoints", "tests.own_shm", "tests.recording", "tests.warm"]
+pytest_plugins = ["tests.ascend.counted", "tests.checkpoints", "tests.own_shm", "tests.recording", "tests.warm"]
 # If an assertion of these modules fails, pytest shows the compared values, as it does for test modules.
 pytest.register_assert_rewrite("tests.models.contract", "tests.models.mindie_contract", "tests.models.seq2seq_contract")
 

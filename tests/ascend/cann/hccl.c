@@ -212,7 +212,7 @@ static int queue(enum operation operation, void *send, uint64_t sends, void *rec
     if (!refused) refused = sim_note_read(on, send, collective->sent);
     if (!refused) refused = sim_note_write(on, receive, collective->received);
     if (refused) drop_collective(&collective->task);
-    else sim_queue(on, &collective->task);
+    else sim_queue(on, &collective->task), sim_count(SIM_LAUNCHES);
     pthread_mutex_unlock(&sim_lock);
     return refused ? HCCL_E_RUNTIME : 0;
 }
@@ -361,7 +361,7 @@ static int queue_exchange(const HcclSendRecvItem *items, uint32_t count, HcclCom
         refused = exchange->item[i].sends ? sim_note_read(on, exchange->item[i].bytes, exchange->item[i].left)
                                           : sim_note_write(on, exchange->item[i].bytes, exchange->item[i].left);
     if (refused) drop_exchange(&exchange->task);
-    else sim_queue(on, &exchange->task);
+    else sim_queue(on, &exchange->task), sim_count(SIM_LAUNCHES);
     pthread_mutex_unlock(&sim_lock);
     return refused ? HCCL_E_RUNTIME : 0;
 }

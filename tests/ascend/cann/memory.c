@@ -284,7 +284,7 @@ aclError aclrtMemcpy(void *dst, size_t room, const void *src, size_t n, aclrtMem
     if (!code) code = sim_note_host(dst, n, true);
     pthread_mutex_unlock(&sim_lock);
     if (code) return code;
-    if (kind == ACL_MEMCPY_DEVICE_TO_HOST) sim_count_copy_to_host();
+    sim_count_copy(kind, true);
     memmove(dst, src, n);
     return 0;
 }

@@ -15,7 +15,7 @@
 #define SIM_MAX_DEVICES 8
 #define SIM_EXPORT __attribute__((visibility("default")))
 
-/* trace.c: counters, traces and injected failures of calls. */
+/* trace.c: numbers of calls, traces and injected failures. */
 struct sim_function {
     const char *name;
     atomic_long calls;
@@ -37,10 +37,15 @@ int sim_enter(struct sim_function *function, const char *format, ...) __attribut
 /* Sets the message for this thread's next aclGetRecentErrMsg and returns code. */
 int sim_error(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 long sim_setting(const char *name, long fallback, long least, long most);
+
+/* counts.c */
+enum sim_counter { SIM_SYNCS, SIM_LAUNCHES, SIM_HIDDEN_COPIES, SIM_AICPU, SIM_UPLOADS, SIM_DOWNLOADS, SIM_COUNTERS };
+void sim_count(enum sim_counter counter);
 void sim_count_sync(void);
-/* Counts a blocking copy to the host as a wait, unless torch_npu has just synchronized the stream for this copy. */
-void sim_count_copy_to_host(void);
+/* Counts a copy. A copy to the host that blocks is also a wait, unless torch_npu has just synchronized the stream for it. */
+void sim_count_copy(aclrtMemcpyKind kind, bool blocks);
 void sim_work(void); /* notes new work, so that the next blocking copy counts as a wait */
+void sim_counts_reset(void);
 
 extern pthread_mutex_t sim_lock;
 

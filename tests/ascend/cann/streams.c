@@ -317,6 +317,7 @@ aclError aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t n, acl
     int code = check_stream(stream);
     if (!code) code = sim_check_copy(dst, room, src, n, kind);
     if (code || !n) return code;
+    sim_count_copy(kind, false);
     return launch_on(stream, &new_copy(dst, src, n, kind == ACL_MEMCPY_HOST_TO_BUF_TO_DEVICE)->task, dst, src, n);
 }
 
@@ -341,6 +342,7 @@ aclError aclrtMemsetAsync(void *p, size_t room, int32_t value, size_t n, aclrtSt
     if (n > room) return sim_error(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes of %zu", n, room);
     int code = check_stream(stream);
     if (code) return code;
+    sim_count(SIM_LAUNCHES);
     struct fill *fill = sim_new_task(sizeof *fill, run_fill, free_task);
     fill->p = p;
     fill->value = value;

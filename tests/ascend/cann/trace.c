@@ -1,4 +1,4 @@
-/* Calls of CANN functions: counters, the trace that ASCEND_SIM_TRACE requests, and the failures in ASCEND_SIM_FAIL. */
+/* Calls of CANN functions: their numbers, the trace that ASCEND_SIM_TRACE requests, and the failures in ASCEND_SIM_FAIL. */
 #include "sim.h"
 
 #include <errno.h>
@@ -13,7 +13,6 @@
 
 static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct sim_function *functions;
-static atomic_long syncs;
 static int trace_file = -1;
 static atomic_bool ready;
 static char *rules; /* comma-separated "name=code", "name=code@N" (only call N) or "name=code@N+" (from call N on) */
@@ -23,7 +22,7 @@ static _Thread_local char message[1024];
 static void start_anew(void) {
     pthread_mutex_init(&list_lock, NULL);
     atomic_store(&ready, false);
-    atomic_store(&syncs, 0);
+    sim_counts_reset();
     for (struct sim_function *function = functions; function; function = function->next) atomic_store(&function->calls, 0);
 }
 
@@ -128,24 +127,6 @@ const char *aclGetRecentErrMsg(void) {
     *message = 0;
     return told;
 }
-
-static _Thread_local bool just_synced; /* whether the host has just synchronized, and has queued no work since */
-
-void sim_count_sync(void) {
-    atomic_fetch_add(&syncs, 1);
-    just_synced = true;
-}
-
-void sim_count_copy_to_host(void) {
-    if (!just_synced) atomic_fetch_add(&syncs, 1);
-    just_synced = false;
-}
-
-void sim_work(void) { just_synced = false; }
-
-SIM_EXPORT long sim_syncs(void) { return atomic_load(&syncs); }
-
-SIM_EXPORT void sim_syncs_reset(void) { atomic_store(&syncs, 0); }
 
 SIM_EXPORT long sim_calls(const char *name) {
     long calls = 0;

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ascend.operators import order
+from tests.ascend.operators import counts, order
 from tests.ascend.operators.aliases import alias, on_device
 
 _NO_DOUBLE = "Device do not support double dtype now, dtype cast replace with float."
@@ -76,6 +76,7 @@ def _between(target: Tensor, source: Tensor) -> Tensor:
     """Copy between devices on the stream of the target, after the work that is queued on the stream of the source."""
     order.note_read(order.begin(source.device), source)
     stream = order.begin(target.device)
+    counts.launched("aten::copy_", [target, source], [target])
     alias(target).copy_(alias(source))
     order.publish(stream, target)
     return target

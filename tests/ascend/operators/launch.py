@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ascend.operators import order
+from tests.ascend.operators import counts, order
 from tests.ascend.operators.aliases import alias, on_device, span
 from tests.ascend.operators.generators import host_generator
 
@@ -25,6 +25,7 @@ class Launch:
         self.stream = order.begin(device)
         self.lent: dict[int, Tensor] = {}  # device tensors by the address of their storage
         self.aliases: dict[int, Tensor] = {}  # device tensors by the id() of their host alias
+        self.tensors: list[Tensor] = []  # all device tensors of the call
         self.changed: list[tuple[Tensor, Tensor]] = []  # device tensors, each with its host alias
         self._kept: list[Tensor] = []
 
@@ -51,6 +52,7 @@ class Launch:
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"{self.device} and {tensor.device}!"
             )
+        self.tensors.append(tensor)
         if not written:
             order.note_read(self.stream, tensor)
         # The operator resizes an empty tensor that is passed as out=, and an alias cannot be resized.
@@ -143,6 +145,7 @@ def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[
         }
         if random:
             given["generator"] = host_generator(named.get("generator"), device)
+        counts.launched(schema.name, one.tensors, [tensor for tensor, _ in one.changed])
         first = [given.pop(name) for name in names[: 0 if function else len(args)]]
         out = run(*first, **given)
         result = one.device_result(out)

@@ -30,6 +30,7 @@ def _library() -> ctypes.CDLL:
     library.sim_enqueue_write.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     for note in (library.sim_reads, library.sim_writes):
         note.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    library.sim_counted_add.argtypes = [ctypes.c_char_p, ctypes.c_long]
     library.aclGetRecentErrMsg.restype = ctypes.c_char_p
     return library
 
@@ -39,6 +40,11 @@ def begin(device: torch.device) -> int:
     stream: int = torch_npu._C._npu_getCurrentRawStream(device.index)
     _library().sim_drain(stream)
     return stream
+
+
+def count(counter: str, number: int) -> None:
+    """Add `number` to one of the simulator's counters."""
+    _library().sim_counted_add(counter.encode(), number)
 
 
 def note_read(stream: int, tensor: Tensor) -> None:
