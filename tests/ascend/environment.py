@@ -28,6 +28,12 @@ def environment(**settings: str | int) -> dict[str, str]:
       N, and "name=code@N+" to call N and all later calls.
     - `races`: whether a call fails if it uses memory that another stream may still write. The default is 1, which means
       yes.
+    - `clock`: whether virtual time passes (virtual_time.py). The default is 0, which means no. The host's calls cost
+      `launch_ns` (30000), `copy_ns` (10000), `sync_ns` (10000) and `event_ns` (2000). A launch takes so long because
+      Qwen2.5-7B took 17.2 ms for the 550 launches of a token (issue 878 of vllm-project/vllm-ascend). Kernels cost
+      `kernel_ns` (3000) and the time for `memory_bytes_per_us` (1200000) or `flops_per_us` (280000000), whichever is
+      longer. The defaults are three quarters of what a 910B can do. Collectives cost `link_ns` (10000) and the time for
+      `link_bytes_per_us` (25000). Copies to and from the host have `bus_bytes_per_us` (20000).
     - `patience_ms`: time that a collective waits for a synchronization before the device runs it without one. The
       default is 20.
     - `missing`: comma-separated operators that this CANN lacks: names of torch_npu's operators, names with a width of

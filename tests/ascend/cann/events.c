@@ -7,13 +7,15 @@ struct sim_event {
     atomic_int references; /* one for the creator, and one for each record that has not run */
     struct sim_stream *stream; /* NULL before the first record */
     uint64_t seq;
-    uint64_t reached_ns; /* 0 until the stream reaches the event */
+    uint64_t reached_ns; /* on the wall; 0 until the stream reaches the event */
+    struct sim_moment *moment; /* virtual time of the last record, or NULL before the first record */
     struct sim_clock clock; /* the stream's clock at the record */
 };
 
 static void let_go(struct sim_event *event) {
     if (atomic_fetch_sub(&event->references, 1) > 1) return;
     free(event->clock.steps);
+    sim_drop_moment(event->moment);
     free(event);
 }
 
@@ -49,11 +51,13 @@ aclError aclrtDestroyEvent(aclrtEvent event) {
 struct record {
     struct sim_task task;
     struct sim_event *event;
+    struct sim_moment *moment;
 };
 
 static int run_record(struct sim_task *task) {
     struct sim_event *event = ((struct record *)task)->event;
     pthread_mutex_lock(&sim_lock);
+    ((struct record *)task)->moment->ns = task->start_ns;
     if (event->seq == task->seq) event->reached_ns = sim_now_ns(); /* otherwise a later record has replaced this one */
     pthread_mutex_unlock(&sim_lock);
     return 0;
@@ -61,6 +65,7 @@ static int run_record(struct sim_task *task) {
 
 static void drop_record(struct sim_task *task) {
     let_go(((struct record *)task)->event);
+    sim_drop_moment(((struct record *)task)->moment);
     free(task);
 }
 
@@ -79,6 +84,10 @@ aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
     atomic_fetch_add(&place->references, 1);
     place->stream = queue;
     place->reached_ns = 0;
+    sim_drop_moment(place->moment);
+    place->moment = sim_new_moment();
+    record->moment = sim_keep_moment(place->moment);
+    sim_host_calls(SIM_CALL_EVENT);
     place->seq = sim_queue(place->stream, &record->task);
     free(place->clock.steps);
     place->clock = (struct sim_clock){0};
@@ -97,17 +106,22 @@ static int run_wait(struct sim_task *task) {
     return 0;
 }
 
-static void drop_wait(struct sim_task *task) { free(task); }
+static void drop_wait(struct sim_task *task) {
+    sim_drop_moment(task->after);
+    free(task);
+}
 
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
     CALLED("stream=%p event=%p", stream, event);
     struct sim_event *place = event;
     pthread_mutex_lock(&sim_lock);
     struct sim_stream *waiter = sim_stream_of(stream);
+    sim_host_calls(SIM_CALL_EVENT);
     if (place->stream && place->stream != waiter) {
         struct sim_task *task = sim_new_task(sizeof *task, run_wait, drop_wait);
         task->other = place->stream;
         task->other_seq = place->seq;
+        task->after = sim_keep_moment(place->moment);
         sim_queue(waiter, task);
         sim_clock_join(sim_stream_clock(waiter), &place->clock);
     }
@@ -118,8 +132,12 @@ aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
 static int synchronize(struct sim_event *event) {
     sim_count_sync();
     pthread_mutex_lock(&sim_lock);
+    sim_host_calls(SIM_CALL_SYNC);
+    struct sim_moment *moment = sim_keep_moment(event->moment); /* another thread may record the event during the wait */
     int code = event->stream ? sim_run(event->stream, event->seq) : 0;
     sim_host_has_waited(&event->clock);
+    if (moment) sim_host_waits_until(moment->ns);
+    sim_drop_moment(moment);
     pthread_mutex_unlock(&sim_lock);
     return code;
 }
@@ -137,8 +155,9 @@ aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t ms) {
 /* Returns whether the stream has reached the event. If not, runs one task, so that polling ends. */
 static bool is_reached(struct sim_event *event) {
     pthread_mutex_lock(&sim_lock);
+    sim_host_calls(SIM_CALL_EVENT);
     if (event->stream && !sim_has_run(event->stream, event->seq)) sim_run_one(event->stream);
-    bool reached = !event->stream || sim_has_run(event->stream, event->seq);
+    bool reached = !event->stream || (sim_has_run(event->stream, event->seq) && sim_host_is_past(event->moment->ns));
     if (reached) sim_host_has_waited(&event->clock);
     pthread_mutex_unlock(&sim_lock);
     return reached;

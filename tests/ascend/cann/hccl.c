@@ -115,7 +115,11 @@ static int agree(struct collective *collective) {
     struct communicator *communicator = collective->communicator;
     struct statement *statements = communicator->region->statements;
     statements[communicator->rank] = collective->statement;
+    communicator->region->ready_ns[communicator->rank] = collective->task.start_ns;
     int error = hccl_meet(communicator);
+    for (uint32_t rank = 0; !error && rank < communicator->ranks; rank++) /* the collective starts when all ranks are ready */
+        if (communicator->region->ready_ns[rank] > collective->task.start_ns)
+            collective->task.start_ns = communicator->region->ready_ns[rank];
     for (uint32_t rank = 0; !error && rank < communicator->ranks; rank++)
         if (memcmp(&statements[rank], &collective->statement, sizeof *statements))
             error = hccl_fail(communicator->region,
@@ -197,7 +201,7 @@ static int queue(enum operation operation, void *send, uint64_t sends, void *rec
         return sim_error(HCCL_E_NOT_SUPPORT, "operation %d, data type %d, reduction %d", (int)operation, type, reduction);
     if (root >= communicator->ranks) return sim_error(HCCL_E_PARA, "root %u of %u ranks", root, communicator->ranks);
     struct collective *collective = sim_new_task(sizeof *collective, run_collective, drop_collective);
-    collective->task.impatient = true;
+    collective->task.impatient = collective->task.busy = true;
     collective->communicator = communicator;
     collective->send = send;
     collective->receive = receive;
@@ -208,6 +212,8 @@ static int queue(enum operation operation, void *send, uint64_t sends, void *rec
     pthread_mutex_lock(&sim_lock);
     collective->statement = (struct statement){communicator->operations++, count, (int)operation, type, reduction, (int)root};
     struct sim_stream *on = sim_stream_of(stream);
+    collective->task.cost_ns = sim_link_ns(collective->received);
+    sim_host_calls(SIM_CALL_LAUNCH);
     int refused = sim_check_device(on);
     if (!refused) refused = sim_note_read(on, send, collective->sent);
     if (!refused) refused = sim_note_write(on, receive, collective->received);

@@ -65,6 +65,7 @@ struct region {
     atomic_uint meetings;
     atomic_uint failed; /* the first error, which all ranks return */
     struct statement statements[MAX_RANKS];
+    uint64_t ready_ns[MAX_RANKS]; /* virtual time at which each rank reaches the collective */
     struct parcel parcels[MAX_RANKS][MAX_RANKS]; /* [from][to] */
     char slots[MAX_RANKS][SLOT_BYTES];
     char parcel_bytes[MAX_RANKS][MAX_RANKS][PARCEL_BYTES];

@@ -282,6 +282,7 @@ aclError aclrtMemcpy(void *dst, size_t room, const void *src, size_t n, aclrtMem
     pthread_mutex_lock(&sim_lock);
     code = sim_note_host(src, n, false);
     if (!code) code = sim_note_host(dst, n, true);
+    sim_host_waits_until(sim_host_calls(SIM_CALL_COPY) + sim_bus_ns(n));
     pthread_mutex_unlock(&sim_lock);
     if (code) return code;
     sim_count_copy(kind, true);

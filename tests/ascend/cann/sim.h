@@ -77,8 +77,12 @@ struct sim_task {
     void (*drop)(struct sim_task *task); /* frees the task and its resources */
     struct sim_stream *other;            /* if set, its tasks up to other_seq run first */
     uint64_t other_seq;
+    struct sim_moment *after; /* if set, the task starts after this moment of the other stream */
+    uint64_t cost_ns;         /* virtual time that the task takes, see virtual_time.c */
+    bool busy;                /* whether the device computes or communicates during this time */
     bool impatient; /* also runs if nothing waits for the stream, because other ranks or the host may wait for the task */
     uint64_t seq;   /* the queue sets the remaining fields */
+    uint64_t issued_ns, start_ns;
     struct sim_task *next;
 };
 struct sim_stream *sim_stream_of(aclrtStream stream); /* NULL: the default stream of this thread's device; sim_lock must be held */
@@ -112,3 +116,21 @@ int sim_note_host(const void *p, size_t n, bool writes);
 void sim_forget(const void *p, size_t n); /* forgets freed memory */
 
 uint64_t sim_now_ns(void);
+
+/* virtual_time.c: sim_lock must be held for all of these functions. */
+enum sim_call { SIM_CALL_LAUNCH, SIM_CALL_COPY, SIM_CALL_SYNC, SIM_CALL_EVENT };
+uint64_t sim_host_calls(enum sim_call call); /* adds the cost of a call to this thread's clock; returns the time */
+uint64_t sim_host_now(void);
+void sim_host_waits_until(uint64_t ns);
+bool sim_host_is_past(uint64_t ns);
+uint64_t sim_bus_ns(size_t bytes);  /* of a copy between host and device */
+uint64_t sim_link_ns(size_t bytes); /* of a collective */
+uint64_t sim_take_time(const struct sim_task *task, int device); /* returns the end of a task with a start */
+struct sim_moment { /* when a stream reaches a record of an event */
+    atomic_int references;
+    uint64_t ns;
+};
+struct sim_moment *sim_new_moment(void);
+struct sim_moment *sim_keep_moment(struct sim_moment *moment); /* NULL is allowed, also for the next function */
+void sim_drop_moment(struct sim_moment *moment);
+uint64_t sim_stream_ns(const struct sim_stream *stream); /* the end of the last task; defined in streams.c */

@@ -12,6 +12,7 @@ struct sim_stream {
     struct sim_task *head, **tail;
     uint64_t queued, done; /* numbers of the last queued task and the last finished task */
     int error;             /* the error of the first failed task; later tasks do not run */
+    uint64_t time_ns;      /* virtual time at which the last finished task ended */
     uint64_t steps;        /* number of steps, see order.c */
     struct sim_clock clock;
     bool running, gets_on;
@@ -91,8 +92,11 @@ static void *get_on(void *argument) {
     return NULL;
 }
 
+uint64_t sim_stream_ns(const struct sim_stream *stream) { return stream->time_ns; }
+
 uint64_t sim_queue(struct sim_stream *stream, struct sim_task *task) {
     sim_work();
+    task->issued_ns = sim_host_now();
     task->seq = ++stream->queued;
     *stream->tail = task;
     stream->tail = &task->next;
@@ -111,6 +115,8 @@ static void step(struct sim_stream *stream) {
     struct sim_task *task = stream->head;
     stream->running = true;
     if (task->other) sim_run(task->other, task->other_seq);
+    task->start_ns = stream->time_ns > task->issued_ns ? stream->time_ns : task->issued_ns;
+    if (task->after && task->after->ns > task->start_ns) task->start_ns = task->after->ns;
     int code = 0;
     if (!stream->error) {
         pthread_mutex_unlock(&sim_lock);
@@ -118,6 +124,7 @@ static void step(struct sim_stream *stream) {
         pthread_mutex_lock(&sim_lock);
     }
     if (code && !stream->error) stream->error = code;
+    stream->time_ns = sim_take_time(task, stream->device);
     stream->head = task->next;
     if (!stream->head) stream->tail = &stream->head;
     stream->done = task->seq;
@@ -190,6 +197,7 @@ static int wait_for(struct sim_stream *stream) {
     sim_clock_join(&reached, sim_stream_clock(stream));
     int code = sim_run(stream, last);
     sim_host_has_waited(&reached);
+    sim_host_waits_until(stream->time_ns);
     free(reached.steps);
     return code;
 }
@@ -198,6 +206,7 @@ static int wait_for(struct sim_stream *stream) {
 static int synchronize(aclrtStream stream) {
     sim_count_sync();
     pthread_mutex_lock(&sim_lock);
+    sim_host_calls(SIM_CALL_SYNC);
     struct sim_stream *queue = sim_stream_of(stream);
     int code = sim_check_device(queue);
     if (!code) code = wait_for(queue);
@@ -220,6 +229,7 @@ static int synchronize_device(void) {
     if (device < 0) return sim_error(ACL_ERROR_RT_CONTEXT_NULL, "no device was set in this thread");
     sim_count_sync();
     pthread_mutex_lock(&sim_lock);
+    sim_host_calls(SIM_CALL_SYNC);
     for (struct sim_stream *stream = streams; stream; stream = stream->next) {
         int code = stream->device == device ? wait_for(stream) : 0;
         if (!first) first = code;
@@ -242,9 +252,11 @@ aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status) {
     CALLED("stream=%p", stream);
     pthread_mutex_lock(&sim_lock);
     struct sim_stream *queue = sim_stream_of(stream);
+    sim_host_calls(SIM_CALL_EVENT);
     sim_run_one(queue); /* each query runs one task, so that polling ends */
-    *status = queue->head ? ACL_STREAM_STATUS_NOT_READY : ACL_STREAM_STATUS_COMPLETE;
-    if (!queue->head) sim_host_has_waited(sim_stream_clock(queue));
+    bool ready = !queue->head && sim_host_is_past(queue->time_ns);
+    *status = ready ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+    if (ready) sim_host_has_waited(sim_stream_clock(queue));
     int code = queue->error;
     pthread_mutex_unlock(&sim_lock);
     return code;
@@ -272,8 +284,9 @@ static int launch(struct sim_stream *queue, struct sim_task *task, void *writes,
     return queue->error;
 }
 
-static int launch_on(aclrtStream stream, struct sim_task *task, void *writes, const void *reads, size_t n) {
+static int launch_on(aclrtStream stream, struct sim_task *task, enum sim_call call, void *writes, const void *reads, size_t n) {
     pthread_mutex_lock(&sim_lock);
+    sim_host_calls(call);
     int code = launch(sim_stream_of(stream), task, writes, reads, n);
     pthread_mutex_unlock(&sim_lock);
     return code;
@@ -318,7 +331,9 @@ aclError aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t n, acl
     if (!code) code = sim_check_copy(dst, room, src, n, kind);
     if (code || !n) return code;
     sim_count_copy(kind, false);
-    return launch_on(stream, &new_copy(dst, src, n, kind == ACL_MEMCPY_HOST_TO_BUF_TO_DEVICE)->task, dst, src, n);
+    struct sim_task *task = &new_copy(dst, src, n, kind == ACL_MEMCPY_HOST_TO_BUF_TO_DEVICE)->task;
+    task->cost_ns = sim_bus_ns(n);
+    return launch_on(stream, task, SIM_CALL_COPY, dst, src, n);
 }
 
 struct fill {
@@ -348,7 +363,7 @@ aclError aclrtMemsetAsync(void *p, size_t room, int32_t value, size_t n, aclrtSt
     fill->value = value;
     fill->n = n;
     fill->kind = sim_kind_of(p, n);
-    return launch_on(stream, &fill->task, p, NULL, n);
+    return launch_on(stream, &fill->task, SIM_CALL_LAUNCH, p, NULL, n);
 }
 
 struct host_call {
@@ -370,7 +385,7 @@ static int launch_host_call(aclrtStream stream, void (*function)(void *), void *
     call->function = function;
     call->argument = argument;
     call->task.impatient = true; /* the host may wait for this call without synchronizing */
-    return launch_on(stream, &call->task, NULL, NULL, 0);
+    return launch_on(stream, &call->task, SIM_CALL_EVENT, NULL, NULL, 0);
 }
 
 aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void *argument) {
@@ -381,6 +396,19 @@ aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void *a
 aclError aclrtLaunchCallback(aclrtCallback function, void *argument, aclrtCallbackBlockType block, aclrtStream stream) {
     CALLED("stream=%p block=%d", stream, (int)block);
     return launch_host_call(stream, function, argument);
+}
+
+/* Runs all tasks of a device, and returns the virtual time at which it has finished them. This does not move the host's clock. */
+SIM_EXPORT uint64_t sim_device_ns(int device) {
+    uint64_t end = 0;
+    pthread_mutex_lock(&sim_lock);
+    for (struct sim_stream *stream = streams; stream; stream = stream->next) {
+        if (stream->device != device) continue;
+        sim_run(stream, stream->queued);
+        if (stream->time_ns > end) end = stream->time_ns;
+    }
+    pthread_mutex_unlock(&sim_lock);
+    return end;
 }
 
 /* ---- for operators in Python, which compute on the host: these calls do not count as synchronizations ---- */

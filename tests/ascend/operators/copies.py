@@ -76,7 +76,7 @@ def _between(target: Tensor, source: Tensor) -> Tensor:
     """Copy between devices on the stream of the target, after the work that is queued on the stream of the source."""
     order.note_read(order.begin(source.device), source)
     stream = order.begin(target.device)
-    counts.launched("aten::copy_", [target, source], [target])
+    counts.launched(stream, "aten::copy_", {"self": target, "src": source}, [target, source], [target], None)
     alias(target).copy_(alias(source))
     order.publish(stream, target)
     return target

@@ -145,9 +145,9 @@ def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[
         }
         if random:
             given["generator"] = host_generator(named.get("generator"), device)
-        counts.launched(schema.name, one.tensors, [tensor for tensor, _ in one.changed])
         first = [given.pop(name) for name in names[: 0 if function else len(args)]]
         out = run(*first, **given)
+        counts.launched(one.stream, schema.name, named, one.tensors, [tensor for tensor, _ in one.changed], out)
         result = one.device_result(out)
         one.finish()
         return result

@@ -30,6 +30,8 @@ def _library() -> ctypes.CDLL:
     library.sim_enqueue_write.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     for note in (library.sim_reads, library.sim_writes):
         note.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    library.sim_launch.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_bool]
+    library.sim_clock_is_on.restype = ctypes.c_bool
     library.sim_counted_add.argtypes = [ctypes.c_char_p, ctypes.c_long]
     library.aclGetRecentErrMsg.restype = ctypes.c_char_p
     return library
@@ -45,6 +47,17 @@ def begin(device: torch.device) -> int:
 def count(counter: str, number: int) -> None:
     """Add `number` to one of the simulator's counters."""
     _library().sim_counted_add(counter.encode(), number)
+
+
+@cache
+def clock_is_on() -> bool:
+    """Return whether the virtual clocks are used."""
+    return bool(_library().sim_clock_is_on())
+
+
+def launch(stream: int, moved: int, operations: int, on_aicpu: bool) -> None:
+    """Queue a kernel that moves `moved` bytes and computes `operations`, for the virtual clocks."""
+    _library().sim_launch(stream, moved, operations, on_aicpu)
 
 
 def note_read(stream: int, tensor: Tensor) -> None:

@@ -28,11 +28,11 @@ READS: Mapping[str, Callable[[Tensor], bool]] = {
 """For operators that read or write some other strides without a copy: whether a tensor has such strides."""
 
 
-def hidden_copies(operator: str, tensors: Iterable[Tensor], written: Iterable[Tensor]) -> int:
-    """Return the number of copies that `operator` makes before and after its kernel.
+def hidden_copies(operator: str, tensors: Iterable[Tensor], written: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that `operator` copies before and after its kernel.
 
     A tensor that the operator changes (`written`) is copied before and after.
     """
     direct = READS.get(operator, lambda _: False)
     found = [tensor for tensor in (*tensors, *written) if tensor.numel() and not tensor.is_contiguous()]
-    return sum(not direct(tensor) for tensor in found)
+    return [tensor for tensor in found if not direct(tensor)]
