@@ -86,11 +86,12 @@ def strict(random_checkpoint: Path) -> Iterator[Tokenizer]:
             LimitExceeded,
             r"processor time than the limit of 1 s \(--max-pdf-page-s\)",
         ),
-        (  # reaches one of the limits first, depending on how much freed memory the decoder reuses
+        pytest.param(  # reaches one of the limits first, depending on how much freed memory the decoder reuses
             GROWS,
             {"max_pdf_page_s": 20, "max_decode_bytes": 32 * MiB},
             LimitExceeded,
             r"memory than the limit of 33554432 bytes \(--max-decode-bytes\)|processor time than the limit of 20 s",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["never ends", "grows"],

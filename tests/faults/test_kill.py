@@ -133,6 +133,7 @@ def joined(body: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # the shorter suite continues streams of texts
 def test_streamed_calls_continue_if_the_engine_dies(rig: Rig) -> None:
     """Streams of tool calls and of a deprecated function call have the arguments of undisturbed streams."""
     text = {"type": "object", "properties": {"text": {"type": "string", "minLength": 400}}, "required": ["text"]}

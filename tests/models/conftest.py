@@ -7,6 +7,17 @@ import pytest
 from mindie_mm.shm import request_directory
 from tests.models.mindie_contract import StandIn
 
+REPRESENTATIVE = {"TestQwen2VL", "TestQwen2Audio", "TestGemma3", "TestInternVL", "TestMolmo", "TestFlorence2"}
+"""Tests of six families that differ in media, positions, attention masks, code of their own, and decoders."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the `representative` tests of all other families as slow."""
+    for item in items:
+        if item.get_closest_marker("representative") and item.cls.__name__ not in REPRESENTATIVE:
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture
 def copy(random_checkpoint, tmp_path):

@@ -490,6 +490,7 @@ class FamilyContract:
             expected = reference.logits(items)
             assert (self.logits(model, tokenized[name]) - expected).abs().max() <= self.tolerance, name
 
+    @pytest.mark.representative
     def test_pictures_change_the_logits(self, model, tokenizer, path_file):
         """If pictures did not affect the logits, no other comparison of logits could detect a wrong picture."""
         if "image" not in family_named(self.name).kinds:
@@ -579,6 +580,7 @@ class FamilyContract:
             assert own <= 0.5, f"{name}: in bfloat16 the reference is off by {own:.3f}, and says nothing"
             assert found <= max(self.bf16_tolerance, 2 * own), f"{name}: {found:.3f}; the reference itself {own:.3f}"
 
+    @pytest.mark.representative
     def test_int8_weights_change_the_logits_little(self, path, device, model, tokenized):
         if device != "cpu":
             pytest.skip("only the CPU multiplies int8")
@@ -603,6 +605,7 @@ class FamilyContract:
             token, likely = next(((token, likely) for token, likely in pairs if token != likely[0]), (None, [None]))
             assert token in likely, name
 
+    @pytest.mark.representative
     def test_embeddings_in_place_of_media_give_the_same_logits(self, model, tokenizer, tokenized, path_file):
         """The engine encodes the media. The features then replace them in the prompt, with a grid only if necessary."""
         engine = self.engine(model, max_tower_tokens=1)  # one item in each message
@@ -620,6 +623,7 @@ class FamilyContract:
             logits = self.logits(model, ids)
             assert (logits - self.logits(model, tokenized[name])).abs().max() <= self.tolerance, name
 
+    @pytest.mark.representative
     def test_files_of_embeddings_give_the_same_logits_or_are_refused(
         self, model, processor, tokenizer, tokenized, path_file
     ):
@@ -643,6 +647,7 @@ class FamilyContract:
                 logits = self.logits(model, self.tokenize(tokenizer, name, replaced, path_file))
                 assert (logits - self.logits(model, ids)).abs().max() <= self.tolerance
 
+    @pytest.mark.representative
     def test_embeddings_of_tokens_give_the_logits_of_the_tokens(
         self, model, processor, tokenizer, tokenized, path_file
     ):
@@ -667,6 +672,7 @@ class FamilyContract:
             assert len(prompt) > 1 or spelled.tolist() == text.tolist()
             assert (self.logits(model, ids) - self.logits(model, spelled)).abs().max() <= self.tolerance
 
+    @pytest.mark.representative
     def test_embeddings_of_a_wrong_shape_are_refused(self, model, processor, tokenizer, tokenized, path_file):
         """Features are refused if their width, number of rows or number of dimensions is wrong."""
         assert processor.feature_width == model.spec.hidden_size + model.spec.extra_width
@@ -685,6 +691,7 @@ class FamilyContract:
                 with pytest.raises(InputError, match=r"they must be float16, bfloat16 or float32 \[rows, width\]"):
                     Embeddings(np.zeros(width, np.float32), shape.grid)
 
+    @pytest.mark.representative
     def test_a_prompt_given_as_ids_equals_its_text(self, path, model, reference, tokenizer, tokenized, path_file):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         for name, items in self.prompts.items():
@@ -755,6 +762,7 @@ class FamilyContract:
             with pytest.raises(TokenOutOfRange, match="-5 is not a token id"):
                 tokenizer.tokenize_ids([*ids, -5], media, path_file)
 
+    @pytest.mark.representative
     def test_truncation_removes_whole_items(self, model, tokenizer, path_file):
         for items in self.prompts.values():
             whole = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(items)), path_file)
@@ -767,6 +775,7 @@ class FamilyContract:
                 assert len(prompt) <= limit
                 assert len(model.read(prompt.ids)) == len(prompt.spans)
 
+    @pytest.mark.representative
     def test_truncation_keeps_the_opening_and_no_part_of_a_removed_item(self, path, processor, tokenizer, path_file):
         encode = family_named(self.name).tokenizer(Checkpoint.open(path))
         kinds = family_named(self.name).kinds
@@ -834,6 +843,7 @@ class FamilyContract:
         for features, item in zip(moved.encode(items), items, strict=True):
             assert (features.dtype, len(features)) == (torch.float32, item.shape.num_features)
 
+    @pytest.mark.representative
     def test_the_computed_memory_of_a_step_is_above_the_allocated(self, model, processor):
         """Two images or clips and a short prefill allocate at most the computed memory, and at least a fifth of it.
 
@@ -955,6 +965,7 @@ class FamilyContract:
                     assert len(taken) == count
                     assert taken[-1] < total
 
+    @pytest.mark.representative
     def test_a_damaged_tail_does_not_affect_sampling(self, processor, tokenizer, path_file):
         """A file is sampled as if its damaged last frames did not exist, even if none of them would be sampled."""
         if "video" not in family_named(self.name).kinds:
@@ -967,6 +978,7 @@ class FamilyContract:
             assert taken == literal_eval(re.search(r"\[.*?\]", expected.settings)[0])
             assert len(tokenizer.tokenize([{"video": data, **options}, {"text": "Hm?"}], path_file))
 
+    @pytest.mark.representative
     def test_planning_counts_the_pixels_that_a_request_decodes(self, processor):
         image, clip = encoded(photograph(size=(300, 200))), encode_video(moving_frames(20), fps=10)
         for kind, data, most in (

@@ -104,6 +104,7 @@ class Seq2SeqContract(FamilyContract):
         _, errors = run(engine, [*tokenized.values()], max_tokens=10 * self.num_tokens)
         assert {error.name for error in errors.values()} == {"ContextLengthExceeded"}
 
+    @pytest.mark.representative
     def test_a_continued_answer_equals_an_undisturbed_answer(self, model, tokenized):
         for name, ids in tokenized.items():
             for seed in (None, 3):
@@ -141,6 +142,7 @@ class Seq2SeqContract(FamilyContract):
                 release(path_file)
         assert outputs == {name: reference.generate(items, self.num_tokens) for name, items in self.prompts.items()}
 
+    @pytest.mark.representative
     def test_a_default_repetition_penalty_is_applied_as_in_transformers(self, path, reference, tokenized, tmp_path):
         other, count = tmp_path / "other", 2 * self.num_tokens
         shutil.copytree(path, other)
@@ -164,6 +166,7 @@ class Seq2SeqContract(FamilyContract):
         Only layouts that store these settings there override this method.
         """
 
+    @pytest.mark.representative
     def test_lengths_beyond_the_cache_are_refused_if_requested_and_lowered_otherwise(self, model, caplog):
         caplog.set_level("INFO")
         each, own = model.prompt_token_bytes + model.spec.kv_token_bytes, model.spec.max_model_len
@@ -201,6 +204,7 @@ class Seq2SeqContract(FamilyContract):
         assert engine.stats.kv_cache_usage == 0
         assert not engine._decodings
 
+    @pytest.mark.representative
     def test_the_cache_size_is_measured(self, model, device, processor):
         config, opened = EngineConfig(max_num_seqs=2), open_device(device)
         step = WorstCase(model, processor, opened, config).step(family_named(self.name).kinds)

@@ -38,6 +38,16 @@ MARKERS = {
     "llava_next": "<image>",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"),
 }
+VARIANTS = {
+    "gemma3_medgemma27b",
+    "idefics3_aeon_smolvlm256",
+    "idefics3_granite_docling",
+    "llava15_lora",
+    "qwen25_vl_3b_agri",
+    "qwen2_vl_ain",
+    "qwen3_vl_8b_lora",
+}
+"""Checkpoints that differ little from another one, or from the checkpoint in the tests of their family."""
 ITEMS = [{"image": picture(150, 190)}, {"text": "What is in the image?"}]
 TEXT = [{"text": "a red square"}]
 
@@ -109,7 +119,9 @@ def test_spelled_control_tokens_change_no_other_ids_and_raw_prompts_equal_transf
             assert [index for index in ids if index in control] == [index for index in neutral if index in control]
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else []) for name in SIZES]
+)
 def test_a_published_checkpoint_equals_transformers(name, tmp_path):
     """Ids, arrays and logits are the same as with transformers."""
     write_small(name, tmp_path)

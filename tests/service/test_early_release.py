@@ -18,6 +18,7 @@ from tests.watching import metric, process, stopped_engine, wait_until
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
+pytestmark = pytest.mark.slow  # the shorter suite tests early release in tests/engine/test_early_release.py
 KiB = 2**10
 TOKENS = 400
 """Number of tokens that fit into the KV cache: enough for one long answer about two pictures, but not for two."""

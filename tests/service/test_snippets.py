@@ -71,6 +71,7 @@ def test_llm_answers_about_a_picture(capsys: pytest.CaptureFixture[str]) -> None
     assert "circle" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("checkout", "copied_workers")
 def test_llm_with_decoders_answers_about_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(PYTHON_PAGE, "python", "decoders=2"))
@@ -101,6 +102,7 @@ def test_release_frees_the_blocks_of_tokenize(checkout: Path) -> None:
     assert names["release"]("shm_name.txt") == 0, "nothing is left to free"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("copied_workers")
 def test_llm_answers_about_the_picture_of_the_ids(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(PYTHON_PAGE, "python", "llm.generate([ids]"))

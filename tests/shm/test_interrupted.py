@@ -203,6 +203,7 @@ def test_an_interrupted_change_wakes_a_waiting_thread(arena: Arena) -> None:
     assert errors
 
 
+@pytest.mark.slow
 def test_a_tokenizer_replaces_an_arena_lost_to_an_interrupt(path_file: Path) -> None:
     replaced, number = 0, 0
 

@@ -38,6 +38,7 @@ def test_a_panic_becomes_the_given_error(folder: Path) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_served_without_structured_outputs(folder: Path, tmp_path: Path) -> None:
     settings = {
         "device": "cpu",

@@ -138,7 +138,7 @@ def test_the_content_format_can_be_chosen(copy: Path, reference: Any) -> None:
             assert reference.decode(tokenizer.tokenize_chat(messages)) == expected
 
 
-@pytest.mark.parametrize("content_format", ["string", "openai"])
+@pytest.mark.parametrize("content_format", [pytest.param("string", marks=pytest.mark.slow), "openai"])
 def test_a_worker_takes_the_content_format_from_its_settings(copy: Path, content_format: Any) -> None:
     template = "{% for m in messages %}{% if m.content is string %}a{% else %}{{ 'a 1 ' * 5 }}{% endif %}{% endfor %}"
     config = WorkerConfig(model=with_templates(copy, template), chat_template_content_format=content_format)

@@ -48,7 +48,9 @@ def python(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.mark.parametrize("place", ["beside the clone", "in the clone", "elsewhere"])
+@pytest.mark.parametrize(
+    "place", ["beside the clone", *(pytest.param(one, marks=pytest.mark.slow) for one in ("in the clone", "elsewhere"))]
+)
 def test_a_script_imports_the_package(
     python: Path, clone: Path, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -272,11 +272,12 @@ def test_errors_are_shown_in_words(page: Page, files: Path) -> None:
     ("label", "value", "words"),
     [
         ("Temperature", "2.5", "Temperature must be a number from 0 to 2, not 2.5."),
-        ("Temperature", "", None),
-        (
+        pytest.param("Temperature", "", None, marks=pytest.mark.slow),
+        pytest.param(
             "Answer token limit",
             "0",
             "Answer token limit must be a whole number of at least 1, not 0.",
+            marks=pytest.mark.slow,
         ),
         (
             "Answer token limit",

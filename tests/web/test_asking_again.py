@@ -31,7 +31,7 @@ def hold(page: Page) -> list[Route]:
     return held
 
 
-@pytest.mark.parametrize("status", [400, 401, 429, 503])
+@pytest.mark.parametrize("status", [400, 401, *(pytest.param(one, marks=pytest.mark.slow) for one in (429, 503))])
 def test_a_refused_question_returns_to_the_form(page: Page, files: Path, status: int) -> None:
     refusal = {"error": {"message": f"refused with {status}", "code": status}}
     page.route(COMPLETIONS, lambda route: route.fulfill(status=status, json=refusal), times=1)

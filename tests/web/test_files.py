@@ -60,6 +60,7 @@ def test_other_paths_are_404(service: RunningService, path: str) -> None:
     connection.close()
 
 
+@pytest.mark.slow  # starts a service
 def test_web_page_false_serves_no_page(tmp_path: Path, settings: dict[str, object]) -> None:
     off = settings | {"spool": tmp_path / "spool", "web_page": False}
     with running_service(off, tmp_path / "log", TINY, start_timeout_s=START_TIMEOUT_S) as running:
