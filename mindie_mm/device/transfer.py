@@ -7,6 +7,7 @@ makes the host wait for all earlier work. Uploads therefore pin their source fir
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,16 +28,27 @@ class Download:
     """Copies of tensors to the host that are on their way. Tensors on the CPU are not copied."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        """Queue the copies behind earlier work on the current stream of each device."""
-        self._here = [tensor if tensor.device.type == "cpu" else _queued(tensor) for tensor in tensors]
-        away = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-        self._copied = [torch.accelerator.current_stream(device).record_event() for device in away]
+        """Queue the copies on a stream of their own, behind earlier work on the current stream of each device."""
+        self._sources = tensors  # must live until the copies are complete, because the allocator does not know of them
+        self._streams = {one.device: _copy_stream(one.device) for one in tensors if one.device.type != "cpu"}
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.accelerator.current_stream(device))
+        self._here = [self._queued(tensor) for tensor in tensors]
 
     def wait(self) -> list[Tensor]:
         """Return the tensors on the host, after a wait for the copies but not for later work."""
-        for event in self._copied:
-            event.synchronize()
+        # Do not wait for an event: if torch_npu's queue has failed, the event is never recorded, and the wait never
+        # ends.
+        for stream in self._streams.values():
+            stream.synchronize()
         return self._here
+
+    def _queued(self, tensor: Tensor) -> Tensor:
+        if (stream := self._streams.get(tensor.device)) is None:
+            return tensor
+        with stream:
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return pinned.copy_(tensor, non_blocking=True)
 
 
 def download(*tensors: Tensor) -> list[Tensor]:
@@ -44,6 +56,6 @@ def download(*tensors: Tensor) -> list[Tensor]:
     return Download(*tensors).wait()
 
 
-def _queued(tensor: Tensor) -> Tensor:
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
+@cache
+def _copy_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)

@@ -58,7 +58,7 @@ def answers(
     trace = Path(os.environ["ASCEND_SIM_TRACE"])
     path = Path(encoder_decoder) if encoder_decoder else Checkpoint.open(None).path
     kind = Seq2SeqEngine if encoder_decoder else Engine
-    engine = kind(load_model(path, "npu", "bfloat16"), EngineConfig(max_num_seqs=1), 2**26)
+    engine = kind(load_model(path, "npu", "bfloat16"), EngineConfig(max_num_seqs=1, async_scheduling=False), 2**26)
     results: dict[str, list] = {}
     calls: list[list[str]] = []
     refs, nbytes = [], []
