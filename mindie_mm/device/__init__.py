@@ -68,6 +68,12 @@ def require_possible(name: str) -> None:
         open_device(name)
 
 
+def bind_tokenizer(name: str) -> None:
+    """Bind this thread and its later children to CPUs near the devices `name`, without loading their runtime."""
+    chosen = (kind for kind in KINDS if name.partition(":")[0] == kind.name or (name == "auto" and kind.may_exist()))
+    next(chosen, CPU).bind_tokenizer()  # the engine refuses an unknown name
+
+
 def forkable() -> list[str]:
     """Return the values of the setting `device` for which an engine may run in a forked process.
 
@@ -112,6 +118,7 @@ __all__ = [
     "Download",
     "Kernels",
     "Rows",
+    "bind_tokenizer",
     "block_table",
     "default_num_threads",
     "download",

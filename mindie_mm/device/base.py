@@ -81,6 +81,13 @@ class Device(ABC):
         if self.index is not None:
             torch.accelerator.set_device_index(self.index)
 
+    def bind_engine(self) -> None:
+        """Bind this process and the threads of the device's runtime to CPUs near the device, if this is of use."""
+
+    @classmethod
+    def bind_tokenizer(cls) -> None:
+        """Bind this thread and its later children to CPUs near the visible devices, if this is of use."""
+
     @property
     def fuses_layers(self) -> bool:
         """Whether `nn/decoder_layer.py` replaces transformers' layers on this device."""

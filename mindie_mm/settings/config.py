@@ -92,6 +92,9 @@ class EngineConfig:
     num_threads: CountOrNone = 0
     """Number of CPU threads of the engine, or of each rank. 0: OMP_NUM_THREADS, or one thread for each CPU that the
     affinity mask and the control group allow; ranks and engines share these threads."""
+    cpu_binding: Literal["auto", "off"] = "auto"
+    """Binding of the engine, the tokenizer and the decoders to CPUs. auto: CPUs near their devices, on NPUs of hosts
+    with Arm processors. off: no binding."""
     tensor_parallel: Count = 1
     """Number of devices, or of processes on the CPU, among which the text model is divided."""
     tower_parallel: TowerParallel = "replicate"
@@ -242,6 +245,11 @@ class WorkerConfig:
                 "the index"
             )
         complete_paths(self)
+
+    @property
+    def bound_device(self) -> str | None:
+        """Device near which the tokenizer runs, or None if it is not bound to CPUs."""
+        return self.engine.device if self.engine.cpu_binding == "auto" else None
 
     @property
     def num_decoders(self) -> int:

@@ -115,6 +115,22 @@ def single_threaded() -> dict[str, str]:
     return os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
+def expand_segments(variable: str) -> None:
+    """Let an allocator extend its segments, which lose less memory to fragments, unless the user has configured it.
+
+    Args:
+        variable: Variable that configures the allocator of one kind of device, such as PYTORCH_NPU_ALLOC_CONF.
+
+    """
+    if not {variable, "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        os.environ[variable] = "expandable_segments:True"
+
+
+def in_c_locale() -> dict[str, str]:
+    """Return an environment for a child process whose output does not depend on the user's language."""
+    return os.environ | {"LC_ALL": "C"}
+
+
 def environment_now() -> dict[str, str]:
     """Return a copy of this process's environment."""
     return dict(os.environ)

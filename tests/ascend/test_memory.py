@@ -95,6 +95,24 @@ def test_expandable_segments_are_mapped_and_freed(tmp_path):
     assert any(line.startswith("aclrtMapMem ") for line in traced(tmp_path / "trace"))
 
 
+def opened() -> float:
+    import torch
+
+    from mindie_mm.device import open_device
+
+    return float(torch.ones(3, device=open_device("npu").torch_device).sum().cpu())
+
+
+@pytest.mark.parametrize(
+    ("configured", "mapped"),
+    [({}, True), ({"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:512"}, False), ({"PYTORCH_ALLOC_CONF": ""}, False)],
+    ids=["default", "by the user", "by the user, for each device"],
+)
+def test_segments_are_expandable_unless_the_user_configures_the_allocator(tmp_path, configured, mapped):
+    assert call(opened, trace=tmp_path / "trace", **configured) == 3.0
+    assert any(line.startswith("aclrtMapMem ") for line in traced(tmp_path / "trace")) == mapped
+
+
 def pinned() -> dict:
     import torch
     import torch_npu  # noqa: F401

@@ -20,10 +20,11 @@ import torch
 from mindie_mm.device.base import Device, allocator_peak_bytes
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
+from mindie_mm.device.npu import cpu_binding, npu_kernels, npu_layers
 from mindie_mm.device.npu import doctor as npu_doctor
-from mindie_mm.device.npu import npu_kernels, npu_layers
 from mindie_mm.device.npu.npu_kernels import NPUKernels
 from mindie_mm.errors import DeviceError
+from mindie_mm.settings.environment import expand_segments
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class NPU(Device):
         if importlib.util.find_spec("torch_npu") is None:
             release = torch.__version__.partition("+")[0]
             return f"torch_npu is not installed: install CANN, then pip install torch_npu=={release}"
+        expand_segments("PYTORCH_NPU_ALLOC_CONF")  # torch_npu reads the variable when it is imported
         try:
             importlib.import_module("torch_npu")
         except Exception as error:  # noqa: BLE001 - beside another release of torch it fails to patch torch, in various ways
@@ -113,6 +115,14 @@ class NPU(Device):
     @classmethod
     def unpin(cls, address: int) -> None:
         _npu().npurt().npuHostUnregister(address)
+
+    def bind_engine(self) -> None:
+        torch.zeros(1, device=self.torch_device)  # starts torch_npu's threads
+        cpu_binding.bind_engine(self.torch_device.index)
+
+    @classmethod
+    def bind_tokenizer(cls) -> None:
+        cpu_binding.bind_tokenizer()
 
     def prepare(self, module: torch.nn.Module) -> None:
         npu_layers.fuse(module)

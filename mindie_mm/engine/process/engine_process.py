@@ -181,6 +181,8 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
     config = start.config
     # If one rank fails, the others must receive its error before they wait for it in a collective operation.
     device = ranks.run_on_all(lambda: ranks.open_device(config.device))
+    if config.cpu_binding == "auto":
+        device.bind_engine()
     torch.set_num_threads(config.num_threads or ranks.num_threads())
     checkpoint = ranks.run_on_all(lambda: Checkpoint.open(start.model))
     weights = ranks.run_on_all(checkpoint.weights_state)  # before loading, because files may be replaced meanwhile

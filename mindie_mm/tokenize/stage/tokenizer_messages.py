@@ -31,6 +31,8 @@ class Setup(msgspec.Struct, frozen=True):
     parse_special: Switch
     media: MediaCaps
     limit_mm_per_prompt: PromptLimits
+    bound_device: str | None = None
+    """Device to whose CPUs the process binds itself, or None."""
 
     @classmethod
     def of(cls, model: Path, config: WorkerConfig) -> Setup:

@@ -18,6 +18,7 @@ import torch
 
 from mindie_mm.decode import Decoders
 from mindie_mm.decode.decoder_messages import DecoderSetup
+from mindie_mm.device import bind_tokenizer
 from mindie_mm.errors import MindieMMError, OperationalError, RequestAborted
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes import faults
@@ -120,6 +121,8 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # raises SystemExit, so that the arena is removed
     torch.set_num_threads(1)
     setup = msgspec.json.decode(setup_json, type=Setup)
+    if setup.bound_device is not None:
+        bind_tokenizer(setup.bound_device)
     try:
         quota_bytes = setup.arena_request_bytes
         arena = lifeline.hold(lambda: Arena.create(setup.arena_bytes, quota_bytes=quota_bytes), Arena.close)

@@ -19,7 +19,10 @@ class _Installing(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
+        import cuda_build  # imports torch, which is loaded already
+
+        with cuda_build.hidden():
+            self._loader.exec_module(module)
         # The engine's child processes have another working directory, so the project may not be in sys.path.
         if (root := str(Path(__file__).parents[3])) not in sys.path:
             sys.path.append(root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,10 +18,18 @@ class Ended:
     stderr: str
 
 
-def run(command: list[str], timeout_s: float) -> Ended | None:
-    """Run a program. Return its output, or None if it does not end in time. Raise OSError if it cannot run."""
+def run(command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> Ended | None:
+    """Run a program. Return its output, or None if it does not end in time. Raise OSError if it cannot run.
+
+    The default of `environment` is that of this process.
+    """
     process = subprocess.Popen(  # noqa: S603 - the callers' own commands
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
     )
     with process.stdout, process.stderr:  # type: ignore[union-attr]  # they are pipes
         try:
