@@ -32,14 +32,32 @@ torch:
 
 # The NPU's code on the real torch_npu, over a simulated CANN (tests/ascend): in an environment of its own, as torch_npu
 # is found and loaded by whoever imports torch or transformers beside it. All else comes from .venv, which it looks into.
-.venv-npu/installed: .venv/installed pyproject.toml constraints.txt
-	$(BIN)/python -m venv --without-pip .venv-npu
-	.venv-npu/bin/python -c 'import sys; print("import site; site.addsitedir(%r)" % sys.argv[1])' \
+define NPU_VENV
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(@D)/bin/python -c 'import sys; print("import site; site.addsitedir(%r)" % sys.argv[1])' \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-	  > "$$(.venv-npu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+endef
+
+.venv-npu/installed: .venv/installed pyproject.toml constraints.txt
+	$(NPU_VENV)
 	$(BIN)/pip --python .venv-npu/bin/python install --quiet --constraint constraints.txt --editable '.[test-npu]'
 	@$(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || $(BIN)/pip --python .venv-npu/bin/python \
 	  install --quiet --no-deps --index-url $(CPU_INDEX) $(TORCH)  # torch_npu takes no other
+	touch $@
+
+# An older torch_npu with its torch. The torch on PyPI for x86-64 is a build for CUDA, which takes 5 GB.
+TORCH_NPU_2.10 := 2.10.0.post7
+TORCH_NPU_2.12 := 2.12.0.post3
+
+.PRECIOUS: .venv-npu-%/installed
+
+.venv-npu-%/installed: .venv/installed constraints.txt
+	$(NPU_VENV)
+	grep --invert-match '^torch==' constraints.txt > $(@D)/constraints.txt
+	@if $(HAS_CPU_INDEX) && $(BIN)/pip --python $(@D)/bin/python install --quiet --no-deps --index-url $(CPU_INDEX) torch==$*.0; then :; \
+	else $(BIN)/pip --python $(@D)/bin/python install --quiet --constraint $(@D)/constraints.txt torch==$*.0; fi
+	$(BIN)/pip --python $(@D)/bin/python install --quiet --no-deps torch_npu==$(TORCH_NPU_$*)
 	touch $@
 
 # The simulated CANN is compiled by the tests.
@@ -101,8 +119,12 @@ NPU_SLICE := tests/ascend
 test-npu: .venv-npu/installed gcc
 	$(NPU) pytest --device npu -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(NPU_SLICE)
 
-# The contract of every family, engine, service and faults, and which lines of the NPU's own code they came by.
-test-npu-all: .venv-npu/installed gcc
+# The same with an older torch_npu.
+test-npu-%: .venv-npu-%/installed gcc
+	.venv-npu-$*/bin/python -m tests.ascend pytest --device npu -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(NPU_SLICE)
+
+# The contract of every family, engine, service and faults, which lines of the NPU's own code they came by, and older releases.
+test-npu-all: .venv-npu/installed gcc test-npu-2.10 test-npu-2.12
 	rm -rf build/coverage
 	$(NPU) coverage run -m pytest --device npu -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m '' \
 	  tests/ascend tests/models tests/engine tests/service tests/faults
@@ -147,7 +169,7 @@ bench-peers: install
 	$(BIN)/python -m bench.peers.install
 
 clean:
-	rm -rf .venv .venv-npu .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf .venv .venv-npu .venv-npu-* .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 
 .PHONY: families fuzz stress faults soak screenshots
 
