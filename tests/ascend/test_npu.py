@@ -40,14 +40,23 @@ def opened() -> dict:
     return found | {"taken": before - device.free_bytes()}
 
 
-@pytest.mark.parametrize(("soc", "dtype"), [("Ascend910B1", "torch.bfloat16"), ("Ascend310P3", "torch.float16")])
-def test_an_npu_is_opened_and_measured(soc, dtype):
+@pytest.mark.parametrize("soc", ["Ascend910B1", "Ascend910_9392"], ids=["A2", "A3"])
+def test_an_npu_is_opened_and_measured(soc):
     found = call(opened, soc=soc)
     assert found["device"] == "npu:0"
     assert (found["auto"], found["kind"]) == ("npu", "npu")
-    assert (found["bfloat16"], found["float32"]) == (dtype, "torch.float32")
+    assert (found["bfloat16"], found["float32"]) == ("torch.bfloat16", "torch.float32")
     assert 3 * 2**20 <= found["peak"] < 32 * 2**20
     assert 2**28 <= found["taken"] < 2**28 + 32 * 2**20
+
+
+def test_a_310p_is_refused_with_the_operators_that_it_lacks():
+    found = call(opened, soc="Ascend310P3")
+    assert found == {
+        "error": "the device npu cannot be used: the NPU is an Ascend310P3, whose CANN lacks "
+        "npu_fused_infer_attention_score, npu_fusion_attention, npu_scatter_pa_kv_cache and index_copy_; use an Atlas "
+        "A2 or A3, or --device cpu"
+    }
 
 
 def test_an_npu_that_is_not_visible_is_refused():

@@ -104,3 +104,9 @@ def ignore_patterns() -> list[str]:
     """Return the patterns of this project's .dockerignore."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def args(device: str) -> dict[str, str]:
+    """Return the defaults of the build arguments, by name. Arguments without a default are left out."""
+    arguments = (one.value.partition("=") for one in read(device) if one.name == "ARG")
+    return {name: value for name, _, value in arguments if value}

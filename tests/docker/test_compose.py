@@ -13,13 +13,14 @@ import pytest
 import yaml
 
 from mindie_mm.settings.config import ServiceConfig, WorkerConfig
-from tests.docker.dockerfile import DEVICES, FOLDER, ROOT
+from tests.docker.dockerfile import DEVICES, FOLDER, ROOT, args
 from tests.docker.settings import VARIABLES, nbytes, shm_bytes
 
 pytestmark = pytest.mark.slow
 
 FILE = FOLDER / "compose.yaml"
 FOUND = yaml.safe_load(FILE.read_text())
+BUILDS = ("docker/Dockerfile.npu", "docs/operate.md")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
@@ -52,7 +53,7 @@ def test_the_schema_refuses_a_misspelt_key(tmp_path: Path) -> None:
 
 
 def test_each_device_has_a_service() -> None:
-    assert FOUND["services"].keys() == set(DEVICES)
+    assert FOUND["services"].keys() == {*DEVICES, "npu-a3"}
     for device in DEVICES:
         service = of_device(device)
         assert service["profiles"] == [device]
@@ -112,6 +113,15 @@ def test_the_npu_has_its_devices_and_driver() -> None:
     driver = {"/usr/local/Ascend/driver", "/usr/local/dcmi", "/usr/local/bin/npu-smi", "/etc/ascend_install.info"}
     assert mounted == {"/models", *driver}, "its own list stands in place of the common one"
     assert service["group_add"], "the devices are of a group, and the user is not root"
+
+
+def test_the_a3_has_the_base_of_its_chip_and_is_otherwise_like_the_a2() -> None:
+    a2, a3 = of_device("npu"), of_device("npu-a3")
+    tag = args("npu")["CANN_TAG"].replace("910b", "a3")
+    own = {"profiles": ["npu-a3"], "image": f"mindie_mm:{VERSION}-npu-a3", "build": {"args": {"CANN_TAG": tag}}}
+    assert a3 == a2 | own | {"build": a2["build"] | own["build"]}
+    for file in BUILDS:
+        assert f"--build-arg CANN_TAG={tag}" in " ".join((ROOT / file).read_text().split())
 
 
 def test_cuda_has_its_gpu() -> None:

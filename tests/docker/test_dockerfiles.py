@@ -15,6 +15,7 @@ from tests.docker.dockerfile import (
     DEVICES,
     FOLDER,
     ROOT,
+    args,
     healthcheck,
     ignore_patterns,
     is_sent,
@@ -35,12 +36,6 @@ HADOLINT = Path(sys.executable).with_name("hadolint")
 def hadolint(file: Path) -> subprocess.CompletedProcess[str]:
     command = [str(HADOLINT), "--no-color", "--failure-threshold", "style", str(file)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-
-
-def args(device: str) -> dict[str, str]:
-    """Return the defaults of the build arguments, by name. Arguments without a default are left out."""
-    arguments = (one.value.partition("=") for one in read(device) if one.name == "ARG")
-    return {name: value for name, _, value in arguments if value}
 
 
 @pytest.mark.parametrize("device", DEVICES)

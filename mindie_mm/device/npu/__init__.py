@@ -39,10 +39,17 @@ _KERNEL_THAT_FAILS = (5, 10)
 
 CANN documents that aclrtHostRegisterV2 leads to exceptions up to this version for memory not allocated by CANN.
 """
+_WITHOUT_OPERATORS = "Ascend310P"
+"""Beginning of the names of chips for which CANN lacks operators that an engine needs.
+
+CANN's product tables do not list them for aclnnFusedInferAttentionScoreV3, aclnnFlashAttentionVarLenScore,
+aclnnScatterPaKvCache and aclnnInplaceIndexCopy. The operators that replace them store the KV cache in another format.
+"""
+_LACKING = "npu_fused_infer_attention_score, npu_fusion_attention, npu_scatter_pa_kv_cache and index_copy_"
 
 
 class NPU(Device):
-    """An NPU. The default dtype is the dtype of the checkpoint, or float16 if the NPU has no bfloat16."""
+    """An NPU of Atlas A2 or A3. The default dtype is the dtype of the checkpoint."""
 
     name: ClassVar[str] = "npu"
     memory_share: ClassVar[float] = 0.9
@@ -65,7 +72,12 @@ class NPU(Device):
             importlib.import_module("torch_npu")
         except Exception as error:  # noqa: BLE001 - beside another release of torch it fails to patch torch, in various ways
             return f"torch_npu cannot be imported ({error}); source CANN's set_env.sh first"
-        return None if _npu().is_available() else "no NPU is visible; check npu-smi info"
+        if not _npu().is_available():
+            return "no NPU is visible; check npu-smi info"
+        name = (_acl().aclrtGetSocName() or b"").decode()
+        if not name.startswith(_WITHOUT_OPERATORS):
+            return None
+        return f"the NPU is an {name}, whose CANN lacks {_LACKING}; use an Atlas A2 or A3, or --device cpu"
 
     @classmethod
     def may_exist(cls) -> bool:
@@ -83,8 +95,6 @@ class NPU(Device):
         return torch.device("npu", _npu().current_device() if self.index is None else self.index)
 
     def default_dtype(self, checkpoint_dtype: torch.dtype) -> torch.dtype:
-        if checkpoint_dtype == torch.bfloat16 and not _npu().is_bf16_supported():  # such as on a 310P
-            return torch.float16
         return checkpoint_dtype
 
     @classmethod
@@ -153,6 +163,7 @@ def _acl() -> ctypes.CDLL:
     """Return CANN's runtime library, which torch_npu has loaded."""
     library = ctypes.CDLL("libascendcl.so")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    library.aclrtGetSocName.restype = ctypes.c_char_p
     library.aclrtMemcpyAsync.argtypes = [pointer, size, pointer, size, ctypes.c_int, pointer]
     return library
 
