@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import silu
 
 from mindie_mm.device.transfer import upload
 
@@ -97,6 +98,8 @@ class Kernels:
 
     has_attention: ClassVar[bool] = False
     """Whether `attend` is implemented. If not, no batch builds the `Rows` that it needs."""
+    has_layers: ClassVar[bool] = False
+    """Whether the operators of decoder layers, from `rms_norm` to `swiglu`, are fused."""
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         """Return whether `attend` supports these arguments, which it describes, and is faster than plain PyTorch."""
@@ -118,13 +121,54 @@ class Kernels:
         """
         raise NotImplementedError
 
-    def store(self, pages: Tensor, slots: Tensor, new: Tensor) -> None:
-        """Write new keys or values to their places in the pages.
+    def store(self, pages: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write new keys and values to their places in the pages.
 
         Args:
-            pages: [blocks, block_size, kv_heads, head_dim], changed in place.
-            slots: Indices into the flattened first two axes of `pages`, int64 [T].
-            new: [T, kv_heads, head_dim].
+            pages: Pages of the keys and of the values, as in `attend`, changed in place.
+            slots: Indices into the flattened first two axes of the pages, int64 [T].
+            key: [T, kv_heads, head_dim].
+            value: [T, kv_heads, value_head_dim].
 
         """
-        pages.flatten(0, 1).index_copy_(0, slots, new)
+        for part, new in zip(pages, (key, value), strict=True):
+            part.flatten(0, 1).index_copy_(0, slots, new)
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Apply RMS normalization with `weight` [width] to `hidden` [..., width]. The statistics are in float32."""
+        values = hidden.float()
+        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+        return weight * values.to(hidden.dtype)
+
+    def add_rms_norm(self, hidden: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return the RMS normalization of `hidden + added`, as in `rms_norm`, and the sum."""
+        total = hidden + added
+        return self.rms_norm(total, weight, eps), total
+
+    def split(self, joined: Tensor, widths: Sequence[int]) -> list[Tensor]:
+        """Split [T, width] into contiguous parts with these widths."""
+        return [part.contiguous() for part in joined.split_with_sizes([*widths], 1)]
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply rotary embeddings, and return the rotated query and key. The arguments may be changed in place.
+
+        The first half of each head pairs with the second half.
+
+        Args:
+            query: [T, heads, head_dim].
+            key: [T, kv_heads, head_dim].
+            cos: [T, head_dim].
+            sin: [T, head_dim].
+
+        """
+        return _rotated(query, cos, sin), _rotated(key, cos, sin)
+
+    def swiglu(self, joined: Tensor) -> Tensor:
+        """Return `silu(gate) * up`, [T, width], for gate and up side by side, [T, 2 * width]."""
+        gate, up = joined.chunk(2, -1)
+        return silu(gate) * up
+
+
+def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = values.chunk(2, -1)
+    return values * cos.unsqueeze(1) + torch.cat([-second, first], -1) * sin.unsqueeze(1)

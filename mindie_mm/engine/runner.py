@@ -16,7 +16,7 @@ from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.towers import Features
 from mindie_mm.nn.model import Model
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache, top_position
 from mindie_mm.nn.splice import Splice
 
 PROMPT_ROWS = 64
@@ -88,17 +88,17 @@ class Runner:
             if scheduled.samples:
                 sampled.append(row - 1)
         wanted = [*sampled, *(index for _, _, rows in prompts for index in rows)]
+        positions = np.concatenate([s.request.positions(s.start, s.stop) for s in step], axis=1)
+        chunks = [Chunk(s.start, s.stop, s.request.kv_blocks, s.request.span_ids) for s in step]
         ids = upload(np.concatenate([s.request.ids(s.start, s.stop) for s in step]), device)
         if earlier is not None:
             earlier.write(ids, step)
         states = self._model.states(
             ids,
-            upload(np.concatenate([s.request.positions(s.start, s.stop) for s in step], axis=1), device),
+            upload(positions, device),
             splices,
-            PagedBatch(
-                [Chunk(s.start, s.stop, s.request.kv_blocks, s.request.span_ids) for s in step], self._cache, device
-            ),
-            upload(torch.tensor(wanted, dtype=torch.int64), device),
+            PagedBatch(chunks, self._cache, device, top_position(positions)),
+            None if wanted == [*range(row)] else upload(torch.tensor(wanted, dtype=torch.int64), device),
         )
         parts = states.split([len(sampled), *(len(rows) for _, _, rows in prompts)])
         return StepLogits(

@@ -10,6 +10,8 @@ from torch import Tensor
 
 _FIRST_POSITIONS, _MOST_POSITIONS = 2**10, 2**14
 """Initial and maximum length of a table. With heads of 128 dimensions, a table of the maximum length takes 16 MiB."""
+_MOST_RESIDENT = 2**17
+"""Maximum length of a table on an accelerator. In bfloat16, such a table takes 64 MiB for heads of 128 dimensions."""
 _MOST_ROWS = 64
 """Maximum number of rows that are looked up in a table. In larger steps, the layers determine the time."""
 
@@ -51,8 +53,11 @@ class AngleTable:
         self._rotary_emb = rotary_emb
         self._table: Angles | None = None
 
-    def angles(self, hidden: Tensor, positions: Tensor) -> Angles:
-        """Return the angles of positions, int64 [axes, T]. The hidden states, [1, T, hidden], determine the dtype."""
+    def angles(self, hidden: Tensor, positions: Tensor, top: int | None = None) -> Angles:
+        """Return the angles of positions, int64 [axes, T].
+
+        The hidden states, [T, hidden], determine the dtype. `top` is not used, because reading positions is fast here.
+        """
         if hidden.device.type != "cpu" or positions.shape[1] > _MOST_ROWS:
             return self._computed(hidden, positions)
         first, *others = positions.tolist()
@@ -65,4 +70,42 @@ class AngleTable:
         return Angles(table.cos.index_select(0, positions[0]), table.sin.index_select(0, positions[0]))
 
     def _computed(self, hidden: Tensor, positions: Tensor) -> Angles:
-        return Angles.of(*self._rotary_emb(hidden, positions if len(positions) == 1 else positions.unsqueeze(1)))
+        axes = positions if len(positions) == 1 else positions.unsqueeze(1)
+        return Angles.of(*self._rotary_emb(hidden.unsqueeze(0), axes))
+
+
+class ResidentAngles:
+    """A rotary embedding on an accelerator, with the angles of all positions in a table."""
+
+    def __init__(self, rotary_emb: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], num_axes: int, size: int) -> None:
+        """Create an empty table.
+
+        Args:
+            rotary_emb: As in `AngleTable`.
+            num_axes: Number of axes of the positions.
+            size: Number of positions in the table. It is limited to `_MOST_RESIDENT`.
+
+        """
+        self._rotary_emb = rotary_emb
+        self._positions = torch.arange(min(size, _MOST_RESIDENT)).expand(num_axes, -1)
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def angles(self, hidden: Tensor, positions: Tensor, top: int | None) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, [T, head_dim] each.
+
+        Args:
+            hidden: Hidden states, [T, hidden], which determine the dtype.
+            positions: int64 [axes, T].
+            top: `PagedBatch.top_position`.
+
+        """
+        if top is None or top >= self._positions.shape[1]:
+            return self._computed(hidden, positions)
+        if self._table is None:
+            self._table = self._computed(hidden, self._positions.to(hidden.device))
+        cos, sin = self._table
+        return cos.index_select(0, positions[0]), sin.index_select(0, positions[0])
+
+    def _computed(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rotary_emb(hidden.unsqueeze(0), positions if len(positions) == 1 else positions.unsqueeze(1))
+        return cos[0], sin[0]

@@ -91,8 +91,7 @@ def paged_attention(
     if paged.cache is not None and paged.slots is not None:
         cached = paged.cache.keys[layer], paged.cache.values[layer]
         kernels = kernels_of(query.device)
-        for pages, new in zip(cached, (key, value), strict=True):
-            kernels.store(pages, paged.slots, new.transpose(0, 1))
+        kernels.store(cached, paged.slots, key.transpose(0, 1), value.transpose(0, 1))
         if (
             kernels.has_attention
             and sliding_window is None

@@ -1,23 +1,26 @@
-"""A decoder layer of the Llama kind that runs few operators, in place of transformers' layers.
+"""Decoder layers of the Llama kind that run few operators, in place of transformers' layers.
 
-On the CPU, the operators of a decode step are so small that their number determines the time. Most families share one
-kind of layer: pre-normalization with RMSNorm, rotary attention, and a gated MLP. `fuse` replaces such a layer after a
-trial has shown that the replacement computes the same results.
+The operators of a decode step are so small that their number determines the time, on the CPU as on accelerators. Most
+families share one kind of layer: pre-normalization with RMSNorm, rotary attention, and a gated MLP. `fuse` replaces
+such a layer after a trial has shown that the replacement computes the same results.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
+from mindie_mm.device import Kernels, kernels_of
 from mindie_mm.nn import attention
 from mindie_mm.nn.angles import Angles
 from mindie_mm.nn.attention import paged_attention
-from mindie_mm.nn.layers import FewOperatorNorm
+from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 
 _PROBE = "mindie_mm_probe"
@@ -28,8 +31,13 @@ _PARTS = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layer
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _HEAD_NORMS = frozenset({"q_norm", "k_norm"})
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+"""Largest accepted difference of a trial, by dtype."""
 _TRANSPOSED = "transposed"
-"""Attribute of a plain linear layer, a view of its weight. `F.linear` would create the view with three operators."""
+"""Attribute of a plain linear layer, a view of its weight. `F.linear` would create the view with three operators.
+
+A packed or quantized layer that later replaces the linear layer does not have it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class _Unlike(Exception):
     """The layer differs from the layers that `DecoderLayer` can replace."""
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module, ABC):
     """A pre-norm decoder layer. One matrix product computes queries, keys and values. Another computes gate and up."""
 
     def __init__(self, layer: Any, call: _Call) -> None:
@@ -61,64 +69,133 @@ class DecoderLayer(nn.Module):
         self.head_dim: int = own.head_dim
         self.num_heads = own.q_proj.out_features // self.head_dim
         self.num_kv_heads = own.k_proj.out_features // self.head_dim
-        self.num_rotated = self.num_heads + self.num_kv_heads
         self.call = call
         self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read this
         self.norm = _norm(layer.input_layernorm)
         self.qkv = _joined(own.q_proj, own.k_proj, own.v_proj)
-        self.output = _with_transposed(own.o_proj)
-        self.head_norm: FewOperatorNorm | None = None
-        """Norm of the queries and keys of each head."""
-        if hasattr(own, "q_norm"):
-            norms = own.q_norm.weight.expand(self.num_heads, -1), own.k_norm.weight.expand(self.num_kv_heads, -1)
-            self.head_norm = FewOperatorNorm(torch.cat(norms), _eps(own.q_norm))
+        self.output: nn.Linear = own.o_proj
         self.mlp_norm = _norm(layer.post_attention_layernorm)
         self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
         self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
-        self.down = _with_transposed(mlp.down_proj)
+        self.down: nn.Linear = mlp.down_proj
+
+    @abstractmethod
+    def run(
+        self, hidden: Tensor, added: Tensor | None, angles: Angles | tuple[Tensor, Tensor], paged: PagedBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer. Its input and its output are sums, which the next norm may compute.
+
+        Args:
+            hidden: First term of the input, [T, hidden].
+            added: Second term of the input, [T, hidden], or None for zero.
+            angles: Angles of the rotary embedding, from `AngleTable` or `ResidentAngles`.
+            paged: The tokens that each row attends to, and the KV cache.
+
+        Returns:
+            Both terms of the output.
+
+        """
+
+    @abstractmethod
+    def angles(self, cos: Tensor, sin: Tensor) -> Angles | tuple[Tensor, Tensor]:
+        """Return the angles for `run` from those of transformers, [1, T, head_dim] each."""
 
     def forward(
-        self, hidden_states: Tensor, *, position_embeddings: Angles | tuple[Tensor, Tensor], paged: PagedBatch, **_: Any
+        self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], paged: PagedBatch, **_: Any
     ) -> Tensor:
         """Run the layer with the arguments that transformers passes.
 
         Args:
             hidden_states: [1, T, hidden].
-            position_embeddings: Angles of the rotary embedding. transformers passes [1, T, head_dim] for cosines and
-                for sines.
+            position_embeddings: Cosines and sines of the rotary embedding, [1, T, head_dim] each.
             paged: The tokens that each row attends to, and the KV cache.
 
         Returns:
             [1, T, hidden].
 
         """
-        hidden = hidden_states[0]
+        hidden, added = self.run(hidden_states[0], None, self.angles(*position_embeddings), paged)
+        return (hidden if added is None else hidden + added).unsqueeze(0)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, paged: PagedBatch) -> Tensor:
+        """Return the attention of rows [T, heads, head_dim] as [T, heads * head_dim]."""
+        q, k, v = (part.transpose(0, 1) for part in (query, key, value))
+        return paged_attention(self.call.layer, q, k, v, paged, self.call.scaling, self.call.sliding_window).flatten(1)
+
+
+class FewOperatorLayer(DecoderLayer):
+    """A layer for the CPU, where matrix products add the residual and queries and keys are rotated together."""
+
+    def __init__(self, layer: Any, call: _Call, *, scales_angles: bool) -> None:
+        super().__init__(layer, call)
+        for linear in (self.qkv, self.output, self.gate_up, self.down):
+            setattr(linear, _TRANSPOSED, linear.weight.detach().t())
+        self.num_rotated = self.num_heads + self.num_kv_heads
+        self.head_norm: FewOperatorNorm | None = None
+        """Norm of the queries and keys of each head."""
+        if hasattr(own := layer.self_attn, "q_norm"):
+            norms = own.q_norm.weight.expand(self.num_heads, -1), own.k_norm.weight.expand(self.num_kv_heads, -1)
+            self.head_norm = FewOperatorNorm(torch.cat(norms), _eps(own.q_norm))
+
+    def angles(self, cos: Tensor, sin: Tensor) -> Angles:
+        return Angles.of(cos, sin)
+
+    def run(
+        self, hidden: Tensor, added: Tensor | None, angles: Angles | tuple[Tensor, Tensor], paged: PagedBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        assert added is None
+        assert isinstance(angles, Angles)
         heads = _product(self.qkv, self.norm(hidden)).view(len(hidden), -1, self.head_dim)
         # Tensor.split is written in Python and takes twice as long.
         rotated, value = heads.split_with_sizes((self.num_rotated, self.num_kv_heads), 1)
         if self.head_norm is not None:
             rotated = self.head_norm(rotated)
-        if not isinstance(position_embeddings, Angles):
-            position_embeddings = Angles.of(*position_embeddings)
-        query, key = position_embeddings.rotate(rotated).split_with_sizes((self.num_heads, self.num_kv_heads), 1)
-        attended = paged_attention(
-            self.call.layer,
-            query.transpose(0, 1),
-            key.transpose(0, 1),
-            value.transpose(0, 1),
-            paged,
-            self.call.scaling,
-            self.call.sliding_window,
-        )
-        hidden = _product(self.output, attended.flatten(1), hidden)
+        query, key = angles.rotate(rotated).split_with_sizes((self.num_heads, self.num_kv_heads), 1)
+        hidden = _product(self.output, self.attend(query, key, value, paged), hidden)
         gate, up = _product(self.gate_up, self.mlp_norm(hidden)).chunk(2, -1)
-        return _product(self.down, self.activation(gate) * up, hidden).unsqueeze(0)
+        return _product(self.down, self.activation(gate) * up, hidden), None
+
+
+class FusedOperatorLayer(DecoderLayer):
+    """A layer for a device with fused operators (`Kernels.has_layers`). The next norm adds the residual."""
+
+    def __init__(self, layer: Any, call: _Call, *, scales_angles: bool) -> None:
+        super().__init__(layer, call)
+        self.kernels = kernels_of(self.qkv.weight.device)
+        self.widths = [count * self.head_dim for count in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        self.head_norms = [
+            _norm(norm) for name in ("q_norm", "k_norm") if (norm := getattr(layer.self_attn, name, None))
+        ]
+        # Fused operators require cosines in [-1, 1], but YaRN scales cosines.
+        self.rotate = (Kernels() if scales_angles else self.kernels).rotate
+        self.is_swiglu = _is_silu(self.activation, self.qkv.weight)
+
+    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return cos[0], sin[0]
+
+    def run(
+        self, hidden: Tensor, added: Tensor | None, angles: Angles | tuple[Tensor, Tensor], paged: PagedBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        assert not isinstance(angles, Angles)
+        normed, hidden = self.norm.add(hidden, added)
+        parts = self.kernels.split(self.qkv(normed), self.widths)
+        query, key, value = (part.view(len(hidden), -1, self.head_dim) for part in parts)
+        if self.head_norms:
+            query, key = (norm(part) for norm, part in zip(self.head_norms, (query, key), strict=True))
+        attended = self.attend(*self.rotate(query, key, *angles), value, paged)
+        normed, hidden = self.mlp_norm.add(hidden, self.output(attended))
+        joined = self.gate_up(normed)
+        if self.is_swiglu:
+            return hidden, self.down(self.kernels.swiglu(joined))
+        gate, up = joined.chunk(2, -1)
+        return hidden, self.down(self.activation(gate) * up)
 
 
 def fuse(module: nn.Module) -> int:
     """Replace the layers of `module` that `DecoderLayer` can replace. Return their number.
 
-    Layers are replaced if they use `attention.attend`, are on the CPU, and have plain weights in float32 or bfloat16.
+    Layers are replaced if they use `attention.attend` and have plain weights, in float32 or bfloat16 on the CPU, or in
+    any of `TOLERANCES` on a device with fused operators.
     """
     from transformers import AttentionInterface  # imported late: takes seconds, and not every process has a model
 
@@ -130,26 +207,27 @@ def fuse(module: nn.Module) -> int:
         return attention.attend(module, *args, scaling=scaling, sliding_window=sliding_window, **kwargs)
 
     AttentionInterface.register(_PROBE, probe)
+    scales_angles = any(getattr(part, "attention_scaling", 1.0) != 1.0 for part in module.modules())
     count = 0
     for layers in [part for part in module.modules() if isinstance(part, nn.ModuleList)]:
         for index, layer in enumerate(layers):
             try:
                 _require_parts(layer)
-                layers[index] = _replacement(layer, calls)
+                layers[index] = _replacement(layer, calls, scales_angles=scales_angles)
                 count += 1
             except _Unlike:
                 continue
     return count
 
 
-def _replacement(layer: Any, calls: list[_Call]) -> DecoderLayer:
+def _replacement(layer: Any, calls: list[_Call], *, scales_angles: bool) -> DecoderLayer:
     """Return the replacement of a layer after a trial. Raise _Unlike if the results differ."""
     weight = layer.self_attn.q_proj.weight
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _TOKENS, weight.shape[1], generator=generator).to(weight.dtype)
+    hidden = torch.randn(1, _TOKENS, weight.shape[1], generator=generator).to(weight)
     angles = torch.randn(2, 1, _TOKENS, layer.self_attn.head_dim // 2, generator=generator).repeat(1, 1, 1, 2)
     arguments: dict[str, Any] = {
-        "position_embeddings": (angles[0].cos().to(weight.dtype), angles[1].sin().to(weight.dtype)),
+        "position_embeddings": (angles[0].cos().to(weight), angles[1].sin().to(weight)),
         "paged": PagedBatch([Chunk(0, _TOKENS, ())], None, weight.device),
     }
     config = layer.self_attn.config
@@ -165,9 +243,10 @@ def _replacement(layer: Any, calls: list[_Call]) -> DecoderLayer:
             config._attn_implementation = implementation  # noqa: SLF001
         if len(calls) != 1 or not isinstance(expected, Tensor):
             raise _Unlike
-        replacement = DecoderLayer(layer, calls[0]).eval()
+        kind = FusedOperatorLayer if kernels_of(weight.device).has_layers else FewOperatorLayer
+        replacement = kind(layer, calls[0], scales_angles=scales_angles).eval()
         actual = replacement(hidden, **arguments)
-    tolerance = 1e-4 if weight.dtype == torch.float32 else 5e-2
+    tolerance = TOLERANCES[weight.dtype]
     if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=tolerance, atol=tolerance):
         raise _Unlike
     return replacement
@@ -190,9 +269,19 @@ def _require_parts(layer: nn.Module) -> None:
             raise _Unlike  # nn/placement.py and tensor parallelism change layers in these ways
     for name in (*(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in _MLP)):
         linear = layer.get_submodule(name)
-        is_plain = type(linear) is nn.Linear and linear.weight.dtype in (torch.float32, torch.bfloat16)
-        if not is_plain or linear.weight.device.type != "cpu":
+        if type(linear) is not nn.Linear or not _supports(linear.weight):
             raise _Unlike
+
+
+def _supports(weight: Tensor) -> bool:
+    if weight.device.type == "cpu":
+        return weight.dtype in (torch.float32, torch.bfloat16)
+    return kernels_of(weight.device).has_layers and weight.dtype in TOLERANCES
+
+
+def _is_silu(activation: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
+    values = torch.linspace(-4, 4, 64).to(weight)
+    return torch.equal(activation(values), silu(values))
 
 
 def _weighted(module: nn.Module) -> set[str]:
@@ -210,13 +299,7 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
             for linear in linears
         ]
         joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return _with_transposed(joined)
-
-
-def _with_transposed(linear: nn.Linear) -> nn.Linear:
-    """Give a layer the attribute `_TRANSPOSED`. A packed or quantized layer that later replaces it has none."""
-    setattr(linear, _TRANSPOSED, linear.weight.detach().t())
-    return linear
+    return joined
 
 
 def _product(linear: nn.Module, rows: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -240,5 +323,5 @@ def _eps(norm: Any) -> float:
     return eps
 
 
-def _norm(norm: Any) -> FewOperatorNorm:
-    return FewOperatorNorm(norm.weight.detach(), _eps(norm))
+def _norm(norm: Any) -> FewOperatorNorm | FusedNorm:
+    return norm_of(norm.weight.detach(), _eps(norm))

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from mindie_mm.device import kernels_of
+
 
 class RMSNorm(nn.Module):
     """RMS normalization over the last axis, `x / rms(x) * weight`. The statistics are computed in float32."""
@@ -48,6 +50,35 @@ class FewOperatorNorm:
         length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
         normalized: Tensor = values / length.hypot_(self._least)
         return normalized.mul_(self._scaled)
+
+    def add(self, hidden: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the normalization of `hidden + added`, and the sum. None stands for zero."""
+        total = hidden if added is None else hidden + added
+        return self(total), total
+
+
+class FusedNorm:
+    """RMS normalization with the fused operators of a device."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """Prepare the norm with `weight` [width], which is on the device."""
+        self._weight, self._eps = weight, eps
+        self._kernels = kernels_of(weight.device)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Normalize the last axis of a float tensor."""
+        return self._kernels.rms_norm(values, self._weight, self._eps)
+
+    def add(self, hidden: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the normalization of `hidden + added`, and the sum. None stands for zero."""
+        if added is None:
+            return self(hidden), hidden
+        return self._kernels.add_rms_norm(hidden, added, self._weight, self._eps)
+
+
+def norm_of(weight: Tensor, eps: float) -> FewOperatorNorm | FusedNorm:
+    """Return the RMS normalization with `weight` [width] that is fastest on the weight's device."""
+    return (FusedNorm if kernels_of(weight.device).has_layers else FewOperatorNorm)(weight, eps)
 
 
 class PatchProjection(nn.Module):

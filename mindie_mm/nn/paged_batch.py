@@ -149,16 +149,24 @@ class PagedBatch:
     has_rows: ClassVar[bool] = True
     """Whether `rows` is available. A captured graph cannot use `rows`, because it never reads host values again."""
 
-    def __init__(self, chunks: Sequence[Chunk], cache: PagedCache | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        cache: PagedCache | None,
+        device: torch.device,
+        top_position: int | None = None,
+    ) -> None:
         """Describe a flat batch.
 
         Args:
             chunks: Chunks in the order of their tokens in the batch.
             cache: The KV cache. None means that every chunk is a whole sequence.
             device: Where the model runs.
+            top_position: The result of the function `top_position`, or None if it is not known.
 
         """
         self.cache = cache
+        self.top_position = top_position
         self._chunks = chunks
         self._device = device
         self.slots = None if cache is None else upload(_slots(chunks, cache.block_size), device)
@@ -222,11 +230,21 @@ class GraphBatch(PagedBatch):
 
         """
         self.cache = cache
+        self.top_position = None
         self.slots = slots
         self.is_causal = True
         self.prefills = []
         rows = torch.arange(len(slots), device=slots.device)
         self.decodes = [Decode(rows, blocks.flatten(), lengths, blocks.shape[1] * cache.block_size)]
+
+
+def top_position(positions: NDArray[np.int64]) -> int | None:
+    """Return the largest position of a flat batch, from positions int64 [axes, T].
+
+    Return None if a row does not have the same position on all axes.
+    """
+    first = positions[0]
+    return int(first.max()) if len(positions) == 1 or (positions[1:] == first).all() else None
 
 
 def _slots(chunks: Sequence[Chunk], block_size: int) -> NDArray[np.int64]:

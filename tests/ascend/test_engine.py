@@ -6,6 +6,7 @@ import pytest
 
 from mindie_mm.engine.requests.engine_messages import Progress
 from tests.ascend.processes import call
+from tests.ascend.test_kernels import WRITES
 
 TOLERANCE = 0.25
 """Largest allowed difference of a log-probability, because bfloat16 rounds the sums in each layer differently."""
@@ -92,12 +93,32 @@ def test_answers_equal_those_of_plain_torch(size, layouts):
                 assert own_top[0] == pytest.approx(top[0], abs=TOLERANCE), (name, number)
 
 
-def test_an_operator_with_wrong_results_does_not_change_tokens():
-    plain = call(answers, "wide", {"kv_block_size": 16})
-    wrong = call(answers, "wide", {}, wrong="npu_fused_infer_attention_score:mean,npu_scatter_nd_update_:nz")
-    assert {number: [token for token, _ in tokens] for number, (_, tokens) in wrong["found"].items()} == {
-        number: [token for token, _ in tokens] for number, (_, tokens) in plain["found"].items()
-    }
+LAYERS = ("npu_rms_norm", "npu_add_rms_norm", "npu_apply_rotary_pos_emb", "npu_rotary_mul", "npu_swiglu")
+"""Operators of decoder layers, without those of attention and of the KV cache."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict:
+    """Answers of plain torch, whose operators support KV blocks of any size."""
+    return call(
+        answers, "wide", {"kv_block_size": 16}, missing=",".join((*LAYERS, *WRITES, "aten::split_with_sizes_copy"))
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["npu_fused_infer_attention_score:mean", "npu_scatter_pa_kv_cache:nz"],
+        [f"{name}:undefined row" for name in LAYERS],
+    ],
+    ids=["attention and cache", "layers"],
+)
+def test_an_operator_with_wrong_results_does_not_change_tokens(plain, wrong):
+    found = call(answers, "wide", {"kv_block_size": 16}, wrong=",".join(wrong))
+    for number, (prompt, tokens) in plain["found"].items():
+        own_prompt, own_tokens = found["found"][number]
+        assert own_prompt == pytest.approx(prompt, abs=TOLERANCE)
+        assert [token for token, _ in own_tokens] == [token for token, _ in tokens]
 
 
 GONE = b"aclrtSynchronizeStream=507033,aclrtSynchronizeStreamWithTimeout=507033,aclrtMemcpyAsync=507033"

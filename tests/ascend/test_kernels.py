@@ -41,7 +41,8 @@ def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str
     from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 
     devices = torch.device("cpu"), open_device("npu").torch_device
-    works("npu_scatter_nd_update_", devices[1], getattr(torch, dtype), kv_heads, width)
+    for name in WRITES:
+        works(name, devices[1], getattr(torch, dtype), kv_heads, width, width)
     for name in (FUSED, f"{FUSED} (TND)"):
         works(name, devices[1], getattr(torch, dtype), heads, kv_heads, width, block_size)
     generator = torch.Generator().manual_seed(0)
@@ -82,7 +83,8 @@ def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str
     return {"worst": worst, "names": names}
 
 
-STORE = ["npu_scatter_nd_update_"] * 2
+WRITES = ["npu_scatter_pa_kv_cache", "npu_scatter_nd_update_"]
+STORE = WRITES[:1]
 FUSED = "npu_fused_infer_attention_score"
 
 
@@ -302,7 +304,7 @@ SAYS = " does not run on npu:0 in torch.{}; plain torch is used instead: "
 
 @pytest.mark.parametrize(
     "names",
-    [[FUSED], ["npu_scatter_nd_update_"], ["npu_scatter_nd_update_@128"], [FUSED, "npu_scatter_nd_update_"]],
+    [[FUSED], WRITES, [f"{name}@128" for name in WRITES], [FUSED, *WRITES]],
 )
 def test_a_missing_operator_is_logged_once_and_replaced_by_plain_torch(names):
     found, lines = call(with_log_lines, twice, missing=",".join(names))
@@ -310,6 +312,8 @@ def test_a_missing_operator_is_logged_once_and_replaced_by_plain_torch(names):
     assert max(one["worst"] for one in found) < HALF_TOLERANCE
     assert not {*names} & {name for one in found for step in one["names"] for name in step}
     # Each layout of attention is tried separately.
+    # Likewise, another operator may write keys and values.
+    lines = [line.replace("npu_scatter_nd_update_ is used", "plain torch is used") for line in lines]
     packed = [line for line in lines if line.startswith(f"{FUSED} (TND)")]
     assert len(packed) == (FUSED in names)
     reasons = [line.partition(SAYS.format("bfloat16")) for line in lines if line not in packed]
@@ -329,10 +333,15 @@ def test_attention_with_wrong_results_is_replaced_by_plain_torch(fault):
     assert {line.partition("its results")[0] for line in lines} == {packed, FUSED + WRONG.format("bfloat16")}
 
 
-def test_writes_in_another_format_are_replaced_by_plain_torch():
-    found, (line,) = call(with_log_lines, twice, wrong="npu_scatter_nd_update_:nz")
-    assert max(one["worst"] for one in found) < HALF_TOLERANCE
-    assert line.startswith("npu_scatter_nd_update_" + WRONG.format("bfloat16") + "its results differ")
+def test_writes_in_another_format_are_replaced():
+    """The first operator is replaced by the second, and the second by plain torch."""
+    for wrong, calls in ((WRITES[:1], WRITES[1:] * 2), (WRITES, [])):
+        found, lines = call(with_log_lines, twice, wrong=",".join(f"{name}:nz" for name in wrong))
+        assert max(one["worst"] for one in found) < HALF_TOLERANCE
+        assert [name for name in found[0]["names"][0] if name != FUSED] == calls
+        for name, line, instead in zip(wrong, lines, ["npu_scatter_nd_update_", "plain torch"], strict=False):
+            says = WRONG.format("bfloat16").replace("plain torch", instead)
+            assert line.startswith(name + says + "its results differ")
 
 
 @pytest.mark.parametrize("fault", ["mean", "undefined row"])
@@ -489,7 +498,7 @@ def examined() -> list[tuple[str, str, str]]:
 
 def test_doctor_shows_the_difference_and_the_time_of_each_operator():
     found = call(examined, wrong="npu_rotary_mul:undefined row", missing="npu_rms_norm")
-    assert len(found) == 14
+    assert len(found) == 26
     for subject, status, text in found:
         if subject.startswith("npu_rms_norm"):
             assert status == "warning"

@@ -21,7 +21,7 @@ from mindie_mm.device.cpu.packed_linear import PackedLinear, can_pack
 from mindie_mm.errors import InputError
 from mindie_mm.media.image.encoded_image import resize
 from mindie_mm.models import load_model
-from mindie_mm.nn.decoder_layer import DecoderLayer
+from mindie_mm.nn.decoder_layer import FewOperatorLayer
 from tests.conftest import KERNELS
 from tools.random_checkpoint import write_checkpoint
 
@@ -64,7 +64,7 @@ def test_logits_in_float32_do_not_depend_on_the_choices(
     actual, module = logits(checkpoint, monkeypatch, kernels)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
     assert (PackedLinear in kinds(module)) is ("packed=yes" in kernels and can_pack(torch.float32))
-    assert (DecoderLayer in kinds(module)) is ("fused=yes" in kernels)
+    assert (FewOperatorLayer in kinds(module)) is ("fused=yes" in kernels)
 
 
 @pytest.mark.parametrize("kernels", yes_and_no("packed", "fused", "blocks"))

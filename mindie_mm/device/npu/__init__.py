@@ -137,6 +137,10 @@ class NPU(Device):
     def prepare(self, module: torch.nn.Module) -> None:
         npu_layers.fuse(module)
 
+    @property
+    def fuses_layers(self) -> bool:
+        return True
+
     def free_bytes(self) -> int:
         torch.zeros(1, device=self.torch_device)  # initialize the NPU, because CANN requires this for the query
         return int(_npu().mem_get_info(self.index)[0])

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mindie_mm.device.alive import require_alive
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels, Rows
-from mindie_mm.device.npu import trials
+from mindie_mm.device.npu import npu_rows, trials
 from mindie_mm.device.transfer import upload
 
 _log = logging.getLogger(__name__)
@@ -31,6 +31,12 @@ HALF = (torch.float16, torch.bfloat16)
 _ATTENTION = "npu_fused_infer_attention_score"
 _PACKED_ATTENTION = "npu_fused_infer_attention_score (TND)"
 PACKED = "npu_fusion_attention"
+_SCATTER_BOTH = "npu_scatter_pa_kv_cache"
+_SCATTER = "npu_scatter_nd_update_"
+_ADD_NORM = "npu_add_rms_norm"
+_SPLIT = "split_with_sizes_copy"
+_SWIGLU = "npu_swiglu"
+_ROTATE_ROWS = "npu_rotary_mul (BSND)"
 SDPA = "scaled_dot_product_attention"
 _PACKED_WIDTH = 128
 """Width of a head in packed attention (layout TND)."""
@@ -83,11 +89,41 @@ class NPUKernels(Kernels):
         attend = _attend_packed if _packs(query, keys, len(rows.stops)) else _attend_apart
         return attend(query, keys, values, rows, scaling)
 
-    def store(self, pages: Tensor, slots: Tensor, new: Tensor) -> None:
-        if works("npu_scatter_nd_update_", pages.device, pages.dtype, *pages.shape[2:]):
-            _scatter(pages.flatten(0, 1), slots, new)
-        else:
-            super().store(pages, slots, new)
+    has_layers: ClassVar[bool] = True
+
+    def store(self, pages: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
+        kind = key.device, key.dtype, *key.shape[1:], value.shape[-1]
+        for operator in (_SCATTER_BOTH, _SCATTER):
+            if works(operator, *kind):
+                _TRIALS[operator][1](pages, slots, key, value)
+                return
+        super().store(pages, slots, key, value)
+
+    def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normalize = rms_norm if works("npu_rms_norm", weight.device, weight.dtype, *weight.shape) else super().rms_norm
+        return normalize(hidden, weight, eps)
+
+    def add_rms_norm(self, hidden: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if works(_ADD_NORM, weight.device, weight.dtype, *weight.shape):
+            return npu_rows.add_rms_norm(hidden, added, weight, eps)
+        return super().add_rms_norm(hidden, added, weight, eps)
+
+    def split(self, joined: Tensor, widths: Sequence[int]) -> list[Tensor]:
+        if len(joined) > 1 and works(_SPLIT, joined.device, joined.dtype, *widths):
+            return npu_rows.split(joined, widths)
+        return super().split(joined, widths)  # the parts of a single row are contiguous
+
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        kind = query.device, query.dtype, query.shape[1], *key.shape[1:]
+        for operator in (npu_rows.ROTATE_BOTH, _ROTATE_ROWS):
+            if npu_rows.rotates(operator, query, key) and works(operator, *kind):
+                rotated: tuple[Tensor, Tensor] = _TRIALS[operator][1](query, key, cos, sin)
+                return rotated
+        return super().rotate(query, key, cos, sin)
+
+    def swiglu(self, joined: Tensor) -> Tensor:
+        fused = works(_SWIGLU, joined.device, joined.dtype, joined.shape[-1])
+        return npu_rows.swiglu(joined) if fused else super().swiglu(joined)
 
 
 def _packs(query: Tensor, keys: Tensor, num_sequences: int) -> bool:
@@ -182,10 +218,6 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, **settings: Any) -> Tens
     return out
 
 
-def _scatter(places: Tensor, slots: Tensor, new: Tensor) -> None:
-    torch.ops.npu.npu_scatter_nd_update_(places, slots.unsqueeze(1), new)
-
-
 def attend_within(query: Tensor, key: Tensor, value: Tensor, stops: Sequence[int], scaling: float) -> Tensor:
     """Compute bidirectional attention within each of several packed sequences.
 
@@ -230,22 +262,38 @@ def rotary(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _TRIALS: dict[str, tuple[Callable[..., trials.Results], Callable[..., Any]]] = {
     _ATTENTION: (trials.attention, _attend_apart),
     _PACKED_ATTENTION: (trials.attention, _attend_packed),
-    "npu_scatter_nd_update_": (trials.store, _scatter),
+    _SCATTER_BOTH: (trials.store, npu_rows.scatter_both),
+    _SCATTER: (trials.store, npu_rows.scatter),
     PACKED: (trials.packed_attention, attend_within),
     SDPA: (trials.sdpa, scaled_dot_product_attention),
     "npu_rms_norm": (trials.rms_norm, rms_norm),
+    _ADD_NORM: (trials.add_rms_norm, npu_rows.add_rms_norm),
     "npu_rotary_mul": (trials.rotary, rotary),
+    npu_rows.ROTATE_BOTH: (trials.rotary_rows, npu_rows.rotate_both),
+    _ROTATE_ROWS: (trials.rotary_rows, npu_rows.rotate_rows),
+    _SPLIT: (trials.split, npu_rows.split),
+    _SWIGLU: (trials.swiglu, npu_rows.swiglu),
 }
 _SIZES: dict[str, tuple[int, ...]] = {
     _ATTENTION: (28, 4, 128, 128),
     _PACKED_ATTENTION: (28, 4, 128, 128),
-    "npu_scatter_nd_update_": (4, 128),
+    _SCATTER_BOTH: (4, 128, 128),
+    _SCATTER: (4, 128, 128),
     PACKED: (80,),
     SDPA: (128,),
     "npu_rms_norm": (3584,),
+    _ADD_NORM: (3584,),
     "npu_rotary_mul": (128,),
+    npu_rows.ROTATE_BOTH: (28, 4, 128),
+    _ROTATE_ROWS: (28, 4, 128),
+    _SPLIT: (3584, 512, 512),
+    _SWIGLU: (37888,),
 }
 """Sizes for the trial of each operator, as in Qwen2.5-VL-7B."""
+
+
+_NEXT = {_PACKED_ATTENTION: "its layout BSH", _SCATTER_BOTH: _SCATTER, npu_rows.ROTATE_BOTH: _ROTATE_ROWS}
+"""Operators that replace others, which are tried next. Plain torch replaces all other operators."""
 
 
 @cache
@@ -286,7 +334,8 @@ def _difference(
     trial, function = _TRIALS[operator]
 
     def timed(*arguments: Any, **settings: Any) -> Any:
-        function(*arguments, **settings)  # the first call may compile the operator
+        copies = [one.clone() if isinstance(one, Tensor) else one for one in arguments]  # may be changed in place
+        function(*copies, **settings)  # the first call may compile the operator
         torch.accelerator.synchronize(device)
         start = time.perf_counter()
         out = function(*arguments, **settings)
@@ -322,5 +371,5 @@ def findings(device: torch.device) -> Iterator[Finding]:
 @cache
 def _tell(operator: str, dtype: torch.dtype, failure: str, reason: str) -> None:
     """Log that an operator is not used. Results are cached, so each reason is logged only once for all shapes."""
-    instead = "its layout BSH" if operator == _PACKED_ATTENTION else "plain torch"
+    instead = _NEXT.get(operator, "plain torch")
     _log.warning("%s %s in %s; %s is used instead: %s", operator, failure, dtype, instead, reason)

@@ -12,13 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device import rotation
-from mindie_mm.device.npu import npu_sdpa, npu_towers
+from mindie_mm.device.npu import npu_rows, npu_sdpa, npu_towers
 from mindie_mm.device.npu.npu_kernels import rms_norm, rotary, works
-
-_LANE_BYTES = 32
-"""The width of a head in bytes must be a multiple of this number. Otherwise, the fused operator is slower."""
-_MAX_ROTATED = 896
-"""Exclusive upper limit on the width of a head for the fused operator."""
 
 
 class FusedRMSNorm(nn.Module):
@@ -89,8 +84,7 @@ def _rotate(
         or q.dim() != 4
         or q.dtype != cos.dtype
         or cos.shape[-1] != width
-        or width >= _MAX_ROTATED
-        or width * q.itemsize % _LANE_BYTES
+        or not npu_rows.rotates("npu_rotary_mul", q, k)
         or not works("npu_rotary_mul", q.device, q.dtype, width)
     ):
         return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)

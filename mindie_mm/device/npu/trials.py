@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mindie_mm.device.kernels import Rows
+from mindie_mm.device.kernels import Kernels, Rows
 
 Results = tuple[Tensor, Tensor]
 """Result of the operator on the device, and the expected result in float32 on the host."""
@@ -103,20 +103,24 @@ def sdpa(attend: Callable[..., Tensor], device: torch.device, dtype: torch.dtype
 
 
 def store(
-    write: Callable[[Tensor, Tensor, Tensor], object],
+    write: Callable[[tuple[Tensor, Tensor], Tensor, Tensor, Tensor], object],
     device: torch.device,
     dtype: torch.dtype,
     kv_heads: int,
     width: int,
+    value_width: int,
 ) -> Results:
-    """Try to write rows to places [places, kv_heads, width], in an order that is not ascending."""
+    """Try to write keys and values to pages of 16 tokens, as in `Kernels.store`, in an order that is not ascending."""
     random = torch.Generator().manual_seed(0)
-    places = torch.randn(64, kv_heads, width, generator=random).to(dtype)
-    new = torch.randn(33, kv_heads, width, generator=random).to(dtype)
-    slots = torch.randperm(len(places), generator=random)[: len(new)]
-    out = places.to(device)
-    write(out, slots.to(device), new.to(device))
-    return out, places.float().index_copy(0, slots, new.float())
+    pages = [torch.randn(4, 16, kv_heads, one, generator=random).to(dtype) for one in (width, value_width)]
+    new = [torch.randn(33, kv_heads, one, generator=random).to(dtype) for one in (width, value_width)]
+    slots = torch.randperm(64, generator=random)[:33]
+    keys, values = (part.to(device) for part in pages)
+    write((keys, values), slots.to(device), *(part.to(device) for part in new))
+    expected = [
+        part.float().flatten(0, 1).index_copy(0, slots, own.float()) for part, own in zip(pages, new, strict=True)
+    ]
+    return torch.cat([keys.flatten(), values.flatten()]), torch.cat([part.flatten() for part in expected])
 
 
 def rms_norm(
@@ -142,3 +146,53 @@ def rotary(
     first, second = values.float().chunk(2, dim=-1)
     expected = values.float() * cos.float() + torch.cat([-second, first], dim=-1) * sin.float()
     return rotate(values.to(device), cos.to(device), sin.to(device)), expected
+
+
+def add_rms_norm(
+    normalize: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+) -> Results:
+    """Try the RMS normalization of a sum of rows [33, width], and the sum."""
+    random = torch.Generator().manual_seed(0)
+    hidden, added = (torch.randn(33, width, generator=random).to(dtype) for _ in range(2))
+    weight = (torch.rand(width, generator=random) + 0.5).to(dtype)
+    total = hidden.float() + added.float()
+    scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6)
+    out = normalize(hidden.to(device), added.to(device), weight.to(device), 1e-6)
+    return torch.cat(out), torch.cat([total * scale * weight.float(), total])
+
+
+def rotary_rows(
+    rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    width: int,
+) -> Results:
+    """Try the rotation of queries and keys, as in `Kernels.rotate`."""
+    random = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(33, count, width, generator=random).to(dtype) for count in (heads, kv_heads))
+    angles = (torch.rand(33, width // 2, generator=random) * 6).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected = Kernels().rotate(query.float(), key.float(), cos.float(), sin.float())
+    out = rotate(*(part.to(device) for part in (query, key, cos, sin)))
+    return torch.cat(out, 1), torch.cat(expected, 1)
+
+
+def split(
+    divide: Callable[[Tensor, Sequence[int]], list[Tensor]], device: torch.device, dtype: torch.dtype, *widths: int
+) -> Results:
+    """Try to split rows into contiguous parts with these widths."""
+    joined = torch.randn(33, sum(widths), generator=torch.Generator().manual_seed(0)).to(dtype)
+    parts = divide(joined.to(device), widths)
+    expected = joined.float().split_with_sizes([*widths], 1)
+    return torch.cat([part.view(-1) for part in parts]), torch.cat([part.flatten() for part in expected])
+
+
+def swiglu(activate: Callable[[Tensor], Tensor], device: torch.device, dtype: torch.dtype, width: int) -> Results:
+    """Try the product of SiLU of the first half of rows [33, width] and the second half."""
+    joined = (torch.randn(33, width, generator=torch.Generator().manual_seed(0)) / 2).to(dtype)
+    return activate(joined.to(device)), Kernels().swiglu(joined.float())

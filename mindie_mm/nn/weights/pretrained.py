@@ -16,18 +16,18 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from mindie_mm.device import Device
+from mindie_mm.device import Device, kernels_of
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn import attention
-from mindie_mm.nn.angles import AngleTable
+from mindie_mm.nn.angles import AngleTable, ResidentAngles
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights
 from mindie_mm.nn.checkpoint.resolved import context_length, settle
-from mindie_mm.nn.decoder_layer import DecoderLayer, fuse
-from mindie_mm.nn.layers import FewOperatorNorm
+from mindie_mm.nn.decoder_layer import TOLERANCES, DecoderLayer, fuse
+from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
 from mindie_mm.nn.model import Model, ModelSpec
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
 from mindie_mm.nn.weights.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.weights.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.weights.quantized import check_quantization, method_of, quantization, try_layers
@@ -94,8 +94,9 @@ class PretrainedModel(Model):
         self.lm_head = lm_head
         self.runs_layers = False
         """Whether `decode` runs the layers of `text_model` itself, without the masks and checks of its `forward`."""
-        self._angles: AngleTable
-        self._norm: FewOperatorNorm
+        self._angles: Callable[[Tensor, Tensor, int | None], Any]
+        """Function from hidden states, positions and `PagedBatch.top_position` to the angles of `DecoderLayer.run`."""
+        self._norm: FewOperatorNorm | FusedNorm
 
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.text_model.get_input_embeddings()(input_ids)
@@ -124,25 +125,33 @@ class PretrainedModel(Model):
             return
         weight = self.text_model.get_input_embeddings().weight
         hidden = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-        positions = self.positions(len(hidden), ()).prompt.to(weight.device)
-        paged = PagedBatch([Chunk(0, len(hidden), ())], None, weight.device)
+        prompt = self.positions(len(hidden), ()).prompt
+        positions = prompt.to(weight.device)
+        paged = PagedBatch([Chunk(0, len(hidden), ())], None, weight.device, top_position(prompt.numpy()))
         with torch.inference_mode():
             expected = self.run_text_model(hidden, positions, paged)
             try:
-                self._angles = AngleTable(self.text_model.rotary_emb)
+                self._angles = self._angle_table(len(positions))
                 norm = self.text_model.norm
-                self._norm = FewOperatorNorm(norm.weight.detach(), norm.variance_epsilon)
+                self._norm = norm_of(norm.weight.detach(), norm.variance_epsilon)
                 actual = self._run_layers(hidden, positions, paged)
             except (AttributeError, TypeError, RuntimeError):  # the text model has an unexpected structure
                 return
-        self.runs_layers = torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
+        tolerance = 1e-4 if weight.device.type == "cpu" else TOLERANCES[weight.dtype]
+        self.runs_layers = torch.allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+    def _angle_table(self, num_axes: int) -> Callable[[Tensor, Tensor, int | None], Any]:
+        rotary_emb = self.text_model.rotary_emb
+        if kernels_of(self.spec.device).has_layers:
+            return ResidentAngles(rotary_emb, num_axes, self.spec.max_model_len).angles
+        return AngleTable(rotary_emb).angles
 
     def _run_layers(self, hidden: Tensor, positions: Tensor, paged: PagedBatch) -> Tensor:
-        out = hidden.unsqueeze(0)
-        angles = self._angles.angles(out, positions)
+        angles = self._angles(hidden, positions, paged.top_position)
+        added = None
         for layer in self.text_model.layers:
-            out = layer(out, position_embeddings=angles, paged=paged)
-        return self._norm(out)[0]
+            hidden, added = layer.run(hidden, added, angles, paged)
+        return self._norm.add(hidden, added)[0]
 
     def run_text_model(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, **further: Any) -> Tensor:
         """Run the text model as `decode` does, with further keyword arguments.

@@ -60,9 +60,10 @@ def _undefined_row(operator: Callable[..., Any], arguments: dict[str, Any]) -> A
 
 def _nz(operator: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Read new rows, whose format is ND, as if it were FRACTAL_NZ."""
-    updates = arguments["updates"]
-    read = updates.contiguous().view(-1, len(updates), _FRACTAL).transpose(0, 1).reshape(updates.shape)
-    return operator(**arguments | {"updates": read})
+    name = "updates" if "updates" in arguments else "key"
+    rows = arguments[name]
+    read = rows.contiguous().view(-1, len(rows), _FRACTAL).transpose(0, 1).reshape(rows.shape)
+    return operator(**arguments | {name: read})
 
 
 _FAULTS: Mapping[str, Callable[[Callable[..., Any], dict[str, Any]], Any]] = {
