@@ -36,6 +36,7 @@ def environment(**settings: str | int) -> dict[str, str]:
       `link_bytes_per_us` (25000). Copies to and from the host have `bus_bytes_per_us` (20000).
     - `patience_ms`: time that a collective waits for a synchronization before the device runs it without one. The
       default is 20.
+    - `timeout_ms`: time that a graph waits for the update of an operator before it fails. The default is 1000.
     - `missing`: comma-separated operators that this CANN lacks: names of torch_npu's operators, names with a width of
       the first tensor, such as npu_rms_norm@48, or names of torch's operators, such as aten::matmul.
     - `wrong`: comma-separated faults "operator:fault" of torch_npu's operators (operators/wrong.py). Such an operator

@@ -10,6 +10,8 @@ struct sim_event {
     uint64_t reached_ns; /* on the wall; 0 until the stream reaches the event */
     struct sim_moment *moment; /* virtual time of the last record, or NULL before the first record */
     struct sim_clock clock; /* the stream's clock at the record */
+    struct sim_graph *graph; /* the graph in which it was recorded, or NULL */
+    uint64_t captured;       /* number of captured tasks of the stream at the record */
 };
 
 static void let_go(struct sim_event *event) {
@@ -79,6 +81,13 @@ aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
         pthread_mutex_unlock(&sim_lock);
         return code;
     }
+    place->graph = sim_graph_of(queue);
+    if (place->graph) {
+        place->stream = queue;
+        place->captured = sim_captured(queue);
+        pthread_mutex_unlock(&sim_lock);
+        return 0;
+    }
     struct record *record = sim_new_task(sizeof *record, run_record, drop_record);
     record->event = place;
     atomic_fetch_add(&place->references, 1);
@@ -111,12 +120,27 @@ static void drop_wait(struct sim_task *task) {
     free(task);
 }
 
+/* Makes a stream wait for work of the same capture, which includes the stream in the capture. */
+static int wait_in_capture(struct sim_event *event, struct sim_stream *waiter) {
+    if (!event->stream) return 0;
+    if (!event->graph || sim_graph_of(event->stream) != event->graph)
+        return sim_refuse_in_capture(ACL_ERROR_RT_CAPTURE_DEPENDENCY, "a wait for an event that the capture has not recorded");
+    sim_join_capture(waiter, event->graph);
+    sim_note_joined(event->stream, event->captured);
+    return 0;
+}
+
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
     CALLED("stream=%p event=%p", stream, event);
     struct sim_event *place = event;
     pthread_mutex_lock(&sim_lock);
     struct sim_stream *waiter = sim_stream_of(stream);
     sim_host_calls(SIM_CALL_EVENT);
+    if (place->graph || sim_graph_of(waiter)) {
+        int code = wait_in_capture(place, waiter);
+        pthread_mutex_unlock(&sim_lock);
+        return code;
+    }
     if (place->stream && place->stream != waiter) {
         struct sim_task *task = sim_new_task(sizeof *task, run_wait, drop_wait);
         task->other = place->stream;
@@ -134,7 +158,8 @@ static int synchronize(struct sim_event *event) {
     pthread_mutex_lock(&sim_lock);
     sim_host_calls(SIM_CALL_SYNC);
     struct sim_moment *moment = sim_keep_moment(event->moment); /* another thread may record the event during the wait */
-    int code = event->stream ? sim_run(event->stream, event->seq) : 0;
+    int code = sim_refuse_in_capture(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a wait for an event");
+    if (!code && event->stream) code = sim_run(event->stream, event->seq);
     sim_host_has_waited(&event->clock);
     if (moment) sim_host_waits_until(moment->ns);
     sim_drop_moment(moment);
@@ -152,27 +177,36 @@ aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t ms) {
     return synchronize(event);
 }
 
-/* Returns whether the stream has reached the event. If not, runs one task, so that polling ends. */
-static bool is_reached(struct sim_event *event) {
+/* Sets whether the stream has reached the event. If not, runs one task, so that polling ends. */
+static int is_reached(struct sim_event *event, bool *reached) {
     pthread_mutex_lock(&sim_lock);
+    int code = sim_refuse_in_capture(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a query of an event");
+    if (code) {
+        pthread_mutex_unlock(&sim_lock);
+        return code;
+    }
     sim_host_calls(SIM_CALL_EVENT);
     if (event->stream && !sim_has_run(event->stream, event->seq)) sim_run_one(event->stream);
-    bool reached = !event->stream || (sim_has_run(event->stream, event->seq) && sim_host_is_past(event->moment->ns));
-    if (reached) sim_host_has_waited(&event->clock);
+    *reached = !event->stream || (sim_has_run(event->stream, event->seq) && sim_host_is_past(event->moment->ns));
+    if (*reached) sim_host_has_waited(&event->clock);
     pthread_mutex_unlock(&sim_lock);
-    return reached;
+    return 0;
 }
 
 aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {
     CALLED("event=%p", event);
-    *status = is_reached(event) ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
-    return 0;
+    bool reached = false;
+    int code = is_reached(event, &reached);
+    *status = reached ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+    return code;
 }
 
 aclError aclrtQueryEventWaitStatus(aclrtEvent event, aclrtEventWaitStatus *status) {
     CALLED("event=%p", event);
-    *status = is_reached(event) ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
-    return 0;
+    bool reached = false;
+    int code = is_reached(event, &reached);
+    *status = reached ? ACL_EVENT_WAIT_STATUS_COMPLETE : ACL_EVENT_WAIT_STATUS_NOT_READY;
+    return code;
 }
 
 aclError aclrtEventElapsedTime(float *ms, aclrtEvent start, aclrtEvent stop) {

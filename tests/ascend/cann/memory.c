@@ -280,7 +280,8 @@ aclError aclrtMemcpy(void *dst, size_t room, const void *src, size_t n, aclrtMem
     int code = sim_check_copy(dst, room, src, n, kind);
     if (code) return code;
     pthread_mutex_lock(&sim_lock);
-    code = sim_note_host(src, n, false);
+    code = sim_refuse_in_capture(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a copy that the host waits for");
+    if (!code) code = sim_note_host(src, n, false);
     if (!code) code = sim_note_host(dst, n, true);
     sim_host_waits_until(sim_host_calls(SIM_CALL_COPY) + sim_bus_ns(n));
     pthread_mutex_unlock(&sim_lock);

@@ -127,7 +127,12 @@ static int check(const struct sim_clock *clock, int stream, const char *start, c
 }
 
 int sim_note_write(struct sim_stream *stream, void *p, size_t n) {
-    if (!watching() || !n) return 0;
+    if (!n) return 0;
+    if (sim_graph_of(stream)) {
+        sim_capture_access(sim_graph_of(stream), p, n, true);
+        return 0;
+    }
+    if (!watching()) return 0;
     prune();
     char *start = p, *stop = start + n;
     int id = sim_stream_id(stream), code = check(sim_stream_clock(stream), id, start, stop, true);
@@ -138,7 +143,12 @@ int sim_note_write(struct sim_stream *stream, void *p, size_t n) {
 }
 
 int sim_note_read(struct sim_stream *stream, const void *p, size_t n) {
-    if (!watching() || !n) return 0;
+    if (!n) return 0;
+    if (sim_graph_of(stream)) {
+        sim_capture_access(sim_graph_of(stream), p, n, false);
+        return 0;
+    }
+    if (!watching()) return 0;
     prune();
     char *start = (char *)p, *stop = start + n;
     int id = sim_stream_id(stream), code = check(sim_stream_clock(stream), id, start, stop, false);

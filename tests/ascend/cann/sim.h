@@ -70,6 +70,9 @@ int sim_check_copy(const void *dst, size_t room, const void *src, size_t n, aclr
 /* Copies n bytes if source and target still have the kinds that they had when the copy was queued. */
 int sim_move(void *dst, enum sim_kind dst_kind, const void *src, enum sim_kind src_kind, size_t n);
 
+struct sim_graph;
+struct sim_group;
+
 /* streams.c: a stream is a queue of tasks. They run when something synchronizes, drains or waits for the stream. */
 struct sim_stream;
 struct sim_task {
@@ -88,7 +91,8 @@ struct sim_task {
 struct sim_stream *sim_stream_of(aclrtStream stream); /* NULL: the default stream of this thread's device; sim_lock must be held */
 void *sim_new_task(size_t size, int (*run)(struct sim_task *), void (*drop)(struct sim_task *));
 /* sim_lock must be held for these functions. It is released while a task runs. */
-uint64_t sim_queue(struct sim_stream *stream, struct sim_task *task); /* returns the task's number in the stream */
+/* Returns the task's number in the stream. The graph gets the task if the stream is captured. */
+uint64_t sim_queue(struct sim_stream *stream, struct sim_task *task);
 bool sim_has_run(const struct sim_stream *stream, uint64_t seq);
 int sim_run(struct sim_stream *stream, uint64_t seq); /* runs all tasks up to seq; returns the stream's error or 0 */
 void sim_run_one(struct sim_stream *stream);          /* runs the next task unless it is impatient */
@@ -96,6 +100,14 @@ void sim_run_one(struct sim_stream *stream);          /* runs the next task unle
 /* Checks that the stream belongs to this thread's device, which launches, records and waits of the host require. */
 int sim_check_device(const struct sim_stream *stream);
 int sim_stream_id(const struct sim_stream *stream);
+bool sim_is_default(const struct sim_stream *stream);
+struct sim_graph *sim_graph_of(const struct sim_stream *stream);  /* the graph that captures the stream, or NULL */
+struct sim_group *sim_update_of(const struct sim_stream *stream); /* the task group that the stream updates, or NULL */
+void sim_set_update(struct sim_stream *stream, struct sim_group *group);
+void sim_join_capture(struct sim_stream *stream, struct sim_graph *graph);
+uint64_t sim_captured(const struct sim_stream *stream);                 /* number of captured tasks of the stream */
+void sim_note_joined(struct sim_stream *stream, uint64_t captured);     /* a stream of the capture waits for these tasks */
+bool sim_leave_capture(struct sim_graph *graph, struct sim_stream *origin); /* returns whether a stream was not joined */
 
 /* order.c: work with a clock runs after the step of each stream in the clock. sim_lock must be held for these functions. */
 struct sim_clock {
@@ -134,3 +146,9 @@ struct sim_moment *sim_new_moment(void);
 struct sim_moment *sim_keep_moment(struct sim_moment *moment); /* NULL is allowed, also for the next function */
 void sim_drop_moment(struct sim_moment *moment);
 uint64_t sim_stream_ns(const struct sim_stream *stream); /* the end of the last task; defined in streams.c */
+
+/* graphs.c: tasks of a captured stream. sim_lock must be held. */
+void sim_capture(struct sim_graph *graph, struct sim_task *task);
+void sim_capture_access(struct sim_graph *graph, const void *p, size_t n, bool writes);
+/* Returns 0, or `code` if a capture forbids this call, which also invalidates the capture. */
+int sim_refuse_in_capture(int code, const char *what);

@@ -3,6 +3,7 @@
  * collectives, so only these also run after ASCEND_SIM_PATIENCE_MS if nothing waits for the stream. */
 #include "sim.h"
 
+#include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -16,6 +17,9 @@ struct sim_stream {
     uint64_t steps;        /* number of steps, see order.c */
     struct sim_clock clock;
     bool running, gets_on;
+    struct sim_graph *graph;   /* that captures the stream */
+    struct sim_group *update;  /* that the stream updates */
+    uint64_t captured, joined; /* numbers of captured tasks, and of those that another stream of the capture waits for */
     pthread_cond_t changed;
     struct sim_stream *next;
 };
@@ -43,6 +47,37 @@ struct sim_stream *sim_stream_of(aclrtStream stream) {
 }
 
 int sim_stream_id(const struct sim_stream *stream) { return stream->id; }
+
+bool sim_is_default(const struct sim_stream *stream) { return stream == defaults[stream->device]; }
+
+struct sim_graph *sim_graph_of(const struct sim_stream *stream) { return stream->graph; }
+
+struct sim_group *sim_update_of(const struct sim_stream *stream) { return stream->update; }
+
+void sim_set_update(struct sim_stream *stream, struct sim_group *group) { stream->update = group; }
+
+uint64_t sim_captured(const struct sim_stream *stream) { return stream->captured; }
+
+void sim_join_capture(struct sim_stream *stream, struct sim_graph *graph) {
+    if (stream->graph) return;
+    stream->graph = graph;
+    stream->captured = 1; /* joining requires a wait for the stream, even if it gets no tasks */
+    stream->joined = 0;
+}
+
+void sim_note_joined(struct sim_stream *stream, uint64_t captured) {
+    if (stream->joined < captured) stream->joined = captured;
+}
+
+bool sim_leave_capture(struct sim_graph *graph, struct sim_stream *origin) {
+    bool unjoined = false;
+    for (struct sim_stream *stream = streams; stream; stream = stream->next) {
+        if (stream->graph != graph) continue;
+        unjoined |= stream != origin && stream->joined < stream->captured;
+        stream->graph = NULL;
+    }
+    return unjoined;
+}
 
 int sim_check_device(const struct sim_stream *stream) {
     int device = sim_current_device();
@@ -95,6 +130,11 @@ static void *get_on(void *argument) {
 uint64_t sim_stream_ns(const struct sim_stream *stream) { return stream->time_ns; }
 
 uint64_t sim_queue(struct sim_stream *stream, struct sim_task *task) {
+    if (stream->graph) {
+        sim_capture(stream->graph, task);
+        stream->captured++;
+        return 0;
+    }
     sim_work();
     task->issued_ns = sim_host_now();
     task->seq = ++stream->queued;
@@ -133,9 +173,22 @@ static void step(struct sim_stream *stream) {
     pthread_cond_broadcast(&stream->changed);
 }
 
+/* Waits until another thread has run a task. The task may be an operator in Python, so this thread releases Python's lock. */
+static void wait_for_thread(struct sim_stream *stream) {
+    int (*holds)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    void *(*save)(void) = (void *(*)(void))dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
+    void (*restore)(void *) = (void (*)(void *))dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
+    void *state = holds && holds() ? save() : NULL;
+    pthread_cond_wait(&stream->changed, &sim_lock);
+    if (!state) return;
+    pthread_mutex_unlock(&sim_lock);
+    restore(state);
+    pthread_mutex_lock(&sim_lock);
+}
+
 int sim_run(struct sim_stream *stream, uint64_t seq) {
     while (stream->done < seq) {
-        if (stream->running) pthread_cond_wait(&stream->changed, &sim_lock);
+        if (stream->running) wait_for_thread(stream);
         else step(stream);
     }
     return stream->error;
@@ -208,7 +261,8 @@ static int synchronize(aclrtStream stream) {
     pthread_mutex_lock(&sim_lock);
     sim_host_calls(SIM_CALL_SYNC);
     struct sim_stream *queue = sim_stream_of(stream);
-    int code = sim_check_device(queue);
+    int code = sim_refuse_in_capture(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a wait for a stream");
+    if (!code) code = sim_check_device(queue);
     if (!code) code = wait_for(queue);
     pthread_mutex_unlock(&sim_lock);
     return code;
@@ -230,7 +284,8 @@ static int synchronize_device(void) {
     sim_count_sync();
     pthread_mutex_lock(&sim_lock);
     sim_host_calls(SIM_CALL_SYNC);
-    for (struct sim_stream *stream = streams; stream; stream = stream->next) {
+    first = sim_refuse_in_capture(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a wait for the device");
+    for (struct sim_stream *stream = first ? NULL : streams; stream; stream = stream->next) {
         int code = stream->device == device ? wait_for(stream) : 0;
         if (!first) first = code;
     }
@@ -253,6 +308,11 @@ aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status) {
     pthread_mutex_lock(&sim_lock);
     struct sim_stream *queue = sim_stream_of(stream);
     sim_host_calls(SIM_CALL_EVENT);
+    int refused = sim_refuse_in_capture(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a query of a stream");
+    if (refused) {
+        pthread_mutex_unlock(&sim_lock);
+        return refused;
+    }
     sim_run_one(queue); /* each query runs one task, so that polling ends */
     bool ready = !queue->head && sim_host_is_past(queue->time_ns);
     *status = ready ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
@@ -329,6 +389,11 @@ aclError aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t n, acl
     CALLED("dst=%p src=%p n=%zu kind=%d stream=%p", dst, src, n, (int)kind, stream);
     int code = check_stream(stream);
     if (!code) code = sim_check_copy(dst, room, src, n, kind);
+    pthread_mutex_lock(&sim_lock);
+    bool pageable = sim_range_of(src, n).kind == SIM_FREE || sim_range_of(dst, n).kind == SIM_FREE;
+    if (!code && pageable && sim_graph_of(sim_stream_of(stream)))
+        code = sim_refuse_in_capture(ACL_ERROR_RT_CAPTURE_MODE_BLOCK_ASYNC, "a copy from or to pageable memory");
+    pthread_mutex_unlock(&sim_lock);
     if (code || !n) return code;
     sim_count_copy(kind, false);
     struct sim_task *task = &new_copy(dst, src, n, kind == ACL_MEMCPY_HOST_TO_BUF_TO_DEVICE)->task;
@@ -417,7 +482,7 @@ SIM_EXPORT int sim_drain(void *stream) {
     sim_work();
     pthread_mutex_lock(&sim_lock);
     struct sim_stream *queue = sim_stream_of(stream);
-    int code = sim_run(queue, queue->queued);
+    int code = queue->graph || queue->update ? 0 : sim_run(queue, queue->queued);
     pthread_mutex_unlock(&sim_lock);
     return code;
 }

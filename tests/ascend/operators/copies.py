@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ascend.operators import counts, order
+from tests.ascend.operators import counts, graphs, order
 from tests.ascend.operators.aliases import alias, on_device
 
 _NO_DOUBLE = "Device do not support double dtype now, dtype cast replace with float."
@@ -74,6 +74,14 @@ class Copies:
 
 def _between(target: Tensor, source: Tensor) -> Tensor:
     """Copy between devices on the stream of the target, after the work that is queued on the stream of the source."""
+    stream = order.begin(target.device)
+    if graphs.mode(stream):
+        own, other = alias(target), alias(source)
+        graphs.capture(stream, "copy_", lambda: own.copy_(other), [source], [target])
+        counts.launched(
+            stream, "aten::copy_", {"self": target, "src": source}, [target, source], [target], None, captured=True
+        )
+        return target
     order.note_read(order.begin(source.device), source)
     stream = order.begin(target.device)
     counts.launched(stream, "aten::copy_", {"self": target, "src": source}, [target, source], [target], None)

@@ -24,6 +24,7 @@ def launched(
     tensors: Sequence[Tensor],
     written: Sequence[Tensor],
     result: Any,
+    captured: bool = False,
 ) -> None:
     """Count a launch of `operator`, its hidden copies, and whether it runs on the AI CPU. Advance the virtual clocks.
 
@@ -33,13 +34,14 @@ def launched(
         named: Arguments by name.
         tensors: All device tensors of the call in the order of the schema.
         written: The tensors that the operator changes.
-        result: Result, on the host.
+        result: Result.
+        captured: Whether a graph captures the operator. It is not counted then, but takes time when the graph runs.
 
     """
     on_aicpu = runs_on_aicpu(operator, tensors)
     copied = hidden_copies(operator, tensors, written)
     for kind, count in (("launches", 1), ("hidden copies", len(copied)), ("aicpu", int(on_aicpu))):
-        if count:
+        if count and not captured:
             names[kind][operator] += count
             order.count(kind, count)
     if order.clock_is_on():

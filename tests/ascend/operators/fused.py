@@ -25,6 +25,7 @@ from tests.ascend.operators.launch import kernel
 
 COMPUTED: Mapping[str, Callable[..., Any]] = {
     "npu::npu_fused_infer_attention_score": fused_infer_attention.fused_infer_attention_score,
+    "npu::npu_fused_infer_attention_score.out": fused_infer_attention.fused_infer_attention_score_out,
     "npu::npu_fused_infer_attention_score_v2": fused_infer_attention.fused_infer_attention_score_v2,
     "npu::npu_prompt_flash_attention": fused_infer_attention.prompt_flash_attention,
     "npu::npu_incre_flash_attention": fused_infer_attention.incre_flash_attention,
@@ -48,6 +49,8 @@ COMPUTED: Mapping[str, Callable[..., Any]] = {
 _ON_TENSORS: Mapping[str, Callable[..., Any]] = {
     "npu::_npu_dtype_cast": copies.dtype_cast,
     "npu::npu_dtype_cast": copies.dtype_cast,
+    "npu::_npu_fused_infer_attention_score_get_max_workspace": fused_infer_attention.max_workspace,
+    "npu::_npu_fused_infer_attention_score_infer_output": fused_infer_attention.infer_output,
     "npu::get_npu_format": formats.get_npu_format,
     "npu::npu_format_cast": formats.npu_format_cast,
     "npu::npu_format_cast.Tensor": formats.npu_format_cast_like,

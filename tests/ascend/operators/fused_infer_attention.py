@@ -169,6 +169,27 @@ def fused_infer_attention_score_v2(
     )
 
 
+def fused_infer_attention_score_out(
+    query: Tensor, key: Tensor, value: Tensor, *, out: Sequence[Tensor], workspace: Tensor | None = None, **others: Any
+) -> tuple[Tensor, ...]:
+    """Write the results to `out`. The operator in a graph needs this overload."""
+    assert workspace is not None
+    for target, result in zip(out, fused_infer_attention_score(query, key, value, **others), strict=True):
+        target.copy_(result)
+    return (*out,)
+
+
+def max_workspace(query: Tensor, *_: Tensor, **__: Any) -> Tensor:
+    return query.new_empty(1024, dtype=torch.uint8)
+
+
+def infer_output(query: Tensor, value: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+    """Return empty tensors for the results. The width of values on pages is not needed if it is that of the query."""
+    if others.get("softmax_lse_flag") or others.get("query_rope") is not None:
+        raise NotImplementedError("only the attention itself is computed in a graph")
+    return torch.empty_like(query), query.new_empty(1, dtype=torch.float32)
+
+
 def prompt_flash_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale_value: float = 1.0, **others: Any
 ) -> Tensor:

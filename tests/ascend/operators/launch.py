@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.ascend.operators import counts, order
+from tests.ascend.operators import counts, graphs, order
 from tests.ascend.operators.aliases import alias, on_device, span
 from tests.ascend.operators.generators import host_generator
 
@@ -23,6 +23,7 @@ class Launch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = order.begin(device)
+        self.mode = graphs.mode(self.stream)
         self.lent: dict[int, Tensor] = {}  # device tensors by the address of their storage
         self.aliases: dict[int, Tensor] = {}  # device tensors by the id() of their host alias
         self.tensors: list[Tensor] = []  # all device tensors of the call
@@ -53,7 +54,7 @@ class Launch:
                 f"{self.device} and {tensor.device}!"
             )
         self.tensors.append(tensor)
-        if not written:
+        if not written and not self.mode:
             order.note_read(self.stream, tensor)
         # The operator resizes an empty tensor that is passed as out=, and an alias cannot be resized.
         same = torch.empty(0, dtype=tensor.dtype) if written and tensor.shape == (0,) else alias(tensor)
@@ -123,6 +124,7 @@ def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[
     schema = op._schema
     names = [argument.name for argument in schema.arguments]
     written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    written |= {"out"} & {*names}  # some schemas of torch_npu do not say that `out` is written
     random = "generator" in names
     unknown_sizes = bool(_UNKNOWN_SIZES & set(op.tags))
     indexed = schema.name.partition("::")[2] in _INDEXED
@@ -146,6 +148,8 @@ def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[
         if random:
             given["generator"] = host_generator(named.get("generator"), device)
         first = [given.pop(name) for name in names[: 0 if function else len(args)]]
+        if one.mode:
+            return _in_graph(one, op, written, named, lambda: run(*first, **given), len(first))
         out = run(*first, **given)
         counts.launched(one.stream, schema.name, named, one.tensors, [tensor for tensor, _ in one.changed], out)
         result = one.device_result(out)
@@ -153,3 +157,37 @@ def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[
         return result
 
     return launch
+
+
+def _in_graph(
+    one: Launch, op: Any, written: set[str], named: Mapping[str, Any], run: Callable[[], Any], num_first: int
+) -> Any:
+    """Capture an operator instead of running it, or update a captured operator. Return its results.
+
+    The first `num_first` arguments in `named` are passed by position.
+    """
+    changed = {name: value for name, value in named.items() if name in written}
+    if changed:
+        values = [*changed.values()]
+        results = values[0] if len(values) == 1 else tuple(values)
+        new, targets = [], []
+    else:
+        meta = {name: graphs.on_meta(value) for name, value in named.items()}
+        first = [meta.pop(name) for name in [*meta][:num_first]]
+        results = graphs.like(op(*first, **meta), one.device)
+        new = graphs.tensors(results)
+        targets = [alias(tensor) for tensor in new]
+
+    def compute() -> None:
+        out = run()
+        for target, value in zip(targets, (out,) if isinstance(out, Tensor) else out or (), strict=not changed):
+            target.copy_(value)
+
+    if one.mode == graphs.UPDATES:
+        graphs.update(one.stream, op.name(), compute)
+    else:
+        read = [tensor for name, value in named.items() if name not in written for tensor in graphs.tensors(value)]
+        graphs.capture(one.stream, op.name(), compute, read, [*new, *graphs.tensors([*changed.values()])])
+        on_device = [tensor for tensor, _ in one.changed]
+        counts.launched(one.stream, op._schema.name, named, one.tensors, on_device, results, captured=True)
+    return results if len(op._schema.returns) else None

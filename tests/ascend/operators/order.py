@@ -24,7 +24,8 @@ DEFERRED_BYTES = 2**20
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """Return the simulator."""
     library = ctypes.CDLL("libhccl.so")
     library.sim_drain.argtypes = [ctypes.c_void_p]
     library.sim_enqueue_write.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -40,36 +41,37 @@ def _library() -> ctypes.CDLL:
 def begin(device: torch.device) -> int:
     """Drain the current stream of `device`, and return the stream."""
     stream: int = torch_npu._C._npu_getCurrentRawStream(device.index)
-    _library().sim_drain(stream)
+    library().sim_drain(stream)
     return stream
 
 
 def count(counter: str, number: int) -> None:
     """Add `number` to one of the simulator's counters."""
-    _library().sim_counted_add(counter.encode(), number)
+    library().sim_counted_add(counter.encode(), number)
 
 
 @cache
 def clock_is_on() -> bool:
     """Return whether the virtual clocks are used."""
-    return bool(_library().sim_clock_is_on())
+    return bool(library().sim_clock_is_on())
 
 
 def launch(stream: int, moved: int, operations: int, on_aicpu: bool) -> None:
     """Queue a kernel that moves `moved` bytes and computes `operations`, for the virtual clocks."""
-    _library().sim_launch(stream, moved, operations, on_aicpu)
+    library().sim_launch(stream, moved, operations, on_aicpu)
 
 
 def note_read(stream: int, tensor: Tensor) -> None:
     """Report that a launch on `stream` reads the device tensor `tensor`. Raise RuntimeError if this is a race."""
-    _check(_library().sim_reads(stream, *_reach(tensor)))
+    check(library().sim_reads(stream, *reach(tensor)))
 
 
-def _note_write(stream: int, tensor: Tensor) -> None:
-    _check(_library().sim_writes(stream, *_reach(tensor)))
+def note_write(stream: int, tensor: Tensor) -> None:
+    """Report that a launch on `stream` writes the device tensor `tensor`. Raise RuntimeError if this is a race."""
+    check(library().sim_writes(stream, *reach(tensor)))
 
 
-def _reach(tensor: Tensor) -> tuple[int, int]:
+def reach(tensor: Tensor) -> tuple[int, int]:
     """Return the address and the size in bytes of a tensor's memory, from the first element to the last."""
     if not tensor.numel():
         return tensor.data_ptr(), 0
@@ -83,7 +85,7 @@ def publish(stream: int, tensor: Tensor) -> None:
     if piece is not None and 0 < piece[1] <= DEFERRED_BYTES:
         _defer(stream, piece[0], piece[0], piece[1])
     else:
-        _note_write(stream, tensor)
+        note_write(stream, tensor)
 
 
 def put(stream: int, tensor: Tensor, value: Tensor) -> None:
@@ -92,19 +94,20 @@ def put(stream: int, tensor: Tensor, value: Tensor) -> None:
     assert target is not None
     assert source is not None
     if target[1] > DEFERRED_BYTES:
-        _note_write(stream, tensor)
+        note_write(stream, tensor)
         ctypes.memmove(target[0], source[0], target[1])
     elif target[1]:
         _defer(stream, target[0], source[0], target[1])
 
 
 def _defer(stream: int, target: int, source: int, size: int) -> None:
-    _check(_library().sim_enqueue_write(stream, target, source, size))
+    check(library().sim_enqueue_write(stream, target, source, size))
 
 
-def _check(code: int) -> None:
+def check(code: int) -> None:
+    """Raise CANN's error if `code` is not 0."""
     if code:  # another stream may still use the memory, and nothing was queued
-        raise RuntimeError(_library().aclGetRecentErrMsg().decode())
+        raise RuntimeError(library().aclGetRecentErrMsg().decode())
 
 
 def synchronise(device: torch.device) -> None:
