@@ -129,8 +129,8 @@ class Scheduler(BaseScheduler):
     def schedule(self, unfinished: Sequence[Scheduled] = ()) -> list[Scheduled]:
         config = self._config
         budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
-        for scheduled in unfinished:
-            budget.keys.update(self._filled(scheduled))
+        for earlier in unfinished:
+            budget.keys.update(self._filled(earlier))
         preemptions = self.preemptions
         step = []
         # Decodes come first. Otherwise an earlier prompt could use up the budget of the step.
