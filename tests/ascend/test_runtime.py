@@ -204,6 +204,25 @@ def test_an_injected_failure_has_a_message():
     assert "aclrtSetDevice: failure injected" in errors
 
 
+def unknown() -> list[str]:
+    import torch
+    import torch_npu  # noqa: F401
+
+    torch.npu.current_stream().synchronize()  # this also calls functions that succeed without an effect
+    errors = []
+    for function in (lambda: torch.npu.get_device_limit(0), lambda: torch.npu.set_device_limit(0, 8, 8)):
+        try:
+            function()
+            errors.append("no error")
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_function_of_cann_that_is_not_simulated_fails():
+    assert all("is not simulated" in error for error in call(unknown))
+
+
 def test_a_build_is_reused():
     folder = build()
     before = (folder / "libhccl.so").stat().st_mtime_ns

@@ -1,8 +1,9 @@
 """Build a simulator of CANN's shared libraries, so that PyPI's torch_npu runs without an Ascend device.
 
 libhccl.so contains the simulator, which consists of the C files in this folder. For every other symbol of CANN that
-torch_npu links or looks up by name, libhccl.so has a function that counts its calls and returns 0. The other libraries
-are empty and depend on libhccl.so.
+torch_npu links or looks up by name, libhccl.so has a function that fails, because success without an effect would hide
+that something is not simulated. Only the functions in `_IGNORED` succeed. The other libraries are empty and depend on
+libhccl.so.
 """
 
 from __future__ import annotations
@@ -27,6 +28,17 @@ _SYSTEM_LIBRARIES = tuple(
     f"lib{name}" for name in ("c.so.6", "m.so.6", "stdc++.so.6", "gcc_s.so.1", "pthread.so.0", "dl.so.2", "rt.so.1")
 )
 _FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread")
+_IGNORED = frozenset(
+    (
+        *("aclAppLog", "aclFinalize", "aclrtPeekAtLastError", "aclGetCannAttribute", "aclrtGetSysParamOpt"),
+        # Settings of limits, of overflow and of what happens after an error, which nothing here depends on.
+        *("aclrtSetSysParamOpt", "aclrtCtxSetSysParamOpt", "aclrtSetDeviceSatMode", "aclrtSetStreamOverflowSwitch"),
+        *("aclrtSetStreamFailureMode", "aclrtSetOpWaitTimeout", "aclrtSetOpExecuteTimeOutV2"),
+    )
+)
+"""Functions of CANN that do nothing and return 0."""
+_MAKERS = ("aclCreate", "aclopCreate", "aclProfilingCreate")
+"""Beginnings of the names of functions that return a pointer."""
 _NAMED = re.compile(rb"acl(?:rt)?[A-Z][A-Za-z0-9]+")
 
 
@@ -101,11 +113,17 @@ def _wanted(package: Path) -> set[str]:
 
 def _stubs(names: list[str]) -> str:
     # Assembler labels set the symbols' names, because CANN's headers declare many of these functions with arguments.
+    # A function that returns a pointer fails by returning NULL.
     stub = (
-        "#define STUB(number, symbol) long stub_##number(void) __asm__(#symbol); long stub_##number(void) { "
-        'static struct sim_function function = {.name = #symbol}; return sim_enter(&function, "%s", ""); }'
+        "#define STUB(number, symbol, result) long stub_##number(void) __asm__(#symbol); long stub_##number(void) { "
+        'static struct sim_function function = {.name = #symbol}; long code = sim_enter(&function, "%s", ""); '
+        "return code ? code : result; }"
     )
-    lines = ['#include "sim.h"', stub, *(f"STUB({number}, {name})" for number, name in enumerate(names))]
+    lines = ['#include "sim.h"', stub]
+    for number, name in enumerate(names):
+        code = "0" if name.startswith(_MAKERS) else "ACL_ERROR_RT_FEATURE_NOT_SUPPORT"
+        result = "0" if name in _IGNORED else f'sim_error({code}, "{name} is not simulated")'
+        lines.append(f"STUB({number}, {name}, {result})")
     return "\n".join(lines) + "\n"
 
 
