@@ -374,7 +374,7 @@ def tower() -> float:
 
 @pytest.mark.parametrize("fault", ["mean", "undefined row"])
 def test_wrong_results_of_torchs_attention_are_replaced_by_products_and_softmax(fault):
-    off, (line,) = call(with_log_lines, tower, wrong=f"aten::scaled_dot_product_attention:{fault}")
+    off, (line,) = call(with_log_lines, tower, wrong=f"npu_fusion_attention_v3:{fault}")
     assert off < HALF_TOLERANCE
     assert line.startswith("scaled_dot_product_attention" + WRONG.format("bfloat16"))
 

@@ -87,6 +87,7 @@ SCATTER, SLOTS = plain("npu::npu_scatter_nd_update_"), plain("npu::npu_scatter_p
 CONV, LAYER_NORM, GELU, SILU = (plain(f"aten::{n}") for n in ("conv2d", "native_layer_norm", "gelu", "silu"))
 SDPA = plain("aten::scaled_dot_product_attention")
 ROWS = (zeros(2, 4, 3, 16), *(zeros(2, 4, 5, 16),) * 2)
+BNSD = dict(zip(("query", "key", "value"), ROWS, strict=True)) | {"input_layout": "BNSD"}
 INDEX = torch.zeros(2, 1, dtype=torch.int64)
 PAGES = zeros(2, 8, 2, 16)
 SLOT = torch.zeros(2, dtype=torch.int32)
@@ -108,7 +109,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], Any, str]] = {
     ),
     "a GELU of float64": (GELU, (zeros(2, dtype=DOUBLE),), "DT_DOUBLE"),
     "a SiLU of float64": (SILU, (zeros(2, dtype=DOUBLE),), "DT_DOUBLE"),
-    "a mask with one row for all": (SDPA, (*ROWS, zeros(2, 1, 1, 5, dtype=torch.bool)), "unsupported atten_mask shape"),
+    "a mask with one row for all": (
+        training,
+        {**BNSD, "atten_mask": zeros(2, 1, 1, 5, dtype=torch.bool)},
+        "unsupported atten_mask shape",
+    ),
     "a mask of three axes": (SDPA, (*ROWS, zeros(2, 3, 5, dtype=torch.bool)), "unsupported atten_mask shape"),
     "rows with gaps": (fused, {"query": zeros(2, 8, 128)[:, ::2]}, "query is not contiguous"),
     "a layout": (prefill, {"input_layout": "SBH"}, "inputLayout SBH"),
@@ -211,9 +216,8 @@ TAKEN: dict[str, tuple[Callable[..., Any], Any]] = {
     "softmax of float64": (SOFTMAX, (zeros(2, 2, dtype=DOUBLE), -1)),
     **{
         f"a mask {[*shape]}": (SDPA, (*ROWS, torch.ones(shape, dtype=torch.bool)))
-        for shape in ((2, 4, 3, 5), (2, 1, 3, 5), (1, 1, 3, 5), (3, 5))
+        for shape in ((2, 4, 3, 5), (2, 1, 3, 5), (1, 1, 3, 5), (3, 5), (2, 1, 1, 5))
     },
-    "a mask that is widened": (SDPA, (*ROWS, torch.ones(2, 1, 1, 5, dtype=torch.bool).expand(2, 1, 3, 5))),
     "a sum of float64": (plain("aten::add"), (zeros(2, dtype=DOUBLE),) * 2),
     "pages": (fused, {}),
     "packed keys": (unpaged, {}),

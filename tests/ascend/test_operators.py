@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.ascend.counted import counted
 from tests.ascend.processes import call
 from tests.ascend.test_runtime import simulator
 
@@ -46,7 +47,6 @@ OPERATORS = {
     "convolved": lambda x: functional.conv2d(x.view(1, 1, 4, 6), x[:2, :2].reshape(1, 1, 2, 2)),
     "resized picture": lambda x: functional.interpolate(x.view(1, 1, 4, 6), size=(7, 5), mode="bilinear"),
     "padded": lambda x: functional.pad(x, (1, 2, 0, 1), value=3),
-    "attended": lambda x: functional.scaled_dot_product_attention(*(x.view(1, 2, 2, 6),) * 3, is_causal=True),
     "masked": lambda x: torch.where(x > 0, x, 0).masked_fill(x > 2, -1).clamp(max=1),
     "strides": lambda x: x.t().contiguous() + x.t(),
     "split": lambda x: torch.cat(x.chunk(2, 1)[::-1], 1) + torch.stack(x.unbind(0)),
@@ -65,6 +65,26 @@ def test_an_operator_gives_the_same_numbers_as_on_the_host(npu, name, dtype):
     assert found.device == npu
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "operator"),
+    [
+        (torch.float32, {}, "npu::npu_fusion_attention_v3"),
+        (torch.bfloat16, {"is_causal": True}, "npu::npu_fusion_attention_v3"),
+        (torch.bfloat16, {"attn_mask": torch.eye(6, dtype=torch.bool)}, "npu::npu_fusion_attention_v3"),
+        (torch.bfloat16, {"attn_mask": torch.eye(6, dtype=torch.bfloat16)}, "aten::softmax"),
+    ],
+)
+def test_torchs_attention_is_torch_npus_kernel_over_simulated_operators(npu, dtype, settings, operator):
+    rows = torch.linspace(-2, 2, 3 * 2 * 6 * 8).view(3, 1, 2, 6, 8).to(dtype)
+    expected = functional.scaled_dot_product_attention(*rows, **settings)
+    given = {name: value.to(npu) if isinstance(value, torch.Tensor) else value for name, value in settings.items()}
+    on_device = [*rows.to(npu)]
+    with counted() as counts:
+        found = functional.scaled_dot_product_attention(*on_device, **given)
+    assert torch.allclose(found.cpu().float(), expected.float(), atol=0.02)
+    assert counts.names["launches"][operator] == 1, counts.names
 
 
 def test_operators_outside_inference_mode_give_the_same_numbers_as_on_the_host(npu):

@@ -121,7 +121,7 @@ def _stubs(names: list[str]) -> str:
     )
     lines = ['#include "sim.h"', stub]
     for number, name in enumerate(names):
-        code = "0" if name.startswith(_MAKERS) else "ACL_ERROR_RT_FEATURE_NOT_SUPPORT"
+        code = "0" if name.startswith(_MAKERS) else "ACL_ERROR_RT_DRV_INTERNAL_ERROR"
         result = "0" if name in _IGNORED else f'sim_error({code}, "{name} is not simulated")'
         lines.append(f"STUB({number}, {name}, {result})")
     return "\n".join(lines) + "\n"

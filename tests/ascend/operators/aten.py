@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ascend.operators import copies, limits, wrong
+from tests.ascend.operators import copies, limits
 from tests.ascend.operators.launch import kernel
 
 KEYS = ("PrivateUse1", "AutogradPrivateUse1")
@@ -17,9 +17,10 @@ KEYS = ("PrivateUse1", "AutogradPrivateUse1")
 _TORCH_NPUS = {
     *("empty.memory_format", "empty_strided", "empty_like", "resize_", "_local_scalar_dense"),
     *("is_pinned", "_pin_memory", "record_stream", "is_set_to"),
+    *("scaled_dot_product_attention", "_fused_sdp_choice"),  # it calls npu_fusion_attention_v3, or plain operators
     *("set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor"),
 }
-"""Operators on memory and streams. They keep torch_npu's own kernels, which call the simulated CANN."""
+"""Operators that keep torch_npu's own kernels, which call the simulated CANN or other operators."""
 
 
 def install(library: torch.library.Library) -> None:
@@ -29,12 +30,10 @@ def install(library: torch.library.Library) -> None:
         "_to_copy": moves.to_copy,
         "contiguous": copies.contiguous,
         "zeros": _zeros,
-        "_fused_sdp_choice": lambda *_, **__: 0,  # 0 selects the implementation in plain operators
     }
     for key in KEYS:
         for name, op in _registered(key):
-            own = wrong.faulty(op._schema.name, op) if name == "scaled_dot_product_attention" else None
-            replacement = ours.get(name) or kernel(op, own, limits.of(op._schema.name))
+            replacement = ours.get(name) or kernel(op, check=limits.of(op._schema.name))
             if op._schema.name in os.environ.get("ASCEND_SIM_MISSING", "").split(","):
                 replacement = _refusing(op)
             if op._schema.name in os.environ.get("ASCEND_SIM_IDLE", "").split(","):

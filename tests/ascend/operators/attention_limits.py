@@ -13,6 +13,7 @@ from tests.ascend.operators.refusals import (
     DOCS,
     FLOAT,
     HALF,
+    KERNEL,
     PARAMETER,
     TILING,
     Arguments,
@@ -29,7 +30,7 @@ _FUSED = (
     "npu::npu_prompt_flash_attention",
     "npu::npu_incre_flash_attention",
 )
-_TRAINING = ("npu::npu_fusion_attention",)
+_TRAINING = ("npu::npu_fusion_attention", "npu::npu_fusion_attention_v3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +227,20 @@ def _training_attention(given: Arguments) -> Iterator[str]:
         yield f"atten_mask {tuple(mask.shape)} must be (2048, 2048) when sparse_mode is {mode}."
 
 
+def _training_mask(given: Arguments) -> Iterator[str]:
+    query, mask = given["query"], given.get("atten_mask")
+    if mask is None or given["input_layout"] != "BNSD" or given["sparse_mode"] not in {0, 1}:
+        return
+    (batch, heads, rows, _), columns = query.shape, given["key"].shape[2]
+    axes = (rows, columns)
+    if tuple(mask.shape) not in {(batch, heads, *axes), (batch, 1, *axes), (1, 1, *axes), axes}:
+        yield (
+            f"get unsupported atten_mask shape, the shape is {[*mask.shape]}. B=[{batch}], N=[{heads}], Sq=[{rows}], "
+            f"Skv=[{columns}], supported atten_mask shape can be [B, N, Sq, Skv], [B, 1, Sq, Skv], [1, 1, Sq, Skv] "
+            "and [Sq, Skv]."
+        )
+
+
 def _training_lengths(given: Arguments) -> Iterator[str]:
     if given["input_layout"] != "TND":
         return
@@ -262,5 +277,6 @@ LIMITS = (
     Limit(_TRAINING, f"{DOCS}, the same: one dtype", PARAMETER, same_dtype("query", "key", "value", "pse")),
     Limit(_TRAINING, f"{DOCS}, the same: atten_mask", PARAMETER, dtypes((torch.bool, torch.uint8), "atten_mask")),
     Limit(_TRAINING, f"{DOCS}, the same: shapes", TILING, _training_attention),
+    Limit(_TRAINING, "aclnnFlashAttentionScore in vllm-project/vllm-ascend's issue 6573", KERNEL, _training_mask),
     Limit(_TRAINING, f"{DOCS}, the same: actual_seq_qlen, actual_seq_kvlen", TILING, _training_lengths),
 )

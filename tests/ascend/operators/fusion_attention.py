@@ -1,4 +1,4 @@
-"""Forward pass of the attention for training, npu_fusion_attention."""
+"""Forward pass of the attention for training, npu_fusion_attention and its version 3, which torch_npu's SDPA calls."""
 
 from __future__ import annotations
 
@@ -64,6 +64,24 @@ def fusion_attention(
         joined = join(wide, "TND" if softmax_layout == "TND" else "NTD", tokens) if packed else torch.stack(wide)
         statistics.append(joined.reshape(-1, head_num, _STATISTICS) if packed else joined)
     return out, *statistics, torch.empty(0, dtype=query.dtype), 0, 0, 0
+
+
+def fusion_attention_v3(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    input_layout: str,
+    actual_seq_qlen: Tensor | None = None,
+    actual_seq_kvlen: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, ...]:
+    """Compute the result of npu_fusion_attention, with lengths, the seed and the offset as tensors."""
+    stops = [None if given is None else given.tolist() for given in (actual_seq_qlen, actual_seq_kvlen)]
+    *found, seed, offset, _ = fusion_attention(
+        query, key, value, head_num, input_layout, actual_seq_qlen=stops[0], actual_seq_kvlen=stops[1], **others
+    )
+    return *found, torch.tensor([seed]), torch.tensor([offset])
 
 
 def _stops(given: Sequence[int] | None) -> list[int]:

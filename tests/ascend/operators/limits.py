@@ -7,27 +7,12 @@ not support pages (issue 4373).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from tests.ascend.operators import attention_limits, layer_limits
-from tests.ascend.operators.refusals import FLOAT, KERNEL, PARAMETER, Arguments, Limit, dtypes
-
-
-def _mask(given: Arguments) -> Iterator[str]:
-    query, key, mask = given["query"], given["key"], given["attn_mask"]
-    if mask is None or query.dim() != 4:
-        return
-    (batch, heads, rows, _), columns = query.shape, key.shape[2]
-    axes = (rows, columns)
-    if tuple(mask.shape) not in {(batch, heads, *axes), (batch, 1, *axes), (1, 1, *axes), axes}:
-        yield (
-            f"get unsupported atten_mask shape, the shape is {[*mask.shape]}. B=[{batch}], N=[{heads}], Sq=[{rows}], "
-            f"Skv=[{columns}], supported atten_mask shape can be [B, N, Sq, Skv], [B, 1, Sq, Skv], [1, 1, Sq, Skv] "
-            "and [Sq, Skv]."
-        )
-
+from tests.ascend.operators.refusals import FLOAT, PARAMETER, Arguments, Limit, dtypes
 
 _TORCHS = (
     Limit(
@@ -77,12 +62,6 @@ _TORCHS = (
         "CANN 8.5 API, aclnnSilu: FLOAT, FLOAT16, BFLOAT16 on Atlas A2",
         PARAMETER,
         dtypes(FLOAT, "self"),
-    ),
-    Limit(
-        ("aten::scaled_dot_product_attention",),
-        "aclnnFlashAttentionScore in vllm-project/vllm-ascend's issue 6573; torch_npu 2.10 hands the mask on as it is",
-        KERNEL,
-        _mask,
     ),
 )
 
