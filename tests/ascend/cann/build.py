@@ -33,7 +33,12 @@ _IGNORED = frozenset(
         *("aclAppLog", "aclFinalize", "aclrtPeekAtLastError", "aclGetCannAttribute", "aclrtGetSysParamOpt"),
         # Settings of limits, of overflow and of what happens after an error, which nothing here depends on.
         *("aclrtSetSysParamOpt", "aclrtCtxSetSysParamOpt", "aclrtSetDeviceSatMode", "aclrtSetStreamOverflowSwitch"),
-        *("aclrtSetStreamFailureMode", "aclrtSetOpWaitTimeout", "aclrtSetOpExecuteTimeOutV2"),
+        *(
+            "aclrtSetStreamFailureMode",
+            "aclrtSetOpWaitTimeout",
+            "aclrtSetOpExecuteTimeOutV2",
+            "aclrtSetStreamAttribute",
+        ),
     )
 )
 """Functions of CANN that do nothing and return 0."""
