@@ -108,7 +108,11 @@ def plain() -> dict:
 @pytest.mark.parametrize(
     "wrong",
     [
-        ["npu_fused_infer_attention_score:mean", "npu_scatter_pa_kv_cache:nz"],
+        [
+            "npu_fused_infer_attention_score:mean",
+            "_npu_flash_attention_unpad:undefined row",
+            "npu_scatter_pa_kv_cache:nz",
+        ],
         [f"{name}:undefined row" for name in LAYERS],
     ],
     ids=["attention and cache", "layers"],

@@ -66,6 +66,14 @@ def training(npu: torch.device, **changes: Any) -> Any:
     return torch.ops.npu.npu_fusion_attention(**given)
 
 
+def unpadded(npu: torch.device, **changes: Any) -> Any:
+    """Compute attention of packed rows with the operator of ATB, whose lengths are on the host."""
+    given = {name: zeros(5, 4, 64) for name in ("query", "key", "value", "out")} | changes
+    lengths = given.pop("seq_len", torch.tensor([2, 3], dtype=torch.int32))
+    query, key, value, out = (moved(given[name], npu) for name in ("query", "key", "value", "out"))
+    return torch.ops.atb._npu_flash_attention_unpad(query, key, value, lengths, 0.125, 4, 4, out)
+
+
 def plain(operator: str) -> Callable[..., Any]:
     """Return a function that calls the operator with positional arguments."""
 
@@ -101,6 +109,9 @@ REFUSED: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "attention in float32": (prefill, {n: zeros(1, 6, 64, dtype=FULL) for n in ("query",)}, "query not implemented"),
     "keys of another dtype": (prefill, {"key": zeros(1, 9, 32, dtype=torch.float16)}, "key expected dtype"),
     "a mask of floats": (prefill, {"atten_mask": zeros(1, 1, 6, 9, dtype=FULL), "sparse_mode": 1}, "atten_mask not"),
+    "rows of floats for ATB": (unpadded, {"query": zeros(5, 4, 64, dtype=FULL)}, "query not implemented"),
+    "strided rows for ATB": (unpadded, {"key": zeros(4, 5, 64).transpose(0, 1)}, "key is not contiguous"),
+    "lengths that do not fit for ATB": (unpadded, {"seq_len": torch.tensor([2], dtype=torch.int32)}, "sums to 2"),
     "a convolution of float64": (CONV, (zeros(1, 2, 4, 4, dtype=DOUBLE), zeros(3, 2, 2, 2, dtype=DOUBLE)), "DT_DOUBLE"),
     "a layer norm of float64": (
         LAYER_NORM,

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mindie_mm.device.alive import require_alive
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels, Rows
-from mindie_mm.device.npu import npu_rows, trials
+from mindie_mm.device.npu import npu_rows, packed_attention, trials
 from mindie_mm.device.transfer import upload
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ _ADVICE = "plain torch is used instead, which is slower; another CANN may have a
 HALF = (torch.float16, torch.bfloat16)
 _ATTENTION = "npu_fused_infer_attention_score"
 _PACKED_ATTENTION = "npu_fused_infer_attention_score (TND)"
-PACKED = "npu_fusion_attention"
 _SCATTER_BOTH = "npu_scatter_pa_kv_cache"
 _SCATTER = "npu_scatter_nd_update_"
 _ADD_NORM = "npu_add_rms_norm"
@@ -218,26 +218,6 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, **settings: Any) -> Tens
     return out
 
 
-def attend_within(query: Tensor, key: Tensor, value: Tensor, stops: Sequence[int], scaling: float) -> Tensor:
-    """Compute bidirectional attention within each of several packed sequences.
-
-    Args:
-        query: [T, heads, width].
-        key: [T, heads, width].
-        value: [T, heads, width].
-        stops: Index after the last row of each sequence.
-        scaling: Factor by which the attention scores are multiplied.
-
-    Returns:
-        [T, heads, width].
-
-    """
-    out: Tensor = torch.ops.npu.npu_fusion_attention(
-        query, key, value, query.shape[1], "TND", scale=scaling, actual_seq_qlen=stops, actual_seq_kvlen=stops
-    )[0]
-    return out
-
-
 @cache
 def _triangle(device: torch.device) -> Tensor:
     """Return the causal mask, bool [2048, 2048]. It is True above the diagonal, for masked positions."""
@@ -264,7 +244,7 @@ _TRIALS: dict[str, tuple[Callable[..., trials.Results], Callable[..., Any]]] = {
     _PACKED_ATTENTION: (trials.attention, _attend_packed),
     _SCATTER_BOTH: (trials.store, npu_rows.scatter_both),
     _SCATTER: (trials.store, npu_rows.scatter),
-    PACKED: (trials.packed_attention, attend_within),
+    **{name: (trials.packed_attention, function) for name, function in packed_attention.OPERATORS.items()},
     SDPA: (trials.sdpa, scaled_dot_product_attention),
     "npu_rms_norm": (trials.rms_norm, rms_norm),
     _ADD_NORM: (trials.add_rms_norm, npu_rows.add_rms_norm),
@@ -279,7 +259,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
     _PACKED_ATTENTION: (28, 4, 128, 128),
     _SCATTER_BOTH: (4, 128, 128),
     _SCATTER: (4, 128, 128),
-    PACKED: (80,),
+    **dict.fromkeys(packed_attention.OPERATORS, (16, 80)),
     SDPA: (128,),
     "npu_rms_norm": (3584,),
     _ADD_NORM: (3584,),
@@ -292,7 +272,12 @@ _SIZES: dict[str, tuple[int, ...]] = {
 """Sizes for the trial of each operator, as in Qwen2.5-VL-7B."""
 
 
-_NEXT = {_PACKED_ATTENTION: "its layout BSH", _SCATTER_BOTH: _SCATTER, npu_rows.ROTATE_BOTH: _ROTATE_ROWS}
+_NEXT = {
+    _PACKED_ATTENTION: "its layout BSH",
+    _SCATTER_BOTH: _SCATTER,
+    npu_rows.ROTATE_BOTH: _ROTATE_ROWS,
+    **dict(pairwise(packed_attention.OPERATORS)),
+}
 """Operators that replace others, which are tried next. Plain torch replaces all other operators."""
 
 

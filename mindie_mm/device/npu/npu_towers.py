@@ -1,4 +1,4 @@
-"""Attention by npu_fusion_attention, for towers that process the images of a step as one packed sequence."""
+"""Fused attention for towers that process the images of a step as one packed sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mindie_mm.device.npu.npu_kernels import HALF, PACKED, attend_within, works
+from mindie_mm.device.npu.npu_kernels import HALF, works
+from mindie_mm.device.npu.packed_attention import OPERATORS, PackedAttention
 
 NAME = "mindie_mm_flash_packed"
 """Name under which `attend` is registered with transformers.
@@ -35,9 +36,14 @@ def pack(module: nn.Module) -> None:
         width = getattr(part, "head_dim", None)
         if config is None or width is None or "cu_seqlens" not in signature(type(part).forward).parameters:
             continue
-        weight = next(part.parameters())
-        if weight.device.type == "npu" and weight.dtype in HALF and works(PACKED, weight.device, weight.dtype, width):
+        weight, heads = next(part.parameters()), getattr(part, "num_heads", 2)
+        if weight.device.type == "npu" and weight.dtype in HALF and chosen(weight.device, weight.dtype, heads, width):
             config._attn_implementation = NAME  # noqa: SLF001 - set for one tower, not for the whole model
+
+
+def chosen(device: torch.device, dtype: torch.dtype, heads: int, width: int) -> PackedAttention | None:
+    """Return the first operator that gives correct results, or None."""
+    return next((attend for name, attend in OPERATORS.items() if works(name, device, dtype, heads, width)), None)
 
 
 def attend(
@@ -68,9 +74,11 @@ def attend(
     assert attention_mask is None
     bounds = cu_seq_lens_q.tolist()
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    within = chosen(q.device, q.dtype, *q.shape[1:])
+    assert within is not None, "pack has found an operator"
     outs = []
     for first in range(0, len(bounds) - 1, MOST_SEQUENCES):
         start, *stops = bounds[first : first + MOST_SEQUENCES + 1]
         rows = slice(start, stops[-1])
-        outs.append(attend_within(q[rows], k[rows], v[rows], [stop - start for stop in stops], scaling))
+        outs.append(within(q[rows], k[rows], v[rows], [stop - start for stop in stops], scaling))
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0), None

@@ -66,12 +66,13 @@ def packed_attention(
     attend: Callable[[Tensor, Tensor, Tensor, Sequence[int], float], Tensor],
     device: torch.device,
     dtype: torch.dtype,
+    heads: int,
     width: int,
 ) -> Results:
     """Try bidirectional attention within each of several packed sequences, with rows [T, heads, width]."""
     random = torch.Generator().manual_seed(0)
     bounds = [0, 1, 65, 576, 1089]
-    query, key, value = (torch.randn(bounds[-1], 2, width, generator=random).to(dtype) for _ in range(3))
+    query, key, value = (torch.randn(bounds[-1], heads, width, generator=random).to(dtype) for _ in range(3))
     scaling = 2 * width**-0.5
     out = attend(query.to(device), key.to(device), value.to(device), bounds[1:], scaling)
     q, k, v = (part.transpose(0, 1).float() for part in (query, key, value))

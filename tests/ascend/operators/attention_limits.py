@@ -30,6 +30,7 @@ _FUSED = (
     "npu::npu_prompt_flash_attention",
     "npu::npu_incre_flash_attention",
 )
+_UNPAD = "atb::_npu_flash_attention_unpad"
 _TRAINING = ("npu::npu_fusion_attention", "npu::npu_fusion_attention_v3")
 
 
@@ -254,7 +255,21 @@ def _training_lengths(given: Arguments) -> Iterator[str]:
         yield f"the sequences end at {max(stops)} and {max(kv_stops)}, beyond {rows} and {kv_rows}."
 
 
+def _unpadded(given: Arguments) -> Iterator[str]:
+    lengths_of, width = given["seq_len"], given["query"].shape[-1]
+    if lengths_of.device.type != "cpu" or lengths_of.dtype != torch.int32:
+        yield f"seq_len must be int32 on the host, it is {lengths_of.dtype} on {lengths_of.device}."
+    elif int(lengths_of.sum()) != given["query"].shape[0]:
+        yield f"seq_len sums to {int(lengths_of.sum())}, the query has {given['query'].shape[0]} rows."
+    if 64 < width < 128 or width % 16:
+        yield f"headDim({width}) must be a multiple of 16, and not between 64 and 128."
+
+
+_UNPADDED = "vllm-ascend, ops/mm_encoder_attention.py before pull request 12084"
 LIMITS = (
+    Limit((_UNPAD,), _UNPADDED, PARAMETER, dtypes(HALF, "query", "key", "value", "out")),
+    Limit((_UNPAD,), _UNPADDED, PARAMETER, contiguous("query", "key", "value", "out")),
+    Limit((_UNPAD,), _UNPADDED, PARAMETER, _unpadded),
     Limit(_FUSED, f"{DOCS}, npu_fused_infer_attention_score: query", PARAMETER, dtypes(HALF, "query", "key", "value")),
     Limit(_FUSED, f"{DOCS}, the same: key, value", PARAMETER, same_dtype("query", "key", "value")),
     Limit(

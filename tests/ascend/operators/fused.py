@@ -31,6 +31,7 @@ COMPUTED: Mapping[str, Callable[..., Any]] = {
     "npu::npu_incre_flash_attention": fused_infer_attention.incre_flash_attention,
     "npu::npu_fusion_attention": fusion_attention.fusion_attention,
     "npu::npu_fusion_attention_v3": fusion_attention.fusion_attention_v3,
+    "atb::_npu_flash_attention_unpad": fused_infer_attention.flash_attention_unpad,
     "npu::npu_rms_norm": layers.rms_norm,
     "npu::npu_add_rms_norm": layers.add_rms_norm,
     "npu::npu_rotary_mul": layers.rotary_mul,

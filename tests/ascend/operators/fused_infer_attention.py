@@ -1,6 +1,6 @@
 """Attention for inference: npu_fused_infer_attention_score and its version 2, and two older operators.
 
-The older operators are npu_prompt_flash_attention and npu_incre_flash_attention.
+The older operators are npu_prompt_flash_attention and npu_incre_flash_attention. ATB has _npu_flash_attention_unpad.
 """
 
 from __future__ import annotations
@@ -210,3 +210,20 @@ def incre_flash_attention(
     return fused_infer_attention_score(
         query, key, value, actual_seq_lengths_kv=actual_seq_lengths, scale=scale_value, **others
     )[0]
+
+
+def flash_attention_unpad(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seq_len: Tensor,
+    scale_value: float,
+    num_heads: int,
+    num_kv_heads: int,
+    out: Tensor,
+) -> None:
+    """Attend within each sequence of [T, heads, width], without a mask. `seq_len` contains the lengths, on the host."""
+    stops = seq_len.cumsum(0).tolist()
+    settings = {"num_heads": num_heads, "num_key_value_heads": num_kv_heads, "input_layout": "TND"}
+    ends = {"actual_seq_lengths": stops, "actual_seq_lengths_kv": stops}
+    out.copy_(fused_infer_attention_score(query, key, value, scale=scale_value, **settings, **ends)[0])

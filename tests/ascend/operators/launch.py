@@ -17,6 +17,10 @@ _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 """Advanced indexing in torch. Only these operators accept indices on the host, and copy them with a synchronization."""
 
 
+_ON_HOST = {"seq_len"}
+"""Tensors that ATB reads on the host."""
+
+
 class Launch:
     """One call of an operator, with the device tensors that it reads and writes."""
 
@@ -142,7 +146,7 @@ def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[
             order.synchronise(device)
         one = Launch(device)
         given = {
-            name: one.host(value, written=name in written, indices=indexed and name == "indices")
+            name: one.host(value, written=name in written, indices=name in _ON_HOST or (indexed and name == "indices"))
             for name, value in named.items()
         }
         if random:

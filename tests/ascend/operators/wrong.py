@@ -30,7 +30,7 @@ def faulty(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mean(operator: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Weight all visible keys equally."""
-    return operator(**arguments | {"scale": 0.0})
+    return operator(**arguments | {"scale_value" if "scale_value" in arguments else "scale": 0.0})
 
 
 def _mask_lost(operator: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -53,7 +53,7 @@ def _mask_lost(operator: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 def _undefined_row(operator: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Do not write the last row of the result."""
     results = operator(**arguments)
-    out = results[0] if isinstance(results, tuple) else results
+    out = arguments["out"] if results is None else results[0] if isinstance(results, tuple) else results
     out.flatten(0, -2)[-1] = torch.nan
     return results
 
