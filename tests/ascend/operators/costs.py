@@ -42,7 +42,8 @@ def cost(operator: str, named: Mapping[str, Any], result: Any) -> tuple[int, int
 def _attention(named: Mapping[str, Any], outs: Sequence[Tensor]) -> tuple[int, int]:
     """Count the keys and values of each sequence once. `named` may lack lengths, as in SDPA."""
     query, key, value = named["query"], named["key"], named["value"]
-    heads = named.get("num_heads") or named.get("num_query_heads") or named.get("head_num")
+    # torch leaves out arguments that equal their defaults.
+    heads = named.get("num_heads") or named.get("num_query_heads") or named.get("head_num") or 1
     stops = [int(n) for n in named.get("actual_seq_lengths") or named.get("actual_seq_qlen") or ()]
     kv = [int(n) for n in named.get("actual_seq_lengths_kv") or named.get("actual_seq_kvlen") or ()]
     moved = _bytes(query) + sum(map(_bytes, outs))
