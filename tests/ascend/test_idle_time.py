@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ascend.processes import call, call_ranks
+from tests.ascend.processes import call
 from tests.ascend.virtual_time import as_slow_as_7b, measured, work
 
 LAYERS = 28
