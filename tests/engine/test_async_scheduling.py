@@ -141,6 +141,13 @@ def test_tokens_are_the_same_as_step_by_step(model, grammars, prompts, settings)
     assert (ahead.stats.preemptions > 0) == (plain.stats.preemptions > 0) == (blocks is not None)
 
 
+def test_captured_steps_read_the_tokens_of_the_step_before(model, grammars, prompts, recorded):
+    plain, ahead = engines(model, grammars, kv_block_size=4, max_num_seqs=6)
+    requests = plan(prompts, 5)
+    assert answers(ahead, requests) == answers(plain, requests)
+    assert sum(recorded) > 50
+
+
 def test_aborted_requests_leave_the_tokens_of_others_as_they_are(model, grammars, prompts):
     plain, ahead = engines(model, grammars, kv_block_size=4, max_num_batched_tokens=32)
     requests = plan(prompts, 7)
