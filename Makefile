@@ -57,7 +57,7 @@ TORCH_NPU_2.12 := 2.12.0.post3
 	grep --invert-match '^torch==' constraints.txt > $(@D)/constraints.txt
 	@if $(HAS_CPU_INDEX) && $(BIN)/pip --python $(@D)/bin/python install --quiet --no-deps --index-url $(CPU_INDEX) torch==$*.0; then :; \
 	else $(BIN)/pip --python $(@D)/bin/python install --quiet --constraint $(@D)/constraints.txt torch==$*.0; fi
-	$(BIN)/pip --python $(@D)/bin/python install --quiet --no-deps torch_npu==$(TORCH_NPU_$*)
+	$(BIN)/pip --python $(@D)/bin/python install --quiet --no-deps torch_npu==$(TORCH_NPU_$*) --editable .
 	touch $@
 
 # The simulated CANN is compiled by the tests.

