@@ -496,3 +496,41 @@ SIM_EXPORT int sim_enqueue_write(void *stream, void *dst, const void *src, size_
     pthread_mutex_unlock(&sim_lock);
     return code;
 }
+
+struct pieces {
+    struct sim_task task;
+    char *start;
+    size_t reach, count, size; /* bytes from `start` to the end; number of pieces, and bytes of each */
+    int64_t *offsets;
+    char *bytes;
+};
+
+static int run_pieces(struct sim_task *task) {
+    struct pieces *pieces = (struct pieces *)task;
+    if (sim_kind_of(pieces->start, pieces->reach) != SIM_DEVICE)
+        return sim_error(ACL_ERROR_RT_SYS_DMA, "%zu bytes at %p were freed before they were written", pieces->reach, (void *)pieces->start);
+    for (size_t i = 0; i < pieces->count; i++)
+        memcpy(pieces->start + pieces->offsets[i], pieces->bytes + i * pieces->size, pieces->size);
+    return 0;
+}
+
+static void drop_pieces(struct sim_task *task) {
+    free(((struct pieces *)task)->offsets);
+    free(((struct pieces *)task)->bytes);
+    free(task);
+}
+
+/* Does the same for pieces of the range [start, start + reach), which are at `offsets`. */
+SIM_EXPORT int sim_enqueue_pieces(void *stream, char *start, size_t reach, const int64_t *offsets, size_t count, size_t size,
+                                  const void *bytes) {
+    struct pieces *pieces = sim_new_task(sizeof *pieces, run_pieces, drop_pieces);
+    *pieces = (struct pieces){pieces->task, start, reach, count, size, malloc(count * sizeof *offsets), malloc(count * size)};
+    if (!pieces->offsets || !pieces->bytes) abort();
+    memcpy(pieces->offsets, offsets, count * sizeof *offsets);
+    memcpy(pieces->bytes, bytes, count * size);
+    pthread_mutex_lock(&sim_lock);
+    int code = launch(sim_stream_of(stream), &pieces->task, start, NULL, reach);
+    for (size_t i = 0; !code && i < count; i++) memset(start + offsets[i], 0xFF, size);
+    pthread_mutex_unlock(&sim_lock);
+    return code;
+}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -54,4 +56,23 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
     scatter_pa_kv_cache(key, value, key_cache, value_cache, slot_indices, cache_mode="Norm")
 
 
-__all__ = ["reshape_and_cache", "scatter_nd_update", "scatter_nd_update_", "scatter_pa_kv_cache"]
+def written_rows(operator: str, given: Mapping[str, Any]) -> dict[str, tuple[int, Tensor]]:
+    """Return which rows an operator writes: for arguments, the number of axes that form the rows, and their indices.
+
+    `given` are the arguments by name, on the host. Other arguments may change anywhere.
+    """
+    name = operator.partition("::")[2]
+    if name == "npu_scatter_nd_update_":
+        axes = given["indices"].shape[-1]
+        shape = given["input"].shape[:axes]
+        rows = torch.zeros(given["indices"].shape[:-1], dtype=torch.int64)
+        for length, places in zip(shape, given["indices"].long().unbind(-1), strict=True):
+            rows = rows * length + places
+        return {"input": (axes, rows.flatten())}
+    if name == "index_copy_" and given["dim"] == 0:
+        return {"self": (1, given["index"].long().clone())}
+    slots = given.get("slot_mapping", given.get("slot_indices"))
+    if slots is not None and (name == "_npu_reshape_and_cache" or given.get("cache_mode") == "Norm"):
+        rows = slots.long().flatten()
+        return dict.fromkeys(("key_cache", "value_cache"), (2, rows[rows >= 0]))
+    return {}

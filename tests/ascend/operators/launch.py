@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ascend.operators import counts, graphs, order
+from tests.ascend.operators import cache_writes, counts, graphs, order
 from tests.ascend.operators.aliases import alias, on_device, span
 from tests.ascend.operators.generators import host_generator
 
@@ -69,12 +69,18 @@ class Launch:
             self.changed.append((tensor, same))
         return same
 
-    def finish(self) -> None:
-        """Publish the contents of the device tensors that the operator has written."""
+    def finish(self, rows: Mapping[int, tuple[int, Tensor]]) -> None:
+        """Publish the contents of the device tensors that the operator has written.
+
+        `rows` are the written rows by the id() of the host alias, as `cache_writes.written_rows` returns them.
+        """
         for tensor, same in self.changed:
             if not tensor.numel() and same.numel():
                 tensor.resize_(same.shape)
                 order.put(self.stream, tensor, same.contiguous())
+            elif id(same) in rows and tensor.is_contiguous():
+                axes, places = rows[id(same)]
+                order.publish(self.stream, tensor.flatten(0, axes - 1), places)
             else:
                 order.publish(self.stream, tensor)
 
@@ -151,13 +157,16 @@ def kernel(op: Any, function: Callable[..., Any] | None = None, check: Callable[
         }
         if random:
             given["generator"] = host_generator(named.get("generator"), device)
+        in_order = dict(given)
         first = [given.pop(name) for name in names[: 0 if function else len(args)]]
         if one.mode:
             return _in_graph(one, op, written, named, lambda: run(*first, **given), len(first))
+        written_rows = cache_writes.written_rows(schema.name, in_order)
+        rows = {id(in_order[name]): value for name, value in written_rows.items()}
         out = run(*first, **given)
         counts.launched(one.stream, schema.name, named, one.tensors, [tensor for tensor, _ in one.changed], out)
         result = one.device_result(out)
-        one.finish()
+        one.finish(rows)
         return result
 
     return launch

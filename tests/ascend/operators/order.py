@@ -4,9 +4,9 @@ A result becomes visible after earlier work on the same stream, and only to code
 operator is launched, its stream is drained: the queued copies run, and also the work that these copies wait for. The
 host then computes the result immediately, but the bytes of the result are queued on the stream. Until the queue has
 written them, the memory is filled with 0xFF. Code that reads without waiting therefore reads NaN as a float and -1 as
-an integer. A result of more than DEFERRED_BYTES, or with gaps, is written immediately, because filling a cache of pages
-for every row would be too slow. Each launch reports all its reads and writes to the simulator, which refuses memory
-that another stream may still read or write.
+an integer. Operators that write rows to a large cache queue only these rows, because filling the cache for every row
+would be too slow. Each launch reports all its reads and writes to the simulator, which refuses memory that another
+stream may still read or write.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from tests.ascend.operators.aliases import span
+from tests.ascend.operators.aliases import alias, span
 
-DEFERRED_BYTES = 2**20
+_LARGE = 2**20
+"""Size in bytes of a tensor of which only the written rows are queued."""
 
 
 @cache
@@ -28,7 +29,9 @@ def library() -> ctypes.CDLL:
     """Return the simulator."""
     library = ctypes.CDLL("libhccl.so")
     library.sim_drain.argtypes = [ctypes.c_void_p]
-    library.sim_enqueue_write.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    library.sim_enqueue_write.argtypes = [pointer, pointer, pointer, size]
+    library.sim_enqueue_pieces.argtypes = [pointer, pointer, size, pointer, size, size, pointer]
     for note in (library.sim_reads, library.sim_writes):
         note.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     library.sim_launch.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_bool]
@@ -79,13 +82,24 @@ def reach(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
-def publish(stream: int, tensor: Tensor) -> None:
-    """Make the contents of the device tensor `tensor` visible in the order of `stream`."""
-    piece = span(tensor)
-    if piece is not None and 0 < piece[1] <= DEFERRED_BYTES:
+def publish(stream: int, tensor: Tensor, rows: Tensor | None = None) -> None:
+    """Make the contents of the device tensor `tensor` visible in the order of `stream`.
+
+    Args:
+        stream: The stream.
+        tensor: The tensor, whose memory contains the result.
+        rows: Indices of the written rows in the first axis, on the host. None if any row may have changed.
+
+    """
+    same, piece = alias(tensor), span(tensor)
+    if rows is not None and tensor.is_contiguous() and tensor.nbytes > _LARGE:
+        if len(rows):
+            _defer_pieces(stream, tensor, rows * same[0].nbytes, same[0].nbytes, same[rows])
+    elif piece is not None:
         _defer(stream, piece[0], piece[0], piece[1])
     else:
-        note_write(stream, tensor)
+        offsets, size = _pieces(tensor)
+        _defer_pieces(stream, tensor, offsets, size, same.contiguous())
 
 
 def put(stream: int, tensor: Tensor, value: Tensor) -> None:
@@ -93,15 +107,30 @@ def put(stream: int, tensor: Tensor, value: Tensor) -> None:
     target, source = span(tensor), span(value)
     assert target is not None
     assert source is not None
-    if target[1] > DEFERRED_BYTES:
-        note_write(stream, tensor)
-        ctypes.memmove(target[0], source[0], target[1])
-    elif target[1]:
-        _defer(stream, target[0], source[0], target[1])
+    _defer(stream, target[0], source[0], target[1])
 
 
 def _defer(stream: int, target: int, source: int, size: int) -> None:
-    check(library().sim_enqueue_write(stream, target, source, size))
+    if size:
+        check(library().sim_enqueue_write(stream, target, source, size))
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the offsets of a tensor's pieces without gaps, in bytes in the order of the axes, and their size."""
+    size, axes = 1, [*zip(tensor.shape, tensor.stride(), strict=True)]
+    while axes and (axes[-1][0] == 1 or axes[-1][1] == size):
+        size *= axes.pop()[0]
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for length, stride in axes:
+        offsets = (offsets.unsqueeze(1) + torch.arange(length) * stride).flatten()
+    return offsets * tensor.element_size(), size * tensor.element_size()
+
+
+def _defer_pieces(stream: int, tensor: Tensor, offsets: Tensor, size: int, values: Tensor) -> None:
+    """Queue writes of `values` to pieces of `tensor`, each of `size` bytes."""
+    offsets = offsets.contiguous()
+    given = offsets.data_ptr(), len(offsets), size, values.data_ptr()
+    check(library().sim_enqueue_pieces(stream, *reach(tensor), *given))
 
 
 def check(code: int) -> None:
