@@ -25,6 +25,8 @@ class Counts:
     """Copies from the host to the device."""
     downloads: int = 0
     """Copies from the device to the host."""
+    pageable_copies: int = 0
+    """Queued copies that wait because their memory on the host is pageable. They are also among the waits."""
     syncs: int = 0
     """Waits of the host for the device."""
     names: dict[str, Counter[str]] = field(default_factory=dict)
@@ -48,7 +50,7 @@ def counted() -> Iterator[Counts]:
     try:
         yield found
     finally:
-        for name in ("launches", "hidden_copies", "aicpu", "uploads", "downloads", "syncs"):
+        for name in ("launches", "hidden_copies", "aicpu", "uploads", "downloads", "pageable_copies", "syncs"):
             setattr(found, name, library.sim_counted(name.replace("_", " ").encode()))
         found.names = {kind: Counter(operators) for kind, operators in counts.names.items()}
 

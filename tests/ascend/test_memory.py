@@ -7,6 +7,7 @@ import mmap
 
 import pytest
 
+from tests.ascend.counted import counted
 from tests.ascend.processes import call, traced
 from tests.ascend.test_runtime import simulator
 
@@ -228,3 +229,46 @@ def exhausted() -> str:
 
 def test_memory_runs_out_on_demand():
     assert "NPU out of memory" in call(exhausted, fail="aclrtMallocAlign32=207001@2+,aclrtMalloc=207001@2+")
+
+
+def queued_copies() -> dict:
+    """Return the codes of queued copies, and how many of them waited."""
+    import torch
+    import torch_npu  # noqa: F401
+
+    library = ctypes.CDLL("libascendcl.so")
+    library.aclrtMemcpyAsync.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
+    ]  # fmt: skip
+    device = torch.zeros(512, dtype=torch.uint8).to("npu")
+    pinned = torch.ones(512, dtype=torch.uint8).pin_memory()
+    memory = mmap.mmap(-1, 4096)
+    pageable = torch.frombuffer(memory, dtype=torch.uint8)
+    pageable[:] = 3
+    stream = torch.npu.current_stream().npu_stream
+
+    def copy(source, target):
+        return library.aclrtMemcpyAsync(target.data_ptr(), 64, source.data_ptr(), 64, 1, stream)
+
+    codes = {
+        "source with an offset": copy(pinned[32:], device),
+        "target with an offset": copy(pinned, device[1:]),
+        "aligned": copy(pinned[64:], device[128:]),
+    }
+    with counted() as counts:
+        codes["pageable"] = copy(pageable, device)
+        pageable[:] = 5  # the copy has already read its source
+    codes["waits"] = counts.syncs, counts.pageable_copies
+    codes["values"] = device.cpu()[:64].unique().tolist()
+    return codes
+
+
+def test_queued_copies_need_aligned_addresses_and_wait_for_pageable_memory():
+    assert call(queued_copies) == {
+        "source with an offset": 107000,
+        "target with an offset": 107000,
+        "aligned": 0,
+        "pageable": 0,
+        "waits": (1, 1),
+        "values": [3],
+    }

@@ -155,9 +155,11 @@ def freed_source() -> str:
     ]  # fmt: skip
     memory = mmap.mmap(-1, 4096)
     host = torch.frombuffer(memory, dtype=torch.uint8)
+    assert not torch.npu.npurt().npuHostRegister(host.data_ptr(), 4096, 2)
     on_device = torch.zeros(4096, dtype=torch.uint8).to("npu")
     stream = torch.npu.Stream()
     assert not library.aclrtMemcpyAsync(on_device.data_ptr(), 4096, host.data_ptr(), 4096, 1, stream.npu_stream)
+    assert not torch.npu.npurt().npuHostUnregister(host.data_ptr())
     del host
     memory.close()
     try:

@@ -10,6 +10,7 @@ static const char *const names[SIM_COUNTERS] = {
     [SIM_AICPU] = "aicpu",
     [SIM_UPLOADS] = "uploads",
     [SIM_DOWNLOADS] = "downloads",
+    [SIM_PAGEABLE_COPIES] = "pageable copies",
 };
 static atomic_long counters[SIM_COUNTERS];
 

@@ -39,7 +39,7 @@ int sim_error(int code, const char *format, ...) __attribute__((format(printf, 2
 long sim_setting(const char *name, long fallback, long least, long most);
 
 /* counts.c */
-enum sim_counter { SIM_SYNCS, SIM_LAUNCHES, SIM_HIDDEN_COPIES, SIM_AICPU, SIM_UPLOADS, SIM_DOWNLOADS, SIM_COUNTERS };
+enum sim_counter { SIM_SYNCS, SIM_LAUNCHES, SIM_HIDDEN_COPIES, SIM_AICPU, SIM_UPLOADS, SIM_DOWNLOADS, SIM_PAGEABLE_COPIES, SIM_COUNTERS };
 void sim_count(enum sim_counter counter);
 void sim_count_sync(void);
 /* Counts a copy. A copy to the host that blocks is also a wait, unless torch_npu has just synchronized the stream for it. */

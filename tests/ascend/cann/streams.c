@@ -361,6 +361,8 @@ static int check_stream(aclrtStream stream) {
 
 /* ---- tasks ---- */
 
+#define COPY_ALIGNMENT 64 /* of addresses, as CANN's documents of aclrtMemcpyAsync require */
+
 struct copy {
     struct sim_task task;
     void *dst;
@@ -394,11 +396,18 @@ aclError aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t n, acl
     if (!code && pageable && sim_graph_of(sim_stream_of(stream)))
         code = sim_refuse_in_capture(ACL_ERROR_RT_CAPTURE_MODE_BLOCK_ASYNC, "a copy from or to pageable memory");
     pthread_mutex_unlock(&sim_lock);
+    bool buffered = kind == ACL_MEMCPY_HOST_TO_BUF_TO_DEVICE;
+    if (!code && !buffered && ((uintptr_t)dst % COPY_ALIGNMENT || (uintptr_t)src % COPY_ALIGNMENT))
+        code = sim_error(ACL_ERROR_RT_PARAM_INVALID, "a copy from %p to %p: the addresses are not aligned to %d bytes", src, dst,
+                         COPY_ALIGNMENT);
     if (code || !n) return code;
     sim_count_copy(kind, false);
-    struct sim_task *task = &new_copy(dst, src, n, kind == ACL_MEMCPY_HOST_TO_BUF_TO_DEVICE)->task;
+    struct sim_task *task = &new_copy(dst, src, n, buffered)->task;
     task->cost_ns = sim_bus_ns(n);
-    return launch_on(stream, task, SIM_CALL_COPY, dst, src, n);
+    code = launch_on(stream, task, SIM_CALL_COPY, dst, src, n);
+    if (code || !pageable || buffered) return code;
+    sim_count(SIM_PAGEABLE_COPIES);
+    return synchronize(stream);
 }
 
 struct fill {
