@@ -22,6 +22,11 @@ def environment(**settings: str | int) -> dict[str, str]:
     - `poison_bytes`: number of bytes of newly allocated device memory that are filled with 0xFF. The default is 32 MiB.
     - `soc`: name of the device. The default is Ascend910B1.
     - `cann`: release of CANN. The default is 9.1.0.
+    - `driver`: release of the driver. The default is 25.5.1.
+    - `without`: comma-separated functions that this CANN's libraries lack. This needs a new process.
+    - `kernel`: release of Linux. Up to 5.10, copies of registered memory fail.
+    - `page_bytes`: page size of the host. The default is 4096.
+    - `register_bytes`: host memory that can be registered. The default is 200 GiB.
     - `trace`: file to which a line is appended for each call of CANN and of torch_npu's fused operators. A line
       contains the time in seconds, the process, the thread, the name and the arguments.
     - `fail`: comma-separated rules that make calls fail. "name=code" applies to every call, "name=code@N" only to call
@@ -43,7 +48,7 @@ def environment(**settings: str | int) -> dict[str, str]:
       returns wrong results.
     - `idle`: comma-separated operators of torch that do not write their results, which are then uninitialized memory.
     """
-    folder = build()
+    folder = build(str(settings.pop("without", "")))
     variables = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND_SIM_")}
     paths = [str(_HERE / "site"), str(_HERE.parents[1]), *filter(None, [variables.get("PYTHONPATH")])]
     variables |= {

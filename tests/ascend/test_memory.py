@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import subprocess
+import sys
 
 import pytest
 
 from tests.ascend.counted import counted
+from tests.ascend.environment import environment
 from tests.ascend.processes import call, traced
 from tests.ascend.test_runtime import simulator
 
 _MIB = 2**20
 _SPARE = 4096  # torch_npu adds 32 bytes to each allocation and rounds it up, to multiples of 2 MiB if it is large
-_MAPPED = 2  # ACL_HOST_REG_MAPPED
+_MAPPED, _PINNED = 2, 0x10000000  # ACL_HOST_REG_MAPPED and ACL_HOST_REG_PINNED
 
 
 def limits() -> dict:
@@ -272,3 +275,78 @@ def test_queued_copies_need_aligned_addresses_and_wait_for_pageable_memory():
         "waits": (1, 1),
         "values": [3],
     }
+
+
+def registered(flags: int, offset: int, size: int) -> int:
+    """Return CANN's code for registering a part of memory that begins at a multiple of 64 KiB."""
+    import torch
+    import torch_npu  # noqa: F401
+
+    memory = mmap.mmap(-1, 2**20)
+    host = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -(-host.data_ptr() // 2**16) * 2**16
+    code: int = torch.npu.npurt().npuHostRegister(start + offset, size, flags)
+    return code
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "offset", "size", "code"),
+    [
+        ({}, _MAPPED, 4096, 4096, 0),
+        ({}, _MAPPED, 0, 5000, 507899),
+        ({}, _PINNED, 100, 5000, 0),
+        ({"page_bytes": 2**16}, _MAPPED, 2**16, 2**16, 0),
+        ({"page_bytes": 2**16}, _MAPPED, 4096, 2**16, 507899),
+        ({"page_bytes": 2**16}, _MAPPED, 0, 4096, 507899),
+        ({"register_bytes": 8192}, _MAPPED, 0, 8192, 0),
+        ({"register_bytes": 8192}, _MAPPED, 0, 12288, 207001),
+        ({"soc": "Ascend910_9392"}, _MAPPED, 0, 4096, 0),
+        ({"soc": "Ascend310P3"}, _MAPPED, 0, 4096, 207000),
+    ],
+)
+def test_registration_depends_on_flags_pages_quota_and_product(settings, flags, offset, size, code):
+    assert call(registered, flags, offset, size, **settings) == code
+
+
+def foreign_copy(unregisters: bool) -> str | int:
+    """Copy registered memory with torch_npu. Return how often this waits, or the error of the device."""
+    import torch
+    import torch_npu  # noqa: F401
+
+    memory = mmap.mmap(-1, 4096)
+    host = torch.frombuffer(memory, dtype=torch.uint8)
+    device = torch.zeros(4096, dtype=torch.uint8).to("npu")
+    assert not torch.npu.npurt().npuHostRegister(host.data_ptr(), 4096, _MAPPED)
+    with counted() as counts:
+        device.copy_(host, non_blocking=True)
+    if unregisters:
+        assert not torch.npu.npurt().npuHostUnregister(host.data_ptr())
+    try:
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        return "507013" if "507013" in str(error) else str(error)
+    return counts.syncs
+
+
+@pytest.mark.parametrize(
+    ("settings", "unregisters", "found"),
+    [
+        ({}, False, 0),
+        ({}, True, "507013"),
+        ({"driver": "25.2.3"}, False, 1),
+        ({"cann": "8.3.0"}, False, 1),
+        ({"kernel": "5.10.0-136.oe2203"}, False, "507013"),
+        ({"kernel": "5.15.0-91-generic"}, False, 0),
+    ],
+)
+def test_copies_of_registered_memory_depend_on_driver_cann_and_kernel(settings, unregisters, found):
+    assert call(foreign_copy, unregisters, **settings) == found
+
+
+def test_a_cann_without_registration_is_an_error_of_torch_npu():
+    script = "import torch, torch_npu; torch.npu.npurt().npuHostRegister(4096, 4096, 2)"
+    command = [sys.executable, "-c", script]  # a new process, because others have loaded the libraries
+    variables = environment(without="aclrtHostRegisterV2")
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert "aclrtHostRegisterV2" in done.stderr
+    assert "RuntimeError" in done.stderr

@@ -47,15 +47,18 @@ _MAKERS = ("aclCreate", "aclopCreate", "aclProfilingCreate")
 _NAMED = re.compile(rb"acl(?:rt)?[A-Z][A-Za-z0-9]+")
 
 
-def build() -> Path:
+def build(without: str = "") -> Path:
     """Build the libraries, unless they have been built before, and return their folder.
+
+    Args:
+        without: Comma-separated functions of CANN that the libraries hide.
 
     Raises:
         FileNotFoundError: torch_npu is not installed.
         CalledProcessError: gcc fails.
     """
     sources = sorted(_HERE.glob("*.[ch]"))
-    digest = hashlib.sha256(importlib.metadata.version("torch_npu").encode())
+    digest = hashlib.sha256(f"{importlib.metadata.version('torch_npu')} {without}".encode())
     for source in (*sources, Path(__file__)):
         digest.update(source.read_bytes())
     folder = _CACHE / digest.hexdigest()[:16]
@@ -65,14 +68,14 @@ def build() -> Path:
         if not folder.exists():
             scratch = Path(tempfile.mkdtemp(dir=_CACHE))
             try:
-                _compile([source for source in sources if source.suffix == ".c"], scratch)
+                _compile([source for source in sources if source.suffix == ".c"], scratch, without)
                 scratch.rename(folder)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 
-def _compile(sources: list[Path], folder: Path) -> None:
+def _compile(sources: list[Path], folder: Path, without: str) -> None:
     package = _package("torch_npu")
     headers = package / "include"
     includes = (f"-I{headers / 'third_party' / 'acl' / 'inc'}", f"-I{_HERE}")
@@ -85,7 +88,12 @@ def _compile(sources: list[Path], folder: Path) -> None:
     (folder / "symbols.c").write_text(_stubs(sorted(_wanted(package) - written)))
     _gcc(*_FLAGS, *includes, "-c", str(folder / "symbols.c"), "-o", str(folder / "symbols.o"))
     objects.append(folder / "symbols.o")
-    _gcc("-shared", "-pthread", "-o", str(folder / "libhccl.so"), *map(str, objects), "-Wl,-soname,libhccl.so")
+    script = folder / "hidden.map"
+    script.write_text(
+        "{ local: " + "".join(f"{name}; " for name in (*without.split(","), "sim_nothing") if name) + "};\n"
+    )
+    linked = ("-Wl,-soname,libhccl.so", f"-Wl,--version-script={script}")
+    _gcc("-shared", "-pthread", "-o", str(folder / "libhccl.so"), *map(str, objects), *linked)
     empty = folder / "empty.c"
     empty.write_text("int sim_empty;\n")
     for name in _EMPTY_LIBRARIES:

@@ -88,11 +88,21 @@ aclError aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *activ
     return 0;
 }
 
+/* Returns the value of a setting, or `fallback` if it is not set. */
+static const char *text(const char *setting, const char *fallback) {
+    const char *value = getenv(setting);
+    return value && *value ? value : fallback;
+}
+
+static const char *soc(void) { return text("ASCEND_SIM_SOC", "Ascend910B1"); }
+
+/* Atlas A2 and A3 can. */
+bool sim_registers_memory(void) { return !strncmp(soc(), "Ascend910B", 10) || !strncmp(soc(), "Ascend910_93", 12); }
+
 const char *aclrtGetSocName(void) {
     static struct sim_function function = {.name = "aclrtGetSocName"};
     sim_enter(&function, "%s", "");
-    const char *name = getenv("ASCEND_SIM_SOC");
-    return name && *name ? name : "Ascend910B1";
+    return soc();
 }
 
 aclError aclrtDeviceCanAccessPeer(int32_t *can, int32_t device, int32_t peer) {
@@ -128,23 +138,23 @@ aclError aclrtGetDeviceUtilizationRate(int32_t device, aclrtUtilizationInfo *rat
     return 0;
 }
 
-/* Returns ASCEND_SIM_CANN. The default is "9.1.0", the release for torch_npu 2.13. */
-static const char *cann(void) {
-    const char *version = getenv("ASCEND_SIM_CANN");
-    return version && *version ? version : "9.1.0";
+/* The driver has its own versions. The default for CANN is the release for torch_npu 2.13. */
+static const char *version_of(bool driver) {
+    return driver ? text("ASCEND_SIM_DRIVER", "25.5.1") : text("ASCEND_SIM_CANN", "9.1.0");
 }
 
 aclError aclsysGetVersionStr(char *package, char *version) {
     CALLED("package=%s", package);
-    snprintf(version, ACL_PKG_VERSION_MAX_SIZE, "%s", cann());
+    snprintf(version, ACL_PKG_VERSION_MAX_SIZE, "%s", version_of(!strcmp(package, "driver")));
     return 0;
 }
 
 aclError aclsysGetCANNVersion(aclCANNPackageName package, aclCANNPackageVersion *version) {
     CALLED("package=%d", (int)package);
+    const char *number = version_of(package == ACL_PKG_NAME_DRIVER);
     memset(version, 0, sizeof *version);
-    snprintf(version->version, sizeof version->version, "%s", cann());
-    sscanf(cann(), "%63[^.].%63[^.].%63s", version->majorVersion, version->minorVersion, version->releaseVersion);
+    snprintf(version->version, sizeof version->version, "%s", number);
+    sscanf(number, "%63[^.].%63[^.].%63s", version->majorVersion, version->minorVersion, version->releaseVersion);
     return 0;
 }
 

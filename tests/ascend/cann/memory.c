@@ -4,6 +4,7 @@
 #include "sim.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -190,12 +191,22 @@ enum sim_kind sim_kind_of(const void *p, size_t n) {
 
 /* ---- host memory allocated elsewhere ---- */
 
-static int register_host(void *p, uint64_t size) {
+static size_t page_bytes(void) { return (size_t)sim_setting("ASCEND_SIM_PAGE_BYTES", PAGE, PAGE, 1L << 30); }
+
+/* Registers memory as CANN's documents of aclrtHostRegisterV2 say. `mapped` memory consists of whole pages. */
+static int register_host(void *p, uint64_t size, bool mapped) {
+    if (!sim_registers_memory()) return sim_error(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "this product cannot register host memory");
     if (!p || !size) return sim_error(ACL_ERROR_RT_PARAM_INVALID, "an empty range");
-    if ((uintptr_t)p % PAGE) return sim_error(ACL_ERROR_RT_DRV_INTERNAL_ERROR, "%p is not aligned to a page", p);
+    if (mapped && ((uintptr_t)p % page_bytes() || size % page_bytes()))
+        return sim_error(ACL_ERROR_RT_DRV_INTERNAL_ERROR, "%zu bytes at %p are not whole pages of %zu bytes", (size_t)size, p, page_bytes());
     if (!is_mapped(p, size)) return sim_error(ACL_ERROR_RT_DRV_INTERNAL_ERROR, "%p: not all of %zu bytes are mapped", p, (size_t)size);
     pthread_mutex_lock(&sim_lock);
+    size_t registered = 0;
+    for (size_t i = 0; i < range_count; i++) registered += ranges[i].kind == SIM_REGISTERED ? ranges[i].size : 0;
+    size_t most = (size_t)sim_setting("ASCEND_SIM_REGISTER_BYTES", 200L << 30, 0, 1L << 46);
     int code = overlaps(p, size) ? sim_error(ACL_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "%p is registered already", p) : 0;
+    if (!code && registered + size > most)
+        code = sim_error(ACL_ERROR_RT_MEMORY_ALLOCATION, "%zu bytes to register, %zu of %zu are registered", (size_t)size, registered, most);
     if (!code) add_range((struct sim_range){p, size, SIM_REGISTERED, -1});
     pthread_mutex_unlock(&sim_lock);
     return code;
@@ -203,13 +214,13 @@ static int register_host(void *p, uint64_t size) {
 
 aclError aclrtHostRegisterV2(void *p, uint64_t size, uint32_t flags) {
     CALLED("p=%p size=%zu flags=0x%x", p, (size_t)size, flags);
-    return register_host(p, size);
+    return register_host(p, size, flags & ACL_HOST_REG_MAPPED);
 }
 
 aclError aclrtHostRegister(void *p, uint64_t size, aclrtHostRegisterType type, void **device_p) {
     CALLED("p=%p size=%zu type=%d", p, (size_t)size, (int)type);
     *device_p = p;
-    return register_host(p, size);
+    return register_host(p, size, true);
 }
 
 aclError aclrtHostGetDevicePointer(void *p, void **device_p, uint32_t flags) {
@@ -240,13 +251,22 @@ aclError aclrtPointerGetAttributes(const void *p, aclrtPtrAttributes *attributes
                                 : range.kind == SIM_FREE ? ACL_MEM_LOCATION_TYPE_UNREGISTERED
                                                          : ACL_MEM_LOCATION_TYPE_HOST;
     attributes->location.id = range.kind == SIM_DEVICE ? (uint32_t)range.device : 0;
-    attributes->pageSize = PAGE;
+    attributes->pageSize = (uint32_t)page_bytes();
     return 0;
 }
 
 /* ---- synchronous copies ---- */
 
+/* CANN documents exceptions up to Linux 5.10 for registered memory, whose pages the kernel may move. */
+static bool kernel_moves_pages(void) {
+    const char *kernel = getenv("ASCEND_SIM_KERNEL");
+    int major, minor;
+    return kernel && sscanf(kernel, "%d.%d", &major, &minor) == 2 && (major < 5 || (major == 5 && minor <= 10));
+}
+
 int sim_move(void *dst, enum sim_kind dst_kind, const void *src, enum sim_kind src_kind, size_t n) {
+    if ((dst_kind == SIM_REGISTERED || src_kind == SIM_REGISTERED) && kernel_moves_pages())
+        return sim_error(ACL_ERROR_RT_SYS_DMA, "a copy from or to registered memory on this release of Linux");
     if (sim_kind_of(dst, n) != dst_kind || (dst_kind == SIM_FREE && !is_mapped(dst, n)))
         return sim_error(ACL_ERROR_RT_SYS_DMA, "%zu bytes at %p were freed before a copy to them had run", n, dst);
     if (sim_kind_of(src, n) != src_kind || (src_kind == SIM_FREE && !is_mapped(src, n)))

@@ -52,6 +52,7 @@ extern pthread_mutex_t sim_lock;
 /* devices.c */
 int sim_device_count(void);
 int sim_current_device(void); /* of this thread, or -1 */
+bool sim_registers_memory(void); /* whether the product can register host memory */
 
 /* memory.c */
 enum sim_kind { SIM_FREE, SIM_DEVICE, SIM_PINNED, SIM_REGISTERED };

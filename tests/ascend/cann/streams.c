@@ -387,8 +387,7 @@ static struct copy *new_copy(void *dst, const void *src, size_t n, bool owned) {
     return copy;
 }
 
-aclError aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t n, aclrtMemcpyKind kind, aclrtStream stream) {
-    CALLED("dst=%p src=%p n=%zu kind=%d stream=%p", dst, src, n, (int)kind, stream);
+static int queue_copy(void *dst, size_t room, const void *src, size_t n, aclrtMemcpyKind kind, aclrtStream stream) {
     int code = check_stream(stream);
     if (!code) code = sim_check_copy(dst, room, src, n, kind);
     pthread_mutex_lock(&sim_lock);
@@ -408,6 +407,18 @@ aclError aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t n, acl
     if (code || !pageable || buffered) return code;
     sim_count(SIM_PAGEABLE_COPIES);
     return synchronize(stream);
+}
+
+aclError aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t n, aclrtMemcpyKind kind, aclrtStream stream) {
+    CALLED("dst=%p src=%p n=%zu kind=%d stream=%p", dst, src, n, (int)kind, stream);
+    return queue_copy(dst, room, src, n, kind, stream);
+}
+
+/* torch_npu uses this function with drivers that know which memory is registered. */
+aclError aclrtMemcpyAsyncWithCondition(void *dst, size_t room, const void *src, size_t n, aclrtMemcpyKind kind,
+                                       aclrtStream stream) {
+    CALLED("dst=%p src=%p n=%zu kind=%d stream=%p", dst, src, n, (int)kind, stream);
+    return queue_copy(dst, room, src, n, kind, stream);
 }
 
 struct fill {
