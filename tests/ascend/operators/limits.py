@@ -1,8 +1,7 @@
 """Limits of an Ascend 910B (Atlas A2), each with its source. A call that exceeds a limit raises torch_npu's error.
 
-If sources differ, the limits are those of the newest CANN, which is the release for torch_npu 2.13. Older releases have
-further limits. For example, the layout TND needs a head size of 192 (issue 8045 of vllm-project/vllm-ascend) and does
-not support pages (issue 4373).
+If sources differ, the limits are those of the newest CANN, which is the release for torch_npu 2.13. Other products and
+older releases have further limits (product_limits.py).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tests.ascend.operators import attention_limits, layer_limits
+from tests.ascend.operators import attention_limits, layer_limits, product_limits
 from tests.ascend.operators.refusals import FLOAT, PARAMETER, Arguments, Limit, dtypes
 
 _TORCHS = (
@@ -91,7 +90,7 @@ def of(operator: str) -> Callable[[Arguments], None] | None:
     """Return a function that checks the arguments of a call, or None if the operator has no known limits."""
     if operator in DEAR:
         return lambda _: _too_dear(operator)
-    found = [limit for limit in LIMITS if operator in limit.operators]
+    found = [limit for limit in (*product_limits.LIMITS, *LIMITS) if operator in limit.operators]
     return (lambda arguments: _check(operator, found, arguments)) if found else None
 
 
@@ -100,7 +99,7 @@ def _too_dear(operator: str) -> None:
 
 
 def _check(operator: str, limits: list[Limit], arguments: Arguments) -> None:
-    for limit in limits:
+    for limit in filter(Limit.holds, limits):
         for refusal in limit.refusals(arguments):
             # The format follows issue 8045 and pull request 9632 of vllm-ascend, and CANN's OP_CHECK_DTYPE_NOT_SUPPORT.
             kind = "AclNN_Parameter_Error(EZ1001)" if limit.code == PARAMETER else "E89999: Inner Error! E89999"

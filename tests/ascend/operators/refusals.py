@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,26 @@ class Limit:
     code: int
     refusals: Callable[[Arguments], Iterable[str]]
     """Function that yields the error messages for a call, in CANN's wording if it is known."""
+    products: tuple[str, ...] = ("910B", "A3", "310P")
+    """Products that have the limit."""
+    below: tuple[int, int] | None = None
+    """The first release of CANN without the limit. None if every release has it."""
+
+    def holds(self) -> bool:
+        """Return whether the product and the CANN of this process have the limit."""
+        return product() in self.products and (self.below is None or cann() < self.below)
+
+
+def product() -> str:
+    """Return the product that ASCEND_SIM_SOC names: 910B (Atlas A2), A3 or 310P."""
+    soc = os.environ.get("ASCEND_SIM_SOC", "")
+    return "310P" if soc.startswith("Ascend310P") else "A3" if soc.startswith("Ascend910_93") else "910B"
+
+
+def cann() -> tuple[int, int]:
+    """Return the release of CANN that ASCEND_SIM_CANN names."""
+    major, minor = (os.environ.get("ASCEND_SIM_CANN") or "9.1.0").split(".")[:2]
+    return int(major), int(minor)
 
 
 def dtypes(supported: Iterable[torch.dtype], *names: str) -> Callable[[Arguments], Iterator[str]]:
