@@ -76,8 +76,9 @@ static struct sim_range take_range(const void *p, enum sim_kind kind) {
     return range;
 }
 
-/* Fills newly allocated device memory with 0xFF: NaN or -1. The size is limited, because written pages need real memory. */
-static void poison(char *start, size_t size) {
+/* Fills device memory that has no contents yet with 0xFF: NaN or -1. The size is limited, because written pages need real
+ * memory. */
+void sim_poison(void *start, size_t size) {
     size_t most = (size_t)sim_setting("ASCEND_SIM_POISON_BYTES", 32L << 20, 0, 1L << 46);
     memset(start, 0xff, size < most ? size : most);
 }
@@ -105,7 +106,7 @@ static int allocate(void **p, size_t size, enum sim_kind kind) {
             if (kind == SIM_DEVICE) used[device] -= size;
             code = sim_error(ACL_ERROR_RT_MEMORY_ALLOCATION, "mmap of %zu bytes: %s", size, strerror(errno));
         } else {
-            if (kind == SIM_DEVICE) poison(start, size);
+            if (kind == SIM_DEVICE) sim_poison(start, size);
             add_range((struct sim_range){start, size, kind, device});
             *p = start;
         }
@@ -170,6 +171,18 @@ aclError aclrtGetMemInfo(aclrtMemAttr attribute, size_t *free_bytes, size_t *tot
 /* Current and largest number of bytes that this process uses on a device. */
 SIM_EXPORT size_t sim_memory_used(int device) { return used[device]; }
 SIM_EXPORT size_t sim_memory_peak(int device) { return peak[device]; }
+
+/* Zeroes device memory, and gives whole pages back to the kernel. */
+void sim_zero(void *p, size_t n) {
+    char *start = p, *stop = start + n;
+    char *first = (char *)round_up((uintptr_t)start, PAGE), *last = (char *)((uintptr_t)stop / PAGE * PAGE);
+    if (n < (1u << 20) || madvise(first, (size_t)(last - first), MADV_DONTNEED)) {
+        memset(start, 0, n);
+        return;
+    }
+    memset(start, 0, (size_t)(first - start));
+    memset(last, 0, (size_t)(stop - last));
+}
 
 /* Returns whether this process maps the whole range. */
 static bool is_mapped(const void *p, size_t n) {
@@ -376,7 +389,7 @@ aclError aclrtMapMem(void *p, size_t size, size_t offset, aclrtDrvMemHandle hand
     int protection = PROT_READ | PROT_WRITE, how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     if (size > physical->size || mmap(p, size, protection, how, -1, 0) == MAP_FAILED)
         return sim_error(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes at %p", size, p);
-    poison(p, size);
+    sim_poison(p, size);
     pthread_mutex_lock(&sim_lock);
     add_range((struct sim_range){p, size, SIM_DEVICE, physical->device});
     pthread_mutex_unlock(&sim_lock);

@@ -68,6 +68,8 @@ struct sim_range sim_range_of(const void *p, size_t n);
 enum sim_kind sim_kind_of(const void *p, size_t n);
 /* Returns 0 if the copy is allowed, or the code of its refusal. */
 int sim_check_copy(const void *dst, size_t room, const void *src, size_t n, aclrtMemcpyKind kind);
+void sim_poison(void *p, size_t n);
+void sim_zero(void *p, size_t n);
 /* Copies n bytes if source and target still have the kinds that they had when the copy was queued. */
 int sim_move(void *dst, enum sim_kind dst_kind, const void *src, enum sim_kind src_kind, size_t n);
 

@@ -433,8 +433,18 @@ static int run_fill(struct sim_task *task) {
     struct fill *fill = (struct fill *)task;
     if (sim_kind_of(fill->p, fill->n) != fill->kind)
         return sim_error(ACL_ERROR_RT_SYS_DMA, "%zu bytes at %p were freed before they were set", fill->n, fill->p);
-    memset(fill->p, fill->value, fill->n);
+    if (fill->value) memset(fill->p, fill->value, fill->n);
+    else sim_zero(fill->p, fill->n);
     return 0;
+}
+
+static struct fill *new_fill(void *p, int value, size_t n) {
+    struct fill *fill = sim_new_task(sizeof *fill, run_fill, free_task);
+    fill->p = p;
+    fill->value = value;
+    fill->n = n;
+    fill->kind = sim_kind_of(p, n);
+    return fill;
 }
 
 aclError aclrtMemsetAsync(void *p, size_t room, int32_t value, size_t n, aclrtStream stream) {
@@ -443,12 +453,7 @@ aclError aclrtMemsetAsync(void *p, size_t room, int32_t value, size_t n, aclrtSt
     int code = check_stream(stream);
     if (code) return code;
     sim_count(SIM_LAUNCHES);
-    struct fill *fill = sim_new_task(sizeof *fill, run_fill, free_task);
-    fill->p = p;
-    fill->value = value;
-    fill->n = n;
-    fill->kind = sim_kind_of(p, n);
-    return launch_on(stream, &fill->task, SIM_CALL_LAUNCH, p, NULL, n);
+    return launch_on(stream, &new_fill(p, value, n)->task, SIM_CALL_LAUNCH, p, NULL, n);
 }
 
 struct host_call {
@@ -513,6 +518,16 @@ SIM_EXPORT int sim_enqueue_write(void *stream, void *dst, const void *src, size_
     pthread_mutex_lock(&sim_lock);
     int code = launch(sim_stream_of(stream), task, dst, NULL, n);
     if (!code) memset(dst, 0xFF, n);
+    pthread_mutex_unlock(&sim_lock);
+    return code;
+}
+
+/* Does the same for zeros. */
+SIM_EXPORT int sim_enqueue_zeros(void *stream, void *p, size_t n) {
+    struct sim_task *task = &new_fill(p, 0, n)->task;
+    pthread_mutex_lock(&sim_lock);
+    int code = launch(sim_stream_of(stream), task, p, NULL, n);
+    if (!code) sim_poison(p, n);
     pthread_mutex_unlock(&sim_lock);
     return code;
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.ascend.operators import copies, limits
+from tests.ascend.operators import copies, counts, graphs, limits, order
+from tests.ascend.operators.aliases import span
 from tests.ascend.operators.launch import kernel
 
 KEYS = ("PrivateUse1", "AutogradPrivateUse1")
@@ -30,6 +32,7 @@ def install(library: torch.library.Library) -> None:
         "_to_copy": moves.to_copy,
         "contiguous": copies.contiguous,
         "zeros": _zeros,
+        "zero_": partial(_zero_, kernel(torch.ops.aten.zero_.default)),
     }
     for key in KEYS:
         for name, op in _registered(key):
@@ -85,3 +88,13 @@ def _zeros(
 ) -> Tensor:
     """Zero a new tensor on the device, because building a cache of pages on the host first would be slow."""
     return torch.empty(size, dtype=dtype, device=device).zero_()
+
+
+def _zero_(compute: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Zero a tensor without a copy of it, which would be slow for a cache of pages."""
+    stream = order.begin(tensor.device)
+    if graphs.mode(stream) or span(tensor) is None:
+        return compute(tensor)
+    counts.launched(stream, "aten::zero_", {"self": tensor}, [tensor], [tensor], None)
+    order.publish_zeros(stream, tensor)
+    return tensor

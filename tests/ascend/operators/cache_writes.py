@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,8 +70,11 @@ def written_rows(operator: str, given: Mapping[str, Any]) -> dict[str, tuple[int
         for length, places in zip(shape, given["indices"].long().unbind(-1), strict=True):
             rows = rows * length + places
         return {"input": (axes, rows.flatten())}
-    if name == "index_copy_" and given["dim"] == 0:
-        return {"self": (1, given["index"].long().clone())}
+    if name == "index_copy_" and given["self"].dim():
+        axis = given["dim"] % given["self"].dim()
+        before = torch.arange(math.prod(given["self"].shape[:axis])).unsqueeze(1)
+        rows = before * given["self"].shape[axis] + given["index"].long()
+        return {"self": (axis + 1, rows.flatten())}
     slots = given.get("slot_mapping", given.get("slot_indices"))
     if slots is not None and (name == "_npu_reshape_and_cache" or given.get("cache_mode") == "Norm"):
         rows = slots.long().flatten()

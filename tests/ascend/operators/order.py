@@ -31,6 +31,7 @@ def library() -> ctypes.CDLL:
     library.sim_drain.argtypes = [ctypes.c_void_p]
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     library.sim_enqueue_write.argtypes = [pointer, pointer, pointer, size]
+    library.sim_enqueue_zeros.argtypes = [pointer, pointer, size]
     library.sim_enqueue_pieces.argtypes = [pointer, pointer, size, pointer, size, size, pointer]
     for note in (library.sim_reads, library.sim_writes):
         note.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -100,6 +101,13 @@ def publish(stream: int, tensor: Tensor, rows: Tensor | None = None) -> None:
     else:
         offsets, size = _pieces(tensor)
         _defer_pieces(stream, tensor, offsets, size, same.contiguous())
+
+
+def publish_zeros(stream: int, tensor: Tensor) -> None:
+    """Queue zeros for a device tensor without gaps. A cache of pages thus needs no memory before rows are written."""
+    address, size = reach(tensor)
+    if size:
+        check(library().sim_enqueue_zeros(stream, address, size))
 
 
 def put(stream: int, tensor: Tensor, value: Tensor) -> None:
