@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -350,3 +351,25 @@ def test_a_cann_without_registration_is_an_error_of_torch_npu():
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert "aclrtHostRegisterV2" in done.stderr
     assert "RuntimeError" in done.stderr
+
+
+def reused() -> list[Any]:
+    """Read memory that a tensor has freed: in a new tensor, and by its address."""
+    import torch
+    import torch_npu  # noqa: F401
+
+    library = ctypes.CDLL("libascendcl.so")
+    library.aclrtMemcpy.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
+    ]  # fmt: skip
+    ones, landing = torch.ones(1000, device="npu"), torch.zeros(1000)
+    torch.npu.synchronize()
+    address = ones.data_ptr()
+    del ones
+    code = library.aclrtMemcpy(landing.data_ptr(), landing.nbytes, address, landing.nbytes, 2)
+    return [bool(torch.empty(1000, device="npu").cpu().isnan().all()), code]
+
+
+def test_freed_and_new_memory_shows_without_the_caching_allocator():
+    assert call(reused) == [False, 0]
+    assert call(reused, PYTORCH_NO_NPU_MEMORY_CACHING=1) == [True, 107000]
