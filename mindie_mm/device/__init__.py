@@ -14,7 +14,7 @@ from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cuda import CUDA
 from mindie_mm.device.kernels import Kernels, Rows, block_table
 from mindie_mm.device.npu import NPU
-from mindie_mm.device.transfer import Download, download, upload
+from mindie_mm.device.transfer import Download, Uploads, download, upload
 from mindie_mm.errors import DeviceError, InputError
 
 KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
@@ -118,6 +118,7 @@ __all__ = [
     "Download",
     "Kernels",
     "Rows",
+    "Uploads",
     "bind_tokenizer",
     "block_table",
     "default_num_threads",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -14,15 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import silu
 
-from mindie_mm.device.transfer import upload
+from mindie_mm.device.transfer import Uploads
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a flat batch and their KV blocks, in the form that fused attention needs.
-
-    Tensors are created when they are first read, because not every device needs them.
-    """
+    """The rows of a flat batch and their KV blocks, in the form that fused attention needs."""
 
     stops: list[int]
     """Index after the last row of each sequence, ascending."""
@@ -32,8 +28,9 @@ class Rows:
     """Index of each sequence's first token in the flattened cache. None if its KV blocks are not consecutive."""
     singles: list[int]
     """Indices of the sequences with exactly one row."""
-    _held: Sequence[Sequence[int]]
-    _device: torch.device
+    _blocks: Callable[[], Tensor]
+    _single_rows: Callable[[], Tensor]
+    _single_sequences: Callable[[], Tensor]
 
     @classmethod
     def build(
@@ -42,7 +39,7 @@ class Rows:
         lengths: Sequence[int],
         blocks: Sequence[Sequence[int]],
         block_size: int,
-        device: torch.device,
+        uploads: Uploads,
     ) -> Rows:
         """Build the rows of a batch.
 
@@ -51,34 +48,37 @@ class Rows:
             lengths: Number of tokens of each sequence in the cache, including its rows.
             blocks: KV blocks of each sequence.
             block_size: Number of tokens in a KV block.
-            device: Device of the resulting tensors.
+            uploads: Copies to the device of the resulting tensors. On the CPU, the rows have no tensors.
 
         """
+        stops = [*accumulate(counts)]
+        singles = [number for number, count in enumerate(counts) if count == 1]
+        on_device = uploads.device.type != "cpu"
+        mixed = on_device and 0 < len(singles) < len(stops)
         return cls(
-            [*accumulate(counts)],
+            stops,
             [*lengths],
             [held[0] * block_size if _are_consecutive(held) else None for held in blocks],
-            [number for number, count in enumerate(counts) if count == 1],
-            blocks,
-            device,
+            singles,
+            uploads.add(block_table(blocks, 0).astype(np.int32) if on_device else ()),
+            uploads.add(np.array([stops[number] - 1 for number in singles], np.int64) if mixed else ()),
+            uploads.add(np.array(singles, np.int64) if mixed else ()),
         )
 
-    @cached_property
+    @property
     def blocks(self) -> Tensor:
         """KV blocks of each sequence, int32 [sequences, max_blocks], on the device. The padding may be any block."""
-        return upload(block_table(self._held, 0).astype(np.int32), self._device)
+        return self._blocks()
 
-    @cached_property
+    @property
     def single_rows(self) -> Tensor:
-        """Rows of the sequences in `singles`, int64 [singles], on the device."""
-        return upload(
-            torch.tensor([self.stops[number] - 1 for number in self.singles], dtype=torch.int64), self._device
-        )
+        """Rows of the sequences in `singles`, int64 [singles], on the device, if there are other sequences."""
+        return self._single_rows()
 
-    @cached_property
+    @property
     def single_sequences(self) -> Tensor:
-        """Copy of `singles` on the device, int64 [singles]."""
-        return upload(torch.tensor(self.singles, dtype=torch.int64), self._device)
+        """Copy of `singles` on the device, int64 [singles], if there are other sequences."""
+        return self._single_sequences()
 
 
 def _are_consecutive(blocks: Sequence[int]) -> bool:
@@ -120,6 +120,18 @@ class Kernels:
 
         """
         raise NotImplementedError
+
+    def ignores_rest(self, keys: Tensor, heads: int) -> bool:
+        """Return whether `attend` supports all batches with these heads, and never reads the rest of a block.
+
+        The rest of a block are its tokens after the length of the sequence. They may be NaN.
+
+        Args:
+            keys: Pages of the keys, as in `attend`. Those of the values have the same shape.
+            heads: Number of heads of the query.
+
+        """
+        return False
 
     def store(self, pages: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write new keys and values to their places in the pages.

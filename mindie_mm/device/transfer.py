@@ -6,13 +6,18 @@ makes the host wait for all earlier work. Uploads therefore pin their source fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+_ALIGNMENT = 64
+"""Alignment of each array in a common copy, in bytes."""
 
 
 def upload(values: Tensor | NDArray[Any] | Sequence[Any], device: torch.device) -> Tensor:
@@ -22,6 +27,44 @@ def upload(values: Tensor | NDArray[Any] | Sequence[Any], device: torch.device) 
         return tensor
     # The caching allocator of pinned memory does not reuse the block before the copy is complete.
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Uploads:
+    """Small host arrays that are copied to a device together, because the host needs time for each copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._arrays: list[NDArray[Any]] = []
+        self._tensors: list[Tensor] = []
+
+    def add(self, values: NDArray[Any] | Sequence[Any]) -> Callable[[], Tensor]:
+        """Return a function that returns `values` on the device.
+
+        The first call of any such function copies all arrays that were added so far.
+        """
+        number = len(self._arrays)
+        self._arrays.append(np.ascontiguousarray(values))
+
+        def tensor() -> Tensor:
+            if number >= len(self._tensors):
+                self._send(self._arrays[len(self._tensors) :])
+            return self._tensors[number]
+
+        return tensor
+
+    def _send(self, arrays: list[NDArray[Any]]) -> None:
+        if self.device.type == "cpu":
+            self._tensors += map(torch.from_numpy, arrays)
+            return
+        starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
+        whole = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+        parts = whole.numpy()
+        for array, start in zip(arrays, starts, strict=False):
+            parts[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        away = whole.to(self.device, non_blocking=True)
+        for array, start in zip(arrays, starts, strict=False):
+            dtype = torch.from_numpy(array[:0]).dtype
+            self._tensors.append(away[start : start + array.nbytes].view(dtype).view(array.shape))
 
 
 class Download:

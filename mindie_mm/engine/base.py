@@ -30,7 +30,7 @@ from mindie_mm.engine.requests.engine_messages import (
 )
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.engine.sampler import DRAWS_PER_TOKEN
+from mindie_mm.engine.sampler import DRAWS_PER_TOKEN, RowSettings
 from mindie_mm.engine.scheduler import BaseScheduler, Scheduled, TowerLimits
 from mindie_mm.engine.sent_features import sendable
 from mindie_mm.engine.towers import Towers
@@ -240,9 +240,9 @@ class BaseEngine(ABC):
         faults.point("attached")
         return items
 
-    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Draws:
+    def _draw(self, logits: Tensor, requests: Sequence[Request], settings: RowSettings | None = None) -> Draws:
         """Draw the next token of each request from logits float32 [requests, vocabulary], changed in place."""
-        return draw(logits, requests, self._constrain, self._spec.eos_token_ids, self._ranks)
+        return draw(logits, requests, self._constrain, self._spec.eos_token_ids, self._ranks, settings)
 
     def _constrain(self, logits: Tensor, requests: Sequence[Request]) -> None:
         """Set the logits of forbidden tokens to minus infinity. `logits` are float32 [requests, vocabulary]."""

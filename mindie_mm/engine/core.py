@@ -164,11 +164,13 @@ class Engine(BaseEngine):
                 self._collect_prompt_logprobs(rows)
         sampling = [scheduled.request for scheduled in step if scheduled.samples]
         left = [row for row, request in enumerate(sampling) if self._runs(request)]
-        sampled = logits.sampled
+        sampled, settings = logits.sampled, logits.settings
         if len(left) < len(sampling):
             sampled = sampled.index_select(0, upload(np.array(left, np.int64), sampled.device))
             sampling = [sampling[row] for row in left]
-        drawn = _Drawn([one for one in step if self._runs(one.request)], sampling, self._draw(sampled, sampling))
+            settings = None if settings is None else settings.of_rows(left)
+        draws = self._draw(sampled, sampling, settings)
+        drawn = _Drawn([one for one in step if self._runs(one.request)], sampling, draws)
         for request in sampling:
             request.awaits_token = True
         return drawn

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm.device import Download, upload
+from mindie_mm.device import Download, Uploads
 from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.engine.requests.request import Request
-from mindie_mm.engine.sampler import Scores, logprobs_of, sample, score, without_tokens
+from mindie_mm.engine.sampler import RowSettings, Scores, changes, logprobs_of, score, without_tokens
 from mindie_mm.engine.scheduler import Scheduled
 
 NO_TOKEN = -1
@@ -52,6 +53,10 @@ class Draws:
             step: Tokens of the step.
 
         """
+        self.writing(step, Uploads(ids.device))(ids)
+
+    def writing(self, step: Sequence[Scheduled], uploads: Uploads) -> Callable[[Tensor], object]:
+        """Return a function of `ids` that does the same as `write`. Its indices are among `uploads`."""
         sources = {request: row for row, request in enumerate(self._requests)}
         row, places, drawn = -1, [], []
         for scheduled in step:
@@ -60,14 +65,20 @@ class Draws:
                 places.append(row)
                 drawn.append(sources[scheduled.request])
         if not places:
-            return
-        tokens = self._tokens
-        if drawn != [*range(len(tokens))]:
-            tokens = tokens.index_select(0, upload(np.array(drawn, np.int64), ids.device))
-        if places == [*range(len(places))]:  # a step of decodes, which needs no list of places on the device
-            ids[: len(places)].copy_(tokens)
-        else:
-            ids.index_copy_(0, upload(np.array(places, np.int64), ids.device), tokens)
+            return lambda _: None
+        all_rows = drawn == [*range(len(self._tokens))]
+        rows = None if all_rows else uploads.add(np.array(drawn, np.int64))
+        # A step of decodes needs no list of places on the device.
+        where = None if places == [*range(len(places))] else uploads.add(np.array(places, np.int64))
+
+        def write(ids: Tensor) -> None:
+            tokens = self._tokens if rows is None else self._tokens.index_select(0, rows())
+            if where is None:
+                ids[: len(places)].copy_(tokens)
+            else:
+                ids.index_copy_(0, where(), tokens)
+
+        return write
 
     def wait(self) -> list[Draw | None]:
         """Wait for the tokens, and return the draw of each request.
@@ -95,6 +106,7 @@ def draw(
     constrain: Callable[[Tensor, Sequence[Request]], None],
     eos_token_ids: tuple[int, ...],
     ranks: Ranks,
+    settings: RowSettings | None = None,
 ) -> Draws:
     """Draw the next token of each request. The host does not wait for the device.
 
@@ -107,20 +119,30 @@ def draw(
         constrain: Function that sets the logits of tokens that a structured output does not allow to minus infinity.
         eos_token_ids: See `sample`.
         ranks: Ranks that run the same step.
+        settings: Settings of the rows, if they are on the device.
 
     """
     scores: dict[int, Scores] = {}
     if ranks.number == 0:
-        highest = logits.amax(dim=1)  # NaN if any logit is NaN
+        uploads = Uploads(logits.device)
+        settings = settings or RowSettings.of(requests, logits.shape[1], uploads)
         # Copy the rows first, because sampling changes the logits in place, and log-probabilities describe raw logits.
         asking = _asking(requests)
-        rows = {key: upload(np.array(group, np.int64), logits.device) for key, group in asking.items()}
-        raw = {key: logits.index_select(0, group) for key, group in rows.items()}
+        rows = {key: uploads.add(np.array(group, np.int64)) for key, group in asking.items()}
+        named = {key: uploads.add(_named_ids(requests, group)) for key, group in asking.items() if key == _NAMED}
+        change = changes(requests, logits.shape[1], eos_token_ids, uploads)
+        raw = {key: logits.index_select(0, group()) for key, group in rows.items()}
+        highest, tokens = logits.max(dim=1)  # NaN if any logit is NaN
         constrain(logits, requests)
-        tokens = sample(logits, requests, eos_token_ids)
+        if change is not None:
+            change(logits)
+        if settings.draws:
+            tokens = settings.draw(logits)
+        elif change is not None or any(one.constraint is not None for one in requests):
+            tokens = logits.argmax(dim=1)
         for key, group in rows.items():
-            named = _named_ids(requests, asking[key], logits.device) if key == _NAMED else None
-            scores[key] = score(raw[key], tokens.index_select(0, group), key, named)
+            ids = named[key]() if key in named else None
+            scores[key] = score(raw[key], tokens.index_select(0, group()), key, ids)
         if (excluded := without_tokens(logits, requests)) is not None:
             highest.masked_fill_(excluded & (highest < torch.inf), -torch.inf)
     else:
@@ -140,13 +162,13 @@ def _asking(requests: Sequence[Request]) -> dict[int, list[int]]:
     return rows
 
 
-def _named_ids(requests: Sequence[Request], rows: Sequence[int], device: torch.device) -> Tensor:
+def _named_ids(requests: Sequence[Request], rows: Sequence[int]) -> NDArray[np.int64]:
     """Return the `logprob_token_ids` of the rows, int64 [rows, n], padded with 0."""
     named = [requests[row].params.logprob_token_ids or () for row in rows]
     ids = np.zeros((len(rows), max(map(len, named))), np.int64)
     for own, wanted in zip(ids, named, strict=True):
         own[: len(wanted)] = wanted
-    return upload(ids, device)
+    return ids
 
 
 def _trimmed(one: TokenLogprob, named: Sequence[int] | None) -> TokenLogprob:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.device import upload
+from mindie_mm.device import Uploads
 from mindie_mm.engine.decode_graphs import DecodeGraphs
 from mindie_mm.engine.draws import Draws
 from mindie_mm.engine.requests.request import Request
+from mindie_mm.engine.sampler import RowSettings
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.towers import Features
 from mindie_mm.nn.model import Model
@@ -44,6 +45,8 @@ class StepLogits:
     sampled: Tensor
     """Logits of the requests that draw a token, float32 [requests, vocabulary], in the step's order."""
     prompts: list[PromptRows]
+    settings: RowSettings | None = None
+    """Settings of the rows in `sampled`, if they are on the device."""
 
 
 class Runner:
@@ -54,6 +57,7 @@ class Runner:
         self._model = model
         self._cache = cache
         self._graphs = graphs
+        self._clears = not model.ignores_rest(cache)
 
     @torch.inference_mode()
     def forward(self, step: Sequence[Scheduled], features: Features, earlier: Draws | None = None) -> StepLogits:
@@ -65,10 +69,12 @@ class Runner:
             earlier: Tokens of the step before, if they have not arrived on the host yet.
 
         """
-        self._cache.clear([block for scheduled in step for block in self._begun(scheduled)])
-        if self._graphs is not None and (logits := self._graphs.logits(step, earlier)) is not None:
-            return StepLogits(logits, [])
-        device = self._model.spec.device
+        uploads = Uploads(self._model.spec.device)
+        begun = uploads.add(np.array([block for scheduled in step for block in self._begun(scheduled)], np.int64))
+        if self._graphs is not None:
+            self._cache.clear(begun())
+            if (logits := self._graphs.logits(step, earlier)) is not None:
+                return StepLogits(logits, [])
         splices: list[Splice] = []
         sampled: list[int] = []
         prompts: list[tuple[Request, int, range]] = []
@@ -90,25 +96,36 @@ class Runner:
         wanted = [*sampled, *(index for _, _, rows in prompts for index in rows)]
         positions = np.concatenate([s.request.positions(s.start, s.stop) for s in step], axis=1)
         chunks = [Chunk(s.start, s.stop, s.request.kv_blocks, s.request.span_ids) for s in step]
-        ids = upload(np.concatenate([s.request.ids(s.start, s.stop) for s in step]), device)
-        if earlier is not None:
-            earlier.write(ids, step)
-        states = self._model.states(
-            ids,
-            upload(positions, device),
-            splices,
-            PagedBatch(chunks, self._cache, device, top_position(positions)),
-            None if wanted == [*range(row)] else upload(torch.tensor(wanted, dtype=torch.int64), device),
-        )
+        placed = uploads.add(positions)
+        rows = None if wanted == [*range(row)] else uploads.add(np.array(wanted, np.int64))
+        batch = PagedBatch(chunks, self._cache, uploads.device, top_position(positions), uploads)
+        settings = RowSettings.of([s.request for s in step if s.samples], self._model.spec.vocab_size, uploads)
+        ids = _ids(step, earlier, uploads)
+        self._cache.clear(begun())
+        states = self._model.states(ids, placed(), splices, batch, None if rows is None else rows())
         parts = states.split([len(sampled), *(len(rows) for _, _, rows in prompts)])
         return StepLogits(
             self._model.head(parts[0]),
             [PromptRows(request, first, part) for (request, first, _), part in zip(prompts, parts[1:], strict=True)],
+            settings,
         )
 
     def _begun(self, scheduled: Scheduled) -> list[int]:
-        """Return a list with the KV block that the step begins but does not fill, or an empty list."""
+        """Return a list with the KV block that the step must clear, or an empty list.
+
+        This is the block that the step begins but does not fill.
+        """
         size, stop = self._cache.block_size, scheduled.stop
         last = (stop - 1) // size
-        partly = stop % size and scheduled.start <= last * size
+        partly = self._clears and stop % size and scheduled.start <= last * size
         return [scheduled.request.kv_blocks[last]] if partly else []
+
+
+def _ids(step: Sequence[Scheduled], earlier: Draws | None, uploads: Uploads) -> Tensor:
+    """Return the ids of all tokens of the step, int64 [T]. This sends `uploads`."""
+    known = uploads.add(np.concatenate([s.request.ids(s.start, s.stop) for s in step]))
+    write = None if earlier is None else earlier.writing(step, uploads)
+    ids = known()
+    if write is not None:
+        write(ids)
+    return ids

@@ -331,7 +331,7 @@ class Qwen3VLModel(QwenModel):
 
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
         if extra is None:
-            return self.run_text_model(hidden, positions, paged)
+            return super().decode(hidden, positions, paged, extra)
         everywhere = torch.ones(1, len(hidden), dtype=torch.bool, device=hidden.device)
         levels = extra.split(hidden.shape[1], dim=1)
         return self.run_text_model(

@@ -21,7 +21,7 @@ from mindie_mm.nn import attention
 from mindie_mm.nn.angles import Angles
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
 
 _PROBE = "mindie_mm_probe"
 """Name under which the attention of a trial is registered with transformers."""
@@ -116,6 +116,12 @@ class DecoderLayer(nn.Module, ABC):
         """
         hidden, added = self.run(hidden_states[0], None, self.angles(*position_embeddings), paged)
         return (hidden if added is None else hidden + added).unsqueeze(0)
+
+    def ignores_rest(self, cache: PagedCache) -> bool:
+        """Return whether the layer never reads the rest of a KV block after the end of its sequence."""
+        keys, values = cache.keys[self.call.layer], cache.values[self.call.layer]
+        is_plain = self.call.sliding_window is None and keys.shape == values.shape
+        return is_plain and kernels_of(keys.device).ignores_rest(keys, self.num_heads)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, paged: PagedBatch) -> Tensor:
         """Return the attention of rows [T, heads, head_dim] as [T, heads * head_dim]."""

@@ -256,6 +256,13 @@ class Model(MediaModel):
         """
         return None
 
+    def ignores_rest(self, cache: PagedCache) -> bool:
+        """Return whether no layer reads the rest of a KV block after the end of its sequence. See `PagedCache.clear`.
+
+        By default, return False.
+        """
+        return False
+
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings [T, hidden] of token ids, int64 [T]. The ids contain no handle words."""
@@ -287,7 +294,7 @@ class Model(MediaModel):
         """Compute the final hidden states of a flat batch.
 
         Args:
-            input_ids: int64 [T]. Rows that `splices` overwrites may contain handle words.
+            input_ids: int64 [T], without handle words.
             positions: int64 [axes, T].
             splices: Features, and the rows that they replace.
             paged: The tokens that each row attends to, and the KV cache.
@@ -297,7 +304,7 @@ class Model(MediaModel):
             Input of `head`, [rows, hidden].
 
         """
-        hidden = splice(self.embed(input_ids.clamp(min=0)), splices, add=self.traits.splice_adds)
+        hidden = splice(self.embed(input_ids), splices, add=self.traits.splice_adds)
         hidden = self.decode(hidden, positions, paged, self._extra(hidden, splices))
         return hidden if rows is None else hidden.index_select(0, rows)
 

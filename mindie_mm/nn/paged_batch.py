@@ -6,7 +6,7 @@ A flat batch concatenates the tokens of all its sequences. The decoder receives 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm.device import Rows, block_table, upload, zeros
+from mindie_mm.device import Rows, Uploads, block_table, kernels_of, upload, zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class PagedCache:
     """Number of tokens in a block."""
     memory: tuple[Tensor, ...]
     """Tensors [layers, blocks + 1, ...] of all `keys` and `values`. Keys and values of the same width share one."""
+    _blank: tuple[Tensor, ...]
+    """A block of zeros for each tensor of `memory`, [layers, 1, ...]."""
 
     @classmethod
     def allocate(
@@ -55,31 +57,30 @@ class PagedCache:
         if head_dim == value_head_dim:
             sizes = [(2 * num_layers, head_dim)]
         memory = tuple(zeros((count, *shape, width), dtype, device) for count, width in sizes)
+        blank = tuple(zeros((count, 1, *shape[1:], width), dtype, device) for count, width in sizes)
         layers = [layer for part in memory for layer in part.unbind()]
-        return cls(tuple(layers[:num_layers]), tuple(layers[num_layers:]), block_size, memory)
+        return cls(tuple(layers[:num_layers]), tuple(layers[num_layers:]), block_size, memory, blank)
 
     def repeated(self, num_layers: int) -> PagedCache:
         """Return a cache in which `num_layers` layers share the memory of this cache's only layer."""
-        return PagedCache(self.keys * num_layers, self.values * num_layers, self.block_size, self.memory)
+        return PagedCache(self.keys * num_layers, self.values * num_layers, self.block_size, self.memory, self._blank)
 
     @property
     def padding(self) -> int:
         """Index of the padding block, which no sequence uses."""
         return len(self.keys[0]) - 1
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that are about to be partly filled.
+    def clear(self, blocks: Tensor) -> None:
+        """Zero blocks, int64 [n], that are about to be partly filled.
 
         An earlier sequence may have left NaN in the rest of a block. The mask gives these values the weight 0, but 0
         times NaN is NaN.
         """
-        if blocks:
-            which = upload(torch.tensor(blocks, dtype=torch.int64), self.keys[0].device)
-            for part in self.memory:  # all layers at once, because each call takes time on the host
-                # Avoid index_fill_, which in CANN copies the whole tensor and writes the copy back.
-                part.index_copy_(
-                    1, which, part.new_zeros(1, 1, 1, 1, 1).expand(len(part), len(blocks), *part.shape[2:])
-                )
+        if not len(blocks):
+            return
+        for part, blank in zip(self.memory, self._blank, strict=True):  # all layers at once
+            # Avoid index_fill_, which in CANN copies the whole tensor and writes the copy back.
+            part.index_copy_(1, blocks, blank.expand(-1, len(blocks), *part.shape[2:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ class PagedBatch:
         cache: PagedCache | None,
         device: torch.device,
         top_position: int | None = None,
+        uploads: Uploads | None = None,
     ) -> None:
         """Describe a flat batch.
 
@@ -163,16 +165,24 @@ class PagedBatch:
             cache: The KV cache. None means that every chunk is a whole sequence.
             device: Where the model runs.
             top_position: The result of the function `top_position`, or None if it is not known.
+            uploads: Copies to the device, together with which the tensors of the batch are copied.
 
         """
         self.cache = cache
         self.top_position = top_position
         self._chunks = chunks
         self._device = device
-        self.slots = None if cache is None else upload(_slots(chunks, cache.block_size), device)
-        """Index of each token in the flattened cache, int64 [T]."""
+        self._uploads = uploads or Uploads(device)
+        self._slots = None if cache is None else self._uploads.add(_slots(chunks, cache.block_size))
+        if cache is not None and device.type != "cpu" and kernels_of(device).has_attention:
+            self.rows  # noqa: B018 - adds their tensors to the uploads
         self.is_causal = all(not _is_in_span(chunk) for chunk in chunks)
         """Whether no row attends to a later row."""
+
+    @cached_property
+    def slots(self) -> Tensor | None:
+        """Index of each token in the flattened cache, int64 [T]."""
+        return None if self._slots is None else self._slots()
 
     @cached_property
     def rows(self) -> Rows:
@@ -184,7 +194,7 @@ class PagedBatch:
             [chunk.stop for chunk in chunks],
             [chunk.blocks for chunk in chunks],
             self.cache.block_size,
-            self._device,
+            self._uploads,
         )
 
     @cached_property
@@ -202,7 +212,8 @@ class PagedBatch:
                 groups.setdefault(len(chunk.blocks).bit_length(), []).append((row, chunk))
         if self.cache is None:
             return []
-        return [_decode_group(group, self.cache, self._device) for group in groups.values()]
+        begun = [_decode_group(group, self.cache, self._uploads) for group in groups.values()]
+        return [finish() for finish in begun]  # after all have been added to the uploads
 
     def _placed(self) -> Iterator[tuple[Chunk, int]]:
         row = 0
@@ -281,11 +292,9 @@ def _span_ids(chunk: Chunk, device: torch.device) -> Tensor | None:
     return upload(torch.nn.functional.pad(chunk.span_ids[: chunk.stop], (0, missing), value=-1), device)
 
 
-def _decode_group(group: Sequence[tuple[int, Chunk]], cache: PagedCache, device: torch.device) -> Decode:
+def _decode_group(group: Sequence[tuple[int, Chunk]], cache: PagedCache, uploads: Uploads) -> Callable[[], Decode]:
     table = block_table([chunk.blocks for _, chunk in group], cache.padding)
-    return Decode(
-        upload([row for row, _ in group], device),
-        upload(table.ravel(), device),
-        upload([chunk.stop for _, chunk in group], device),
-        table.shape[1] * cache.block_size,
-    )
+    rows = uploads.add(np.array([row for row, _ in group], np.int64))
+    blocks = uploads.add(table.ravel())
+    lengths = uploads.add(np.array([chunk.stop for _, chunk in group], np.int64))
+    return lambda: Decode(rows(), blocks(), lengths(), table.shape[1] * cache.block_size)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindie_mm.device import Uploads
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import SamplingParams
-from mindie_mm.engine.sampler import sample, token_logprobs, without_tokens
+from mindie_mm.engine.sampler import RowSettings, sample, token_logprobs, without_tokens
 from mindie_mm.errors import InputError
 from mindie_mm.nn.model import ModelSpec, Positions
 
@@ -211,7 +212,7 @@ def test_settings_that_are_not_used_launch_no_operators():
     with Operators() as operators:
         sample(rows, requests, EOS)
         without_tokens(rows, requests)
-    assert operators.count == 2, "the operators are a view of the logits and their argmax"
+    assert operators.count == 1, "the operator is the argmax of the logits"
 
 
 class Unread(list):
@@ -350,3 +351,48 @@ def test_settings_of_equivalent_types_are_converted():
     assert given == SamplingParams(**meant, stop=("word",), stop_token_ids=(4,), logit_bias={5: 1.0})
     assert [type(getattr(given, name)) for name in integers] == [int] * len(integers)
     assert SamplingParams(stop=["a", "b"]).check(VOCABULARY).stop == ("a", "b")
+
+
+def in_order_of_scores(rows: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    """Draw as on accelerators, where all rows of a step are drawn in one way."""
+    uploads = Uploads(rows.device)
+    return RowSettings.of(requests, rows.shape[1], uploads)._draw_sorted(rows)
+
+
+def test_accelerators_draw_from_the_same_distribution_in_any_batch():
+    row = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3))
+    settings = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 5, "min_p": 0.2}]
+    kept = [VOCABULARY, 3, None, None, None]
+    for number, (own, most) in enumerate(zip(settings, kept, strict=True)):
+        alone = request(seed=number, **own)
+        found = [in_order_of_scores(row[None].clone(), [alone]).item() for _ in range(200)]
+        others = [request(temperature=0), *(request(seed=i, **other) for i, other in enumerate(settings))]
+        among = [*others[:2], request(seed=number, **own), *others[2:]]
+        batch = row.expand(len(among), -1)
+        assert [in_order_of_scores(batch.clone(), among)[2].item() for _ in range(200)] == found
+        expected = draws({token: float(value) for token, value in enumerate(row)}, 4000, **own)
+        assert {*found} <= {*expected} if own else True
+        assert most is None or len({*found}) <= most
+        for token, count in expected.most_common(3):
+            assert found.count(token) / 200 == pytest.approx(count / 4000, abs=0.12)
+
+
+def test_accelerators_draw_the_first_of_the_likeliest_tokens_if_a_request_is_greedy():
+    rows = logits({3: 4.0, 7: 4.0, 9: 4.0}, {})
+    assert in_order_of_scores(rows, [request(temperature=0), request(seed=1)])[0] == 3
+
+
+@pytest.mark.slow
+def test_accelerators_draw_rare_tokens_with_their_probability():
+    """The sums of unlikely tokens come first, so that a float32 sum of 1 does not round them away."""
+    size, rows = 100_007, 64
+    row = torch.full((size,), -torch.inf)
+    row[5], row[size - 1] = np.log(0.6), np.log(0.3)
+    row[7 : size - 1] = np.log(0.1 / (size - 8))
+    drawn = [request(seed=number) for number in range(rows)]
+    found = torch.cat([in_order_of_scores(row.expand(rows, -1).clone(), drawn) for _ in range(10)])
+    shares = [(found == 5).float().mean(), (found == size - 1).float().mean()]
+    assert shares == pytest.approx([0.6, 0.3], abs=0.06)
+    rare = found[(found != 5) & (found != size - 1)]
+    assert len(rare) / len(found) == pytest.approx(0.1, abs=0.04)
+    assert (rare < size // 2).float().mean() == pytest.approx(0.5, abs=0.2)

@@ -153,7 +153,7 @@ def test_blocks_of_all_layers_are_cleared_together(value_dim, calls):
     for pages in (*cache.keys, *cache.values):
         pages.fill_(torch.nan)
     with Writes() as writes:
-        cache.clear([4, 1])
+        cache.clear(torch.tensor([4, 1]))
     assert writes.count == calls
     assert [part.shape[-1] for part in (*cache.keys, *cache.values)] == [HEAD_DIM] * 3 + [value_dim] * 3
     for pages in (*cache.keys, *cache.values):

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from mindie_mm.device import Uploads
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.kernels import Rows
 from mindie_mm.nn import attention
@@ -216,7 +217,7 @@ def test_pages_are_read_in_place_if_they_are_consecutive_and_large_enough(
     blocks: list[list[int]], length: int, is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = len(blocks)
-    rows = Rows.build([1] * count, [length] * count, blocks, 4, torch.device("cpu"))
+    rows = Rows.build([1] * count, [length] * count, blocks, 4, Uploads(torch.device("cpu")))
     keys = torch.randn(6, 4, 2, 8)
     values, query = torch.randn_like(keys), torch.randn(4, count, 8)
     monkeypatch.setattr("mindie_mm.device.cpu.cpu_kernels._MIN_BYTES", 8 * 2 * (8 + 8) * 4)

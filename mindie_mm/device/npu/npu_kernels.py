@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ _ADVICE = "plain torch is used instead, which is slower; another CANN may have a
 HALF = (torch.float16, torch.bfloat16)
 _ATTENTION = "npu_fused_infer_attention_score"
 _PACKED_ATTENTION = "npu_fused_infer_attention_score (TND)"
+_REST = "npu_fused_infer_attention_score (TND, NaN after the end)"
 _SCATTER_BOTH = "npu_scatter_pa_kv_cache"
 _SCATTER = "npu_scatter_nd_update_"
 _ADD_NORM = "npu_add_rms_norm"
@@ -90,6 +91,16 @@ class NPUKernels(Kernels):
         return attend(query, keys, values, rows, scaling)
 
     has_layers: ClassVar[bool] = True
+
+    def ignores_rest(self, keys: Tensor, heads: int) -> bool:
+        _, block_size, kv_heads, width = keys.shape
+        query = keys.new_empty(heads, 0, width)
+        return (
+            keys.dtype in HALF
+            and heads <= _MAX_SHARE * kv_heads
+            and _packs(query, keys, 1)
+            and works(_REST, keys.device, keys.dtype, heads, kv_heads, width, block_size)
+        )
 
     def store(self, pages: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         kind = key.device, key.dtype, *key.shape[1:], value.shape[-1]
@@ -242,6 +253,7 @@ def rotary(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _TRIALS: dict[str, tuple[Callable[..., trials.Results], Callable[..., Any]]] = {
     _ATTENTION: (trials.attention, _attend_apart),
     _PACKED_ATTENTION: (trials.attention, _attend_packed),
+    _REST: (partial(trials.attention, has_rest=False), _attend_packed),
     _SCATTER_BOTH: (trials.store, npu_rows.scatter_both),
     _SCATTER: (trials.store, npu_rows.scatter),
     **{name: (trials.packed_attention, function) for name, function in packed_attention.OPERATORS.items()},
@@ -257,6 +269,7 @@ _TRIALS: dict[str, tuple[Callable[..., trials.Results], Callable[..., Any]]] = {
 _SIZES: dict[str, tuple[int, ...]] = {
     _ATTENTION: (28, 4, 128, 128),
     _PACKED_ATTENTION: (28, 4, 128, 128),
+    _REST: (28, 4, 128, 128),
     _SCATTER_BOTH: (4, 128, 128),
     _SCATTER: (4, 128, 128),
     **dict.fromkeys(packed_attention.OPERATORS, (16, 80)),
@@ -274,6 +287,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
 
 _NEXT = {
     _PACKED_ATTENTION: "its layout BSH",
+    _REST: "zeroing of KV blocks",
     _SCATTER_BOTH: _SCATTER,
     npu_rows.ROTATE_BOTH: _ROTATE_ROWS,
     **dict(pairwise(packed_attention.OPERATORS)),

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mindie_mm.device.kernels import Kernels, Rows
+from mindie_mm.device.transfer import Uploads
 
 Results = tuple[Tensor, Tensor]
 """Result of the operator on the device, and the expected result in float32 on the host."""
@@ -37,8 +38,13 @@ def attention(
     kv_heads: int,
     width: int,
     block_size: int,
+    *,
+    has_rest: bool = True,
 ) -> Results:
-    """Try causal attention to pages, as in `Kernels.attend`. The blocks are shuffled, and spare blocks contain NaN."""
+    """Try causal attention to pages, as in `Kernels.attend`. The blocks are shuffled, and spare blocks contain NaN.
+
+    If `has_rest` is false, also the rest of each sequence's last block is NaN.
+    """
     random = torch.Generator().manual_seed(0)
     needed = [-(-length // block_size) for length in _LENGTHS]
     order = torch.randperm(sum(needed) + _SPARE_BLOCKS, generator=random)
@@ -50,8 +56,12 @@ def attention(
         .index_fill_(0, order[sum(needed) :], torch.nan)
         for _ in range(2)
     )
+    if not has_rest:
+        for held, length in zip(blocks, _LENGTHS, strict=True):
+            for pages in (keys, values):
+                pages[held[-1], length - (len(held) - 1) * block_size :] = torch.nan
     scaling = 2 * width**-0.5  # weights a few keys in each row much more than the others
-    rows = Rows.build(_COUNTS, _LENGTHS, blocks, block_size, device)
+    rows = Rows.build(_COUNTS, _LENGTHS, blocks, block_size, Uploads(device))
     out = attend(query.to(device), keys.to(device), values.to(device), rows, scaling)
     expected = []
     for held, length, part in zip(blocks, _LENGTHS, query.float().split(_COUNTS, dim=1), strict=True):

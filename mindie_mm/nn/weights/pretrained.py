@@ -27,7 +27,7 @@ from mindie_mm.nn.checkpoint.resolved import context_length, settle
 from mindie_mm.nn.decoder_layer import TOLERANCES, DecoderLayer, fuse
 from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
 from mindie_mm.nn.model import Model, ModelSpec
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache, top_position
 from mindie_mm.nn.weights.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.weights.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.weights.quantized import check_quantization, method_of, quantization, try_layers
@@ -108,6 +108,11 @@ class PretrainedModel(Model):
             return self._run_layers(hidden, positions, paged)
         return self.run_text_model(hidden, positions, paged)
 
+    def ignores_rest(self, cache: PagedCache) -> bool:
+        has_spans = type(self).bidirectional_spans is not Model.bidirectional_spans
+        layers = self.text_model.layers if self.runs_layers and not has_spans else ()
+        return bool(layers) and all(layer.ignores_rest(cache) for layer in layers)
+
     def text_modules(self) -> list[nn.Module]:
         return [self.text_model, *([self.lm_head] if isinstance(self.lm_head, nn.Module) else ())]
 
@@ -118,10 +123,7 @@ class PretrainedModel(Model):
         """
         fuse(self.module)
         layers = getattr(self.text_model, "layers", ())
-        if (
-            not all(isinstance(layer, DecoderLayer) for layer in layers)
-            or type(self).decode is not PretrainedModel.decode
-        ):
+        if not all(isinstance(layer, DecoderLayer) for layer in layers):
             return
         weight = self.text_model.get_input_embeddings().weight
         hidden = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)

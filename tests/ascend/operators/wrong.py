@@ -58,6 +58,18 @@ def _undefined_row(operator: Callable[..., Any], arguments: dict[str, Any]) -> A
     return results
 
 
+def _rest_read(operator: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Multiply the whole blocks of a sequence by weights that are 0 after its end, so that NaN remains NaN."""
+    results = operator(**arguments)
+    if arguments.get("block_table") is None:
+        return results
+    size, lengths = arguments["block_size"], arguments["actual_seq_lengths_kv"]
+    for row, length in zip(arguments["block_table"], lengths, strict=True):
+        if arguments["value"][row[: -(-length // size)].long()].isnan().any():
+            results[0].fill_(torch.nan)
+    return results
+
+
 def _nz(operator: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Read new rows, whose format is ND, as if it were FRACTAL_NZ."""
     name = "updates" if "updates" in arguments else "key"
@@ -70,5 +82,6 @@ _FAULTS: Mapping[str, Callable[[Callable[..., Any], dict[str, Any]], Any]] = {
     "mean": _mean,
     "mask lost": _mask_lost,
     "undefined row": _undefined_row,
+    "rest read": _rest_read,
     "nz": _nz,
 }
