@@ -244,15 +244,19 @@ class BaseEngine(ABC):
         """Draw the next token of each request from logits float32 [requests, vocabulary], changed in place."""
         return draw(logits, requests, self._constrain, self._spec.eos_token_ids, self._ranks, settings)
 
-    def _constrain(self, logits: Tensor, requests: Sequence[Request]) -> None:
-        """Set the logits of forbidden tokens to minus infinity. `logits` are float32 [requests, vocabulary]."""
+    def _constrain(self, logits: Tensor, requests: Sequence[Request]) -> bool:
+        """Set the logits of forbidden tokens to minus infinity. Return whether any request has such tokens.
+
+        `logits` are float32 [requests, vocabulary].
+        """
         constraints = {row: one.constraint for row, one in enumerate(requests) if one.constraint is not None}
         if not constraints:
-            return
+            return False
         assert self.grammars is not None, "every constraint comes from `grammars`"
         refused = upload(self.grammars.refused([*constraints.values()], logits.shape[1]), logits.device)
         rows = upload(np.array([*constraints], np.int64), logits.device)
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(refused, -torch.inf))
+        return True
 
     def _advance(self, request: Request, draw: Draw | None, *, media_consumed: bool) -> Progress:
         """Append a token to a request and return its progress. Remove the request if it has finished.

@@ -103,7 +103,7 @@ class Draws:
 def draw(
     logits: Tensor,
     requests: Sequence[Request],
-    constrain: Callable[[Tensor, Sequence[Request]], None],
+    constrain: Callable[[Tensor, Sequence[Request]], bool],
     eos_token_ids: tuple[int, ...],
     ranks: Ranks,
     settings: RowSettings | None = None,
@@ -116,7 +116,8 @@ def draw(
     Args:
         logits: Raw logits, float32 [requests, vocabulary], changed in place.
         requests: The request of each row.
-        constrain: Function that sets the logits of tokens that a structured output does not allow to minus infinity.
+        constrain: Function that sets the logits of tokens that a structured output does not allow to minus infinity,
+            and returns whether it may have changed any.
         eos_token_ids: See `sample`.
         ranks: Ranks that run the same step.
         settings: Settings of the rows, if they are on the device.
@@ -133,12 +134,12 @@ def draw(
         change = changes(requests, logits.shape[1], eos_token_ids, uploads)
         raw = {key: logits.index_select(0, group()) for key, group in rows.items()}
         highest, tokens = logits.max(dim=1)  # NaN if any logit is NaN
-        constrain(logits, requests)
+        is_changed = constrain(logits, requests)
         if change is not None:
             change(logits)
         if settings.draws:
             tokens = settings.draw(logits)
-        elif change is not None or any(one.constraint is not None for one in requests):
+        elif is_changed or change is not None:
             tokens = logits.argmax(dim=1)
         for key, group in rows.items():
             ids = named[key]() if key in named else None

@@ -194,11 +194,12 @@ class Seq2SeqEngine(BaseEngine):
         faults.point("mid-prefill")
         return self._model.decode(decoding, [self._model.rules.start_token_id, *request.output_ids])[-1:]
 
-    def _constrain(self, logits: Tensor, requests: Sequence[Request]) -> None:
+    def _constrain(self, logits: Tensor, requests: Sequence[Request]) -> bool:
         for row, request in zip(logits, requests, strict=True):
             last = request.num_output + 1 == request.max_tokens and self._forces_eos(request)
             self._model.rules.constrain(row, request.output_ids, last=last)
         super()._constrain(logits, requests)
+        return True
 
     def _finished(self, request: Request, token: int) -> tuple[FinishReason | None, int | None]:
         if request.num_output == request.max_tokens and self._forces_eos(request):
