@@ -128,7 +128,7 @@ test-npu-all: .venv-npu/installed gcc test-npu-2.10 test-npu-2.12
 	rm -rf build/coverage
 	$(NPU) coverage run -m pytest --device npu -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m '' \
 	  tests/ascend tests/models tests/engine tests/service tests/faults
-	$(BIN)/coverage run -m pytest tests/cli/test_doctor_npu.py  # where there is no torch_npu to answer for itself
+	$(BIN)/coverage run -m pytest tests/cli/test_doctor_npu.py tests/device/test_cpu_binding.py  # without torch_npu
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing --fail-under=100
 

@@ -190,6 +190,29 @@ def test_a_failed_binding_is_one_line_in_the_log(
     assert reason in record.getMessage()
 
 
+def test_a_driver_that_hangs_does_not_delay_the_start(
+    host: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(cpu_binding, "_TIMEOUT_S", 0.2)
+    program = Path(os.environ["PATH"].partition(os.pathsep)[0]) / "npu-smi"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    cpu_binding.bind_engine(0)
+    assert host == {}
+    assert "npu-smi info -m did not respond within 0.2 s" in caplog.text
+
+
+def test_a_service_without_visible_devices_uses_all_npus(host: dict[int, list[int]]) -> None:
+    cpu_binding.bind_tokenizer()
+    assert host[0] == [cpu for first in range(0, 192, 24) for cpu in range(first + 2, first + 22)]
+
+
+def test_hosts_with_other_processors_are_not_bound(host: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    cpu_binding.bind_engine(0)
+    assert host == {}
+
+
 def test_the_binding_can_be_turned_off() -> None:
     assert WorkerConfig(engine=EngineConfig(device="npu")).bound_device == "npu"
     assert WorkerConfig(engine=EngineConfig(device="npu", cpu_binding="off")).bound_device is None

@@ -149,7 +149,7 @@ def _run(*command: str) -> str:
     """Return the output of a program, whose column headings are in English. Raise ValueError if the program hangs."""
     ended = programs.run([*command], _TIMEOUT_S, in_c_locale())
     if ended is None:
-        raise ValueError(f"{' '.join(command)} did not respond within {_TIMEOUT_S:.0f} s")
+        raise ValueError(f"{' '.join(command)} did not respond within {_TIMEOUT_S:g} s")
     return ended.stdout
 
 
