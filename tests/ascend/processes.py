@@ -28,14 +28,16 @@ from tests.ascend.environment import environment
 _LIMIT_S = 300.0
 
 
-def _registers() -> bool:
+def needs(release: str, reason: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test if torch_npu is older than `release`."""
     try:
-        return Version(version("torch_npu")) >= Version("2.12.0.post3")
+        older = Version(version("torch_npu")) < Version(release)
     except PackageNotFoundError:  # tests/ascend/conftest.py skips all tests
-        return False
+        older = True
+    return pytest.mark.skipif(older, reason=reason)
 
 
-needs_registration = pytest.mark.skipif(not _registers(), reason="this torch_npu cannot register host memory")
+needs_registration = needs("2.12.0.post3", "this torch_npu cannot register host memory")
 
 
 def call(function: Callable[..., Any], *arguments: Any, **settings: str | int) -> Any:

@@ -11,6 +11,9 @@ from tests.ascend.environment import environment
 from tests.cli.ascend_tree import AscendTree
 from tests.cli.shell import run
 
+AMISS = {"torch build"} if torch.version.cuda is not None else set()
+"""Findings that are warnings here. Only the simulator can use a build of torch for CUDA."""
+
 
 @pytest.fixture
 def tree(tmp_path):
@@ -36,9 +39,7 @@ def diagnose(tree, monkeypatch):
 
 def test_npus_that_start_are_ok(diagnose):
     found = diagnose(devices=2, memory_bytes=2**30)
-    if torch.version.cuda is not None:  # which is a warning, and only the simulator can use such a build
-        del found["torch build"]
-    assert {one.status for one in found.values()} == {"ok"}
+    assert {one.status for subject, one in found.items() if subject not in AMISS} == {"ok"}
     assert found["npu runtime"].found == "2 x Ascend910B1, 1.0 of 1.0 GiB free on the first"
     assert found["torch and torch_npu"].status == "ok"
 
@@ -133,7 +134,7 @@ def doctor(tree, *arguments, status=0, **settings):
 
 def test_doctor_reports_npus_that_start(tree):
     found = doctor(tree, memory_bytes=2**30)
-    assert {one["status"] for one in found.values()} == {"ok"}
+    assert {one["status"] for subject, one in found.items() if subject not in AMISS} == {"ok"}
     assert found["device"]["found"].startswith("npu:0, 1.0 GiB free")
 
 

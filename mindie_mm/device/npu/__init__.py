@@ -99,8 +99,8 @@ class NPU(Device):
 
     @classmethod
     def pin(cls, address: int, num_bytes: int) -> bool:
-        runtime = getattr(_npu(), "npurt", None)  # torch_npu and torch before 2026 lack these attributes
-        if runtime is None or not hasattr(torch.Stream, "native_handle") or not registers(platform.release()):
+        runtime = getattr(_npu(), "npurt", None)  # torch_npu before 2.12.0.post3 lacks this attribute
+        if runtime is None or not registers(platform.release()):
             return False
         try:
             return any(runtime().npuHostRegister(address, num_bytes, flags) == 0 for flags in _REGISTER)
@@ -158,7 +158,9 @@ def registers(kernel: str) -> bool:
 @cache
 def _handle(stream: torch.Stream) -> int:
     """Return CANN's handle of a stream. It is read once, because each read waits for torch_npu's task queue."""
-    handle: int = stream.native_handle  # type: ignore[attr-defined]
+    names = ("stream_id", "device_index", "device_type")
+    # torch.Stream.native_handle is the same number, but needs torch_npu 2.13.
+    handle: int = _npu().Stream(**{name: getattr(stream, name) for name in names}).npu_stream
     return handle
 
 
