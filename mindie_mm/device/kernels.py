@@ -98,6 +98,8 @@ class Kernels:
 
     has_attention: ClassVar[bool] = False
     """Whether `attend` is implemented. If not, no batch builds the `Rows` that it needs."""
+    counts_launches: ClassVar[bool] = False
+    """Whether the number of operators determines the time of sampling, and not the work of sorting a vocabulary."""
     has_layers: ClassVar[bool] = False
     """Whether the operators of decoder layers, from `rms_norm` to `swiglu`, are fused."""
 

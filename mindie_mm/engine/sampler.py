@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mindie_mm.device import Uploads, download, upload
+from mindie_mm.device import Uploads, download, kernels_of, upload
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.requests.sampling_params import ALL_TOKENS
@@ -77,8 +77,8 @@ class RowSettings:
         first, second = host["uniform"].T
         columns = {**host, "place": np.minimum(first + second * _UNIT, 1 - _UNIT)}
         self._columns = {
-            name: uploads.add(columns[name].astype(np.float32)[:, None])
-            for name in ("temperature", "limit", "ratio", "place")
+            name: uploads.add(columns[name].astype(np.float32).reshape(count, -1))
+            for name in ("temperature", "limit", "ratio", "place", "uniform")
         }
 
     @classmethod
@@ -98,16 +98,17 @@ class RowSettings:
 
         Temperature, top_k, top_p and min_p are applied in this order.
         """
-        if self._device.type != "cpu":  # one way for all rows, because each operator takes time on the host
+        if kernels_of(self._device).counts_launches:
             return self._draw_sorted(logits)
         tokens = logits.argmax(dim=-1)
         is_random = self._host["uniform"].any(axis=1)
         filters = (self._host["rank"] > 0) | (self._host["limit"] > 0) | (self._host["ratio"] > -np.inf)
-        # Sorting a vocabulary of 152,064 tokens takes 50 ms per row.
+        # Sorting a vocabulary of 152,064 tokens takes 50 ms per row on the CPU.
         for chosen, way in ((filters & is_random, RowSettings._draw_sorted), (~filters, RowSettings._draw_in_pieces)):
             if chosen.any():
-                rows = torch.from_numpy(chosen.nonzero()[0])
-                own = self if len(rows) == len(logits) else self.of_rows(rows.tolist())
+                numbers = chosen.nonzero()[0]
+                own = self if len(numbers) == len(logits) else self.of_rows(numbers.tolist())
+                rows = upload(numbers, self._device)
                 tokens.index_copy_(0, rows, way(own, logits.index_select(0, rows)))
         return tokens
 
@@ -117,7 +118,7 @@ class RowSettings:
         In one cumulative sum over the whole vocabulary, rounding would remove many unlikely tokens.
         """
         probabilities = (logits / self._columns["temperature"]()).softmax(dim=-1)
-        uniform = torch.from_numpy(self._host["uniform"].astype(np.float32))
+        uniform = self._columns["uniform"]()
         pieces = pad(probabilities, (0, -probabilities.shape[-1] % _PIECE)).unflatten(-1, (-1, _PIECE))
         piece = _pick(pieces.sum(dim=-1), uniform[:, :1])
         own = pieces.gather(1, piece.unsqueeze(-1).expand(-1, -1, _PIECE)).squeeze(1)

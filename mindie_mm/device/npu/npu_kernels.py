@@ -65,6 +65,7 @@ class NPUKernels(Kernels):
     """The fused operators that torch_npu and CANN provide for an Ascend NPU."""
 
     has_attention: ClassVar[bool] = True
+    counts_launches: ClassVar[bool] = True
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         (heads, _, width), (_, block_size, kv_heads, _) = query.shape, keys.shape
