@@ -6,7 +6,7 @@ therefore detect whether Python code passes a value from one step to the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ class Recording(TorchDispatchMode):
         self._calls.append((func, args, kwargs or {}, result))
         return result
 
-    def replay(self) -> None:
+    def replay(self, _: Sequence[int]) -> None:
         """Launch the operators again on the same memory."""
         for func, args, kwargs, result in self._calls:
             for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
@@ -55,7 +55,7 @@ class Recording(TorchDispatchMode):
                     old.copy_(new)
 
 
-def record(work: Callable[[], object]) -> Callable[[], object]:
+def record(work: Callable[[], object]) -> Callable[[Sequence[int]], object]:
     """Record the operators of `work` as `Device.record` does, and return a function that replays them."""
     recording = Recording()
     with recording:
@@ -68,13 +68,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the CPU device record its work, and return a list that counts how often each recording is replayed."""
     launches: list[int] = []
 
-    def counted(_: type[CPU], work: Callable[[], object]) -> Callable[[], object]:
+    def counted(_: type[CPU], work: Callable[[], object]) -> Callable[[Sequence[int]], object]:
         replay, number = record(work), len(launches)
         launches.append(0)
 
-        def launch() -> None:
+        def launch(lengths: Sequence[int]) -> None:
             launches[number] += 1
-            replay()
+            replay(lengths)
 
         return launch
 

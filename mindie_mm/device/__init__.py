@@ -14,7 +14,7 @@ from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cuda import CUDA
 from mindie_mm.device.kernels import Kernels, Rows, block_table
 from mindie_mm.device.npu import NPU
-from mindie_mm.device.transfer import Download, Uploads, download, upload
+from mindie_mm.device.transfer import Download, Uploads, download, overwrite, upload
 from mindie_mm.errors import DeviceError, InputError
 
 KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
@@ -127,6 +127,7 @@ __all__ = [
     "kernels_of",
     "kind_of",
     "open_device",
+    "overwrite",
     "require_alive",
     "require_possible",
     "slow_dtype",

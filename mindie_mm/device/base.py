@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -139,10 +139,17 @@ class Device(ABC):
         """Unregister the memory that `pin` registered at `address`."""
 
     @classmethod
-    def record(cls, work: Callable[[], object]) -> Callable[[], object]:
+    def why_not_record(cls) -> str | None:
+        """Return the reason why the environment does not allow `record`, with advice, or None if it allows it."""
+        return None
+
+    @classmethod
+    def record(cls, work: Callable[[], object]) -> Callable[[Sequence[int]], object]:
         """Record the kernels that `work` launches. Return a function that launches all of them on the same memory.
 
-        This method requires `records`. The recorded kernels may or may not run during the recording.
+        The argument of the function is the length of each sequence, including its new token. It replaces the lengths
+        in `Rows` that `work` gave to fused attention, which may take lengths from the host. This method requires
+        `records`. `work` runs once before the recording, and its kernels may or may not run during the recording.
 
         Raises:
             RuntimeError: `work` waits for the device, or there is not enough memory.

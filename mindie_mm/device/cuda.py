@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import ClassVar
@@ -72,7 +72,7 @@ class CUDA(Device):
         torch.cuda.cudart().cudaHostUnregister(address)
 
     @classmethod
-    def record(cls, work: Callable[[], object]) -> Callable[[], object]:
+    def record(cls, work: Callable[[], object]) -> Callable[[Sequence[int]], object]:
         current, aside = torch.cuda.current_stream(), _aside(torch.cuda.current_device())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(current):  # torch.cuda.graph does not restore the current stream if it fails
@@ -89,7 +89,7 @@ class CUDA(Device):
             with torch.cuda.graph(graph, pool=memory, stream=aside, capture_error_mode="thread_local"):
                 work()
         _graphs.add(graph)
-        return graph.replay
+        return lambda lengths: graph.replay()  # no kernel of a GPU takes lengths from the host
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.index)[0]

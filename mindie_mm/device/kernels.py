@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -65,6 +66,14 @@ class Rows:
             uploads.add(np.array(singles, np.int64) if mixed else ()),
         )
 
+    @classmethod
+    def of_table(cls, table: Tensor, lengths: Sequence[int]) -> Rows:
+        """Describe one row for each of S sequences, with the KV blocks in `table`, int64 [S, n]."""
+        count = len(lengths)
+        stops, singles = [*range(1, count + 1)], [*range(count)]
+        blocks = cache(lambda: table.to(torch.int32))  # once for all layers
+        return cls(stops, [*lengths], [None] * count, singles, blocks, table.new_empty, table.new_empty)
+
     @property
     def blocks(self) -> Tensor:
         """KV blocks of each sequence, int32 [sequences, max_blocks], on the device. The padding may be any block."""
@@ -102,6 +111,8 @@ class Kernels:
     """Whether the number of operators determines the time of sampling, and not the work of sorting a vocabulary."""
     has_layers: ClassVar[bool] = False
     """Whether the operators of decoder layers, from `rms_norm` to `swiglu`, are fused."""
+    attends_in_graphs: ClassVar[bool] = False
+    """Whether graphs may capture `attend`. If so, each launch of a graph replaces the lengths of `Rows`."""
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         """Return whether `attend` supports these arguments, which it describes, and is faster than plain PyTorch."""

@@ -67,6 +67,12 @@ class Uploads:
             self._tensors.append(away[start : start + array.nbytes].view(dtype).view(array.shape))
 
 
+def overwrite(target: Tensor, values: NDArray[Any]) -> None:
+    """Copy `values` to a tensor on any device. The host does not wait for the copy."""
+    tensor = torch.as_tensor(values)
+    target.copy_(tensor if target.device.type == "cpu" else tensor.pin_memory(), non_blocking=True)
+
+
 class Download:
     """Copies of tensors to the host that are on their way. Tensors on the CPU are not copied."""
 

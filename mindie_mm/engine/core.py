@@ -76,8 +76,10 @@ class Engine(BaseEngine):
         device = kind_of(model.spec.device)
         self._is_asynchronous = device.is_asynchronous and config.async_scheduling
         self._drawn: _Drawn | None = None
-        captured = captures_graphs(device, config, ranks)
-        self._runner = Runner(model, cache, DecodeGraphs(model, cache, config.max_num_seqs) if captured else None)
+        captured = captures_graphs(device, config)
+        self._runner = Runner(
+            model, cache, DecodeGraphs(model, cache, config.max_num_seqs, ranks) if captured else None
+        )
 
     @property
     def ready(self) -> Ready:

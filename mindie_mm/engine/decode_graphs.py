@@ -1,8 +1,8 @@
 """Decode steps that are captured once per size and then launched as a graph, such as a CUDA graph.
 
-A decode step launches about a dozen operators per layer. The host needs more time to launch them than the GPU needs to
-run them. All inputs of a graph are in one tensor, which is written before each launch. Sizes are powers of two, so that
-there are few graphs.
+A decode step launches about a dozen operators per layer. The host needs more time to launch them than the device needs
+to run them. All inputs of a graph are in one tensor, which is written before each launch. Sizes are powers of two, so
+that there are few graphs. The first launch of each graph is compared with the same step without a graph.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm.device import Device, block_table, kind_of, upload
+from mindie_mm.device import Device, block_table, kernels_of, kind_of, overwrite, upload
 from mindie_mm.engine.draws import Draws
-from mindie_mm.engine.ranks import Ranks
+from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.scheduler import Scheduled
+from mindie_mm.errors import DeviceError
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.paged_batch import GraphBatch, PagedCache
 from mindie_mm.settings.config import EngineConfig
@@ -28,13 +29,24 @@ _log = logging.getLogger(__name__)
 
 MOST_SLOTS = 2**16
 """Maximum number of KV cache tokens that a captured graph gathers, including padding. In larger steps, launches do not
-dominate the time, but padding to the longest request may."""
+dominate the time, but padding to the longest request may. Fused attention gathers nothing and has no such limit."""
+_NO_LIMIT = 2**62
+_FIRST_TOKENS = 2**13
+"""Initial length of requests in tokens that the table of KV blocks of a graph with fused attention can hold."""
+_TOLERANCE = 0.05
+"""Largest accepted difference between the logits of a step with and without a graph, relative to the largest logit."""
 
 
-def captures_graphs(device: type[Device], config: EngineConfig, ranks: Ranks) -> bool:
-    """Return whether an engine with these settings captures its decode steps as graphs."""
-    # With several ranks, if one rank failed to capture a graph, the others would wait for it forever.
-    return device.records and ranks.count == 1 and not config.enforce_eager
+def captures_graphs(device: type[Device], config: EngineConfig) -> bool:
+    """Return whether an engine with these settings captures its decode steps as graphs.
+
+    Raise DeviceError if the environment does not allow it.
+    """
+    if not device.records or config.enforce_eager:
+        return False
+    if (reason := device.why_not_record()) is not None:
+        raise DeviceError(reason)
+    return True
 
 
 def most_rows(max_num_seqs: int, block_size: int) -> int:
@@ -51,76 +63,155 @@ def most_blocks(num_rows: int, num_tokens: int, block_size: int) -> int:
 class _Graph:
     inputs: Tensor
     """Inputs, int64 [n], in the layout of `_inputs`."""
-    launch: Callable[[], object]
+    launch: Callable[[Sequence[int]], object]
+
+
+@dataclass(slots=True)
+class _Decode:
+    """A decode step that is computed operator by operator, with inputs and outputs in fixed memory."""
+
+    model: Model
+    cache: PagedCache
+    inputs: Tensor
+    """As in `_Graph`."""
+    rows: int
+    blocks: int
+    """Number of KV blocks per row."""
+    lengths: Sequence[int]
+    """Number of tokens of each request, including the new token."""
+    logits: Tensor
+    """float32 [rows or more, vocabulary]."""
+    gathers: bool = False
+    """Whether a layer has gathered the KV blocks."""
+    has_run: bool = False
+
+    @property
+    def num_slots(self) -> int:
+        return self.rows * self.blocks * self.cache.block_size
+
+    def __call__(self) -> None:
+        rows, blocks = self.rows, self.blocks
+        ids, slots, lengths = self.inputs[: 3 * rows].view(3, rows)
+        table, positions = self.inputs[3 * rows :].split([rows * blocks, len(self.inputs) - rows * (3 + blocks)])
+        # Capture other lengths, so that the first launch shows whether it replaces them.
+        host_lengths = [blocks * self.cache.block_size] * rows if self.has_run else self.lengths
+        batch = GraphBatch(self.cache, slots, table.view(rows, blocks), lengths, host_lengths)
+        states = self.model.states(ids, positions.view(-1, rows), (), batch, None)
+        self.logits[:rows] = self.model.head(states)
+        self.gathers, self.has_run = batch.gathers, True
 
 
 class DecodeGraphs:
     """The captured graphs of one model's decode steps over one KV cache."""
 
-    def __init__(self, model: Model, cache: PagedCache, max_num_seqs: int) -> None:
+    def __init__(self, model: Model, cache: PagedCache, max_num_seqs: int, ranks: Ranks = ALONE) -> None:
         spec = model.spec
         self._model = model
         self._cache = cache
+        self._ranks = ranks
         self._graphs: dict[tuple[int, int], _Graph] = {}
         """Graphs by number of rows and number of KV blocks per row."""
+        self._gathers: bool | None = None if kernels_of(spec.device).attends_in_graphs else True
+        """Whether attention gathers all KV blocks of the table. None before the first step."""
         self._most_slots = MOST_SLOTS
-        """Current limit, at most MOST_SLOTS. It is halved when a capture runs out of memory, and set to 0 after any
+        """Current limit, the same on all ranks. It is halved when a capture runs out of memory, and set to 0 after any
         other failure."""
+        self._blocks = 1
+        """Number of KV blocks per row with fused attention. It only grows, because unused blocks take no time."""
         num_rows = most_rows(max_num_seqs, cache.block_size)
         self._logits = torch.empty(num_rows, spec.vocab_size, dtype=torch.float32, device=spec.device)
 
-    def logits(self, step: Sequence[Scheduled], earlier: Draws | None = None) -> Tensor | None:
+    def logits(self, step: Sequence[Scheduled], earlier: Draws | None, begun: Sequence[int]) -> Tensor | None:
         """Run a step as a graph and return its logits, float32 [requests, vocabulary]. The next step overwrites them.
 
-        `earlier` are the tokens of the step before, if they have not arrived on the host yet.
+        `earlier` are the tokens of the step before, if they have not arrived on the host yet. `begun` are the KV blocks
+        that must be cleared first.
 
         Return None if the step cannot run as a graph, because it contains part of a prompt, its requests are too long,
         or its capture fails.
         """
         if not self._most_slots or not all(_is_decode(scheduled) for scheduled in step):
             return None
-        size = self._cache.block_size
-        rows, blocks = _power(len(step)), _power(max(-(-scheduled.stop // size) for scheduled in step))
-        if rows * blocks * size > self._most_slots:
+        size, rows = self._cache.block_size, _power(len(step))
+        needed = _power(max(-(-scheduled.stop // size) for scheduled in step))
+        if begun:
+            self._cache.clear(upload(np.array(begun, np.int64), self._logits.device))
+        if self._gathers is None:
+            self._learn(step, rows, needed)
+        if not self._gathers and needed > self._blocks:
+            self._blocks = max(needed, _FIRST_TOKENS // size)
+            self._graphs.clear()
+        blocks = needed if self._gathers else self._blocks
+        if rows > len(self._logits) or rows * blocks * size > self._most_slots:
             return None
-        # Fill surplus rows with copies of the last request. They write the same values again.
-        padded = [*step, *[step[-1]] * (rows - len(step))]
-        inputs = upload(_inputs(padded, blocks, self._cache), self._logits.device)
+        inputs = _inputs(step, rows, blocks, self._cache)
+        graph = self._graphs.get((rows, blocks))
+        tensor = upload(inputs, self._logits.device) if graph is None else graph.inputs
+        if graph is not None:
+            overwrite(tensor, inputs)
         if earlier is not None:
-            earlier.write(inputs, padded)
-        if graph := self._graphs.get((rows, blocks)):
-            graph.inputs.copy_(inputs)
-        elif graph := self._capture(inputs, rows, blocks):
+            earlier.write(tensor, step)
+        lengths = _lengths(inputs, rows)
+        if graph is not None:
+            graph.launch(lengths)
+        elif graph := self._capture(self._decode(tensor, rows, blocks, lengths), len(step)):
             self._graphs[rows, blocks] = graph
         else:
             return None
-        graph.launch()
         return self._logits[: len(step)]
 
-    def _capture(self, inputs: Tensor, rows: int, blocks: int) -> _Graph | None:
-        ids, slots, lengths = inputs[: 3 * rows].view(3, rows)
-        table, positions = inputs[3 * rows :].split([rows * blocks, len(inputs) - rows * (3 + blocks)])
+    def _learn(self, step: Sequence[Scheduled], rows: int, blocks: int) -> None:
+        """Find out whether attention gathers KV blocks. The ranks must agree, so that they capture the same sizes."""
+        inputs = _inputs(step, rows, blocks, self._cache)
+        decode = self._decode(upload(inputs, self._logits.device), rows, blocks, _lengths(inputs, rows))
+        decode()
+        self._gathers = not self._ranks.all_reduce_min(not decode.gathers)
+        self._most_slots = MOST_SLOTS if self._gathers else _NO_LIMIT
 
-        def decode() -> None:
-            batch = GraphBatch(self._cache, slots, table.view(rows, blocks), lengths)
-            states = self._model.states(ids, positions.view(-1, rows), (), batch, None)
-            self._logits[:rows] = self._model.head(states)
+    def _decode(self, inputs: Tensor, rows: int, blocks: int, lengths: Sequence[int]) -> _Decode:
+        return _Decode(self._model, self._cache, inputs, rows, blocks, lengths, self._logits)
 
+    def _capture(self, decode: _Decode, num_requests: int) -> _Graph | None:
+        """Capture a step, launch the graph, and compare its logits with those of the same step without a graph.
+
+        All ranks keep the graph, or none. A rank that launched it alone would wait for the other ranks forever.
+        """
+        limit, why = self._most_slots, "it fails on another rank"
         try:
-            return _Graph(inputs, kind_of(inputs.device).record(decode))
+            graph = _Graph(decode.inputs, kind_of(decode.inputs.device).record(decode))
         except RuntimeError as error:
+            if not decode.has_run and self._ranks.count > 1:
+                raise  # other ranks may wait inside a collective operation, as in any other step
             # Only the capture has failed. The step is computed again, operator by operator. If there are two errors,
             # the first error is the cause, and the second error only reports that the capture is invalid.
-            why = error.__context__ or error
-            slots, which = rows * blocks * self._cache.block_size, ""
-            if isinstance(why, torch.OutOfMemoryError):  # the limit is halved, so this can happen only a few times
-                which = f" that gather {slots} tokens or more"
-            self._most_slots = slots // 2 if which else 0
-            _log.warning(
-                "decode steps%s cannot be recorded as graphs, so each operator is launched separately: %s", which, why
-            )
-            self._graphs.clear()  # the step needs their memory. Smaller graphs are captured again
-            return None
+            cause = error.__context__ or error
+            why, limit = str(cause), 0
+            if isinstance(cause, torch.OutOfMemoryError):  # the limit is halved, so this can happen only a few times
+                limit = decode.num_slots // 2
+        agreed = self._ranks.all_reduce_min(limit)
+        if agreed == self._most_slots:
+            difference = self._difference(graph, decode.lengths, num_requests)
+            if not difference <= _TOLERANCE:
+                why = f"their logits differ by {difference:.2g} of the largest logit; the limit is {_TOLERANCE}"
+                limit = 0
+            agreed = self._ranks.all_reduce_min(limit)
+            if agreed == self._most_slots:
+                return graph
+        self._most_slots = agreed
+        which = f" that gather {decode.num_slots} tokens or more" if agreed else ""
+        _log.warning(
+            "decode steps%s cannot be recorded as graphs, so each operator is launched separately: %s", which, why
+        )
+        self._graphs.clear()  # the step needs their memory. Smaller graphs are captured again
+        return None
+
+    def _difference(self, graph: _Graph, lengths: Sequence[int], num_requests: int) -> float:
+        """Launch a new graph. Return the largest change of a logit, relative to the largest logit."""
+        expected = self._logits[:num_requests].clone()
+        graph.launch(lengths)
+        actual = self._logits[:num_requests]
+        changes = [(a.nan_to_num() - b.nan_to_num()).abs().amax() for a, b in zip(actual, expected, strict=True)]
+        return float(torch.stack(changes).amax() / expected.nan_to_num().abs().amax().clamp(min=1e-6))
 
 
 def _is_decode(scheduled: Scheduled) -> bool:
@@ -130,24 +221,34 @@ def _is_decode(scheduled: Scheduled) -> bool:
     )
 
 
-def _inputs(step: Sequence[Scheduled], blocks: int, cache: PagedCache) -> NDArray[np.int64]:
+def _inputs(step: Sequence[Scheduled], rows: int, blocks: int, cache: PagedCache) -> NDArray[np.int64]:
     """Return the inputs of a graph, int64 [n].
 
     The inputs are the ids, KV cache positions and lengths of all requests, then the table of KV blocks, and then the
-    positions, axis by axis.
+    positions, axis by axis. Surplus rows are requests of one token in the scratch block.
     """
-    size = cache.block_size
+    size, num_spare = cache.block_size, rows - len(step)
     held = [s.request.kv_blocks[: -(-s.stop // size)] for s in step]
-    table = block_table(held, cache.padding)
+    table = block_table([*held, *[[cache.scratch]] * num_spare], cache.padding)
+    positions = np.concatenate([s.request.positions(s.start, s.stop) for s in step], axis=1)
     return np.concatenate(
         [
             *[s.request.ids(s.start, s.stop) for s in step],
+            np.zeros(num_spare, np.int64),
             [own[-1] * size + s.start % size for own, s in zip(held, step, strict=True)],
+            cache.scratch * size + np.arange(num_spare) % size,
             [s.stop for s in step],
+            np.ones(num_spare, np.int64),
             np.pad(table, ((0, 0), (0, blocks - table.shape[1])), constant_values=cache.padding).ravel(),
-            np.concatenate([s.request.positions(s.start, s.stop) for s in step], axis=1).ravel(),
+            np.pad(positions, ((0, 0), (0, num_spare))).ravel(),
         ]
     )
+
+
+def _lengths(inputs: NDArray[np.int64], rows: int) -> list[int]:
+    """Return the lengths in the inputs of a graph."""
+    lengths: list[int] = inputs[2 * rows : 3 * rows].tolist()
+    return lengths
 
 
 def _power(number: int) -> int:

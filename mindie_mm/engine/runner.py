@@ -70,11 +70,10 @@ class Runner:
 
         """
         uploads = Uploads(self._model.spec.device)
-        begun = uploads.add(np.array([block for scheduled in step for block in self._begun(scheduled)], np.int64))
-        if self._graphs is not None:
-            self._cache.clear(begun())
-            if (logits := self._graphs.logits(step, earlier)) is not None:
-                return StepLogits(logits, [])
+        blocks = [block for scheduled in step for block in self._begun(scheduled)]
+        if self._graphs is not None and (logits := self._graphs.logits(step, earlier, blocks)) is not None:
+            return StepLogits(logits, [])
+        begun = uploads.add(np.array(blocks, np.int64))
         splices: list[Splice] = []
         sampled: list[int] = []
         prompts: list[tuple[Request, int, range]] = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,13 +23,16 @@ class PagedCache:
     """The keys and values of every layer, in KV blocks. A sequence may use any blocks in any order."""
 
     keys: tuple[Tensor, ...]
-    """Keys of each layer, [blocks + 1, block_size, kv_heads, head_dim]. The last block is padding and stays zero."""
+    """Keys of each layer, [blocks + 2, block_size, kv_heads, head_dim].
+
+    The last two blocks belong to no sequence: `padding`, which stays zero, and `scratch`.
+    """
     values: tuple[Tensor, ...]
-    """Values of each layer, [blocks + 1, block_size, kv_heads, value_head_dim]."""
+    """Values of each layer, [blocks + 2, block_size, kv_heads, value_head_dim]."""
     block_size: int
     """Number of tokens in a block."""
     memory: tuple[Tensor, ...]
-    """Tensors [layers, blocks + 1, ...] of all `keys` and `values`. Keys and values of the same width share one."""
+    """Tensors [layers, blocks + 2, ...] of all `keys` and `values`. Keys and values of the same width share one."""
     _blank: tuple[Tensor, ...]
     """A block of zeros for each tensor of `memory`, [layers, 1, ...]."""
 
@@ -52,7 +54,7 @@ class PagedCache:
         Attention also reads the unused tail of a block, under a mask. The tail must therefore contain finite values.
         See `clear`.
         """
-        shape = (num_blocks + 1, block_size, num_kv_heads)
+        shape = (num_blocks + 2, block_size, num_kv_heads)
         sizes = [(num_layers, head_dim), (num_layers, value_head_dim)]
         if head_dim == value_head_dim:
             sizes = [(2 * num_layers, head_dim)]
@@ -68,6 +70,11 @@ class PagedCache:
     @property
     def padding(self) -> int:
         """Index of the padding block, which no sequence uses."""
+        return len(self.keys[0]) - 2
+
+    @property
+    def scratch(self) -> int:
+        """Index of the block to which the surplus rows of a captured graph write, because every row writes."""
         return len(self.keys[0]) - 1
 
     def clear(self, blocks: Tensor) -> None:
@@ -147,9 +154,6 @@ class Decode:
 class PagedBatch:
     """The tokens that each row of a flat batch attends to. A batch is built once per step and read by every layer."""
 
-    has_rows: ClassVar[bool] = True
-    """Whether `rows` is available. A captured graph cannot use `rows`, because it never reads host values again."""
-
     def __init__(
         self,
         chunks: Sequence[Chunk],
@@ -170,6 +174,8 @@ class PagedBatch:
         """
         self.cache = cache
         self.top_position = top_position
+        self.has_rows = True
+        """Whether fused attention may read `rows`."""
         self._chunks = chunks
         self._device = device
         self._uploads = uploads or Uploads(device)
@@ -228,9 +234,9 @@ class PagedBatch:
 class GraphBatch(PagedBatch):
     """A batch with one new token per sequence. Its tensors are overwritten before each launch of a captured graph."""
 
-    has_rows: ClassVar[bool] = False
-
-    def __init__(self, cache: PagedCache, slots: Tensor, blocks: Tensor, lengths: Tensor) -> None:
+    def __init__(
+        self, cache: PagedCache, slots: Tensor, blocks: Tensor, lengths: Tensor, host_lengths: Sequence[int]
+    ) -> None:
         """Describe a batch of S sequences.
 
         Args:
@@ -238,15 +244,35 @@ class GraphBatch(PagedBatch):
             slots: Index of each new token in the flattened cache, int64 [S].
             blocks: Blocks of each sequence, int64 [S, n], padded with the cache's padding block.
             lengths: Number of tokens of each sequence, including the new token, int64 [S].
+            host_lengths: The same numbers for fused attention that takes them from the host. Each launch of a captured
+                graph replaces them.
 
         """
         self.cache = cache
         self.top_position = None
-        self.slots = slots
+        self._slots = lambda: slots
+        self.has_rows = kernels_of(slots.device).attends_in_graphs
         self.is_causal = True
         self.prefills = []
-        rows = torch.arange(len(slots), device=slots.device)
-        self.decodes = [Decode(rows, blocks.flatten(), lengths, blocks.shape[1] * cache.block_size)]
+        self._blocks = blocks
+        self._lengths = lengths
+        self._host_lengths = host_lengths
+
+    @cached_property
+    def rows(self) -> Rows:
+        return Rows.of_table(self._blocks, self._host_lengths)
+
+    @cached_property
+    def decodes(self) -> list[Decode]:
+        assert self.cache is not None
+        rows = torch.arange(len(self._blocks), device=self._blocks.device)
+        num_slots = self._blocks.shape[1] * self.cache.block_size
+        return [Decode(rows, self._blocks.flatten(), self._lengths, num_slots)]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a layer has gathered the slots of all KV blocks, because fused attention does not support it."""
+        return "decodes" in vars(self)
 
 
 def top_position(positions: NDArray[np.int64]) -> int | None:

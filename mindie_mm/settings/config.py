@@ -83,7 +83,7 @@ class EngineConfig:
     prefix_caching: bool = True
     """Reuse the KV cache for prompts that begin with the same tokens and media."""
     enforce_eager: bool = False
-    """Do not capture decode steps as graphs. Off: use graphs if a single device runs the model and supports graphs."""
+    """Do not capture decode steps as graphs. Off: use graphs if the device supports them."""
     async_scheduling: bool = True
     """Schedule and launch each step while an accelerator still computes the step before. Off: wait for each step. It
     has no effect on the CPU."""

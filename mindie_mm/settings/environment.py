@@ -46,6 +46,11 @@ def fault_folder() -> Path | None:
     return Path(folder) if folder else None
 
 
+def hccl_expansion_mode() -> str:
+    """Return where HCCL runs collective operations on an NPU, such as AIV, or an empty text for HCCL's default."""
+    return os.environ.get("HCCL_OP_EXPANSION_MODE", "")
+
+
 def kernels() -> str:
     """Return the choices between kernels that tests force (`device/choices.py`). This is not a setting for users."""
     return os.environ.get("MINDIE_MM_KERNELS", "")

@@ -68,7 +68,7 @@ def steps(kind: str, names: list[str]) -> dict[tuple[str, bool], Counts]:
     model = wide_model(kind)
     found = {}
     for name in names:
-        engine = Engine(model, EngineConfig(), 2**26)
+        engine = Engine(model, EngineConfig(enforce_eager=True), 2**26)
         for number in range(4):
             settings = SAMPLING[name][number % len(SAMPLING[name])]
             params = SamplingParams(max_tokens=12, ignore_eos=True, **settings)

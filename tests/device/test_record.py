@@ -20,7 +20,7 @@ def test_a_recording_reads_its_inputs_at_launch(kind):
     launch = kind.record(lambda: result.copy_(numbers * 2 + 1))
     for start in range(3):
         numbers.copy_(torch.arange(start, start + 4))
-        launch()
+        launch([])
         assert result.tolist() == [2 * n + 1 for n in range(start, start + 4)]
 
 
@@ -31,5 +31,5 @@ def test_recording_work_that_waits_is_refused_and_does_not_affect_later_work(kin
     assert numbers.add(1).tolist() == [2.0] * 4
     launch = kind.record(lambda: numbers.add_(1))
     before = numbers.tolist()
-    launch()
+    launch([])
     assert numbers.tolist() == [number + 1 for number in before]

@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from mindie_mm.device.cpu import CPU
+from mindie_mm.device.npu import NPU
 from mindie_mm.engine import decode_graphs
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.requests.engine_messages import Add
 from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import DeviceError
 from mindie_mm.models import load_model
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
@@ -51,7 +53,7 @@ def test_recorded_steps_give_the_same_tokens(model, prompts, recorded):
 
 
 def test_sequences_that_end_one_after_another_give_the_same_draws(model, prompts, recorded):
-    """The spare rows of a recording are padded with a sequence that is still running."""
+    """The spare rows of a recording are sequences of one token in the scratch block."""
 
     def answers(**settings):
         engine = Engine(model, EngineConfig(**settings))
@@ -157,6 +159,15 @@ def test_sizes_that_run_out_of_memory_are_not_recorded_and_smaller_ones_are(
     assert warning.endswith(
         " tokens or more cannot be recorded as graphs, so each operator is launched separately: lacking"
     )
+
+
+def test_graphs_are_refused_with_collectives_on_vector_cores(monkeypatch):
+    """CANN fails to capture such collectives, or waits forever in a launch."""
+    assert decode_graphs.captures_graphs(NPU, EngineConfig())
+    monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AIV")
+    with pytest.raises(DeviceError, match="Unset it, or pass --enforce-eager"):
+        decode_graphs.captures_graphs(NPU, EngineConfig())
+    assert not decode_graphs.captures_graphs(NPU, EngineConfig(enforce_eager=True))
 
 
 def test_long_sequences_are_not_recorded(model, prompts, monkeypatch, recorded):

@@ -551,8 +551,8 @@ class FamilyContract:
 
     def test_a_decode_step_waits_for_the_device_once(self, path, device, tokenized, waits):
         engine = self.engine(load_model(path, device=device, dtype="bfloat16"))
-        # On first use, an operator is tried, which waits for the device.
-        run(engine, [*tokenized.values()], max_tokens=2)
+        # On first use, an operator is tried and a graph is captured, which waits for the device.
+        run(engine, [*tokenized.values()], max_tokens=6, ignore_eos=True)
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         for i, ids in enumerate(tokenized.values()):
             assert engine.add(Add(str(i), ids.numpy().tobytes(), params)) is None

@@ -157,4 +157,4 @@ def test_blocks_of_all_layers_are_cleared_together(value_dim, calls):
     assert writes.count == calls
     assert [part.shape[-1] for part in (*cache.keys, *cache.values)] == [HEAD_DIM] * 3 + [value_dim] * 3
     for pages in (*cache.keys, *cache.values):
-        assert [bool(block.isnan().any()) for block in pages] == [True, False, True, True, False, True]
+        assert [bool(block.isnan().any()) for block in pages] == [True, False, True, True, False, True, True]

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ import torch
 from mindie_mm.device.base import Device, allocator_peak_bytes
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
-from mindie_mm.device.npu import cpu_binding, npu_kernels, npu_layers
+from mindie_mm.device.npu import cpu_binding, npu_graphs, npu_kernels, npu_layers
 from mindie_mm.device.npu import doctor as npu_doctor
 from mindie_mm.device.npu.npu_kernels import NPUKernels
 from mindie_mm.errors import DeviceError
@@ -55,6 +55,7 @@ class NPU(Device):
     memory_share: ClassVar[float] = 0.9
     kv_block_size: ClassVar[int] = 128  # the minimum for fused attention
     is_asynchronous: ClassVar[bool] = True
+    records: ClassVar[bool] = True
     kernels: ClassVar[Kernels] = NPUKernels()
     has_bitsandbytes: ClassVar[bool] = False
 
@@ -133,6 +134,14 @@ class NPU(Device):
     @classmethod
     def bind_tokenizer(cls) -> None:
         cpu_binding.bind_tokenizer()
+
+    @classmethod
+    def why_not_record(cls) -> str | None:
+        return npu_graphs.why_not_record()
+
+    @classmethod
+    def record(cls, work: Callable[[], object]) -> Callable[[Sequence[int]], object]:
+        return npu_graphs.record(work)
 
     def prepare(self, module: torch.nn.Module) -> None:
         npu_layers.fuse(module)

@@ -66,6 +66,7 @@ class NPUKernels(Kernels):
 
     has_attention: ClassVar[bool] = True
     counts_launches: ClassVar[bool] = True
+    attends_in_graphs: ClassVar[bool] = True
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         (heads, _, width), (_, block_size, kv_heads, _) = query.shape, keys.shape

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from mindie_mm.device import slow_dtype
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
+from mindie_mm.engine.decode_graphs import captures_graphs
 from mindie_mm.engine.process.largest_step import Step, WorstCase
 from mindie_mm.engine.process.memory_profile import Memory
 from mindie_mm.engine.process.placing import num_devices, placed
@@ -181,6 +182,7 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
     config = start.config
     # If one rank fails, the others must receive its error before they wait for it in a collective operation.
     device = ranks.run_on_all(lambda: ranks.open_device(config.device))
+    ranks.run_on_all(lambda: captures_graphs(type(device), config))  # raise its error before the weights are loaded
     if config.cpu_binding == "auto":
         device.bind_engine()
     torch.set_num_threads(config.num_threads or ranks.num_threads())

@@ -119,7 +119,7 @@ class WorstCase:
             parts.append(max((self._features(kind) for kind in given), key=lambda part: part.num_bytes))
         if self._model.spec.device.type != "cpu":
             parts.append(Part("prefetched media", fetched_bytes(self._config.max_tower_bytes), "max_tower_bytes"))
-        if not isinstance(self._model, Seq2SeqModel) and captures_graphs(type(self._device), self._config, self._ranks):
+        if not isinstance(self._model, Seq2SeqModel) and captures_graphs(type(self._device), self._config):
             parts.append(self._graphs(self._model))
         if self._device.computes_peaks:
             parts.append(Part("buffers of operators", self._device.scratch_bytes, "num_threads"))
@@ -234,7 +234,12 @@ class WorstCase:
         ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         table, lengths = ids[:, None].expand(-1, num_blocks), ids + num_blocks * cache.block_size
         return lambda: _logits(
-            model, ids, position.repeat(1, num_rows), (), GraphBatch(cache, ids, table, lengths), None
+            model,
+            ids,
+            position.repeat(1, num_rows),
+            (),
+            GraphBatch(cache, ids, table, lengths, [num_blocks * cache.block_size] * num_rows),
+            None,
         )
 
     @staticmethod

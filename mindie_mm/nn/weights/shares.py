@@ -7,10 +7,12 @@ the results of the ranks. Each rank computes the attention of its own heads only
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -90,14 +92,28 @@ def shared(
 
 
 def localize(module: nn.Module) -> None:
-    """Replace the DTensor weights of linear layers by this rank's local tensors.
+    """Replace the DTensor weights of linear layers and embeddings by this rank's local tensors.
 
-    PyTorch converts a DTensor at every call of a layer. The conversion takes longer than a small layer.
+    PyTorch converts a DTensor at every call of a layer. The conversion takes longer than a small layer. For embeddings,
+    it also indexes with booleans, for which the host waits for some devices.
     """
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Shard
 
     for layer in module.modules():
+        if type(layer) is nn.Embedding and isinstance(layer.weight, DTensor) and layer.weight.placements == (Shard(0),):
+            start = dist.get_rank() * -(-layer.weight.shape[0] // dist.get_world_size())
+            layer.weight = nn.Parameter(layer.weight.to_local(), requires_grad=False)
+            layer.forward = partial(_embed, layer.weight, start)  # type: ignore[method-assign]
         if isinstance(layer, nn.Linear):
             for name, weight in layer.named_parameters(recurse=False):
                 if isinstance(weight, DTensor):
                     setattr(layer, name, nn.Parameter(weight.to_local(), requires_grad=False))
+
+
+def _embed(weight: Tensor, start: int, ids: Tensor) -> Tensor:
+    """Return the embeddings of ids, of which this rank has the rows from `start` on in `weight`."""
+    local = ids - start
+    rows = embedding(local.clamp(0, len(weight) - 1), weight)
+    rows.masked_fill_(((local < 0) | (local >= len(weight))).unsqueeze(-1), 0)
+    dist.all_reduce(rows)
+    return rows

@@ -114,6 +114,7 @@ static int as_acl(int error) {
 static int agree(struct collective *collective) {
     struct communicator *communicator = collective->communicator;
     struct statement *statements = communicator->region->statements;
+    collective->statement.number = communicator->operations++; /* counted when it runs, because a graph may be discarded */
     statements[communicator->rank] = collective->statement;
     communicator->region->ready_ns[communicator->rank] = collective->task.start_ns;
     int error = hccl_meet(communicator);
@@ -210,7 +211,7 @@ static int queue(enum operation operation, void *send, uint64_t sends, void *rec
     collective->received = receives * count * collective->unit;
     atomic_fetch_add(&communicator->references, 1);
     pthread_mutex_lock(&sim_lock);
-    collective->statement = (struct statement){communicator->operations++, count, (int)operation, type, reduction, (int)root};
+    collective->statement = (struct statement){0, count, (int)operation, type, reduction, (int)root};
     struct sim_stream *on = sim_stream_of(stream);
     collective->task.cost_ns = sim_link_ns(collective->received);
     sim_host_calls(SIM_CALL_LAUNCH);
