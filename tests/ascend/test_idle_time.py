@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ascend.processes import call
+from tests.ascend.processes import call, call_ranks
 from tests.ascend.virtual_time import as_slow_as_7b, measured, work
 
 LAYERS = 28
@@ -81,3 +81,11 @@ def test_steps_that_overlap_leave_the_device_hardly_idle(checkpoint: Path):
     overlapped = call(decode, str(checkpoint), "", {"enforce_eager": True}, **slow)
     assert overlapped[0] <= 0.01
     assert overlapped[1] < in_turn[1]
+
+
+def test_graphs_leave_the_devices_of_two_ranks_hardly_idle(checkpoint: Path, tmp_path: Path):
+    """Each rank has half of the weights, so that launching operators one by one takes longer than computing them."""
+    slow = as_slow_as_7b(weight_bytes(checkpoint))
+    (store := tmp_path / "store").touch()
+    found = call_ranks(2, decode, str(checkpoint), str(store), {}, **slow)
+    assert all(idle <= 0.05 for idle, _ in found)
