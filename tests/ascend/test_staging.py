@@ -143,7 +143,7 @@ def staged_on(kernel: str) -> dict:
 def test_media_of_an_unregistered_arena_go_through_pinned_memory(tmp_path, kernel, fail):
     """CANN fails to register the arena, or the kernel is one on which it must not be registered."""
     trace = tmp_path / "trace"
-    found = call(staged_on, kernel, trace=str(trace), fail=fail)
+    found = call(staged_on, kernel, trace=str(trace), fail=fail, kernel=kernel)
     assert any(line.startswith("aclrtHostRegister") for line in traced(trace)) == bool(fail)
     assert found["values"] == [[1], [2]]
     assert len(found["lines"]) == 1
