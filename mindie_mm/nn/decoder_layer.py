@@ -67,8 +67,8 @@ class DecoderLayer(nn.Module, ABC):
         super().__init__()
         own, mlp = layer.self_attn, layer.mlp
         self.head_dim: int = own.head_dim
-        self.num_heads = own.q_proj.out_features // self.head_dim
-        self.num_kv_heads = own.k_proj.out_features // self.head_dim
+        self.num_heads = len(own.q_proj.weight) // self.head_dim
+        self.num_kv_heads = len(own.k_proj.weight) // self.head_dim
         self.call = call
         self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read this
         self.norm = _norm(layer.input_layernorm)
@@ -270,13 +270,26 @@ def _require_parts(layer: nn.Module) -> None:
         raise _Unlike
     if any(own.get_submodule(name).weight.shape != (own.head_dim,) for name in _weighted(own) & _HEAD_NORMS):
         raise _Unlike  # the norm extends over all heads
+    linears = [
+        layer.get_submodule(name)
+        for name in (*(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in _MLP))
+    ]
+    if any(type(linear) is not nn.Linear or not _supports(linear.weight) for linear in linears):
+        raise _Unlike
     for part in layer.modules():
-        if part._forward_pre_hooks or part._forward_hooks or "forward" in vars(part):  # noqa: SLF001
-            raise _Unlike  # nn/placement.py and tensor parallelism change layers in these ways
-    for name in (*(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in _MLP)):
-        linear = layer.get_submodule(name)
-        if type(linear) is not nn.Linear or not _supports(linear.weight):
+        if part._forward_pre_hooks or part._forward_hooks:  # noqa: SLF001 - nn/placement.py adds them
             raise _Unlike
+        if "forward" in vars(part) and not (part in linears and _is_shared(part)):
+            raise _Unlike
+
+
+def _is_shared(linear: Any) -> bool:
+    """Return whether tensor parallelism has replaced the `forward` of a linear layer that `FusedOperatorLayer` can use.
+
+    That layer joins the rows that this rank has of weights, and calls the layers that sum the results of all ranks.
+    """
+    is_theirs = linear.forward.__module__ == "transformers.distributed.tensor_parallel"
+    return is_theirs and kernels_of(linear.weight.device).has_layers
 
 
 def _supports(weight: Tensor) -> bool:
@@ -301,7 +314,7 @@ def _joined(*linears: nn.Linear) -> nn.Linear:
     joined.weight = nn.Parameter(weight, requires_grad=False)
     if any(linear.bias is not None for linear in linears):
         biases = [
-            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+            linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias.detach()
             for linear in linears
         ]
         joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)

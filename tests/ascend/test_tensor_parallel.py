@@ -193,6 +193,7 @@ def test_two_ranks_use_the_fused_attention(width, layout, tmp_path, monkeypatch)
                 break
             assert own_top[0] == pytest.approx(top[0], abs=TOLERANCE)
     calls: dict[str, list[str]] = {}
+    joined: set[str] = set()
     for line in trace.read_text().splitlines():
         _, process, _, call = line.split(" ", 3)
         if (
@@ -201,6 +202,9 @@ def test_two_ranks_use_the_fused_attention(width, layout, tmp_path, monkeypatch)
         ):  # towers have no pages
             assert {"num_heads=2", "num_key_value_heads=1", f"input_layout={layout}"} <= {*call.split()}, call
             calls.setdefault(process, []).append(call)
+        elif call.startswith("npu_swiglu "):
+            joined.add(process)
+    assert joined == {*calls}, "both ranks run layers with joined products"
     assert len(calls) == 2, "both ranks call the operator, each with half of the heads"
     assert min(map(len, calls.values())) > 2 * NUM_TOKENS, (
         "each rank calls the operator for two layers per step, and in the trial"
