@@ -119,6 +119,10 @@ class BaseEngine(ABC):
         """The step before, if its results have not arrived yet."""
         return ()
 
+    def _lost(self) -> Sequence[Scheduled]:
+        """Return the step before if its results have not arrived, and drop these results."""
+        return ()
+
     def has_work(self) -> bool:
         return self._scheduler.has_work()
 
@@ -217,7 +221,7 @@ class BaseEngine(ABC):
             # A device or kernel error must not end requests outside this step, unless the device is lost for good.
             _log.exception("a step of %d requests failed", len(step))
             failure = DeviceError(f"the step failed: {type(error).__name__}")
-            hit = {scheduled.request for scheduled in step}
+            hit = {scheduled.request for scheduled in (*step, *self._lost())}
             left = [one for one in self._requests.values() if one in hit or one.awaits_token]
             progress += self._take_out(dict.fromkeys(left, failure))
         return Stepped(progress, self.stats)

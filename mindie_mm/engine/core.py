@@ -128,6 +128,10 @@ class Engine(BaseEngine):
     def _unfinished(self) -> Sequence[Scheduled]:
         return () if self._drawn is None else self._drawn.step
 
+    def _lost(self) -> Sequence[Scheduled]:
+        unfinished, self._drawn = self._unfinished, None
+        return unfinished
+
     def has_work(self) -> bool:
         return self._drawn is not None or super().has_work()
 
@@ -181,20 +185,18 @@ class Engine(BaseEngine):
         """Wait for the tokens of the step that was drawn last, and advance its requests."""
         if self._drawn is None:
             return
-        drawn, self._drawn = self._drawn, None
-        draws = {
-            request: draw
-            for request, draw in zip(drawn.requests, drawn.draws.wait(), strict=True)
-            if self._runs(request)  # it may have been aborted since
-        }
-        step = [scheduled for scheduled in drawn.step if self._runs(scheduled.request)]
+        drawn, draws = self._drawn, dict(zip(self._drawn.requests, self._drawn.draws.wait(), strict=True))
+        self._drawn = None
         # Publish the KV blocks only after the tokens have arrived, because a device reports a failure late. Do not
         # share KV blocks that contain non-finite values with other requests.
         non_finite = {request for request, draw in draws.items() if draw is None}
+        # Requests may have been aborted or preempted since the step was launched.
+        step = [scheduled for scheduled in drawn.step if self._runs(scheduled.request)]
         self._scheduler.computed([scheduled for scheduled in step if scheduled.request not in non_finite])
         for request in non_finite:  # an earlier step may have published its first KV blocks
-            self._blocks.forget(request.kv_blocks)
-        # A request that was preempted since then may need its media again.
+            self._blocks.forget(self._blocks.find(request.keys))
+        draws = {request: draw for request, draw in draws.items() if self._runs(request)}
+        # A preempted request may need its media again.
         consumed = self._consume_media([one for one in step if one.stop <= one.request.num_computed])
         for request in consumed.difference(draws):
             update = Progress(request_id=request.request_id, media_consumed=True, origin=request.origin)

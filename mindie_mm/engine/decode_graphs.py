@@ -137,7 +137,7 @@ class DecodeGraphs:
         if begun:
             self._cache.clear(upload(np.array(begun, np.int64), self._logits.device))
         if self._gathers is None:
-            self._learn(step, rows, needed)
+            self._learn(step[:1])
         if not self._gathers and needed > self._blocks:
             self._blocks = max(needed, _FIRST_TOKENS // size)
             self._graphs.clear()
@@ -160,10 +160,14 @@ class DecodeGraphs:
             return None
         return self._logits[: len(step)]
 
-    def _learn(self, step: Sequence[Scheduled], rows: int, blocks: int) -> None:
-        """Find out whether attention gathers KV blocks. The ranks must agree, so that they capture the same sizes."""
-        inputs = _inputs(step, rows, blocks, self._cache)
-        decode = self._decode(upload(inputs, self._logits.device), rows, blocks, _lengths(inputs, rows))
+    def _learn(self, step: Sequence[Scheduled]) -> None:
+        """Find out by a step of one row whether attention gathers KV blocks.
+
+        The ranks must agree, so that they capture the same sizes.
+        """
+        blocks = -(-step[0].stop // self._cache.block_size)
+        inputs = _inputs(step, 1, blocks, self._cache)
+        decode = self._decode(upload(inputs, self._logits.device), 1, blocks, _lengths(inputs, 1))
         decode()
         self._gathers = not self._ranks.all_reduce_min(not decode.gathers)
         self._most_slots = MOST_SLOTS if self._gathers else _NO_LIMIT
@@ -198,7 +202,7 @@ class DecodeGraphs:
             if agreed == self._most_slots:
                 return graph
         self._most_slots = agreed
-        which = f" that gather {decode.num_slots} tokens or more" if agreed else ""
+        which = f" of {decode.num_slots} KV cache slots or more" if agreed else ""
         _log.warning(
             "decode steps%s cannot be recorded as graphs, so each operator is launched separately: %s", which, why
         )
@@ -207,9 +211,10 @@ class DecodeGraphs:
 
     def _difference(self, graph: _Graph, lengths: Sequence[int], num_requests: int) -> float:
         """Launch a new graph. Return the largest change of a logit, relative to the largest logit."""
-        expected = self._logits[:num_requests].clone()
-        graph.launch(lengths)
         actual = self._logits[:num_requests]
+        expected = actual.clone()
+        actual.zero_()  # a launch that computes nothing must not pass
+        graph.launch(lengths)
         changes = [(a.nan_to_num() - b.nan_to_num()).abs().amax() for a, b in zip(actual, expected, strict=True)]
         return float(torch.stack(changes).amax() / expected.nan_to_num().abs().amax().clamp(min=1e-6))
 

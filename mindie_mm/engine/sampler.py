@@ -145,8 +145,8 @@ class RowSettings:
             weights.masked_fill_(dropped, 0)
         ends = weights.cumsum(dim=-1)
         total = ends.view(-1).index_select(0, places[len(logits) :]).view(-1, 1)
-        # Weights of 0 come first, and their sums are exactly 0, so that none of them is drawn. If rounding drops all
-        # tokens or the row contains NaN, the last one is drawn.
+        # Weights of 0 come first, and their sums are exactly 0, so that none of them is drawn. If rounding drops
+        # all tokens, the likeliest one is drawn. A row with NaN gets any token, which is not used.
         count = (ends <= total * self._columns["place"]()).sum(dim=-1, keepdim=True)
         return ids.gather(1, count.clamp_(max=ids.shape[-1] - 1)).squeeze(1)
 

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from mindie_mm.device.cpu import CPU
 from mindie_mm.engine.core import Engine
@@ -207,6 +208,36 @@ def test_a_step_that_fails_to_launch_does_not_lose_the_tokens_of_the_step_before
     assert failure.error.name == "DeviceError"
     assert not ahead.has_work()
     assert answers(ahead, requests)["a"] == expected
+
+
+def test_numbers_that_fail_an_aborted_request_are_not_shared(model, grammars):
+    """The prompt's first blocks have been published, and the request is aborted before its NaN is known."""
+    plain, ahead = engines(model, grammars, kv_block_size=4, max_num_batched_tokens=8)
+    add = Add("lost", np.arange(10, 60, dtype=np.int64).tobytes(), SamplingParams(temperature=0, max_tokens=4))
+    assert ahead.add(add) is None
+    request = ahead._requests["lost"]
+    while request.num_computed < request.num_prompt:
+        ahead.step()
+        for pages in (*ahead._runner._cache.keys, *ahead._runner._cache.values):
+            pages[: ahead._blocks.num_blocks] = torch.nan
+    ahead.abort(Abort("lost"))
+    again = [(0, Add("again", add.input_ids, add.params))]
+    while ahead.has_work():
+        ahead.step()
+    assert answers(ahead, again) == answers(plain, again)
+
+
+def test_a_chunk_of_a_failed_step_does_not_continue(model, grammars, monkeypatch):
+    """The prompt's next chunk is not in the step that finds out, because another prompt uses up the budget."""
+    _, ahead = engines(model, grammars, max_num_batched_tokens=8)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    assert ahead.add(Add("chunk", np.arange(10, 30, dtype=np.int64).tobytes(), params)) is None
+    ahead.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(Draws, "wait", lambda _: 1 / 0)
+        patched.setattr(ahead._scheduler, "schedule", lambda _: [])
+        assert [one.error.name for one in ahead.step().progress] == ["DeviceError"]
+    assert not ahead.has_work()
 
 
 def test_tokens_that_never_arrive_fail_the_requests_of_both_steps(model, grammars, prompts, monkeypatch):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from mindie_mm.device import Kernels
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.npu import NPU
 from mindie_mm.engine import decode_graphs
@@ -155,7 +156,7 @@ def test_sizes_that_run_out_of_memory_are_not_recorded_and_smaller_ones_are(
     assert run(engine, prompts[:1], max_tokens=30, ignore_eos=True) == alone
     assert sum(recorded) == 29
     (warning,) = [record.message for record in caplog.records if "recorded" in record.message]
-    assert warning.startswith("decode steps that gather ")
+    assert warning.startswith("decode steps of ")
     assert warning.endswith(
         " tokens or more cannot be recorded as graphs, so each operator is launched separately: lacking"
     )
@@ -176,3 +177,25 @@ def test_long_sequences_are_not_recorded(model, prompts, monkeypatch, recorded):
     length = len(prompts[0])
     assert sum(recorded) == 64 - length
     assert np.count_nonzero(recorded) == len(recorded)
+
+
+def test_a_graph_that_computes_nothing_is_not_used(model, prompts, recorded, monkeypatch, caplog):
+    def record_nothing(_, work):
+        work()
+        return lambda lengths: None
+
+    expected = run(Engine(model, EngineConfig(enforce_eager=True)), prompts, max_tokens=8, ignore_eos=True)
+    monkeypatch.setattr(CPU, "record", classmethod(record_nothing))
+    assert run(Engine(model, EngineConfig()), prompts, max_tokens=8, ignore_eos=True) == expected
+    assert "logits differ" in caplog.text
+
+
+def test_a_first_step_with_more_rows_than_a_graph_is_computed_without_one(model, prompts, recorded, monkeypatch):
+    """Whether attention gathers is learned from the first decode step, whatever its size."""
+    expected = run(Engine(model, EngineConfig(enforce_eager=True)), prompts, max_tokens=8, ignore_eos=True)
+    monkeypatch.setattr(Kernels, "attends_in_graphs", True)
+    monkeypatch.setattr(decode_graphs, "MOST_SLOTS", 32)
+    engine = Engine(model, EngineConfig(kv_block_size=16, max_num_seqs=16, prefix_caching=False))
+    assert engine._runner._graphs._gathers is None
+    assert run(engine, prompts, max_tokens=8, ignore_eos=True) == expected
+    assert engine._runner._graphs._gathers

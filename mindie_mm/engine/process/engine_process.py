@@ -14,7 +14,7 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from mindie_mm.device import slow_dtype
+from mindie_mm.device import default_num_threads, slow_dtype
 from mindie_mm.engine.base import BaseEngine
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.decode_graphs import captures_graphs
@@ -183,9 +183,10 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
     # If one rank fails, the others must receive its error before they wait for it in a collective operation.
     device = ranks.run_on_all(lambda: ranks.open_device(config.device))
     ranks.run_on_all(lambda: captures_graphs(type(device), config))  # raise its error before the weights are loaded
+    num_threads = ranks.num_threads()  # read before the process is bound to its share of the CPUs
     if config.cpu_binding == "auto":
         device.bind_engine()
-    torch.set_num_threads(config.num_threads or ranks.num_threads())
+    torch.set_num_threads(config.num_threads or min(num_threads, default_num_threads()))
     checkpoint = ranks.run_on_all(lambda: Checkpoint.open(start.model))
     weights = ranks.run_on_all(checkpoint.weights_state)  # before loading, because files may be replaced meanwhile
     model = ranks.run_on_all(
