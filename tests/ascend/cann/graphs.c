@@ -197,6 +197,19 @@ SIM_EXPORT int sim_capture_mode(aclrtStream stream) {
     return mode;
 }
 
+/* Returns whether a captured task writes the memory at p. */
+SIM_EXPORT bool sim_captured_write(aclrtStream stream, const char *p) {
+    bool found = false;
+    pthread_mutex_lock(&sim_lock);
+    struct sim_graph *graph = sim_graph_of(sim_stream_of(stream));
+    for (size_t i = 0; i < graph->access_count && !found; i++) {
+        const char *start = graph->accesses[i].p;
+        found = graph->accesses[i].writes && start <= p && p < start + graph->accesses[i].n;
+    }
+    pthread_mutex_unlock(&sim_lock);
+    return found;
+}
+
 /* Captures the operator with this number. */
 SIM_EXPORT void sim_capture_call(aclrtStream stream, long number) {
     struct call *call = sim_new_task(sizeof *call, run_call, drop_call);

@@ -35,8 +35,6 @@ class _Call:
 
 
 _calls: dict[int, _Call] = {}
-_written: set[int] = set()
-"""Addresses of storages that captured operators have written."""
 
 
 @cache
@@ -44,6 +42,8 @@ def _library() -> Any:
     library = order.library()
     library.sim_dropped_call.restype = ctypes.c_long
     library.sim_capture_mode.argtypes = [ctypes.c_void_p]
+    library.sim_captured_write.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.sim_captured_write.restype = ctypes.c_bool
     for take in (library.sim_capture_call, library.sim_update_call):
         take.argtypes = [ctypes.c_void_p, ctypes.c_long]
     library.sim_set_calls(_run)
@@ -76,13 +76,13 @@ def capture(
     stream: int, name: str, compute: Callable[[], None], read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> None:
     """Capture an operator that `compute` computes. `read` and `written` are its device tensors."""
+    # Collectives write tensors, too, so the simulator knows which tensors are the graph's own.
+    outside = [tensor for tensor in read if not _library().sim_captured_write(stream, tensor.data_ptr())]
     for tensor in read:
         order.note_read(stream, tensor)
     for tensor in written:
         order.note_write(stream, tensor)
     _forget()
-    outside = [tensor for tensor in read if tensor.untyped_storage().data_ptr() not in _written]
-    _written.update(tensor.untyped_storage().data_ptr() for tensor in written)
     number = next(_numbers)
     _calls[number] = _Call(name, compute, [StorageWeakRef(one.untyped_storage()) for one in outside])
     _library().sim_capture_call(stream, number)
