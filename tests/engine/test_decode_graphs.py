@@ -158,7 +158,7 @@ def test_sizes_that_run_out_of_memory_are_not_recorded_and_smaller_ones_are(
     (warning,) = [record.message for record in caplog.records if "recorded" in record.message]
     assert warning.startswith("decode steps of ")
     assert warning.endswith(
-        " tokens or more cannot be recorded as graphs, so each operator is launched separately: lacking"
+        " KV cache slots or more cannot be recorded as graphs, so each operator is launched separately: lacking"
     )
 
 
