@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from functools import cache
 
@@ -20,6 +21,8 @@ from mindie_mm.errors import DeviceError, InputError
 KINDS: tuple[type[Device], ...] = (NPU, CUDA, CPU)
 """All kinds of devices, in order of preference for `auto`."""
 
+
+_log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]{0,3}))?", re.ASCII)
 LIBRARIES = ("torch_npu",)
@@ -42,7 +45,7 @@ def open_device(name: str = "auto") -> Device:
     if not isinstance(name, str):
         raise InputError(f"device is a {type(name).__name__}; it must be a string")
     if name == "auto":
-        return next(kind for kind in KINDS if kind.missing() is None)()
+        return _first_available()()
     if match := _NAME.fullmatch(name):
         index = None if match[2] is None else int(match[2])
         for kind in KINDS:
@@ -108,6 +111,22 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     if device.type == CPU.name:
         return host_memory.zeros(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _first_available() -> type[Device]:
+    """Return the kind of device for `auto`."""
+    for kind in KINDS:
+        if (reason := kind.missing()) is None:
+            break
+        if kind.may_exist():
+            _warn_of_unused(kind.name, reason)
+    return kind
+
+
+@cache
+def _warn_of_unused(name: str, reason: str) -> None:
+    """Log once why an accelerator is not used although its runtime is installed."""
+    _log.warning("the device %s is not used: %s", name, reason)
 
 
 __all__ = [

@@ -73,7 +73,7 @@ class _Decode:
     model: Model
     cache: PagedCache
     inputs: Tensor
-    """As in `_Graph`."""
+    """Inputs, int64 [n], in the layout of `_inputs`."""
     rows: int
     blocks: int
     """Number of KV blocks per row."""

@@ -26,6 +26,14 @@ def test_an_index_of_a_device_that_cannot_be_used_gives_the_reason(monkeypatch):
         open_device("cuda:1")
 
 
+def test_auto_says_once_why_an_installed_accelerator_is_not_used(monkeypatch, caplog):
+    monkeypatch.setattr(CUDA, "may_exist", lambda: True)
+    monkeypatch.setattr(CUDA, "missing", lambda: "the driver of this test is too old")
+    for _ in range(2):
+        assert open_device("auto").name != "cuda"
+    assert caplog.messages.count("the device cuda is not used: the driver of this test is too old") == 1
+
+
 @pytest.mark.parametrize(
     "name", ["gpu", "gpu:1", "CPU", "cpu:", "cpu:00", "cpu:-1", "cpu:x", "cpu:0 ", "auto:0", "", "cpu:12345"]
 )

@@ -1,6 +1,6 @@
 """CPUs near each NPU, to which an engine, torch_npu's threads, and the tokenizer with its decoders are bound.
 
-A thread that moves between sockets launches operators late. vllm-ascend decoded 18 % more tokens with such a binding
+A thread that moves between sockets launches operators late. vllm-ascend decoded 18% more tokens with such a binding
 (vllm-project/vllm-ascend#6966). Nothing fails if the CPUs of an NPU cannot be determined.
 """
 
