@@ -11,8 +11,9 @@ import torch
 from mindie_mm.device import kind_of, upload
 from mindie_mm.engine.base import BaseEngine, generator_of
 from mindie_mm.engine.cache.block_pool import BlockPool
-from mindie_mm.engine.cache.kv_cache_size import block_size, fitting_context, useful_blocks
+from mindie_mm.engine.cache.kv_cache_size import block_size, fitting_context, state_slots, useful_blocks
 from mindie_mm.engine.cache.prefix import share
+from mindie_mm.engine.cache.state_pool import StatePool
 from mindie_mm.engine.decode_graphs import DecodeGraphs, captures_graphs
 from mindie_mm.engine.draws import Draws
 from mindie_mm.engine.ranks import ALONE, Ranks
@@ -63,16 +64,19 @@ class Engine(BaseEngine):
         super().__init__(model, config, ranks)
         self._model = model
         size = block_size(model.spec, config)
-        held = (config.kv_cache_bytes or kv_cache_bytes) // (model.spec.kv_token_bytes * size)
+        num_bytes = config.kv_cache_bytes or kv_cache_bytes
+        num_slots = state_slots(model.spec, config, num_bytes)
+        held = (num_bytes - num_slots * model.spec.state_bytes) // (model.spec.kv_token_bytes * size)
         blocks = BlockPool(max(1, min(held, useful_blocks(model.spec, config))), size)
         self._capacity_tokens = blocks.num_blocks * size
-        num_bytes = self._capacity_tokens * model.spec.kv_token_bytes
-        self._max_model_len = fitting_context(model, config, num_bytes, self._capacity_tokens, ranks)
+        self._cache_bytes = self._capacity_tokens * model.spec.kv_token_bytes + num_slots * model.spec.state_bytes
+        self._max_model_len = fitting_context(model, config, self._cache_bytes, self._capacity_tokens, ranks)
         self._blocks = blocks
         self._head_rows = max(config.max_num_seqs, PROMPT_ROWS)
         self._prefix_caching = config.prefix_caching
-        self._scheduler = Scheduler(config, blocks, self._encoder_cache, self._tower_limits)
-        cache = model.spec.allocate_cache(blocks.num_blocks, blocks.block_size)
+        states = StatePool(num_slots) if num_slots else None
+        self._scheduler = Scheduler(config, blocks, self._encoder_cache, self._tower_limits, states)
+        cache = model.spec.allocate_cache(blocks.num_blocks, blocks.block_size, num_slots)
         device = kind_of(model.spec.device)
         self._is_asynchronous = device.is_asynchronous and config.async_scheduling
         self._drawn: _Drawn | None = None
@@ -91,7 +95,7 @@ class Engine(BaseEngine):
             device=str(spec.device),
             dtype=str(spec.dtype).removeprefix("torch."),
             kv_cache_tokens=self._capacity_tokens,
-            kv_cache_bytes=self._capacity_tokens * spec.kv_token_bytes,
+            kv_cache_bytes=self._cache_bytes,
             kv_block_size=self._blocks.block_size,
             encoder_cache_tokens=self._encoder_cache.capacity_bytes // spec.feature_bytes,
         )
@@ -194,7 +198,7 @@ class Engine(BaseEngine):
         step = [scheduled for scheduled in drawn.step if self._runs(scheduled.request)]
         self._scheduler.computed([scheduled for scheduled in step if scheduled.request not in non_finite])
         for request in non_finite:  # an earlier step may have published its first KV blocks
-            self._blocks.forget(self._blocks.find(request.keys))
+            self._scheduler.forget(request)
         draws = {request: draw for request, draw in draws.items() if self._runs(request)}
         # A preempted request may need its media again.
         consumed = self._consume_media([one for one in step if one.stop <= one.request.num_computed])

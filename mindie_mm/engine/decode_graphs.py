@@ -22,7 +22,8 @@ from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.errors import DeviceError
 from mindie_mm.nn.model import Model
-from mindie_mm.nn.paged_batch import GraphBatch, PagedCache
+from mindie_mm.nn.paged_batch import GraphBatch
+from mindie_mm.nn.paged_cache import PagedCache
 from mindie_mm.settings.config import EngineConfig
 
 _log = logging.getLogger(__name__)

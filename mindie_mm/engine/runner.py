@@ -17,7 +17,8 @@ from mindie_mm.engine.sampler import RowSettings
 from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.engine.towers import Features
 from mindie_mm.nn.model import Model
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache, top_position
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
+from mindie_mm.nn.paged_cache import PagedCache
 from mindie_mm.nn.splice import Splice
 
 PROMPT_ROWS = 64
@@ -94,7 +95,7 @@ class Runner:
                 sampled.append(row - 1)
         wanted = [*sampled, *(index for _, _, rows in prompts for index in rows)]
         positions = np.concatenate([s.request.positions(s.start, s.stop) for s in step], axis=1)
-        chunks = [Chunk(s.start, s.stop, s.request.kv_blocks, s.request.span_ids) for s in step]
+        chunks = [Chunk(s.start, s.stop, s.request.kv_blocks, s.request.span_ids, s.reads, s.writes) for s in step]
         placed = uploads.add(positions)
         rows = None if wanted == [*range(row)] else uploads.add(np.array(wanted, np.int64))
         batch = PagedBatch(chunks, self._cache, uploads.device, top_position(positions), uploads)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from mindie_mm.engine.cache.block_pool import BlockPool
 from mindie_mm.engine.cache.encoder_cache import EncoderCache
 from mindie_mm.engine.cache.prefix import extend_keys
+from mindie_mm.engine.cache.state_pool import StatePool
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.nn.splice import ItemRef, MediaItem
 from mindie_mm.settings.config import EngineConfig
@@ -29,6 +30,10 @@ class Scheduled:
     request: Request
     start: int
     stop: int
+    reads: int = 0
+    """Slot with the states of recurrent layers after `start` tokens."""
+    writes: int = 0
+    """Slot for the states after `stop` tokens."""
     samples: bool = field(init=False)
     """Whether the step reaches the end of the request. In this case the next token is drawn."""
 
@@ -113,14 +118,24 @@ class Scheduler(BaseScheduler):
     """A scheduler for a paged KV cache. If blocks run out, it preempts the latest of the least urgent requests.
 
     When a waiting request is admitted, the blocks of its prefix are looked up in the cache. Tokens of the blocks that
-    are found count as computed.
+    are found count as computed. If the model has recurrent layers, the request also needs a snapshot of their states.
+    A prefill therefore pauses at the end of its last full block, and leaves a snapshot.
     """
 
     def __init__(
-        self, config: EngineConfig, blocks: BlockPool, encoder_cache: EncoderCache, tower_limits: TowerLimits
+        self,
+        config: EngineConfig,
+        blocks: BlockPool,
+        encoder_cache: EncoderCache,
+        tower_limits: TowerLimits,
+        states: StatePool | None = None,
     ) -> None:
+        """Create an empty scheduler. `states` is None if the model has no recurrent layers."""
         super().__init__(config, encoder_cache, tower_limits)
         self._blocks = blocks
+        self._states = states
+        self._read: list[int] = []
+        """Slots that the step reads and nobody writes. They are held until the step has been launched."""
 
     @property
     def usage(self) -> float:
@@ -128,6 +143,7 @@ class Scheduler(BaseScheduler):
 
     def schedule(self, unfinished: Sequence[Scheduled] = ()) -> list[Scheduled]:
         config = self._config
+        self._release_read()
         budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
         for earlier in unfinished:
             budget.keys.update(self._filled(earlier))
@@ -164,6 +180,15 @@ class Scheduler(BaseScheduler):
             extend_keys(request, size, scheduled.stop)
             for block, key in zip(request.kv_blocks[scheduled.start // size :], self._filled(scheduled), strict=False):
                 self._blocks.keep(block, key)
+            if self._states is not None and (slot := request.snapshots.pop(scheduled.stop, None)) is not None:
+                self._states.keep(slot, request.keys[scheduled.stop // size - 1])
+                self._states.release(slot)
+
+    def forget(self, request: Request) -> None:
+        """Do not share the blocks and snapshots of `request` any longer, because they may contain non-finite values."""
+        self._blocks.forget(self._blocks.find(request.keys))
+        if self._states is not None:
+            self._states.forget(request.keys)
 
     def _filled(self, scheduled: Scheduled) -> list[bytes]:
         """Return the keys of the blocks that a step fills, as far as they are known."""
@@ -189,11 +214,15 @@ class Scheduler(BaseScheduler):
     def _admit(self, request: Request, budget: _Budget) -> Scheduled | None:
         extend_keys(request, self._blocks.block_size, request.num_tokens - 1)  # the last token is always computed
         shared = [] if request.params.prompt_logprobs is not None else self._blocks.find(request.keys)
+        if self._states is not None:
+            shared = shared[: self._states.find(request.keys[: len(shared)])]
         start = len(shared) * self._blocks.block_size
         if self._comes_soon(request, len(shared), budget):
             return None
         stop = self._stop(request, start, budget)
         if stop == start or not self._blocks.can_grow(request, stop, shared):
+            return None
+        if self._states is not None and not self._begin_state(request, len(shared), self._states):
             return None
         self._blocks.share(request, shared)
         request.num_computed = start
@@ -223,7 +252,8 @@ class Scheduler(BaseScheduler):
         budget.tokens -= stop - start
         budget.prompts |= bool(items) or stop - start > 1
         extend_keys(request, self._blocks.block_size, stop)
-        scheduled = Scheduled(request, start, stop)
+        slots = (0, 0) if self._states is None else self._move_state(request, start, stop, self._states)
+        scheduled = Scheduled(request, start, stop, *slots)
         budget.keys.update(self._filled(scheduled))
         return scheduled
 
@@ -238,13 +268,63 @@ class Scheduler(BaseScheduler):
                 # A span cannot be cut, and may exceed every budget. The first prompt of a step may therefore exceed the
                 # budgets.
                 return first if first > start else start if budget.prompts else last
+        if self._states is not None:
+            # The last token is never shared, so that no other request needs the states after it.
+            boundary = min(stop, request.num_tokens - 1, request.num_shareable)
+            boundary -= boundary % self._blocks.block_size
+            return boundary if start < boundary else stop
         return stop
+
+    def _begin_state(self, request: Request, num_shared: int, states: StatePool) -> bool:
+        """Give a new request the slot from which it continues. Return False if there is no slot to write."""
+        if not num_shared:
+            request.state_slot = states.allocate()
+            return request.state_slot is not None
+        slot = states.slot(request.keys[num_shared - 1])
+        states.hold(slot)
+        if not states.can_write(slot):
+            states.release(slot)
+            return False
+        request.state_slot = slot
+        return True
+
+    def _move_state(self, request: Request, start: int, stop: int, states: StatePool) -> tuple[int, int]:
+        """Return the slots that the step reads and writes. Do not overwrite a snapshot if another slot is free."""
+        reads = writes = request.state_slot
+        assert reads is not None
+        assert writes is not None
+        key = states.key_of(reads)
+        if key is not None or start in request.snapshots:
+            if (free := states.allocate()) is not None:
+                writes = free
+                self._read.append(reads)
+            elif key is not None:
+                states.forget([key])
+            else:
+                states.release(request.snapshots.pop(start))
+        request.state_slot = writes
+        size = self._blocks.block_size
+        if stop % size == 0 and stop < request.num_tokens and stop // size <= len(request.keys):
+            states.hold(writes)
+            request.snapshots[stop] = writes
+        return reads, writes
+
+    def _release_read(self) -> None:
+        for slot in self._read:
+            assert self._states is not None
+            self._states.release(slot)
+        self._read.clear()
 
     def _uncached(self, request: Request, start: int, stop: int) -> list[MediaItem]:
         return [item for item in request.items_in(start, stop) if item not in self._encoder_cache]
 
     def _free(self, request: Request) -> None:
         self._blocks.free(request)
+        if self._states is not None and request.state_slot is not None:
+            for slot in (request.state_slot, *request.snapshots.values()):
+                self._states.release(slot)
+            request.state_slot = None
+            request.snapshots.clear()
 
     def _preempt(self, request: Request) -> None:
         """Put a request back into the queue, at its turn. Keys and values of its tokens are computed again later."""

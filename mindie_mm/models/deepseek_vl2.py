@@ -27,6 +27,7 @@ from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, 
 from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
+from mindie_mm.nn.paged_cache import KVLayer
 from mindie_mm.nn.pixels import normalize_pictures
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
@@ -265,7 +266,11 @@ class DeepseekVL2Model(Model):
         self.spec = spec
         self.module = network
         self._processor = processor
-        self._rotary_width = language["qk_rope_head_dim"] if language["use_mla"] else spec.head_dim
+        self._rotary_width = (
+            language["qk_rope_head_dim"]
+            if language["use_mla"]
+            else language["hidden_size"] // language["num_attention_heads"]
+        )
         # This tensor is kept on the device, because a host scalar would force a synchronization in every step.
         self._rotary_base = torch.tensor([language["rope_theta"]], dtype=torch.float32, device=spec.device)
 
@@ -348,10 +353,7 @@ class DeepseekVL2(Family):
             vocab_size=language["vocab_size"],
             hidden_size=language["hidden_size"],
             max_model_len=language["max_position_embeddings"],
-            num_layers=language["num_hidden_layers"],
-            num_kv_heads=kv_heads,
-            head_dim=widths[0],
-            value_head_dim=widths[1],
+            layers=(KVLayer(kv_heads, *widths),) * language["num_hidden_layers"],
             eos_token_ids=eos_token_ids(checkpoint) or (language.get("eos_token_id", 1),),
             device=device.torch_device,
             dtype=dtype,

@@ -31,6 +31,7 @@ from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, 
 from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
+from mindie_mm.nn.paged_cache import KVLayer
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
 from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.staging import to_device
@@ -273,6 +274,7 @@ class MolmoModel(Model):
         self.module = module
         self._transformer, self._vision = module.model.transformer, module.model.vision_backbone
         # This tensor is kept on the device, because a host scalar would force a synchronization in every step.
+        self._head_dim: int = config["hidden_size"] // config["num_attention_heads"]
         self._theta = torch.tensor([config["rope_theta"]], dtype=torch.float32, device=spec.device)
         self._overwrites: bool = config["overwrite_earlier_images"]
         self._logit_scale = config["hidden_size"] ** -0.5 if config["scale_logits"] else None
@@ -319,7 +321,7 @@ class MolmoModel(Model):
         return hidden
 
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
-        cos, sin = rotary_angles(positions[0], self.spec.head_dim, self._theta)
+        cos, sin = rotary_angles(positions[0], self._head_dim, self._theta)
         for block in self._transformer.blocks:
             hidden = block(hidden, cos, sin, paged)
         decoded: Tensor = self._transformer.ln_f(hidden)
@@ -405,9 +407,8 @@ class Molmo(Family):
             vocab_size=size,
             hidden_size=config["hidden_size"],
             max_model_len=config["max_position_embeddings"],
-            num_layers=config["num_hidden_layers"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["hidden_size"] // heads,
+            layers=(KVLayer(config["num_key_value_heads"], config["hidden_size"] // heads),)
+            * config["num_hidden_layers"],
             eos_token_ids=eos_token_ids(checkpoint),
             device=device.torch_device,
             dtype=dtype,

@@ -90,7 +90,8 @@ class Qwen3VLProcessor(QwenProcessor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         self._hidden_size = self.feature_width
-        self.feature_width *= 1 + len(read_config(self.config_name, checkpoint).vision_config.deepstack_visual_indexes)
+        vision = read_config(self.config_name, checkpoint).vision_config
+        self.feature_width *= 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
         spelled = {"vision_start": "<|vision_start|>", "video": "<|video_pad|>", "vision_end": "<|vision_end|>"}
         self._frame = "".join(checkpoint.special_token(f"{name}_token") or text for name, text in spelled.items())
 
@@ -313,7 +314,8 @@ class Qwen3VLModel(QwenModel):
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         out = self.run_visual(items)
-        return split_features(torch.cat([out.pooler_output, *out.deepstack_features], dim=-1), items)
+        levels = getattr(out, "deepstack_features", ())  # towers without deepstack layers lack the attribute
+        return split_features(torch.cat([out.pooler_output, *levels], dim=-1), items)
 
     def places(self, grids: Tensor) -> dict[str, Tensor]:
         from transformers.vision_utils import get_vision_interpolation_indices_and_weights

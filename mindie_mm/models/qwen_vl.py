@@ -29,6 +29,7 @@ from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.model import Model, ModelSpec, Positions
 from mindie_mm.nn.paged_batch import PagedBatch
+from mindie_mm.nn.paged_cache import KVLayer
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_pictures
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
@@ -189,8 +190,9 @@ class QwenVLModel(Model):
         self._trained_length: int = config["seq_length"]
         self._dynamic_ntk: bool = config["use_dynamic_ntk"]
         logn: bool = config["use_logn_attn"]
+        self._head_dim: int = config["kv_channels"]
         # These tables are computed on the host in float64 as in the reference, because an NPU has no float64.
-        exponent, most = spec.head_dim / (spec.head_dim - 2), self._factor(spec.max_model_len)
+        exponent, most = self._head_dim / (self._head_dim - 2), self._factor(spec.max_model_len)
         base: float = config["rotary_emb_base"]
         # float32 [most + 1], indexed by factor.
         self._rotary_bases = upload([base * factor**exponent for factor in range(most + 1)], spec.device)
@@ -229,7 +231,7 @@ class QwenVLModel(Model):
 
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
         index, factor = positions
-        angles = rotary_angles(index, self.spec.head_dim, self._rotary_bases.index_select(0, factor))
+        angles = rotary_angles(index, self._head_dim, self._rotary_bases.index_select(0, factor))
         scale = self._query_scales.index_select(0, index).unsqueeze(1)
         for block in self.module.transformer["h"].children():
             hidden = block(hidden, angles, scale, paged)
@@ -273,9 +275,7 @@ class QwenVL(Family):
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
             max_model_len=config["max_position_embeddings"],
-            num_layers=config["num_hidden_layers"],
-            num_kv_heads=config["num_attention_heads"],
-            head_dim=config["kv_channels"],
+            layers=(KVLayer(config["num_attention_heads"], config["kv_channels"]),) * config["num_hidden_layers"],
             eos_token_ids=_stop_ids(checkpoint),
             device=device.torch_device,
             dtype=dtype,

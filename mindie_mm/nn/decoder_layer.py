@@ -21,7 +21,8 @@ from mindie_mm.nn import attention
 from mindie_mm.nn.angles import Angles
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch
+from mindie_mm.nn.paged_cache import PagedCache
 
 _PROBE = "mindie_mm_probe"
 """Name under which the attention of a trial is registered with transformers."""
@@ -270,6 +271,8 @@ def _require_parts(layer: nn.Module) -> None:
         raise _Unlike
     if any(own.get_submodule(name).weight.shape != (own.head_dim,) for name in _weighted(own) & _HEAD_NORMS):
         raise _Unlike  # the norm extends over all heads
+    if len(own.q_proj.weight) != own.o_proj.weight.shape[1]:
+        raise _Unlike  # the projection of the queries also computes a gate
     linears = [
         layer.get_submodule(name)
         for name in (*(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in _MLP))

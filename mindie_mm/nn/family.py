@@ -24,6 +24,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import settle
 from mindie_mm.nn.checkpoint.unused_keys import untranslated_keys, unused_keys
 from mindie_mm.nn.model import Model
+from mindie_mm.nn.paged_cache import StateLayer
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.build import renamed_weights
@@ -354,6 +355,8 @@ class PretrainedFamily(Family):
     """Base of the rotary frequencies if config.json has none. None means the default of the installed transformers."""
     other_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of config.json that the transformers class lacks. The family reads them, or they do not affect answers."""
+    states: ClassVar[Mapping[str, Callable[[Any], StateLayer]]] = {}
+    """Functions from the text model's configuration to what a recurrent layer keeps, by its type in `layer_types`."""
 
     def __init_subclass__(cls) -> None:
         """Set `reference` to the transformers class unless the subclass sets it."""
@@ -410,6 +413,7 @@ class PretrainedFamily(Family):
             unused=cls.unused_weights,
             renamed=renamed_weights(module_class, checkpoint),
             default_theta=cls.default_theta,
+            states=cls.states,
         )
         model: Model = cls.model_class(module, spec, processor)
         return model

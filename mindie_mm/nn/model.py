@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.inputs import PROMPT
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch
+from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, StateLayer
 from mindie_mm.nn.splice import ItemView, MediaItem, Splice, plain_ids, read_media, splice, without_prompt_embeds
 from mindie_mm.nn.staging import settle, to_device
 from mindie_mm.nn.traits import Traits
@@ -38,9 +39,8 @@ class ModelSpec:
     hidden_size: int
     max_model_len: int
     """Maximum number of positions, from the checkpoint's config."""
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[Layer, ...]
+    """What each layer of the decoder keeps between steps."""
     eos_token_ids: tuple[int, ...]
     """Ids of the tokens that end a sequence.
 
@@ -48,8 +48,6 @@ class ModelSpec:
     """
     device: torch.device
     dtype: torch.dtype
-    value_head_dim: int | None = None
-    """Width of the values. None means `head_dim`, the width of the keys."""
     embedding_size: int | None = None
     """Number of different ids that a prompt may contain. None means `vocab_size`."""
     extra_width: int = 0
@@ -61,33 +59,41 @@ class ModelSpec:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Size of one token in the KV cache, in bytes."""
-        widths = self.head_dim + (self.value_head_dim or self.head_dim)
-        return self.num_layers * self.num_kv_heads * widths * self.dtype.itemsize
+        """Size of the keys and values of one token in all layers, in bytes."""
+        return sum(self._kv_bytes)
+
+    @property
+    def kv_layer_bytes(self) -> int:
+        """Size of the keys and values of one token in the layer with the largest, in bytes."""
+        return max(self._kv_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the states of one sequence in all layers, in bytes."""
+        return sum(layer.num_bytes for layer in self.layers if isinstance(layer, StateLayer))
+
+    @property
+    def _kv_bytes(self) -> list[int]:
+        layers = [layer for layer in self.layers if isinstance(layer, KVLayer)]
+        return [layer.num_kv_heads * sum(layer.widths) * self.dtype.itemsize for layer in layers]
 
     @property
     def feature_bytes(self) -> int:
         """Size of one feature of a tower, in bytes."""
         return (self.hidden_size + self.extra_width) * self.dtype.itemsize
 
-    def allocate_cache(self, num_blocks: int, block_size: int, num_layers: int | None = None) -> PagedCache:
-        """Allocate a KV cache on the device.
-
-        Args:
-            num_blocks: Number of blocks.
-            block_size: Tokens in a block.
-            num_layers: Number of layers. None means all layers of the model.
-
-        """
+    def allocate_cache(
+        self, num_blocks: int, block_size: int, num_slots: int = 0, *, is_shared: bool = False
+    ) -> PagedCache:
+        """Allocate a cache on the device. `PagedCache.allocate` describes the arguments."""
         return PagedCache.allocate(
-            num_layers=num_layers or self.num_layers,
+            self.layers,
             num_blocks=num_blocks,
             block_size=block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            value_head_dim=self.value_head_dim or self.head_dim,
+            num_slots=num_slots,
             dtype=self.dtype,
             device=self.device,
+            is_shared=is_shared,
         )
 
 

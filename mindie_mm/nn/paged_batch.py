@@ -15,79 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm.device import Rows, Uploads, block_table, kernels_of, upload, zeros
-
-
-@dataclass(frozen=True, slots=True)
-class PagedCache:
-    """The keys and values of every layer, in KV blocks. A sequence may use any blocks in any order."""
-
-    keys: tuple[Tensor, ...]
-    """Keys of each layer, [blocks + 2, block_size, kv_heads, head_dim].
-
-    The last two blocks belong to no sequence: `padding`, which stays zero, and `scratch`.
-    """
-    values: tuple[Tensor, ...]
-    """Values of each layer, [blocks + 2, block_size, kv_heads, value_head_dim]."""
-    block_size: int
-    """Number of tokens in a block."""
-    memory: tuple[Tensor, ...]
-    """Tensors [layers, blocks + 2, ...] of all `keys` and `values`. Keys and values of the same width share one."""
-    _blank: tuple[Tensor, ...]
-    """A block of zeros for each tensor of `memory`, [layers, 1, ...]."""
-
-    @classmethod
-    def allocate(
-        cls,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        value_head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> PagedCache:
-        """Allocate a cache filled with zeros.
-
-        Attention also reads the unused tail of a block, under a mask. The tail must therefore contain finite values.
-        See `clear`.
-        """
-        shape = (num_blocks + 2, block_size, num_kv_heads)
-        sizes = [(num_layers, head_dim), (num_layers, value_head_dim)]
-        if head_dim == value_head_dim:
-            sizes = [(2 * num_layers, head_dim)]
-        memory = tuple(zeros((count, *shape, width), dtype, device) for count, width in sizes)
-        blank = tuple(zeros((count, 1, *shape[1:], width), dtype, device) for count, width in sizes)
-        layers = [layer for part in memory for layer in part.unbind()]
-        return cls(tuple(layers[:num_layers]), tuple(layers[num_layers:]), block_size, memory, blank)
-
-    def repeated(self, num_layers: int) -> PagedCache:
-        """Return a cache in which `num_layers` layers share the memory of this cache's only layer."""
-        return PagedCache(self.keys * num_layers, self.values * num_layers, self.block_size, self.memory, self._blank)
-
-    @property
-    def padding(self) -> int:
-        """Index of the padding block, which no sequence uses."""
-        return len(self.keys[0]) - 2
-
-    @property
-    def scratch(self) -> int:
-        """Index of the block to which the surplus rows of a captured graph write, because every row writes."""
-        return len(self.keys[0]) - 1
-
-    def clear(self, blocks: Tensor) -> None:
-        """Zero blocks, int64 [n], that are about to be partly filled.
-
-        An earlier sequence may have left NaN in the rest of a block. The mask gives these values the weight 0, but 0
-        times NaN is NaN.
-        """
-        if not len(blocks):
-            return
-        for part, blank in zip(self.memory, self._blank, strict=True):  # all layers at once
-            # Avoid index_fill_, which in CANN copies the whole tensor and writes the copy back.
-            part.index_copy_(1, blocks, blank.expand(-1, len(blocks), *part.shape[2:]))
+from mindie_mm.device import Rows, Uploads, block_table, kernels_of, upload
+from mindie_mm.nn.paged_cache import PagedCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +35,10 @@ class Chunk:
     Tokens of one span attend to each other in both directions. A chunk contains a span completely or not at all. If n
     is less than `stop`, the remaining tokens are in no span.
     """
+    reads: int = 0
+    """Slot with the states of recurrent layers after `start` tokens. It is not read if `start` is 0."""
+    writes: int = 0
+    """Slot for the states after `stop` tokens. It may be the slot that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +52,23 @@ class Prefill:
     """Blocks of the sequence, int64 [blocks]. None without a context."""
     span_ids: Tensor | None
     """Has the same meaning as in `Chunk`, int64 [context + rows]. None if no row is in a span."""
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states that recurrent layers read and write in a flat batch."""
+
+    prefills: Sequence[tuple[slice, int | None, int | None]]
+    """Rows of each chunk that is computed alone, the slot that it reads, and the slot that it writes.
+
+    A chunk that begins a sequence reads None. Without a cache, it writes None.
+    """
+    rows: Tensor
+    """Rows of the sequences with one new token, int64 [S]."""
+    reads: Tensor
+    """Slots that these sequences read, int64 [S]."""
+    writes: Tensor
+    """Slots that these sequences write, int64 [S]."""
 
 
 class Decode:
@@ -182,6 +132,7 @@ class PagedBatch:
         self._slots = None if cache is None else self._uploads.add(_slots(chunks, cache.block_size))
         if cache is not None and device.type != "cpu" and kernels_of(device).has_attention:
             self.rows  # noqa: B018 - adds their tensors to the uploads
+        self._decode_states = self._uploads.add(self._decode_slots()) if cache is not None and cache.states else None
         self.is_causal = all(not _is_in_span(chunk) for chunk in chunks)
         """Whether no row attends to a later row."""
 
@@ -220,6 +171,26 @@ class PagedBatch:
             return []
         begun = [_decode_group(group, self.cache, self._uploads) for group in groups.values()]
         return [finish() for finish in begun]  # after all have been added to the uploads
+
+    @cached_property
+    def states(self) -> States:
+        """The states that recurrent layers read and write."""
+        prefills = [
+            (
+                slice(row, row + chunk.stop - chunk.start),
+                chunk.reads if chunk.start else None,
+                None if self.cache is None else chunk.writes,
+            )
+            for chunk, row in self._placed()
+            if not self._is_decode(chunk)
+        ]
+        none = torch.zeros(3, 0, dtype=torch.int64)
+        return States(prefills, *(none if self._decode_states is None else self._decode_states()))
+
+    def _decode_slots(self) -> NDArray[np.int64]:
+        """Return the rows, `reads` and `writes` of the sequences with one new token, int64 [3, S]."""
+        slots = [(row, chunk.reads, chunk.writes) for chunk, row in self._placed() if self._is_decode(chunk)]
+        return np.array(slots, np.int64).reshape(-1, 3).T
 
     def _placed(self) -> Iterator[tuple[Chunk, int]]:
         row = 0

@@ -16,6 +16,7 @@ from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import MediaModel, ModelSpec
+from mindie_mm.nn.paged_cache import KVLayer
 from mindie_mm.nn.splice import Splice, plain_ids, splice
 from mindie_mm.nn.weights.pretrained import load_module
 
@@ -160,9 +161,8 @@ def load_seq2seq(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         max_model_len=max_model_len,
-        num_layers=getattr(text, "decoder_layers", None) or text.num_decoder_layers,
-        num_kv_heads=heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        layers=(KVLayer(heads, getattr(text, "head_dim", None) or text.hidden_size // heads),)
+        * (getattr(text, "decoder_layers", None) or text.num_decoder_layers),
         eos_token_ids=rules.eos_token_ids or eos_token_ids(checkpoint),
         device=device.torch_device,
         dtype=dtype,

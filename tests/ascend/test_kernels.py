@@ -38,7 +38,8 @@ def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str
     from mindie_mm.device import open_device
     from mindie_mm.device.npu.npu_kernels import works
     from mindie_mm.nn.attention import paged_attention
-    from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
+    from mindie_mm.nn.paged_batch import Chunk, PagedBatch
+    from mindie_mm.nn.paged_cache import KVLayer, PagedCache
 
     devices = torch.device("cpu"), open_device("npu").torch_device
     for name in WRITES:
@@ -54,12 +55,9 @@ def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str
     ]
     caches = [
         PagedCache.allocate(
-            num_layers=1,
+            [KVLayer(kv_heads, width)],
             num_blocks=10,
             block_size=block_size,
-            num_kv_heads=kv_heads,
-            head_dim=width,
-            value_head_dim=width,
             dtype=getattr(torch, dtype),
             device=device,
         )

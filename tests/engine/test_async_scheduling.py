@@ -218,7 +218,7 @@ def test_numbers_that_fail_an_aborted_request_are_not_shared(model, grammars):
     request = ahead._requests["lost"]
     while request.num_computed < request.num_prompt:
         ahead.step()
-        for pages in (*ahead._runner._cache.keys, *ahead._runner._cache.values):
+        for pages in (*ahead._runner._cache.keys.values(), *ahead._runner._cache.values.values()):
             pages[: ahead._blocks.num_blocks] = torch.nan
     ahead.abort(Abort("lost"))
     again = [(0, Add("again", add.input_ids, add.params))]

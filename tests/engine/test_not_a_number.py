@@ -29,7 +29,7 @@ def prompts(random_checkpoint):
 
 def spoil(engine):
     """Fill all KV blocks with NaN, as a request might leave them if its numbers overflowed."""
-    for pages in (*engine._runner._cache.keys, *engine._runner._cache.values):
+    for pages in (*engine._runner._cache.keys.values(), *engine._runner._cache.values.values()):
         pages[: engine._blocks.num_blocks] = torch.nan
 
 

@@ -51,7 +51,7 @@ def draws(row: dict[int, float], count=400, **settings) -> Counter:
 def test_end_tokens_beyond_the_vocabulary_are_dropped():
     """`min_tokens` bans end tokens. An id beyond the vocabulary would ban a token of the next row."""
     device, dtype = torch.device("cpu"), torch.float32
-    assert ModelSpec(VOCABULARY, 8, 8, 1, 1, 8, (2, VOCABULARY, VOCABULARY + 9, -1), device, dtype).eos_token_ids == EOS
+    assert ModelSpec(VOCABULARY, 8, 8, (), (2, VOCABULARY, VOCABULARY + 9, -1), device, dtype).eos_token_ids == EOS
 
 
 def test_greedy_takes_the_most_likely_token():

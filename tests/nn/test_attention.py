@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.attention import attend
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch
+from mindie_mm.nn.paged_cache import KVLayer, PagedCache
 
 HEADS, HEAD_DIM, BLOCK = 6, 16, 4
 CPU = torch.device("cpu")
@@ -53,12 +54,9 @@ def test_chunks_and_decodes_equal_whole_sequences(kv_heads, window):
     expected = [reference(*parts, window) for parts in zip(query, key, value, strict=True)]
 
     cache = PagedCache.allocate(
-        num_layers=1,
+        [KVLayer(kv_heads, HEAD_DIM)],
         num_blocks=64,
         block_size=BLOCK,
-        num_kv_heads=kv_heads,
-        head_dim=HEAD_DIM,
-        value_head_dim=HEAD_DIM,
         dtype=torch.float32,
         device=CPU,
     )
@@ -105,9 +103,9 @@ def test_chunks_with_bidirectional_spans_and_windows_equal_whole_sequences(windo
     length = len(span_ids)
     query, key, value = (torch.randn(HEADS, length + 2, HEAD_DIM, generator=generator) for _ in range(3))
     expected = reference(query, key, value, window, torch.nn.functional.pad(span_ids, (0, 2), value=-1))
-    sizes = {"head_dim": HEAD_DIM, "value_head_dim": HEAD_DIM, "dtype": torch.float32, "device": CPU}
+    sizes = {"num_blocks": 6, "block_size": BLOCK, "dtype": torch.float32, "device": CPU}
     for cuts in ([0, length], [0, 2, 11, 12, 16, 18, length], [0, 4, 11, 20]):
-        cache = PagedCache.allocate(num_layers=1, num_blocks=6, block_size=BLOCK, num_kv_heads=HEADS, **sizes)
+        cache = PagedCache.allocate([KVLayer(HEADS, HEAD_DIM)], **sizes)
         outs = []
         for start, stop in itertools.pairwise([*cuts, length + 1, length + 2]):
             batch = PagedBatch([Chunk(start, stop, range(6), span_ids)], cache, CPU)
@@ -141,20 +139,19 @@ class Writes(TorchDispatchMode):
 @pytest.mark.parametrize(("value_dim", "calls"), [(HEAD_DIM, 1), (HEAD_DIM // 2, 2)])
 def test_blocks_of_all_layers_are_cleared_together(value_dim, calls):
     cache = PagedCache.allocate(
-        num_layers=3,
+        [KVLayer(2, HEAD_DIM, value_dim)] * 3,
         num_blocks=5,
         block_size=BLOCK,
-        num_kv_heads=2,
-        head_dim=HEAD_DIM,
-        value_head_dim=value_dim,
         dtype=torch.float32,
         device=CPU,
     )
-    for pages in (*cache.keys, *cache.values):
+    for pages in (*cache.keys.values(), *cache.values.values()):
         pages.fill_(torch.nan)
     with Writes() as writes:
         cache.clear(torch.tensor([4, 1]))
     assert writes.count == calls
-    assert [part.shape[-1] for part in (*cache.keys, *cache.values)] == [HEAD_DIM] * 3 + [value_dim] * 3
-    for pages in (*cache.keys, *cache.values):
+    assert [part.shape[-1] for part in (*cache.keys.values(), *cache.values.values())] == [HEAD_DIM] * 3 + [
+        value_dim
+    ] * 3
+    for pages in (*cache.keys.values(), *cache.values.values()):
         assert [bool(block.isnan().any()) for block in pages] == [True, False, True, True, False, True, True]

@@ -15,7 +15,8 @@ from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.kernels import Rows
 from mindie_mm.nn import attention
 from mindie_mm.nn.decoder_layer import DecoderLayer, fuse
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch
+from mindie_mm.nn.paged_cache import KVLayer, PagedCache
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -168,18 +169,15 @@ def test_decode_steps_over_pages_equal_whole_sequences(name: str, order: str, mo
     size, lengths = 4, (LENGTH, 5, 8)
     blocks: list[list[int]] = [[0, 1, 2], [3, 4], [5, 6]] if order == "consecutive" else [[6, 0, 5], [2, 4], [3, 1]]
     cache = PagedCache.allocate(
-        num_layers=2,
+        [KVLayer(2, 16)] * 2,
         num_blocks=7,
         block_size=size,
-        num_kv_heads=2,
-        head_dim=16,
-        value_head_dim=16,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
     monkeypatch.setattr("mindie_mm.device.cpu.cpu_kernels._MIN_BYTES", 0)
     if order == "consecutive":
-        for pages in (*cache.keys, *cache.values):
+        for pages in (*cache.keys.values(), *cache.values.values()):
             pages.fill_(torch.nan)  # pages that are read in place are read up to their last token
     hidden = [torch.randn(1, n, 64, generator=torch.Generator().manual_seed(n)) for n in lengths]
 

@@ -82,7 +82,7 @@ class Bare:
     def __init__(self, **parts: nn.Module) -> None:
         self.module = nn.ModuleDict(parts)
         self.traits = Traits(vision_parts=tuple(name for name in parts if name == "visual"))
-        self.spec = ModelSpec(8, 8, 8, 1, 1, 8, (), torch.device("cpu"), torch.float32)
+        self.spec = ModelSpec(8, 8, 8, (), (), torch.device("cpu"), torch.float32)
 
 
 def test_a_model_without_the_part_is_refused():

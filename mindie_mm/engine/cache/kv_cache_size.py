@@ -39,13 +39,34 @@ def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
     return config.max_num_seqs * -(-context_length(spec, config) // block_size(spec, config))
 
 
+def state_slots(spec: ModelSpec, config: EngineConfig, num_bytes: int) -> int:
+    """Return the number of slots for states in a cache of `num_bytes` bytes. States take at most half of the cache.
+
+    It is 0 if no layer keeps a state.
+    """
+    if not spec.state_bytes:
+        return 0
+    return max(1, min(_useful_slots(config), num_bytes // 2 // spec.state_bytes))
+
+
+def _useful_slots(config: EngineConfig) -> int:
+    """Return the number of slots for all requests, and as many for snapshots if prefixes are cached."""
+    return config.max_num_seqs * (2 if config.prefix_caching else 1)
+
+
 def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
     """Return the size in bytes of a KV cache that holds all requests at full length."""
     spec = model.spec
     if isinstance(model, Seq2SeqModel):
         token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # assumes prompt and answer of equal length
         return config.max_num_seqs * context_length(spec, config) * token_bytes
-    return useful_blocks(spec, config) * block_size(spec, config) * spec.kv_token_bytes
+    blocks = useful_blocks(spec, config) * block_size(spec, config) * spec.kv_token_bytes
+    return blocks + _useful_slots(config) * spec.state_bytes
+
+
+def least_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    """Return the size in bytes of the smallest cache of a decoder-only model, for one block of one request."""
+    return block_size(spec, config) * spec.kv_token_bytes + spec.state_bytes
 
 
 def fitting_context(

@@ -26,7 +26,8 @@ from mindie_mm.inputs import PROMPT, Kind, Media
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.nn.family import Plan, Processor, Write
 from mindie_mm.nn.model import EMBEDDINGS, MediaModel, Model, Positions
-from mindie_mm.nn.paged_batch import Chunk, GraphBatch, PagedBatch, PagedCache
+from mindie_mm.nn.paged_batch import Chunk, GraphBatch, PagedBatch
+from mindie_mm.nn.paged_cache import PagedCache
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.splice import ItemView, MediaItem, Splice
 from mindie_mm.settings.config import EngineConfig, MiB
@@ -162,10 +163,8 @@ class WorstCase:
         start, stop = self._max_model_len - num_tokens, self._max_model_len
         size = block_size(spec, self._config)
         num_blocks = -(-stop // size)
-        # All layers share the memory of one layer. Its content does not matter, and memory for all layers may be
-        # missing.
-        layer = spec.allocate_cache(num_blocks, size, num_layers=1)
-        cache = layer.repeated(spec.num_layers)
+        # The content of the cache does not matter, and memory for all layers may be missing.
+        cache = spec.allocate_cache(num_blocks, size, num_slots=1, is_shared=True)
         features = torch.zeros(num_tokens, spec.hidden_size + spec.extra_width, dtype=spec.dtype, device=spec.device)
         span_ids = torch.zeros(stop, dtype=torch.int64) if _has_bidirectional_spans(model) else None
         return lambda: _logits(
@@ -208,8 +207,7 @@ class WorstCase:
         spec, size = model.spec, block_size(model.spec, self._config)
         most = most_rows(self._config.max_num_seqs, size)
         blocks = most_blocks(most, self._max_model_len, size)
-        cache = spec.allocate_cache(1, size, num_layers=1)
-        cache = cache.repeated(spec.num_layers)
+        cache = spec.allocate_cache(1, size, num_slots=1, is_shared=True)
         name, settings = f"captured decode steps of {most} requests", "max_num_seqs, or set enforce_eager"
         step = self._peak_bytes(name, [self._decode(model, cache, most, blocks)], settings)
         # Sizes of graphs are powers of two. All smaller graphs together need at most the memory of the largest graph,

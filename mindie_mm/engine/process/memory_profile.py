@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from mindie_mm.device import Device
-from mindie_mm.engine.cache.kv_cache_size import block_size, useful_bytes
+from mindie_mm.engine.cache.kv_cache_size import least_bytes, useful_bytes
 from mindie_mm.engine.process.largest_step import Step, mib
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.errors import DeviceError
@@ -41,11 +41,9 @@ class Memory:
         if config.kv_cache_bytes is not None:
             first = min(config.kv_cache_bytes, useful_bytes(model, config)) + (0 if step.is_kept else step.num_bytes)
         else:
-            one = max(
-                useful_bytes(model, config) // config.max_num_seqs, block_size(spec, config) * spec.kv_token_bytes
-            )
+            one = max(useful_bytes(model, config) // config.max_num_seqs, least_bytes(spec, config))
             # `kv_cache_bytes` subtracts this copy of a layer.
-            first = one + 2 * one // spec.num_layers + 1 + step.num_bytes
+            first = one + 2 * one * spec.kv_layer_bytes // spec.kv_token_bytes + 1 + step.num_bytes
         left = max(0, min(asked, int(self._free_bytes() * (config.memory_share or 1)) - first))
         if left < asked:
             _log.warning(
@@ -73,7 +71,7 @@ class Memory:
         """
         model, step, num_engines = self.model, self.step, self.num_engines
         spec = model.spec
-        useful, least = useful_bytes(model, config), block_size(spec, config) * spec.kv_token_bytes
+        useful, least = useful_bytes(model, config), least_bytes(spec, config)
         taken = step.num_bytes + config.encoder_cache_bytes
         divided = num_engines > 1 and spec.device.type == "cpu"
         each, fewer = (f" for each of {num_engines} engines", ", or lower replicas") if divided else ("", "")
@@ -97,7 +95,7 @@ class Memory:
         def left_of(num_bytes: int) -> int:
             left = num_bytes - taken
             # A decode step copies one layer of the requests' KV cache. Padding at most doubles the size of the copy.
-            return left - 2 * left // (spec.num_layers + 2)
+            return left - 2 * left * spec.kv_layer_bytes // (spec.kv_token_bytes + 2 * spec.kv_layer_bytes)
 
         left = left_of(int(free * share))
         one = max(useful // config.max_num_seqs, least)

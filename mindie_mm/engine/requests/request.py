@@ -48,6 +48,10 @@ class Request:
     """Constraint on the output, if the request asks for a structured output."""
     kv_blocks: list[int] = field(default_factory=list)
     """KV blocks of the request, in order."""
+    state_slot: int | None = None
+    """Slot with the states of recurrent layers after `num_computed` tokens."""
+    snapshots: dict[int, int] = field(default_factory=dict)
+    """Slots with the states after some numbers of tokens, as far as the steps that write them have not finished."""
     media_consumed: bool = False
     """Whether the shared-memory blocks of `items` may be freed, because the KV cache covers all features."""
     num_computed: int = 0

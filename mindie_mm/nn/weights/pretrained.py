@@ -27,7 +27,8 @@ from mindie_mm.nn.checkpoint.resolved import context_length, settle
 from mindie_mm.nn.decoder_layer import TOLERANCES, DecoderLayer, fuse
 from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
 from mindie_mm.nn.model import Model, ModelSpec
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch, PagedCache, top_position
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
+from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, StateLayer
 from mindie_mm.nn.weights.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.weights.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.weights.quantized import check_quantization, method_of, quantization, try_layers
@@ -36,7 +37,7 @@ from mindie_mm.nn.weights.shares import localize, num_shares, refuse_shares, sha
 from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Types of layers that attend to the KV cache or a window of it. Layers of other types keep their own state."""
+"""Types of layers that attend to the KV cache or a window of it."""
 
 
 def read_config(name: str, checkpoint: Checkpoint) -> Any:
@@ -192,6 +193,7 @@ def load_pretrained(
     tp_plan: Mapping[str, str] | None = None,
     renamed: RenamedWeights | None = None,
     default_theta: float | None = None,
+    states: Mapping[str, Callable[[Any], StateLayer]] | None = None,
 ) -> tuple[Any, ModelSpec]:
     """Load a transformers model for inference, and switch its text layers to paged attention.
 
@@ -204,6 +206,7 @@ def load_pretrained(
         tp_plan: Tensor-parallel plan of the text model if transformers has none.
         renamed: Weights of a translated checkpoint. None if the checkpoint was not translated.
         default_theta: Has the same meaning as in `settle`.
+        states: Functions from the text model's configuration to what a layer of a recurrent type keeps, by type.
 
     Returns:
         The module, and the sizes of its text model. With tensor parallelism, these are the sizes of this rank's share.
@@ -218,15 +221,14 @@ def load_pretrained(
     from transformers import AttentionInterface
 
     module = _load(cls, checkpoint, device, dtype, unused, tp_plan, renamed, default_theta)
-    if other := set(getattr(module.config.get_text_config(), "layer_types", None) or ()) - _LAYERS:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not supported")
+    layers = _layers(checkpoint, module.config.get_text_config(), states or {})
     # No mask function is registered, so transformers builds no mask. Building one would wait for the positions.
     AttentionInterface.register(attention.NAME, attention.attend)
     # A single name instead of a mapping would also switch the towers, which must keep sdpa.
     parts = dict.fromkeys(module.config.sub_configs, "sdpa")
     parts["text_config" if "text_config" in parts else ""] = attention.NAME
     module.set_attn_implementation(parts)
-    return module, _spec(checkpoint, module.config.get_text_config(), device, dtype)
+    return module, _spec(checkpoint, module.config.get_text_config(), layers, device, dtype)
 
 
 def load_module(
@@ -371,15 +373,25 @@ def check_weights(
         )
 
 
-def _spec(checkpoint: Checkpoint, text: Any, device: Device, dtype: torch.dtype) -> ModelSpec:
+def _layers(checkpoint: Checkpoint, text: Any, states: Mapping[str, Callable[[Any], StateLayer]]) -> tuple[Layer, ...]:
+    """Return what each layer of a text model keeps between steps, on this rank."""
+    types = getattr(text, "layer_types", None) or ("full_attention",) * text.num_hidden_layers
+    if other := set(types) - _LAYERS - states.keys():
+        raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not supported")
     heads: int = text.num_attention_heads
+    num_kv_heads = (getattr(text, "num_key_value_heads", None) or heads) // num_shares()
+    attention_layer = KVLayer(num_kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return tuple(states[one](text) if one in states else attention_layer for one in types)
+
+
+def _spec(
+    checkpoint: Checkpoint, text: Any, layers: tuple[Layer, ...], device: Device, dtype: torch.dtype
+) -> ModelSpec:
     return ModelSpec(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         max_model_len=context_length(text),
-        num_layers=text.num_hidden_layers,
-        num_kv_heads=(getattr(text, "num_key_value_heads", None) or heads) // num_shares(),
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        layers=layers,
         eos_token_ids=eos_token_ids(checkpoint),
         device=device.torch_device,
         dtype=dtype,

@@ -1,0 +1,148 @@
+"""Gated delta-net layers over a flat batch, in place of transformers' layers, which compute one sequence at a time.
+
+Source: Gated Delta Networks (Yang et al., 2024, arXiv 2412.06464). A layer keeps two tensors for each sequence: the
+last inputs of its convolution, and a recurrent state per head that maps keys to values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv1d, silu, softplus
+
+from mindie_mm.nn.paged_batch import PagedBatch
+from mindie_mm.nn.paged_cache import StateLayer
+
+LAYER_TYPE = "linear_attention"
+"""Type of these layers in `layer_types` of config.json."""
+_EPS = 1e-6
+
+
+def delta_net_state(text: Any) -> StateLayer:
+    """Return what a layer keeps for each sequence. `text` is the configuration of the text model."""
+    channels = 2 * text.linear_num_key_heads * text.linear_key_head_dim
+    channels += text.linear_num_value_heads * text.linear_value_head_dim
+    return StateLayer(
+        shapes=(
+            (channels, text.linear_conv_kernel_dim - 1),
+            (text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim),
+        ),
+        # The recurrent state sums over all tokens, so that rounding it in each step would add up.
+        dtypes=(text.dtype, torch.float32),
+    )
+
+
+def replace_delta_nets(layers: nn.ModuleList) -> None:
+    """Replace the delta-net layers of a text model."""
+    for layer in layers:
+        if getattr(layer, "linear_attn", None) is not None:
+            layer.linear_attn = GatedDeltaNet(layer.linear_attn)
+
+
+class GatedDeltaNet(nn.Module):
+    """A gated delta-net layer with the weights of transformers' layer."""
+
+    def __init__(self, layer: Any) -> None:
+        """Take the weights of `layer`, such as a Qwen3_5GatedDeltaNet."""
+        super().__init__()
+        self.layer: int = layer.layer_idx
+        self.in_proj_qkv, self.in_proj_z = layer.in_proj_qkv, layer.in_proj_z
+        self.in_proj_b, self.in_proj_a = layer.in_proj_b, layer.in_proj_a
+        self.conv1d, self.norm, self.out_proj = layer.conv1d, layer.norm, layer.out_proj
+        self.dt_bias, self.A_log = layer.dt_bias, layer.A_log
+        self.key_dim, self.value_dim = layer.head_k_dim, layer.head_v_dim
+        self.num_key_heads, self.num_value_heads = layer.num_k_heads, layer.num_v_heads
+
+    def forward(self, hidden_states: Tensor, *, paged: PagedBatch, **_: Any) -> Tensor:
+        """Run the layer.
+
+        Args:
+            hidden_states: [1, T, hidden].
+            paged: The sequences of the batch, and their states.
+
+        Returns:
+            [1, T, hidden].
+
+        """
+        hidden = hidden_states[0]
+        mixed = self.in_proj_qkv(hidden)
+        beta = self.in_proj_b(hidden).sigmoid()
+        decay = -self.A_log.float().exp() * softplus(self.in_proj_a(hidden).float() + self.dt_bias)
+        out = mixed.new_empty(len(hidden), self.num_value_heads, self.value_dim)
+        states = paged.states
+        convolved, recurrent = (None, None) if paged.cache is None else paged.cache.states[self.layer]
+        for rows, reads, writes in states.prefills:
+            inputs = None if reads is None or convolved is None else convolved[reads]
+            state = None if reads is None or recurrent is None else recurrent[reads].unsqueeze(0)
+            activated, inputs = self._convolve(mixed[rows], inputs)
+            out[rows], state = self._scan(activated, decay[rows], beta[rows], state)
+            if writes is not None and convolved is not None and recurrent is not None:
+                convolved[writes] = inputs
+                recurrent[writes] = state
+        if len(states.rows) and convolved is not None and recurrent is not None:
+            rows = states.rows
+            window = torch.cat([convolved.index_select(0, states.reads), mixed[rows].unsqueeze(-1)], dim=-1)
+            activated = silu((window * self.conv1d.weight.squeeze(1)).sum(-1))
+            state = recurrent.index_select(0, states.reads)
+            out[rows], state = self._step(activated, decay[rows], beta[rows], state)
+            convolved.index_copy_(0, states.writes, window[..., 1:])
+            recurrent.index_copy_(0, states.writes, state)
+        gate = self.in_proj_z(hidden).view(-1, self.value_dim)
+        normed = self.norm(out.flatten(0, 1), gate).view(len(hidden), -1)
+        projected: Tensor = self.out_proj(normed)
+        return projected.unsqueeze(0)
+
+    def _convolve(self, rows: Tensor, inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Convolve the consecutive rows [n, channels] of one sequence.
+
+        `inputs` are the rows before them, [channels, kernel - 1], or None at the start of the sequence. Return the
+        activated rows, and the last rows for the next call.
+        """
+        weight = self.conv1d.weight
+        if inputs is None:
+            inputs = rows.new_zeros(rows.shape[1], weight.shape[-1] - 1)
+        window = torch.cat([inputs, rows.t()], dim=1)
+        out = conv1d(window.unsqueeze(0), weight, groups=len(window))[0]
+        return silu(out).t(), window[:, len(rows) :]
+
+    def _heads(self, activated: Tensor) -> list[Tensor]:
+        """Split rows [n, channels] into queries, keys and values, [n, heads, width] each."""
+        width = self.num_key_heads * self.key_dim
+        query, key, value = activated.split([width, width, self.num_value_heads * self.value_dim], dim=1)
+        return [
+            query.reshape(len(query), -1, self.key_dim),
+            key.reshape(len(key), -1, self.key_dim),
+            value.reshape(len(value), -1, self.value_dim),
+        ]
+
+    def _scan(self, activated: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Apply the delta rule to the consecutive rows of one sequence. Return the outputs and the new state."""
+        from transformers.models.qwen3_5 import modeling_qwen3_5  # imported late: takes seconds
+
+        query, key, value = (part.unsqueeze(0) for part in self._heads(activated))
+        out, state = modeling_qwen3_5.torch_chunk_gated_delta_rule(
+            query,
+            key,
+            value,
+            g=decay.unsqueeze(0),
+            beta=beta.unsqueeze(0),
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return out[0], state[0]
+
+    def _step(self, activated: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the delta rule to one row of each sequence. `state` is overwritten."""
+        query, key, value = (part.float() for part in self._heads(activated))
+        query, key = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + _EPS) for part in (query, key))
+        query, key = (
+            part.repeat_interleave(self.num_value_heads // self.num_key_heads, dim=1).unsqueeze(2)
+            for part in (query * self.key_dim**-0.5, key)
+        )  # (S, heads, 1, width)
+        state.mul_(decay.exp()[..., None, None])
+        change = (value.unsqueeze(2) - key @ state) * beta.float()[..., None, None]
+        state += key.transpose(2, 3) * change
+        return (query @ state).squeeze(2).to(activated.dtype), state
