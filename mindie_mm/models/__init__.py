@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from difflib import SequenceMatcher
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Literal
@@ -31,6 +33,7 @@ from mindie_mm.nn.weights.stored_tensors import stored_dtype
 
 GROUP = "mindie_mm.models"
 _MOST_KEYS = 12  # maximum number of keys in one log message
+_LIST = "docs/families.md lists all families, as `mindie-mm models` does"
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +69,8 @@ def _named_of(name: str, entries: Mapping[str, EntryPoint]) -> type[Family]:
     if name in entries:
         return _loaded(entries[name])
     if name not in _own_names():
-        raise InputError(f"there is no family named {name!r}; the families are {', '.join(family_names())}")
+        nearest = max(family_names(), key=lambda known: _similarity(name, known))
+        raise InputError(f"there is no family named {name!r}; the nearest name is {nearest}, and {_LIST}")
     try:
         module = importlib.import_module(f"{__name__}.{name}")
     except Exception as error:  # a family under development may raise anything, and the error must name the family
@@ -90,15 +94,20 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
 
     Raises:
         InputError: No family is called `name`, or a family that might support the checkpoint cannot be loaded.
-        UnsupportedCheckpoint: No family supports this model_type.
+        UnsupportedCheckpoint: No family supports this model_type, or the family called `name` does not.
 
     """
     entries = _entries()
     if name is not None:
-        return _named_of(name, entries)
-    model_type = checkpoint.config.get("model_type")
+        named = _named_of(name, entries)
+        if checkpoint.config.get("model_type") is None or named.serves(checkpoint.config):
+            return named
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} has {_stated_type(checkpoint)} in its config.json, which the family {name} does not "
+            f"support; leave out --family to use the family that config.json selects{_nearest(checkpoint)}"
+        )
     broken: InputError | None = None
-    for candidate in _candidates(str(model_type), entries):
+    for candidate in _candidates(str(checkpoint.config.get("model_type")), entries):
         try:
             family = _named_of(candidate, entries)
         except InputError as error:  # a broken family must not prevent others from serving the checkpoint
@@ -108,24 +117,49 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
             return family
     if broken is not None:
         raise broken
-    stated_type = "no model_type" if model_type is None else f"model_type {model_type!r}"
-    if isinstance(architectures := checkpoint.config.get("architectures"), list) and architectures:
-        stated_type += f" ({', '.join(map(str, architectures))})"
     raise UnsupportedCheckpoint(
-        f"{checkpoint.path} has {stated_type} in its config.json, and no family supports such a "
-        f"checkpoint{_nearest(str(model_type))}; the families are {', '.join(family_names())}, and "
-        "docs/families.md lists a published checkpoint of each. If the checkpoint is of one of these "
-        "families, select it with --family; docs/adding-a-model.md describes how to add another family"
+        f"{checkpoint.path} has {_stated_type(checkpoint)} in its config.json, and no family supports such a "
+        f"checkpoint{_nearest(checkpoint)}; {_LIST}, and docs/adding-a-model.md describes how to add another family"
     )
 
 
-def _nearest(model_type: str) -> str:
-    """Return a hint that names the family whose name is the longest prefix of `model_type`, or an empty string."""
-    own = [name for name in _own_names() if model_type.startswith((f"{name}_", f"{name}-"))]
-    if not own:
+def _stated_type(checkpoint: Checkpoint) -> str:
+    """Return the model_type and the architectures of config.json, as an error message names them."""
+    model_type = checkpoint.config.get("model_type")
+    stated = "no model_type" if model_type is None else f"model_type {model_type!r}"
+    names = _architectures(checkpoint)
+    return f"{stated} ({', '.join(names)})" if names else stated
+
+
+def _architectures(checkpoint: Checkpoint) -> list[str]:
+    names = checkpoint.config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _nearest(checkpoint: Checkpoint) -> str:
+    """Return a hint that names the family with the nearest model_type or architecture, or an empty string."""
+    model_type = checkpoint.config.get("model_type")
+    stated = [*([] if model_type is None else [str(model_type)]), *_architectures(checkpoint)]
+    scores: dict[str, float] = {}
+    for name in sorted(_own_names()):
+        with suppress(InputError):  # a broken family has no model types
+            family = family_named(name)
+            known = [name, *family.model_types, getattr(family, "module_name", "")]
+            scores[name] = max((_similarity(own, other) for own in stated for other in known), default=0.0)
+    nearest = max(scores, key=lambda name: scores[name])
+    if not scores[nearest]:
         return ""
-    family = family_named(max(own, key=len))
-    return f"; the family with the most similar name is {max(own, key=len)}, for checkpoints such as {family.published}"
+    return f"; the nearest family by name is {nearest}, for checkpoints such as {family_named(nearest).published}"
+
+
+def _similarity(stated: str, known: str) -> float:
+    """Return how similar two model types or architectures are, from 0 to 1. A common beginning counts most."""
+    first, second = (re.sub(r"For[A-Z]\w*$|[\W_]", "", name).lower() for name in (stated, known))
+    if not first or not second:
+        return 0.0
+    matcher = SequenceMatcher(None, first, second, autojunk=False)
+    begins_alike = next((block.size for block in matcher.get_matching_blocks() if block.a == block.b == 0), 0)
+    return (begins_alike / max(len(first), len(second)) + matcher.ratio()) / 2
 
 
 def _candidates(model_type: str, entries: Collection[str]) -> list[str]:

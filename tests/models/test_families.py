@@ -69,29 +69,50 @@ def test_another_model_type_is_refused_by_name(renamed, model_type):
     with pytest.raises(UnsupportedCheckpoint) as error:
         family_of(Checkpoint.open(folder))
     assert found in str(error.value)
-    assert all(name in str(error.value) for name in family_names())
+    assert f"the nearest family by name is {RANDOM}, for checkpoints such as" in str(error.value)
+    assert sum(name in str(error.value) for name in family_names()) == 1, "the list is linked, not repeated"
+    assert "docs/families.md" in str(error.value)
     assert "docs/adding-a-model.md" in str(error.value)
 
 
 @pytest.mark.usefixtures("copied_workers")
-def test_a_named_family_overrides_the_config(renamed):
-    folder, name = renamed("llama"), RANDOM
+def test_a_named_family_serves_a_config_without_a_model_type(renamed):
+    folder, name = renamed(None), RANDOM
     with Tokenizer.from_pretrained(folder, family=name) as tokenizer:
         ids = tokenizer.tokenize([{"text": "a red square"}])
     assert load_model(folder, device="cpu", family=name).logits(ids).isfinite().all()
     with LLM(folder, family=name) as llm:
         (output,) = llm.generate(["a red square"], SamplingParams(temperature=0, max_tokens=2))
     assert len(output.token_ids) in (1, 2)
-    with pytest.raises(UnsupportedCheckpoint, match="model_type 'llama'"):
-        LLM(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "nearest"),
+    [
+        ({"model_type": "gemma3_audio"}, "gemma3"),
+        ({"model_type": "llava_next_video"}, "llava_next"),
+        ({"architectures": ["Idefics2ForConditionalGeneration"]}, "idefics3"),
+    ],
+)
+def test_a_refusal_names_the_nearest_model_type_or_architecture(config, nearest):
+    family = family_named(nearest)
+    with pytest.raises(
+        UnsupportedCheckpoint, match=f"by name is {nearest}, for checkpoints such as {family.published}"
+    ):
+        family_of(Checkpoint(Path("/nowhere"), config))
+
+
+def test_a_named_family_refuses_another_model_type(renamed):
+    with pytest.raises(UnsupportedCheckpoint, match=r"model_type 'llama'.*the family qwen2_vl does not support"):
+        family_of(Checkpoint.open(renamed("llama")), RANDOM)
 
 
 @pytest.mark.usefixtures("copied_workers")
 @pytest.mark.parametrize("name", ["nothing", "", "../qwen2_vl", "__init__", "os"])
 def test_an_unknown_family_is_refused_by_name(random_checkpoint, name):
-    with pytest.raises(InputError, match=r"the families are .*qwen2_vl"):
+    with pytest.raises(InputError, match=r"the nearest name is .*docs/families\.md lists all families"):
         family_of(Checkpoint.open(random_checkpoint), name)
-    with pytest.raises(InputError, match=r"the families are .*qwen2_vl" if name else "family is '', which is empty"):
+    with pytest.raises(InputError, match=r"the nearest name is " if name else "family is '', which is empty"):
         LLM(random_checkpoint, family=name)
 
 
