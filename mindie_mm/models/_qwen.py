@@ -75,26 +75,30 @@ class QwenProcessor(Processor):
     """Name of transformers' configuration class."""
     image_types: ClassVar[Sequence[str]]
     """Names of the image processor classes in transformers that a checkpoint may state."""
-    video_type: ClassVar[str]
-    """Name of transformers' video processor class."""
+    image_defaults: ClassVar[Mapping[str, Any]] = IMAGE_DEFAULTS
+    """Settings of images that a checkpoint may leave out."""
+    video_type: ClassVar[str] = ""
+    """Name of transformers' video processor class. Empty if the family has no videos."""
     video_defaults: ClassVar[Mapping[str, Any]] = VIDEO_DEFAULTS
+    groups_patches: ClassVar[bool] = True
+    """Whether the patches that become one token are adjacent. Otherwise, patches are stored row by row."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         read = read_config(self.config_name, checkpoint)
         self.feature_width = read.get_text_config().hidden_size
-        image = checkpoint.preprocessor("image", dict.fromkeys(self.image_types, IMAGE_DEFAULTS))
-        video = checkpoint.preprocessor("video", {self.video_type: self.video_defaults})
+        image = checkpoint.preprocessor("image", dict.fromkeys(self.image_types, self.image_defaults))
         self.image = PixelSettings.read(image, f"{checkpoint.path} (images)")
-        self.video = self.video_settings(video, f"{checkpoint.path} (videos)")
-        for kind, settings in (("images", self.image), ("videos", self.video)):
-            _check_tower(settings, read.vision_config, f"{checkpoint.path} ({kind})")
-        config = checkpoint.config
-        before = (config.get("vision_start_token_id", 151652),)
-        after = (config.get("vision_end_token_id", 151653),)
-        self.placeholders = {
-            "image": Placeholder(before, config.get("image_token_id", 151655), after),
-            "video": Placeholder(before, config.get("video_token_id", 151656), after),
-        }
+        temporal = read.vision_config.temporal_patch_size if self.video_type else 1
+        _check_tower(self.image, read.vision_config, temporal, f"{checkpoint.path} (images)")
+        before = (getattr(read, "vision_start_token_id", 151652),)
+        after = (getattr(read, "vision_end_token_id", 151653),)
+        placeholders: dict[Kind, Placeholder] = {"image": Placeholder(before, read.image_token_id, after)}
+        if self.video_type:
+            video = checkpoint.preprocessor("video", {self.video_type: self.video_defaults})
+            self.video = self.video_settings(video, f"{checkpoint.path} (videos)")
+            _check_tower(self.video, read.vision_config, temporal, f"{checkpoint.path} (videos)")
+            placeholders["video"] = Placeholder(before, read.video_token_id, after)
+        self.placeholders = placeholders
 
     def max_tokens(self, kind: Kind) -> int:
         if kind == "image":
@@ -143,6 +147,13 @@ class QwenProcessor(Processor):
         """
         return sample_frames(total, fps, settings)
 
+    def image_size(self, height: int, width: int, settings: PixelSettings) -> tuple[int, int]:
+        """Return the height and width to which an image is resized.
+
+        Raise LimitExceeded if one side is more than 200 times as long as the other.
+        """
+        return smart_resize(height, width, settings)
+
     def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
         """Return the height and width of the resized frames. `num_frames` is the number of sampled frames.
 
@@ -164,15 +175,20 @@ class QwenProcessor(Processor):
         """
         return patches
 
+    @property
+    def group(self) -> int:
+        """Side, in patches, of the squares whose patches are adjacent."""
+        return self.image.merge_size if self.groups_patches else 1
+
     def _plan_image(self, data: Data, settings: PixelSettings) -> tuple[Plan, Write]:
         image = open_image(data)
-        height, width = smart_resize(image.height, image.width, settings)
+        height, width = self.image_size(image.height, image.width, settings)
         patch, merge = settings.patch_size, settings.merge_size
         grid = (1, height // patch, width // patch)
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             frames = _frames(arrays, "image", patch)
-            patchify(resize(image.decode(), height, width), frames[:, 0], patch, merge)
+            patchify(resize(image.decode(), height, width), frames[:, 0], patch, self.group)
             frames[:, 1:] = frames[:, :1]
             if PLANES in arrays:
                 arrays[_GRIDS["image"]][...] = grid
@@ -239,7 +255,7 @@ class QwenProcessor(Processor):
     def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
         (t, h, w), patch = grid[:3], self.image.patch_size
         return [
-            unpatchify(frame, h, w, self.image.merge_size)
+            unpatchify(frame, h, w, self.group)
             for name, array in arrays.items()
             if name in _PIXELS.values()
             for group in array.reshape(t, h * w, -1, patch, patch, 3)
@@ -247,12 +263,14 @@ class QwenProcessor(Processor):
         ]
 
 
-def _check_tower(settings: PixelSettings, vision: Any, where: str) -> None:
+def _check_tower(settings: PixelSettings, vision: Any, temporal_patch_size: int, where: str) -> None:
     """Raise UnsupportedCheckpoint unless the settings produce the patches that the tower expects."""
-    expected = {"patch_size": settings.patch_size, "temporal_patch_size": settings.temporal_patch_size}
-    expected["merge_size"] = settings.merge_size
-    for name, value in expected.items():
-        if (taken := getattr(vision, "spatial_merge_size" if name == "merge_size" else name)) != value:
+    for name, taken in (
+        ("patch_size", vision.patch_size),
+        ("temporal_patch_size", temporal_patch_size),
+        ("merge_size", vision.spatial_merge_size),
+    ):
+        if (value := getattr(settings, name)) != taken:
             raise UnsupportedCheckpoint(f"{where}: {name} is {value}, but the tower in config.json takes {taken}")
 
 
@@ -273,14 +291,18 @@ class QwenModel(PretrainedModel):
     traits = Traits(mindie_layouts=_MINDIE, vision_parts=("model.visual",), projector_parts=("model.visual.merger",))
     time_scale: float = 1.0
     """Positions per unit of `interval`."""
+    patch_projection: ClassVar[str] = "model.visual.patch_embed.proj"
+    """Name of the tower's first layer, a convolution over patches."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: QwenProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._pixels: dict[Kind, PixelSettings] = {"image": processor.image, "video": processor.video}
+        self._pixels: dict[Kind, PixelSettings] = {
+            kind: getattr(processor, kind) for kind in _GRIDS if kind in processor.placeholders
+        }
         self._tokens = {kind: processor.placeholders[kind].token for kind in self._pixels}
         self._merge: int = module.config.vision_config.spatial_merge_size
-        patch_embed = module.model.visual.patch_embed
-        patch_embed.proj = PatchProjection(patch_embed.proj)
+        self._group = processor.group
+        module.set_submodule(self.patch_projection, PatchProjection(module.get_submodule(self.patch_projection)))
 
     def describe_segments(self, view: SegmentsView) -> MediaShape:
         for kind, name in _GRIDS.items():
@@ -318,13 +340,23 @@ class QwenModel(PretrainedModel):
         patches = joined(map(self.normalized, items), sum(math.prod(item.shape.grid[:3]) for item in items))
         # The grids stay on the host, so that the tower derives sizes from them without waiting for the device.
         grids = torch.tensor([item.shape.grid[:3] for item in items])
-        return self.module.model.visual(patches.to(self.spec.dtype), grid_thw=grids, **self.places(grids))
+        return self.call_visual(patches.to(self.spec.dtype), grids)
+
+    def call_visual(self, patches: Tensor, grids: Tensor) -> Any:
+        """Return the output of the vision tower.
+
+        Args:
+            patches: Normalized patches of all items, [patches, 3 * temporal * patch * patch].
+            grids: Size of each item in patches, int64 [items, 3], on the host.
+
+        """
+        return self.module.model.visual(patches, grid_thw=grids, **self.places(grids))
 
     def places(self, grids: Tensor) -> dict[str, Tensor]:
         """Return the tower's keyword arguments for the positions of patches. `grids` is int64 [items, 3]."""
         from transformers.vision_utils import get_vision_position_ids  # imported late, because it is slow to import
 
-        return {"position_ids": upload(get_vision_position_ids(grids, self._merge), self.spec.device)}
+        return {"position_ids": upload(get_vision_position_ids(grids, self._group), self.spec.device)}
 
     def normalized(self, item: MediaItem) -> Tensor:
         """Return the normalized patches of an item in either wire format.
@@ -335,6 +367,30 @@ class QwenModel(PretrainedModel):
         settings, planar = self._pixels[kind], PLANES in view
         patches = to_device(view, PLANES if planar else _PIXELS[kind], self.spec.device)
         return settings.normalize_planes(patches) if planar else settings.normalize(patches)
+
+
+def interpolation(embeddings: Any, grids: Tensor, merge: int, device: torch.device) -> dict[str, Tensor]:
+    """Return the keyword arguments of a tower that interpolate its learned positions.
+
+    Args:
+        embeddings: The module of the tower that adds the positions.
+        grids: Size of each item in patches, int64 [items, 3], on the host.
+        merge: Side in patches of the squares whose patches are adjacent.
+        device: Device of the result.
+
+    """
+    from transformers.vision_utils import (
+        get_vision_interpolation_indices_and_weights,  # imported late, because it is slow to import
+    )
+
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        grids,
+        num_grid_per_side=embeddings.num_grid_per_side,
+        mode=embeddings.interpolation_mode,
+        align_corners=embeddings.interpolation_align_corners,
+        spatial_merge_size=merge,
+    )
+    return {"interp_indices": upload(indices, device), "interp_weights": upload(weights, device)}
 
 
 def window_places(visual: Any, grids: Tensor, device: torch.device) -> dict[str, Tensor]:

@@ -136,6 +136,15 @@ def largest(settings: PixelSettings) -> tuple[int, int]:
     return rows * settings.factor, tokens // rows * settings.factor
 
 
+def check_aspect_ratio(height: int, width: int) -> None:
+    """Raise LimitExceeded if one side of an image or video is more than 200 times as long as the other."""
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise LimitExceeded(
+            f"the image or video has {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} "
+            "times the shorter one"
+        )
+
+
 def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: int = 1) -> tuple[int, int]:
     """Return the height and width to which an image or a frame of a video is resized.
 
@@ -152,11 +161,7 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
         LimitExceeded: One side is more than 200 times as long as the other.
 
     """
-    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        raise LimitExceeded(
-            f"the image or video has {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} "
-            "times the shorter one"
-        )
+    check_aspect_ratio(height, width)
     factor, min_pixels, max_pixels = settings.factor, settings.min_pixels, settings.max_pixels
     if settings.total_pixels is not None:
         max_pixels = max(min(max_pixels, settings.total_pixels // num_frames), int(min_pixels * 1.05))

@@ -76,13 +76,9 @@ class Qwen25OmniProcessor(QwenProcessor):
         # The reference's processor always overrides the size in the configuration of the video preprocessor.
         size = joint.get("videos_kwargs", {}).get("size", _VIDEO_SIZE)
         self.video = replace(self.video, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
-        vision = (config.get("vision_start_token_id", 151652),), (config.get("vision_end_token_id", 151653),)
         audio = (config.get("audio_start_token_id", 151647),), (config.get("audio_end_token_id", 151648),)
-        self.placeholders = {
-            "image": Placeholder(vision[0], config.get("image_token_index", 151655), vision[1]),
-            "video": Placeholder(vision[0], config.get("video_token_index", 151656), vision[1]),
-            "audio": Placeholder(audio[0], config.get("audio_token_index", 151646), audio[1]),
-        }
+        sound = Placeholder(audio[0], config.get("audio_token_index", 151646), audio[1])
+        self.placeholders = {**self.placeholders, "audio": sound}
         seconds = config.get("position_id_per_seconds", 25), config.get("seconds_per_chunk", 2)
         self.films = FilmLayout(self.video.merge_size, *seconds)
 

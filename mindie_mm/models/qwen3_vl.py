@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm.device import Device, upload
-from mindie_mm.errors import CorruptReference, FeatureCountMismatch, InputError, LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.device import Device
+from mindie_mm.errors import CorruptReference, FeatureCountMismatch, InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models._mrope import Grid, mrope_positions
-from mindie_mm.models._qwen import THW, QwenModel, QwenProcessor
-from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings
+from mindie_mm.models._qwen import THW, QwenModel, QwenProcessor, interpolation
+from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings, check_aspect_ratio
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Plan, PretrainedFamily, Spelling, Write
 from mindie_mm.nn.mindie import NORMALIZED, PLANES, Joined, PromptLayout
@@ -152,11 +152,7 @@ class Qwen3VLProcessor(QwenProcessor):
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)
             height, width = int(height * scale), int(width * scale)
-        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise LimitExceeded(
-                f"the video has {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} times the "
-                "shorter one"
-            )
+        check_aspect_ratio(height, width)
         max_pixels = self._video_pixels(num_frames, settings)
         new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
         pixels = round(num_frames / temporal) * temporal * new_height * new_width
@@ -318,18 +314,7 @@ class Qwen3VLModel(QwenModel):
         return split_features(torch.cat([out.pooler_output, *levels], dim=-1), items)
 
     def places(self, grids: Tensor) -> dict[str, Tensor]:
-        from transformers.vision_utils import get_vision_interpolation_indices_and_weights
-
-        visual = self.module.model.visual
-        indices, weights = get_vision_interpolation_indices_and_weights(
-            grids,
-            num_grid_per_side=visual.num_grid_per_side,
-            mode=visual.interpolation_mode,
-            align_corners=visual.interpolation_align_corners,
-            spatial_merge_size=self._merge,
-        )
-        interpolation = {"interp_indices": indices, "interp_weights": weights}
-        return super().places(grids) | {name: upload(t, self.spec.device) for name, t in interpolation.items()}
+        return super().places(grids) | interpolation(self.module.model.visual, grids, self._merge, self.spec.device)
 
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
         if extra is None:

@@ -59,14 +59,17 @@ def _stated(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _settle_ties(stated: Mapping[str, Any], config: Any) -> None:
-    """Copy tie_word_embeddings from text_config if the top level does not set it.
+    """Set tie_word_embeddings from text_config if the top level does not set it, or if there is no text_config.
 
-    transformers 4 read this key from the text model's configuration. transformers 5 reads it from the configuration of
-    the whole model.
+    transformers 4 read this key from the text model's configuration, which a flat config.json describes at the top
+    level. transformers 5 reads it from the configuration of the whole model, and some classes prefer the text model's
+    default.
     """
-    own = (stated.get("text_config") or {}).get("tie_word_embeddings")
-    if own is not None and stated.get("tie_word_embeddings") is None:
+    own, top = (part.get("tie_word_embeddings") for part in (stated.get("text_config") or {}, stated))
+    if top is None and own is not None:
         config.tie_word_embeddings = own
+    elif top is not None and "text_config" not in stated:
+        config.tie_word_embeddings = top
 
 
 def _check_layered_rope(checkpoint: Checkpoint, text: Any) -> None:
