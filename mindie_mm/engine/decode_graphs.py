@@ -92,11 +92,12 @@ class _Decode:
 
     def __call__(self) -> None:
         rows, blocks = self.rows, self.blocks
-        ids, slots, lengths = self.inputs[: 3 * rows].view(3, rows)
-        table, positions = self.inputs[3 * rows :].split([rows * blocks, len(self.inputs) - rows * (3 + blocks)])
+        heads = self.inputs[: 5 * rows].view(5, rows)
+        ids, slots, lengths = heads[:3]
+        table, positions = self.inputs[5 * rows :].split([rows * blocks, len(self.inputs) - rows * (5 + blocks)])
         # Capture other lengths, so that the first launch shows whether it replaces them.
         host_lengths = [blocks * self.cache.block_size] * rows if self.has_run else self.lengths
-        batch = GraphBatch(self.cache, slots, table.view(rows, blocks), lengths, host_lengths)
+        batch = GraphBatch(self.cache, slots, table.view(rows, blocks), lengths, host_lengths, heads[3:])
         states = self.model.states(ids, positions.view(-1, rows), (), batch, None)
         self.logits[:rows] = self.model.head(states)
         self.gathers, self.has_run = batch.gathers, True
@@ -146,20 +147,39 @@ class DecodeGraphs:
         if rows > len(self._logits) or rows * blocks * size > self._most_slots:
             return None
         inputs = _inputs(step, rows, blocks, self._cache)
-        graph = self._graphs.get((rows, blocks))
-        tensor = upload(inputs, self._logits.device) if graph is None else graph.inputs
-        if graph is not None:
-            overwrite(tensor, inputs)
+        launch = self._launch if (rows, blocks) in self._graphs else self._capture_and_launch
+        return self._logits[: len(step)] if launch(rows, blocks, inputs, step, earlier) else None
+
+    def _launch(
+        self, rows: int, blocks: int, inputs: NDArray[np.int64], step: Sequence[Scheduled], earlier: Draws | None
+    ) -> bool:
+        """Launch the graph of this size, and return True."""
+        graph = self._graphs[rows, blocks]
+        overwrite(graph.inputs, inputs)
         if earlier is not None:
-            earlier.write(tensor, step)
-        lengths = _lengths(inputs, rows)
-        if graph is not None:
-            graph.launch(lengths)
-        elif graph := self._capture(self._decode(tensor, rows, blocks, lengths), len(step)):
-            self._graphs[rows, blocks] = graph
-        else:
-            return None
-        return self._logits[: len(step)]
+            earlier.write(graph.inputs, step)
+        graph.launch(_lengths(inputs, rows))
+        return True
+
+    def _capture_and_launch(
+        self, rows: int, blocks: int, inputs: NDArray[np.int64], step: Sequence[Scheduled], earlier: Draws | None
+    ) -> bool:
+        """Capture and launch a graph of this size. Return False if its capture fails."""
+        trial = self._trial_inputs(inputs, rows)
+        if earlier is not None:
+            earlier.write(trial, step)
+        graph = self._capture(self._decode(trial, rows, blocks, _lengths(inputs, rows)), len(step))
+        if graph is None:
+            return False
+        self._graphs[rows, blocks] = graph
+        # The capture has launched the graph, but has written states to the scratch slot.
+        return not self._cache.states or self._launch(rows, blocks, inputs, step, earlier)
+
+    def _trial_inputs(self, inputs: NDArray[np.int64], rows: int) -> Tensor:
+        """Return inputs with which a step can run several times, because it does not overwrite the states it reads."""
+        trial = inputs.copy()
+        trial[4 * rows : 5 * rows] = self._cache.scratch_slot
+        return upload(trial, self._logits.device)
 
     def _learn(self, step: Sequence[Scheduled]) -> None:
         """Find out by a step of one row whether attention gathers KV blocks.
@@ -168,7 +188,7 @@ class DecodeGraphs:
         """
         blocks = -(-step[0].stop // self._cache.block_size)
         inputs = _inputs(step, 1, blocks, self._cache)
-        decode = self._decode(upload(inputs, self._logits.device), 1, blocks, _lengths(inputs, 1))
+        decode = self._decode(self._trial_inputs(inputs, 1), 1, blocks, _lengths(inputs, 1))
         decode()
         self._gathers = not self._ranks.all_reduce_min(not decode.gathers)
         self._most_slots = MOST_SLOTS if self._gathers else _NO_LIMIT
@@ -230,8 +250,9 @@ def _is_decode(scheduled: Scheduled) -> bool:
 def _inputs(step: Sequence[Scheduled], rows: int, blocks: int, cache: PagedCache) -> NDArray[np.int64]:
     """Return the inputs of a graph, int64 [n].
 
-    The inputs are the ids, KV cache positions and lengths of all requests, then the table of KV blocks, and then the
-    positions, axis by axis. Surplus rows are requests of one token in the scratch block.
+    The inputs are the ids, KV cache positions, lengths and slots for states (read and written) of all requests, then
+    the table of KV blocks, and then the positions, axis by axis. Surplus rows are requests of one token in the scratch
+    block.
     """
     size, num_spare = cache.block_size, rows - len(step)
     held = [s.request.kv_blocks[: -(-s.stop // size)] for s in step]
@@ -245,6 +266,8 @@ def _inputs(step: Sequence[Scheduled], rows: int, blocks: int, cache: PagedCache
             cache.scratch * size + np.arange(num_spare) % size,
             [s.stop for s in step],
             np.ones(num_spare, np.int64),
+            np.pad([s.reads for s in step], (0, num_spare), constant_values=cache.scratch_slot),
+            np.pad([s.writes for s in step], (0, num_spare), constant_values=cache.scratch_slot),
             np.pad(table, ((0, 0), (0, blocks - table.shape[1])), constant_values=cache.padding).ravel(),
             np.pad(positions, ((0, 0), (0, num_spare))).ravel(),
         ]

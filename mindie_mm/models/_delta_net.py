@@ -6,6 +6,7 @@ last inputs of its convolution, and a recurrent state per head that maps keys to
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class GatedDeltaNet(nn.Module):
     """A gated delta-net layer with the weights of transformers' layer."""
 
     def __init__(self, layer: Any) -> None:
-        """Take the weights of `layer`, such as a Qwen3_5GatedDeltaNet."""
+        """Take the weights of `layer`."""
         super().__init__()
         self.layer: int = layer.layer_idx
         self.in_proj_qkv, self.in_proj_z = layer.in_proj_qkv, layer.in_proj_z
@@ -53,6 +54,8 @@ class GatedDeltaNet(nn.Module):
         self.conv1d, self.norm, self.out_proj = layer.conv1d, layer.norm, layer.out_proj
         self.dt_bias, self.A_log = layer.dt_bias, layer.A_log
         self.key_dim, self.value_dim = layer.head_k_dim, layer.head_v_dim
+        self.delta_rule = sys.modules[type(layer).__module__].torch_chunk_gated_delta_rule
+        """Delta rule for the consecutive tokens of a sequence, from transformers."""
         self.num_key_heads, self.num_value_heads = layer.num_k_heads, layer.num_v_heads
 
     def forward(self, hidden_states: Tensor, *, paged: PagedBatch, **_: Any) -> Tensor:
@@ -82,11 +85,13 @@ class GatedDeltaNet(nn.Module):
                 convolved[writes] = inputs
                 recurrent[writes] = state
         if len(states.rows) and convolved is not None and recurrent is not None:
-            rows = states.rows
-            window = torch.cat([convolved.index_select(0, states.reads), mixed[rows].unsqueeze(-1)], dim=-1)
-            activated = silu((window * self.conv1d.weight.squeeze(1)).sum(-1))
+            if states.prefills:  # otherwise, the rows are all rows in order
+                mixed, decay, beta = (part.index_select(0, states.rows) for part in (mixed, decay, beta))
+            window = torch.cat([convolved.index_select(0, states.reads), mixed.unsqueeze(-1)], dim=-1)
+            activated = silu((window.float() * self.conv1d.weight.squeeze(1).float()).sum(-1).to(mixed.dtype))
             state = recurrent.index_select(0, states.reads)
-            out[rows], state = self._step(activated, decay[rows], beta[rows], state)
+            stepped, state = self._step(activated, decay, beta, state)
+            out.index_copy_(0, states.rows, stepped)
             convolved.index_copy_(0, states.writes, window[..., 1:])
             recurrent.index_copy_(0, states.writes, state)
         gate = self.in_proj_z(hidden).view(-1, self.value_dim)
@@ -119,10 +124,8 @@ class GatedDeltaNet(nn.Module):
 
     def _scan(self, activated: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Apply the delta rule to the consecutive rows of one sequence. Return the outputs and the new state."""
-        from transformers.models.qwen3_5 import modeling_qwen3_5  # imported late: takes seconds
-
         query, key, value = (part.unsqueeze(0) for part in self._heads(activated))
-        out, state = modeling_qwen3_5.torch_chunk_gated_delta_rule(
+        out, state = self.delta_rule(
             query,
             key,
             value,

@@ -9,21 +9,23 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from mindie_mm.models._delta_net import LAYER_TYPE, delta_net_state, replace_delta_nets
-from mindie_mm.models.qwen3_vl import Qwen3VLModel, Qwen3VLProcessor
+from mindie_mm.models._qwen3 import Qwen3Model, Qwen3Processor
 from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
 
 
-class Qwen35Processor(Qwen3VLProcessor):
+class Qwen35Processor(Qwen3Processor):
     """Processor for Qwen3.5. It differs from Qwen3-VL's in the configuration class only."""
 
     config_name = "Qwen3_5Config"
+    image_types = ("Qwen2VLImageProcessor",)
+    video_type = "Qwen3VLVideoProcessor"
 
 
-class Qwen35Model(Qwen3VLModel):
+class Qwen35Model(Qwen3Model):
     """The Qwen3.5 model. `module` is transformers' `Qwen3_5ForConditionalGeneration`."""
 
-    traits = replace(Qwen3VLModel.traits, projector_parts=("model.visual.merger",))
+    traits = replace(Qwen3Model.traits, projector_parts=("model.visual.merger",))
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen35Processor) -> None:
         super().__init__(module, spec, processor)

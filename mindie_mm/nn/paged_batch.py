@@ -206,7 +206,13 @@ class GraphBatch(PagedBatch):
     """A batch with one new token per sequence. Its tensors are overwritten before each launch of a captured graph."""
 
     def __init__(
-        self, cache: PagedCache, slots: Tensor, blocks: Tensor, lengths: Tensor, host_lengths: Sequence[int]
+        self,
+        cache: PagedCache,
+        slots: Tensor,
+        blocks: Tensor,
+        lengths: Tensor,
+        host_lengths: Sequence[int],
+        state_slots: Tensor,
     ) -> None:
         """Describe a batch of S sequences.
 
@@ -217,6 +223,7 @@ class GraphBatch(PagedBatch):
             lengths: Number of tokens of each sequence, including the new token, int64 [S].
             host_lengths: The same numbers for fused attention that takes them from the host. Each launch of a captured
                 graph replaces them.
+            state_slots: `Chunk.reads` and `Chunk.writes` of each sequence, int64 [2, S].
 
         """
         self.cache = cache
@@ -228,6 +235,11 @@ class GraphBatch(PagedBatch):
         self._blocks = blocks
         self._lengths = lengths
         self._host_lengths = host_lengths
+        self._state_slots = state_slots
+
+    @cached_property
+    def states(self) -> States:
+        return States([], torch.arange(len(self._blocks), device=self._blocks.device), *self._state_slots)
 
     @cached_property
     def rows(self) -> Rows:

@@ -65,8 +65,9 @@ class PagedCache:
     values: Mapping[int, Tensor]
     """Values by index of the layer, [blocks + 2, block_size, kv_heads, value_head_dim]."""
     states: Mapping[int, tuple[Tensor, ...]]
-    """States by index of the layer, [slots, *shape] each."""
+    """States by index of the layer, [slots + 1, *shape] each. The last slot, `scratch_slot`, belongs to no sequence."""
     num_blocks: int
+    num_slots: int
     block_size: int
     """Number of tokens in a block."""
     memory: tuple[Tensor, ...]
@@ -123,14 +124,14 @@ class PagedCache:
                 alike = next((other for other in states if is_shared and layers[other] == layer), None)
                 states[index] = (
                     tuple(
-                        zeros((num_slots, *shape), dtype, device)
+                        zeros((num_slots + 1, *shape), dtype, device)
                         for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True)
                     )
                     if alike is None
                     else states[alike]
                 )
         keys, values = ({index: part for (index, own), part in parts.items() if own == which} for which in (0, 1))
-        return cls(keys, values, states, num_blocks, block_size, tuple(memory), tuple(blank))
+        return cls(keys, values, states, num_blocks, num_slots, block_size, tuple(memory), tuple(blank))
 
     @property
     def padding(self) -> int:
@@ -141,6 +142,11 @@ class PagedCache:
     def scratch(self) -> int:
         """Index of the block to which the surplus rows of a captured graph write, because every row writes."""
         return self.num_blocks + 1
+
+    @property
+    def scratch_slot(self) -> int:
+        """Index of the slot to which the surplus rows of a captured graph write."""
+        return self.num_slots
 
     def clear(self, blocks: Tensor) -> None:
         """Zero blocks, int64 [n], that are about to be partly filled.

@@ -236,7 +236,7 @@ class WorstCase:
             ids,
             position.repeat(1, num_rows),
             (),
-            GraphBatch(cache, ids, table, lengths, [num_blocks * cache.block_size] * num_rows),
+            GraphBatch(cache, ids, table, lengths, [num_blocks * cache.block_size] * num_rows, ids.expand(2, -1)),
             None,
         )
 

@@ -1,0 +1,210 @@
+"""Tests of models with recurrent layers, whose states are in slots beside the KV blocks."""
+
+import random
+
+import pytest
+import torch
+
+from mindie_mm.device.cpu import CPU
+from mindie_mm.engine.cache.block_pool import BlockPool
+from mindie_mm.engine.cache.kv_cache_size import state_slots
+from mindie_mm.engine.cache.state_pool import StatePool
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.requests.engine_messages import Abort, Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.models import load_model
+from mindie_mm.settings.config import EngineConfig
+from tests.models import test_qwen3_5
+from tests.models.contract import run
+
+BLOCK = 4
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SYSTEM = [*range(10, 10 + 5 * BLOCK)]
+PROMPTS = [
+    torch.tensor(ids)
+    for ids in (
+        [7],
+        SYSTEM,
+        [*SYSTEM, 200, 201, 202],
+        [*SYSTEM, 200, 201, 202, *range(60, 100)],
+        [*range(150, 163)],
+        [*SYSTEM, *range(120, 140)],
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, device):
+    path = tmp_path_factory.mktemp("recurrent")
+    test_qwen3_5.TestQwen35.write_checkpoint(path)
+    return load_model(path, device=device)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """The output of each prompt, computed alone, in one step, and without prefix caching."""
+    engine = Engine(model, EngineConfig(prefix_caching=False))
+    return [run(engine, [ids], max_tokens=6, ignore_eos=True)[0][0] for ids in PROMPTS]
+
+
+def engine_of(model, slots=None, blocks=200, **settings):
+    """Return an engine that uses only this number of slots, or enough slots, and this number of KV blocks."""
+    engine = Engine(model, EngineConfig(kv_block_size=BLOCK, **settings), 2**22)
+    engine._blocks = engine._scheduler._blocks = BlockPool(blocks, BLOCK)
+    if slots is not None:
+        engine._scheduler._states = StatePool(slots)
+    return engine
+
+
+def assert_all_free(engine):
+    """Assert that no slot and no KV block is in use, and that the index of snapshots is consistent."""
+    scheduler, states = engine._scheduler, engine._scheduler._states
+    scheduler._release_read()
+    assert not any(states._holders)
+    assert sorted([*states._free, *states._keys]) == [*range(states.num_slots)]
+    assert {slot: key for key, slot in states._slots.items()} == states._keys
+    assert engine.stats.kv_cache_usage == 0
+
+
+def ask(engine, ids):
+    """Run one request. Return its number of cached tokens and its output."""
+    assert engine.add(Add("r", ids.numpy().tobytes(), GREEDY)) is None
+    news = []
+    while engine.has_work():
+        news += (one for one in engine.step().progress if one.token_ids)
+    return news[0].cached_tokens, [token for one in news for token in one.token_ids]
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["step by step", "asynchronous"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"prefix_caching": False},
+        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 7, "slots": 1},
+        {"slots": 2},
+        {"slots": 3, "max_num_seqs": 2},
+        {"blocks": 24, "max_num_batched_tokens": 16},
+    ],
+    ids=str,
+)
+def test_tokens_do_not_depend_on_the_batch_or_on_the_number_of_slots(
+    settings, is_asynchronous, model, expected, monkeypatch
+):
+    monkeypatch.setattr(CPU, "is_asynchronous", is_asynchronous)
+    engine = engine_of(model, **settings)
+    for order in ([*range(len(PROMPTS))], [5, 4, 3, 2, 1, 0], [3, 3, 2, 5]):
+        outputs, errors = run(engine, [PROMPTS[number] for number in order], max_tokens=6, ignore_eos=True)
+        assert not errors
+        assert [*outputs.values()] == [expected[number] for number in order]
+        assert_all_free(engine)
+    assert (engine.stats.preemptions > 0) == ("blocks" in settings)
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["step by step", "asynchronous"])
+def test_captured_steps_read_and_write_the_same_states(model, expected, is_asynchronous, recorded, monkeypatch):
+    monkeypatch.setattr(CPU, "is_asynchronous", is_asynchronous)
+    engine = engine_of(model, max_num_batched_tokens=30)
+    for order in ([*range(len(PROMPTS))], [5, 4, 3, 2, 1, 0], [3]):
+        outputs, errors = run(engine, [PROMPTS[number] for number in order], max_tokens=6, ignore_eos=True)
+        assert not errors
+        assert [*outputs.values()] == [expected[number] for number in order]
+    assert sum(recorded) > len(recorded) >= 1
+    assert_all_free(engine)
+
+
+def test_a_longer_prompt_continues_from_the_snapshot_of_a_shorter_one(model, expected):
+    engine = engine_of(model)
+    assert ask(engine, PROMPTS[2]) == (0, expected[2])
+    assert ask(engine, PROMPTS[3]) == (5 * BLOCK, expected[3])
+    assert ask(engine, PROMPTS[3]) == (15 * BLOCK, expected[3])
+    # The whole prompt is cached, but there is no snapshot within its last block.
+    assert ask(engine, PROMPTS[1]) == (0, expected[1])
+    assert ask(engine, PROMPTS[1]) == (4 * BLOCK, expected[1])
+    assert ask(engine, PROMPTS[5]) == (5 * BLOCK, expected[5])
+    assert engine.stats.prefix_cache_hits == (5 + 15 + 4 + 5) * BLOCK
+    assert_all_free(engine)
+
+
+def test_the_least_recently_used_snapshot_is_evicted(model, expected):
+    engine = engine_of(model, slots=3)
+    prompts = [torch.tensor([*range(start, start + 9)]) for start in (20, 120, 220)]
+    for ids in prompts:
+        assert ask(engine, ids)[0] == 0
+    # One of the three slots was needed by the request itself.
+    assert [ask(engine, ids)[0] for ids in (prompts[2], prompts[1])] == [2 * BLOCK] * 2
+    assert ask(engine, prompts[0])[0] == 0
+    assert ask(engine, prompts[1])[0] == 2 * BLOCK
+    assert ask(engine, prompts[2])[0] == 0
+
+
+def test_requests_with_different_salts_share_no_snapshot(model):
+    engine = engine_of(model)
+    for salt, hits in (("", 0), ("a", 0), ("b", 0), ("a", 4 * BLOCK)):
+        params = SamplingParams(temperature=0, max_tokens=1, cache_salt=salt)
+        before = engine.stats.prefix_cache_hits
+        assert engine.add(Add("r", PROMPTS[1].numpy().tobytes(), params)) is None
+        while engine.has_work():
+            engine.step()
+        assert engine.stats.prefix_cache_hits - before == hits
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["step by step", "asynchronous"])
+def test_a_snapshot_with_nan_is_not_shared(model, expected, is_asynchronous, monkeypatch):
+    monkeypatch.setattr(CPU, "is_asynchronous", is_asynchronous)
+    engine = engine_of(model, max_num_batched_tokens=2 * BLOCK)
+    assert engine.add(Add("lost", PROMPTS[3].numpy().tobytes(), GREEDY)) is None
+    engine.step()
+    for tensors in engine._runner._cache.states.values():
+        for tensor in tensors:
+            tensor.fill_(torch.nan)
+    news = []
+    while engine.has_work():
+        news += engine.step().progress
+    assert [one.error.name for one in news if one.error] == ["OperationalError"]
+    assert ask(engine, PROMPTS[3]) == (0, expected[3])
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_aborted_and_preempted_requests_lose_no_slot(model, expected, seed, monkeypatch):
+    monkeypatch.setattr(CPU, "is_asynchronous", seed % 2 == 1)
+    choose = random.Random(seed)
+    engine = engine_of(model, slots=choose.choice((1, 2, 3, 5)), blocks=24, max_num_batched_tokens=12)
+    outputs: dict[str, list[int]] = {}
+    numbers: dict[str, int] = {}
+    for name in map(str, range(30)):
+        numbers[name] = choose.randrange(len(PROMPTS))
+        outputs[name] = []
+        assert engine.add(Add(name, PROMPTS[numbers[name]].numpy().tobytes(), GREEDY)) is None
+        for _ in range(choose.randrange(4)):
+            for progress in engine.step().progress:
+                outputs[progress.request_id] += progress.token_ids
+        if choose.random() < 0.3:
+            aborted = choose.choice([*outputs])
+            engine.abort(Abort(aborted))
+            numbers.pop(aborted, None)
+    while engine.has_work():
+        for progress in engine.step().progress:
+            outputs[progress.request_id] += progress.token_ids
+    assert {name: outputs[name] for name in numbers} == {name: expected[number] for name, number in numbers.items()}
+    assert_all_free(engine)
+
+
+def test_states_take_at_most_half_of_the_cache(model):
+    spec = model.spec
+    config = EngineConfig(max_num_seqs=3, prefix_caching=False)
+    assert state_slots(spec, config, 100 * spec.state_bytes) == 3
+    assert state_slots(spec, config, 4 * spec.state_bytes) == 2
+    assert state_slots(spec, config, 1) == 1
+    assert state_slots(spec, EngineConfig(max_num_seqs=3), 100 * spec.state_bytes) == 6
+
+
+def test_the_largest_step_and_the_cache_fit_in_memory_for_states(model):
+    """The engine's default cache has room for the states of all requests and for snapshots."""
+    config = EngineConfig(max_num_seqs=4)
+    engine = Engine(model, config, 2**30)
+    assert (
+        engine.ready.kv_cache_bytes == engine._capacity_tokens * model.spec.kv_token_bytes + 8 * model.spec.state_bytes
+    )
