@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mindie_mm.device.cpu import CPU
+from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 
 aten = torch.ops.aten
 _WAITING = {
@@ -79,5 +80,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return launch
 
     monkeypatch.setattr(CPU, "records", True)
+    monkeypatch.setattr(CPUKernels, "joins_experts", True)  # to select experts without a wait
     monkeypatch.setattr(CPU, "record", classmethod(counted))
     return launches

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from mindie_mm.device import host_memory
+from mindie_mm.device import host_memory, joined_experts
 from mindie_mm.device.alive import require_alive
 from mindie_mm.device.base import Device, default_num_threads
 from mindie_mm.device.cpu import CPU
@@ -143,6 +143,7 @@ __all__ = [
     "default_num_threads",
     "download",
     "forkable",
+    "joined_experts",
     "kernels_of",
     "kind_of",
     "open_device",

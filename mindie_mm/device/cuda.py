@@ -10,17 +10,53 @@ from typing import ClassVar
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
 
+from mindie_mm.device import joined_experts
 from mindie_mm.device.base import Device, allocator_peak_bytes
+from mindie_mm.device.kernels import Kernels
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvmap")
 """Device files of the driver on servers, on Windows' subsystem for Linux and on Jetson modules."""
+
+
+_GROUPED_STEP = 8
+"""The widths of grouped products must be multiples of this number, because rows must be aligned to 16 bytes."""
+
+
+class CUDAKernels(Kernels):
+    """The fused operators of a GPU."""
+
+    def experts(
+        self,
+        hidden: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        first: Tensor,
+        second: Tensor,
+        activate: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        widths = *first.shape[1:], *second.shape[1:]
+        if hidden.dtype != torch.bfloat16 or any(width % _GROUPED_STEP for width in widths) or not _groups(hidden):
+            return super().experts(hidden, chosen, weights, first, second, activate)
+        order, counts = joined_experts.sort_rows(chosen, len(first))
+        stops = counts.cumsum(0, dtype=torch.int32)
+        inner = activate(grouped_mm(hidden[order // chosen.shape[1]], first.transpose(1, 2), offs=stops))
+        passed = grouped_mm(inner, second.transpose(1, 2), offs=stops)
+        return joined_experts.weighted_sum(joined_experts.unsort_rows(passed, order, chosen), weights)
+
+
+def _groups(hidden: Tensor) -> bool:
+    """Return whether PyTorch has a kernel for `grouped_mm` on this GPU. Otherwise, `grouped_mm` waits for the GPU."""
+    return torch.cuda.get_device_capability(hidden.device) >= (8, 0)
 
 
 class CUDA(Device):
     """A CUDA device. The default dtype is the dtype of the checkpoint."""
 
     name: ClassVar[str] = "cuda"
+    kernels: ClassVar[Kernels] = CUDAKernels()
     memory_share: ClassVar[float] = 0.9
     is_asynchronous: ClassVar[bool] = True
     records: ClassVar[bool] = True

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import silu
 
+from mindie_mm.device import joined_experts
 from mindie_mm.device.transfer import Uploads
 
 
@@ -113,6 +114,11 @@ class Kernels:
     """Whether the operators of decoder layers, from `rms_norm` to `swiglu`, are fused."""
     attends_in_graphs: ClassVar[bool] = False
     """Whether graphs may capture `attend`. If so, each launch of a graph replaces the lengths of `Rows`."""
+    joins_experts: ClassVar[bool] = True
+    """Whether `experts` multiplies the joined weights of all experts.
+
+    If not, each expert has linear layers of its own, and the host waits for the selection.
+    """
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         """Return whether `attend` supports these arguments, which it describes, and is faster than plain PyTorch."""
@@ -192,6 +198,30 @@ class Kernels:
         """Return `silu(gate) * up`, [T, width], for gate and up side by side, [T, 2 * width]."""
         gate, up = joined.chunk(2, -1)
         return silu(gate) * up
+
+    def experts(
+        self,
+        hidden: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        first: Tensor,
+        second: Tensor,
+        activate: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the weighted sum of the outputs of each row's experts, [T, width].
+
+        The sum of a row does not depend on the other rows, up to rounding.
+
+        Args:
+            hidden: [T, width].
+            chosen: The experts of each row, int64 [T, count].
+            weights: The weights of the experts' outputs, [T, count], of any float dtype.
+            first: Weights of the first product of all experts, [experts, outputs, width].
+            second: Weights of the second product of all experts, [experts, width, inner].
+            activate: Function from the outputs of the first product to [..., inner].
+
+        """
+        return joined_experts.weighted_sum(joined_experts.run(hidden, chosen, first, second, activate), weights)
 
 
 def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
-from mindie_mm.models._experts import MLP, Experts
 from mindie_mm.nn.attention import paged_attention
+from mindie_mm.nn.experts import Experts, GatedMLP
 from mindie_mm.nn.layers import RMSNorm, rotate, split_heads
 from mindie_mm.nn.paged_batch import PagedBatch
 
@@ -148,6 +148,63 @@ def _by_halves(values: Tensor) -> Tensor:
     return torch.cat([values[..., ::2], values[..., 1::2]], dim=-1)
 
 
+class Gate(nn.Module):
+    """The router, which chooses the experts of each token. It computes in float32."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        experts = config["n_routed_experts"]
+        self.weight = nn.Parameter(torch.empty(experts, config["hidden_size"]))
+        self.method = config.get("topk_method", "greedy")
+        if self.method == "noaux_tc":
+            self.e_score_correction_bias = nn.Parameter(torch.empty(experts))
+        self.softmax = config.get("scoring_func", "softmax") == "softmax"
+        self.count: int = config["num_experts_per_tok"]
+        self.groups: int = config.get("n_group") or 1
+        self.kept_groups: int = config.get("topk_group") or 1
+        self.normalised = self.count > 1 and config.get("norm_topk_prob", False)
+        self.factor: float = config.get("routed_scaling_factor", 1.0)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts for [T, width]. Return their weights (float32) and indices (int64), [T, count] each."""
+        logits = linear(hidden.float(), self.weight.float())
+        scores = logits.softmax(-1) if self.softmax else logits.sigmoid()
+        chosen = self._ranked(scores).topk(self.count, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.factor, chosen
+
+    def _ranked(self, scores: Tensor) -> Tensor:
+        """Return the scores by which experts are chosen. Scores in dropped groups are minus infinity."""
+        if self.method == "greedy":
+            return scores
+        ranked = scores + self.e_score_correction_bias.float() if self.method == "noaux_tc" else scores
+        grouped = ranked.unflatten(-1, (self.groups, -1))
+        by_group = grouped.topk(2 if self.method == "noaux_tc" else 1, dim=-1).values.sum(-1)
+        kept = by_group.topk(self.kept_groups, dim=-1).indices
+        dropped = torch.ones_like(by_group, dtype=torch.bool).scatter_(1, kept, value=False)
+        masked: Tensor = grouped.masked_fill(dropped.unsqueeze(-1), -math.inf)
+        return masked.flatten(1)
+
+
+class MixtureOfExperts(nn.Module):
+    """A layer with routed experts and, in some models, shared experts (DeepSeekMoE, Dai et al., 2024)."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, inner = config["hidden_size"], config["moe_intermediate_size"]
+        self.gate = Gate(config)
+        self.experts = Experts(GatedMLP(width, inner) for _ in range(config["n_routed_experts"]))
+        shared = config.get("n_shared_experts")
+        self.shared_experts = GatedMLP(width, inner * shared) if shared else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights, chosen = self.gate(hidden)
+        mixed: Tensor = self.experts(hidden, chosen, weights)
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(hidden)
+
+
 class _Block(nn.Module):
     def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -160,7 +217,7 @@ class _Block(nn.Module):
         self.input_layernorm = RMSNorm(width, eps)
         self.self_attn = (_LatentAttention if config["use_mla"] else _Attention)(layer, config)
         self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = Experts(config) if sparse else MLP(width, config["intermediate_size"])
+        self.mlp = MixtureOfExperts(config) if sparse else GatedMLP(width, config["intermediate_size"])
 
     def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], paged: PagedBatch) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), angles, paged)

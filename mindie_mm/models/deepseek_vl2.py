@@ -19,7 +19,6 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.media.image.tiles import CanvasSize, best_canvas
 from mindie_mm.models._deepseek_vl2_network import Network
-from mindie_mm.models._experts import join_experts
 from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
@@ -341,7 +340,6 @@ class DeepseekVL2(Family):
         config = configuration(checkpoint)
         language = config["language_config"]
         network = build(lambda: Network(config), checkpoint, device, dtype, unused=("vision.attn_pool.*",))
-        join_experts(network, device)
         heads: int = language["num_attention_heads"]
         if language["use_mla"]:
             widths = (language["qk_rope_head_dim"] + language["kv_lora_rank"], language["kv_lora_rank"])

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from mindie_mm.device import Kernels, kernels_of
 from mindie_mm.nn import attention
 from mindie_mm.nn.angles import Angles
 from mindie_mm.nn.attention import paged_attention
-from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
+from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, is_silu, norm_of
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.paged_cache import PagedCache
 
@@ -175,7 +174,7 @@ class FusedOperatorLayer(DecoderLayer):
         ]
         # Fused operators require cosines in [-1, 1], but YaRN scales cosines.
         self.rotate = (Kernels() if scales_angles else self.kernels).rotate
-        self.is_swiglu = _is_silu(self.activation, self.qkv.weight)
+        self.is_swiglu = is_silu(self.activation, self.qkv.weight)
 
     def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return cos[0], sin[0]
@@ -299,11 +298,6 @@ def _supports(weight: Tensor) -> bool:
     if weight.device.type == "cpu":
         return weight.dtype in (torch.float32, torch.bfloat16)
     return kernels_of(weight.device).has_layers and weight.dtype in TOLERANCES
-
-
-def _is_silu(activation: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
-    values = torch.linspace(-4, 4, 64).to(weight)
-    return torch.equal(activation(values), silu(values))
 
 
 def _weighted(module: nn.Module) -> set[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm, silu
 
 from mindie_mm.device import kernels_of
 
@@ -79,6 +80,12 @@ class FusedNorm:
 def norm_of(weight: Tensor, eps: float) -> FewOperatorNorm | FusedNorm:
     """Return the RMS normalization with `weight` [width] that is fastest on the weight's device."""
     return (FusedNorm if kernels_of(weight.device).has_layers else FewOperatorNorm)(weight, eps)
+
+
+def is_silu(activation: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
+    """Return whether `activation` computes SiLU exactly, in the dtype and on the device of `weight`."""
+    values = torch.linspace(-4, 4, 64).to(weight)
+    return torch.equal(activation(values), silu(values))
 
 
 class PatchProjection(nn.Module):

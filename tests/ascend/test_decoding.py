@@ -109,20 +109,23 @@ def pass_experts() -> list[int]:
     """Return how often a mixture of experts waits for the device, for several numbers of rows."""
     import torch
     import torch_npu  # noqa: F401
+    from torch import nn
 
-    from mindie_mm.models._experts import Experts
+    from mindie_mm.nn import experts
     from tests.ascend.test_runtime import simulator
 
-    config = {"n_routed_experts": 12, "num_experts_per_tok": 3, "hidden_size": 16, "moe_intermediate_size": 8}
-    experts = Experts(config).requires_grad_(False)
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter)
-    experts.to("npu").join()
+    layer = nn.Module()
+    layer.experts = experts.Experts(experts.GatedMLP(16, 8) for _ in range(12)).requires_grad_(False)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    experts.arrange(layer.to("npu"))
     waits = []
     for rows in (1, 2, 256, 257):
         hidden = torch.ones(rows, 16, device="npu")
+        chosen, weights = torch.arange(3, device="npu").expand(rows, -1), torch.ones(rows, 3, device="npu")
+        layer.experts(hidden, chosen, weights)  # the first call tries operators
         simulator().sim_syncs_reset()
-        experts(hidden)
+        layer.experts(hidden, chosen, weights)
         waits.append(simulator().sim_syncs())
     return waits
 

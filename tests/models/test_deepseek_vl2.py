@@ -17,7 +17,7 @@ from mindie_mm import LLM, SamplingParams
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.media.image.tiles import best_canvas
 from mindie_mm.models import family_named, load_model
-from mindie_mm.models._experts import Experts, Gate
+from mindie_mm.models._deepseek_vl2_network import Gate
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from tests.models.contract import FamilyContract, picture
 from tests.models.golden import GOLDEN, GoldenReference, cases, drawn_weights, write_checkpoint
@@ -77,14 +77,6 @@ class DeepseekVL2Contract(FamilyContract):
                 content = [{"type": kind, kind: value} for item in own for kind, value in item.items()]
                 messages.append({"role": ROLES[turn["role"]], "content": content})
         return tokenizer.tokenize_chat(messages, path_file)
-
-    def test_recorded_decode_steps_generate_the_same_tokens(self, device, path, tokenized, recorded, caplog):
-        """On a device that records steps, the weights of the experts are joined, so join them here, too."""
-        model = load_model(path, device=device, dtype="float32")
-        for part in model.module.modules():
-            if isinstance(part, Experts):
-                part.join()
-        super().test_recorded_decode_steps_generate_the_same_tokens(device, model, tokenized, recorded, caplog)
 
     def test_bfloat16_logits_are_as_near_as_the_references(self, path, device, reference, tokenized):
         """The mean difference is compared, because rounding may select another expert with nearly the same score."""
@@ -253,49 +245,3 @@ class TestGroups:
             best = sorted(allowed, key=lambda expert: -ranked[expert].item())[:3]
             assert experts.tolist() == best
             torch.testing.assert_close(own, scores[best] / scores[best].sum())
-
-
-class TestExperts:
-    """Tests that experts without host-device synchronization give the same results as sorting tokens by expert."""
-
-    WAYS = ("sorted", "gathered", "all")
-
-    @pytest.fixture
-    def experts(self):
-        torch.manual_seed(0)
-        config = {"n_routed_experts": 12, "num_experts_per_tok": 3, "n_shared_experts": 2}
-        experts = Experts({**config, "hidden_size": 16, "moe_intermediate_size": 8}).requires_grad_(False)
-        for parameter in experts.parameters():
-            torch.nn.init.normal_(parameter)
-        return experts
-
-    @pytest.mark.parametrize(("rows", "way"), [(1, "gathered"), (2, "all"), (256, "all"), (257, "sorted")])
-    def test_the_cheapest_way_is_chosen_for_a_number_of_rows(self, rows, way, experts, monkeypatch):
-        hidden, taken = torch.randn(rows, 16), []
-        expected = experts(hidden)
-        experts.join()
-        for name in self.WAYS:
-            own = getattr(experts, name)
-            monkeypatch.setattr(experts, name, lambda *given, name=name, own=own: taken.append(name) or own(*given))
-        torch.testing.assert_close(experts(hidden), expected, rtol=1e-4, atol=1e-4)
-        assert taken == [way]
-
-    @pytest.mark.parametrize("way", WAYS)
-    def test_each_token_uses_its_own_experts(self, way, experts):
-        hidden = torch.randn(5, 16)
-        chosen = torch.tensor([[11, 0, 4], [4, 5, 6], [0, 1, 2], [11, 10, 9], [4, 0, 11]])
-        expected = torch.stack(
-            [torch.stack([experts.experts[e](row) for e in own]) for row, own in zip(hidden, chosen, strict=True)]
-        )
-        experts.experts[3].down_proj.weight.fill_(torch.inf)  # an unused expert must not affect the result
-        experts.join()
-        torch.testing.assert_close(getattr(experts, way)(hidden, chosen), expected, rtol=1e-4, atol=1e-4)
-
-    def test_joined_weights_keep_their_names(self, experts):
-        before = {name: weight.clone() for name, weight in experts.state_dict().items()}
-        experts.join()
-        after = experts.state_dict()
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        first, _ = experts._joined
-        assert after["experts.2.up_proj.weight"].untyped_storage().data_ptr() == first.untyped_storage().data_ptr()

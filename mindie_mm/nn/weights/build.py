@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn import experts
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights, rename
 from mindie_mm.nn.weights.bitsandbytes import PackedWeight, read_packed
@@ -69,7 +70,10 @@ def build(
     check_shapes(checkpoint, misfits)
     check_weights(checkpoint, sorted(expected.keys() - tensors.keys() - packed), unexpected, unused)
     module.load_state_dict(tensors, assign=True, strict=not packed)
-    return module.requires_grad_(False).eval()
+    tensors.clear()
+    module.requires_grad_(False).eval()
+    experts.arrange(module)
+    return module
 
 
 def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | None:

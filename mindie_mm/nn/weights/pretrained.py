@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mindie_mm.device import Device, kernels_of
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.nn import attention
+from mindie_mm.nn import attention, experts
 from mindie_mm.nn.angles import AngleTable, ResidentAngles
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
@@ -312,6 +312,7 @@ def _load(
         try_layers(checkpoint, module, device, dtype)
     if num_shares() > 1:
         localize(module)
+    experts.arrange(module)
     return module
 
 

@@ -92,7 +92,7 @@ def shared(
 
 
 def localize(module: nn.Module) -> None:
-    """Replace the DTensor weights of linear layers and embeddings by this rank's local tensors.
+    """Replace the DTensor weights of linear layers, experts and embeddings by this rank's local tensors.
 
     PyTorch converts a DTensor at every call of a layer. The conversion takes longer than a small layer. For embeddings,
     it also indexes with booleans, for which the host waits for some devices.
@@ -104,7 +104,7 @@ def localize(module: nn.Module) -> None:
             start = dist.get_rank() * -(-layer.weight.shape[0] // dist.get_world_size())
             layer.weight = nn.Parameter(layer.weight.to_local(), requires_grad=False)
             layer.forward = partial(_embed, layer.weight, start)  # type: ignore[method-assign]
-        if isinstance(layer, nn.Linear):
+        if isinstance(layer, nn.Linear) or hasattr(layer, "has_post_expert_norm"):
             for name, weight in layer.named_parameters(recurse=False):
                 if isinstance(weight, DTensor):
                     setattr(layer, name, nn.Parameter(weight.to_local(), requires_grad=False))

@@ -1,0 +1,86 @@
+"""Mixtures of experts in plain PyTorch, with the weights of all experts in one tensor.
+
+A copy of the selection to the host would wait for the device in every layer. Small batches therefore select the experts
+on the device.
+
+`first` and `second` are the weights of the two products, [experts, outputs, inputs] each. `activate` maps the outputs
+of the first product to the inputs of the second. `chosen`, int64 [T, count], are the experts of each row of `hidden`,
+[T, width]. The results are the outputs of these experts, [T, count, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+_MOST_UNSORTED = 256
+"""Maximum number of rows to run through all experts.
+
+Up to a few hundred rows, reading the weights takes longer than multiplying by them.
+"""
+_GATHERING_COST = 3
+"""Memory traffic of a gathered expert, as a multiple of its size. Its weights are read, written, and read again."""
+
+
+def run(hidden: Tensor, chosen: Tensor, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run the chosen experts in the way that is fastest for the number of rows."""
+    if len(hidden) > _MOST_UNSORTED:
+        return by_sorting(hidden, chosen, first, second, activate)
+    if _GATHERING_COST * chosen.numel() <= len(first):
+        return by_gathering(hidden, chosen, first, second, activate)
+    return by_all(hidden, chosen, first, second, activate)
+
+
+def by_sorting(
+    hidden: Tensor, chosen: Tensor, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Run one expert after another. The host waits for the number of rows of each expert."""
+    order, counts = sort_rows(chosen, len(first))
+    parts = hidden[order // chosen.shape[1]].split(counts.tolist())
+    passed = [
+        linear(activate(linear(part, into)), back)
+        for part, into, back in zip(parts, first, second, strict=True)
+        if len(part)
+    ]
+    return unsort_rows(torch.cat(passed), order, chosen)
+
+
+def by_gathering(
+    hidden: Tensor, chosen: Tensor, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Multiply each row by copies of its experts' weights."""
+    into, back = (weight.index_select(0, chosen.flatten()) for weight in (first, second))
+    rows = hidden.unsqueeze(1).expand(-1, chosen.shape[1], -1).reshape(-1, hidden.shape[1], 1)
+    passed: Tensor = back @ activate((into @ rows).squeeze(2)).unsqueeze(2)
+    return passed.view(*chosen.shape, -1)
+
+
+def by_all(
+    hidden: Tensor, chosen: Tensor, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Run all rows through all experts and keep the chosen outputs."""
+    passed = activate(hidden @ first.transpose(1, 2)) @ second.transpose(1, 2)  # (experts, T, width)
+    return passed[chosen, torch.arange(len(hidden), device=hidden.device).unsqueeze(1)]
+
+
+def sort_rows(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the indices in `chosen.flatten()` sorted by expert, and the number of rows of each expert."""
+    flat = chosen.flatten()
+    counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    return flat.argsort(stable=True), counts
+
+
+def unsort_rows(passed: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
+    """Return the rows [T * count, width], sorted by `order`, as [T, count, width].
+
+    The sum over a token's experts then does not depend on the rest of the batch.
+    """
+    return torch.empty_like(passed).index_copy_(0, order, passed).view(*chosen.shape, -1)
+
+
+def weighted_sum(passed: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of the experts' outputs [T, count, width] with their weights [T, count], in float32 inside."""
+    return (passed.float() * weights.unsqueeze(-1)).sum(1).to(passed.dtype)

@@ -1,0 +1,166 @@
+"""Mixture-of-experts layers: transformers' experts and our own.
+
+`arrange` prepares the experts of a loaded module for its device. If `Kernels.joins_experts` is true, all experts of
+a layer share one tensor per product. Otherwise, each expert has linear layers of its own, which can be packed or
+quantized like other linear layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from mindie_mm.device import joined_experts, kernels_of
+from mindie_mm.nn.layers import is_silu
+
+NAME = "mindie_mm"
+"""Name under which `run` is registered with transformers' `ExpertsInterface`."""
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+class GatedMLP(nn.Module):
+    """A gated feed-forward layer from [T, width] to [T, width]."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed: Tensor = self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return mixed
+
+
+class Expert(nn.Module):
+    """A feed-forward layer that computes gate and up in one product."""
+
+    def __init__(self, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]) -> None:
+        """Create the layer with the weights of both products, [outputs, inputs] each, which are not copied."""
+        super().__init__()
+        self.first, self.second = _linear(first), _linear(second)
+        self.activate = activate
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed: Tensor = self.second(self.activate(self.first(hidden)))
+        return mixed
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return linear
+
+
+class Experts(nn.ModuleList):
+    """Experts with layers of their own, from [n, width] to [n, width]. The host waits for the selection."""
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of each row's experts, [T, width], as `Kernels.experts` does."""
+        order, counts = joined_experts.sort_rows(chosen, len(self))
+        parts = hidden[order // chosen.shape[1]].split(counts.tolist())
+        passed = torch.cat([expert(part) for expert, part in zip(self, parts, strict=True) if len(part)])
+        return joined_experts.weighted_sum(joined_experts.unsort_rows(passed, order, chosen), weights)
+
+
+class JoinedExperts(nn.Module):
+    """Experts that share one tensor per product, and are selected on the device."""
+
+    def __init__(self, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]) -> None:
+        """Create the layer. The arguments are those of `Kernels.experts`."""
+        super().__init__()
+        self.first = nn.Parameter(first.detach(), requires_grad=False)
+        self.second = nn.Parameter(second.detach(), requires_grad=False)
+        self.activate = activate
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of each row's experts, [T, width], as `Kernels.experts` does."""
+        experts = kernels_of(hidden.device).experts
+        return experts(hidden, chosen, weights, self.first, self.second, self.activate)
+
+
+def run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Run the experts of a transformers layer, which `arrange` has prepared."""
+    mixed: Tensor = module.arranged(hidden, chosen, weights)
+    return mixed
+
+
+def arrange(module: nn.Module) -> None:
+    """Prepare the mixture-of-experts layers in `module` for its device. `module` must be loaded.
+
+    Quantized experts, and experts with biases or norms of their own, keep transformers' implementation. While layers of
+    our own are joined, the weights of one layer are in memory twice.
+    """
+    for part in [*module.modules()]:
+        if _is_theirs(part):
+            _arrange_theirs(part)
+    for parent in [*module.modules()]:
+        for name, child in [*parent.named_children()]:
+            if isinstance(child, Experts) and _is_plain(child):
+                setattr(parent, name, _joined(child))
+
+
+def _is_theirs(part: Any) -> bool:
+    """Return whether a module has transformers' decorator `use_experts_implementation`, and can be arranged."""
+    weights = [*part.parameters(recurse=False)]
+    return (
+        hasattr(part, "has_post_expert_norm")
+        and not (part.has_bias or part.has_post_expert_norm)
+        and len(weights) == 2
+        and all(weight.dim() == 3 and weight.dtype in _FLOATS for weight in weights)
+    )
+
+
+def _arrange_theirs(part: Any) -> None:
+    """Move the weights of a transformers layer to a layer of this module, which it then calls."""
+    from transformers.integrations.moe import ExpertsInterface  # late: the import takes seconds
+
+    ExpertsInterface.register(NAME, run)
+    part.config._experts_implementation = NAME  # noqa: SLF001 - there is no public name
+    name = "gate_up_proj" if part.has_gate else "up_proj"
+    first, second = getattr(part, name).detach(), part.down_proj.detach()
+    if part.is_transposed:
+        first, second = first.transpose(1, 2), second.transpose(1, 2)
+    activate = _activation(part, first)
+    delattr(part, name)
+    del part.down_proj
+    if kernels_of(first.device).joins_experts:
+        part.arranged = JoinedExperts(first, second, activate)
+    else:
+        part.arranged = Experts(Expert(into, back, activate) for into, back in zip(first, second, strict=True))
+
+
+def _activation(part: Any, weight: Tensor) -> Callable[[Tensor], Tensor]:
+    from transformers.integrations.moe import _default_apply_gate
+
+    if part.has_gate and type(part)._apply_gate is _default_apply_gate and is_silu(part.act_fn, weight):  # noqa: SLF001
+        return kernels_of(weight.device).swiglu
+    own: Callable[[Tensor], Tensor] = part._apply_gate if part.has_gate else part.act_fn  # noqa: SLF001
+    return own
+
+
+def _is_plain(experts: Experts) -> bool:
+    """Return whether the experts are `GatedMLP`s without packed weights on a device that joins experts."""
+    linears = [layer for expert in experts for layer in expert.children()]
+    return (
+        all(type(expert) is GatedMLP for expert in experts)
+        and all(type(linear) is nn.Linear for linear in linears)
+        and kernels_of(next(experts.parameters()).device).joins_experts
+    )
+
+
+def _joined(experts: Experts) -> JoinedExperts:
+    """Return one layer with the weights of `experts`."""
+    parts = [[expert.get_parameter(f"{name}_proj.weight") for name in ("gate", "up", "down")] for expert in experts]
+    gate = parts[0][0]
+    inner, width = gate.shape
+    first, second = gate.new_empty(len(parts), 2 * inner, width), gate.new_empty(len(parts), width, inner)
+    for (gate, up, down), into, back in zip(parts, first, second, strict=True):
+        into[:inner].copy_(gate)
+        into[inner:].copy_(up)
+        back.copy_(down)
+    return JoinedExperts(first, second, kernels_of(gate.device).swiglu)
