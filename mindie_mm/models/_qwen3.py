@@ -22,6 +22,7 @@ from mindie_mm.errors import CorruptReference, FeatureCountMismatch, InputError,
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
+from mindie_mm.models._delta_net import replace_delta_nets
 from mindie_mm.models._mrope import Grid, mrope_positions
 from mindie_mm.models._qwen import THW, QwenModel, QwenProcessor, interpolation
 from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings, check_aspect_ratio
@@ -319,3 +320,13 @@ class Qwen3Model(QwenModel):
         return self.run_text_model(
             hidden, positions, paged, visual_pos_masks=everywhere, deepstack_visual_embeds=levels
         )
+
+
+class Qwen3DeltaNetModel(Qwen3Model):
+    """A model whose decoder alternates gated delta-net layers with full attention, and whose tower has one output."""
+
+    traits = replace(Qwen3Model.traits, projector_parts=("model.visual.merger",))
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: Qwen3Processor) -> None:
+        super().__init__(module, spec, processor)
+        replace_delta_nets(self.text_model.layers)

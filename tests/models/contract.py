@@ -528,8 +528,13 @@ class FamilyContract:
     def test_preempted_sequences_generate_the_same_tokens(self, reference, model, tokenized):
         spec, longest = model.spec, max(len(ids) for ids in tokenized.values())
         blocks = -(-(longest + self.num_tokens) // 4) + 4
+        states = len(tokenized) * spec.state_bytes
         config = EngineConfig(
-            kv_block_size=4, kv_cache_bytes=blocks * 4 * spec.kv_token_bytes, encoder_cache_bytes=1000
+            kv_block_size=4,
+            kv_cache_bytes=max(blocks * 4 * spec.kv_token_bytes, states) + states,  # states take at most half
+            encoder_cache_bytes=1000,
+            max_num_seqs=len(tokenized),
+            prefix_caching=not states,
         )
         outputs, errors = run(Engine(model, config), [*tokenized.values()], max_tokens=self.num_tokens)
         assert not errors

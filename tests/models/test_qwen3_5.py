@@ -53,7 +53,10 @@ class TestQwen35(FamilyContract):
     name = "qwen3_5"
     reference_class = Reference
     prompts: ClassVar = Qwen3VLContract.prompts
+    int8_tolerance = 0.15  # 0.11 was measured, because gates add up over the tokens of a sequence
     assert_arrays = Qwen3VLContract.assert_arrays
+    config_class: ClassVar = Qwen3_5Config
+    text: ClassVar = TEXT
 
     @classmethod
     def write_checkpoint(cls, out):
@@ -61,13 +64,13 @@ class TestQwen35(FamilyContract):
             out, SPECIAL_TOKENS, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
         )
         ids = tokenizer.convert_tokens_to_ids
-        config = Qwen3_5Config(
-            text_config=TEXT,
+        config = cls.config_class(
+            text_config=cls.text,
             vision_config=VISION,
             image_token_id=ids("<|image_pad|>"),
             video_token_id=ids("<|video_pad|>"),
             vision_start_token_id=ids("<|vision_start|>"),
             vision_end_token_id=ids("<|vision_end|>"),
         )
-        save_model(out, Qwen3_5ForConditionalGeneration, config, ids("<|im_end|>"), ids("<|endoftext|>"))
+        save_model(out, cls.reference_class.model_class, config, ids("<|im_end|>"), ids("<|endoftext|>"))
         save_json(out, preprocessor_config=IMAGES, video_preprocessor_config=VIDEOS)
