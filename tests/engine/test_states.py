@@ -110,7 +110,8 @@ def test_captured_steps_read_and_write_the_same_states(model, expected, is_async
         outputs, errors = run(engine, [PROMPTS[number] for number in order], max_tokens=6, ignore_eos=True)
         assert not errors
         assert [*outputs.values()] == [expected[number] for number in order]
-    assert sum(recorded) > len(recorded) >= 1
+    assert engine._runner._graphs is not None
+    assert engine._runner._graphs._graphs
     assert_all_free(engine)
 
 
