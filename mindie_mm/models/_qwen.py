@@ -77,8 +77,8 @@ class QwenProcessor(Processor):
     """Names of the image processor classes in transformers that a checkpoint may state."""
     image_defaults: ClassVar[Mapping[str, Any]] = IMAGE_DEFAULTS
     """Settings of images that a checkpoint may leave out."""
-    video_type: ClassVar[str] = ""
-    """Name of transformers' video processor class. Empty if the family has no videos."""
+    video_types: ClassVar[Sequence[str]] = ()
+    """Names of the video processor classes in transformers. Empty if the family has no videos."""
     video_defaults: ClassVar[Mapping[str, Any]] = VIDEO_DEFAULTS
     groups_patches: ClassVar[bool] = True
     """Whether the patches that become one token are adjacent. Otherwise, patches are stored row by row."""
@@ -87,14 +87,14 @@ class QwenProcessor(Processor):
         read = read_config(self.config_name, checkpoint)
         self.feature_width = read.get_text_config().hidden_size
         image = checkpoint.preprocessor("image", dict.fromkeys(self.image_types, self.image_defaults))
-        self.image = PixelSettings.read(image, f"{checkpoint.path} (images)")
-        temporal = read.vision_config.temporal_patch_size if self.video_type else 1
+        self.image = self.image_settings(image, f"{checkpoint.path} (images)")
+        temporal = read.vision_config.temporal_patch_size if self.video_types else 1
         _check_tower(self.image, read.vision_config, temporal, f"{checkpoint.path} (images)")
         before = (getattr(read, "vision_start_token_id", 151652),)
         after = (getattr(read, "vision_end_token_id", 151653),)
         placeholders: dict[Kind, Placeholder] = {"image": Placeholder(before, read.image_token_id, after)}
-        if self.video_type:
-            video = checkpoint.preprocessor("video", {self.video_type: self.video_defaults})
+        if self.video_types:
+            video = checkpoint.preprocessor("video", dict.fromkeys(self.video_types, self.video_defaults))
             self.video = self.video_settings(video, f"{checkpoint.path} (videos)")
             _check_tower(self.video, read.vision_config, temporal, f"{checkpoint.path} (videos)")
             placeholders["video"] = Placeholder(before, read.video_token_id, after)
@@ -134,6 +134,10 @@ class QwenProcessor(Processor):
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         """Return how many numbers follow (t, h, w) in a grid of `kind`."""
         return 0
+
+    def image_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
+        """Read the image preprocessor's configuration. Raise UnsupportedCheckpoint if it is not supported."""
+        return PixelSettings.read(config, where)
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
         """Read the video preprocessor's configuration. Raise UnsupportedCheckpoint if it is not supported."""

@@ -18,18 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mindie_mm.errors import CorruptReference, FeatureCountMismatch, InputError, UnsupportedCheckpoint
-from mindie_mm.inputs import Kind, Media, MediaOptions
+from mindie_mm.errors import CorruptReference, FeatureCountMismatch, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
-from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models._delta_net import replace_delta_nets
-from mindie_mm.models._mrope import Grid, mrope_positions
+from mindie_mm.models._frame_times import FrameTimesModel, FrameTimesProcessor, spread
 from mindie_mm.models._qwen import THW, QwenModel, QwenProcessor, interpolation
-from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings, check_aspect_ratio
+from mindie_mm.models._qwen_pixels import PixelSettings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Plan, Spelling, Write
+from mindie_mm.nn.family import Plan, Write
 from mindie_mm.nn.mindie import NORMALIZED, PLANES, Joined, PromptLayout
-from mindie_mm.nn.model import ModelSpec, Positions
+from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
@@ -53,8 +52,6 @@ _MINDIE = PromptLayout(
     ),
     unframed=frozenset({"video"}),
 )
-_UNSTATED_FPS = 24.0
-_ZERO = np.zeros((), np.uint8)
 _VIDEO_DEFAULTS: Mapping[str, Any] = {
     "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
     "patch_size": 16,
@@ -65,7 +62,7 @@ _VIDEO_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-class Qwen3Processor(QwenProcessor):
+class Qwen3Processor(FrameTimesProcessor):
     """Processor for Qwen3-VL. Blocks are the same as in Qwen2-VL.
 
     The grid of a video is (t, h, w), followed by the time of each temporal patch in tenths of a second.
@@ -104,9 +101,7 @@ class Qwen3Processor(QwenProcessor):
             raise UnsupportedCheckpoint(f"{where}: do_sample_frames is False; only True is supported")
         if config.get("num_frames") is not None and config.get("fps") is not None:
             raise UnsupportedCheckpoint(f"{where}: num_frames and fps are both set; only one of them is supported")
-        size = config["size"]
-        own = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"], "cap_pixels_per_frame": None}
-        settings = PixelSettings.read({**config, **own}, where)
+        settings = super().video_settings(config, where)
         self._frame_pixels: int | None = None
         if config.get("cap_pixels_per_frame"):
             self._frame_pixels = config.get("max_video_tokens", 768) * settings.factor**2
@@ -138,95 +133,24 @@ class Qwen3Processor(QwenProcessor):
             wanted = min(max(int(total / fps * settings.fps), settings.min_frames), settings.max_frames, total)
         else:
             wanted = min(max(total, settings.min_frames), settings.max_frames)
-        indices: list[int] = np.linspace(0, total - 1, wanted).round().astype(int).tolist()
-        return indices
+        return spread(total, wanted)
 
-    def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
-        height, width, factor, temporal = video.height, video.width, settings.factor, settings.temporal_patch_size
-        if num_frames < temporal:
-            raise InputError(f"{num_frames} frames of the video would be sampled; this model needs at least {temporal}")
-        if min(height, width) < factor:
-            scale = max(factor / height, factor / width)
-            height, width = int(height * scale), int(width * scale)
-        check_aspect_ratio(height, width)
-        max_pixels = self._video_pixels(num_frames, settings)
-        new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-        pixels = round(num_frames / temporal) * temporal * new_height * new_width
-        if pixels > max_pixels:
-            scale = math.sqrt(num_frames * height * width / max_pixels)
-            new_height = max(factor, math.floor(height / scale / factor) * factor)
-            new_width = max(factor, math.floor(width / scale / factor) * factor)
-        elif pixels < settings.min_pixels:
-            scale = math.sqrt(settings.min_pixels / (num_frames * height * width))
-            new_height = math.ceil(height * scale / factor) * factor
-            new_width = math.ceil(width * scale / factor) * factor
-        return new_height, new_width
-
-    def _video_pixels(self, num_frames: int, settings: PixelSettings) -> int:
+    def video_pixels(self, num_frames: int, settings: PixelSettings) -> int:
         """Return the maximum number of pixels of all frames together."""
         if self._frame_pixels is None:
             return settings.max_pixels
         share = min(self._frame_pixels, settings.max_pixels // num_frames)
         return max(share, int(settings.min_pixels * 1.05)) * num_frames
 
-    def video_grid(
-        self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
-    ) -> tuple[int, ...]:
-        # The reference assumes 24 frames per second for frames without a rate.
-        temporal, fps = self.video.temporal_patch_size, video.fps or _UNSTATED_FPS
-        times = [index / fps for index in indices]
-        times += times[-1:] * (-len(times) % temporal)
-        groups = zip(times[::temporal], times[temporal - 1 :: temporal], strict=True)
+    def time_number(self, times: Sequence[float]) -> int:
         # The mean is formatted as text first, so that tenths are rounded as in the reference.
-        return (*patches, *(int(f"{(first + last) / 2:.1f}".replace(".", "")) for first, last in groups))
+        return int(f"{(times[0] + times[-1]) / 2:.1f}".replace(".", ""))
 
-    def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
-        return grid[0] if kind == "video" and grid else 0
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        plain = super().spelling(kind, num_features, grid)
-        if plain is None or kind != "video":
-            return plain
-        t, _, _, *tenths = grid
-        text = "".join(f"<{value // 10}.{value % 10} seconds>{self._frame}" for value in tenths[:t])
-        return Spelling(text, [(self.placeholders[kind].token,) * (num_features // t)] * t)
-
-    def max_tokens(self, kind: Kind) -> int:
-        if kind == "image":
-            return super().max_tokens(kind)
-        data = self.worst_case(kind)
-        return self.plan(Media(kind, data), data, {})[0].num_features
-
-    def worst_case(self, kind: Kind) -> Data:
-        """Return the data of an item that has `max_tokens` features.
-
-        A video has either many frames that are too elongated to shrink in proportion, or a few large frames.
-        """
-        if kind == "image":
-            return super().worst_case(kind)
-        settings = self.video
-        shapes: list[tuple[int, int, int, int]] = []
-        least = max(settings.min_frames, settings.temporal_patch_size)
-        for num_frames in (
-            settings.temporal_patch_size,
-            least,
-            min(least + 1, settings.max_frames),
-            settings.max_frames,
-        ):
-            tokens = max(1, self._video_pixels(num_frames, settings) // (num_frames * settings.factor**2))
-            rows = math.isqrt(tokens)
-            shapes += [
-                (num_frames, rows * settings.factor, tokens // rows * settings.factor, 3),
-                (num_frames, 1, MAX_ASPECT_RATIO, 3),
-            ]
-        return np.zeros(max(shapes, key=self._num_features), np.uint8)
-
-    def _num_features(self, shape: tuple[int, int, int, int]) -> int:
-        data = np.broadcast_to(_ZERO, shape)
-        return self.plan(Media("video", data), data, {})[0].num_features
+    def frame_text(self, number: int) -> str:
+        return f"<{number // 10}.{number % 10} seconds>{self._frame}"
 
 
-class Qwen3Model(QwenModel):
+class Qwen3Model(FrameTimesModel):
     """The Qwen3-VL model. `module` is transformers' `Qwen3VLForConditionalGeneration`.
 
     The columns of a feature are the final output of the tower, followed by the outputs of its deepstack layers.
@@ -295,14 +219,6 @@ class Qwen3Model(QwenModel):
         if NORMALIZED in item.view:
             return to_device(item.view, NORMALIZED, self.spec.device)
         return super().normalized(item)
-
-    def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
-        spans: list[tuple[int, int, Grid]] = []
-        for item in items:
-            t, h, w = item.shape.grid[:3]
-            grid = (1, h // self._merge, w // self._merge)
-            spans += [(int(run[0]), int(run[-1]) + 1, grid) for run in np.split(item.slots, t)]
-        return mrope_positions(length, spans)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         out = self.run_visual(items)

@@ -177,6 +177,42 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
     return new_height, new_width
 
 
+def joint_resize(height: int, width: int, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
+    """Return the height and width to which all frames of a video are resized if they share the limits on pixels.
+
+    A side that is shorter than `settings.factor` is first enlarged, with the proportions kept.
+
+    Args:
+        height: Height in pixels before the resize.
+        width: Width in pixels before the resize.
+        num_frames: Number of frames.
+        settings: Preprocessing settings. min_pixels and max_pixels are limits for all frames together.
+
+    Raises:
+        InputError: There are fewer frames than a temporal patch has.
+        LimitExceeded: One side is more than 200 times as long as the other.
+
+    """
+    factor, temporal = settings.factor, settings.temporal_patch_size
+    if num_frames < temporal:
+        raise InputError(f"{num_frames} frames of the video would be sampled; this model needs at least {temporal}")
+    if min(height, width) < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    check_aspect_ratio(height, width)
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    pixels = round(num_frames / temporal) * temporal * new_height * new_width
+    if pixels > settings.max_pixels:
+        scale = math.sqrt(num_frames * height * width / settings.max_pixels)
+        new_height = max(factor, math.floor(height / scale / factor) * factor)
+        new_width = max(factor, math.floor(width / scale / factor) * factor)
+    elif pixels < settings.min_pixels:
+        scale = math.sqrt(settings.min_pixels / (num_frames * height * width))
+        new_height = math.ceil(height * scale / factor) * factor
+        new_width = math.ceil(width * scale / factor) * factor
+    return new_height, new_width
+
+
 def sample_frames(num_frames: int, fps: float | None, settings: PixelSettings) -> list[int]:
     """Return ascending, evenly spread indices of the frames to sample from a video.
 

@@ -66,7 +66,7 @@ class Qwen25OmniProcessor(QwenProcessor):
     traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS, mindie_layouts={}, hears_videos=True)
     config_name = "Qwen2_5OmniThinkerConfig"
     image_types = ("Qwen2VLImageProcessor",)
-    video_type = "Qwen2VLVideoProcessor"
+    video_types = ("Qwen2VLVideoProcessor",)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = _thinker(checkpoint)

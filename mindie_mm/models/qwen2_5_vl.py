@@ -32,7 +32,7 @@ class Qwen25VLProcessor(QwenProcessor):
     traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS)
     config_name = "Qwen2_5_VLConfig"
     image_types = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")  # two names of the same class
-    video_type = "Qwen2VLVideoProcessor"
+    video_types = ("Qwen2VLVideoProcessor",)
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions

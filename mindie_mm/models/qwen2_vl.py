@@ -14,7 +14,7 @@ class Qwen2VLProcessor(QwenProcessor):
 
     config_name = "Qwen2VLConfig"
     image_types = ("Qwen2VLImageProcessor",)
-    video_type = "Qwen2VLVideoProcessor"
+    video_types = ("Qwen2VLVideoProcessor",)
 
 
 class Qwen2VL(PretrainedFamily):

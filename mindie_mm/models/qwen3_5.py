@@ -17,7 +17,7 @@ class Qwen35Processor(Qwen3Processor):
 
     config_name = "Qwen3_5Config"
     image_types = ("Qwen2VLImageProcessor",)
-    video_type = "Qwen3VLVideoProcessor"
+    video_types = ("Qwen3VLVideoProcessor",)
 
 
 class Qwen35(PretrainedFamily):

@@ -23,7 +23,7 @@ class Qwen3VLProcessor(Qwen3Processor):
 
     config_name = "Qwen3VLConfig"
     image_types = ("Qwen2VLImageProcessor",)
-    video_type = "Qwen3VLVideoProcessor"
+    video_types = ("Qwen3VLVideoProcessor",)
 
 
 class Qwen3VL(PretrainedFamily):
