@@ -136,12 +136,15 @@ def largest(settings: PixelSettings) -> tuple[int, int]:
     return rows * settings.factor, tokens // rows * settings.factor
 
 
-def check_aspect_ratio(height: int, width: int) -> None:
-    """Raise LimitExceeded if one side of an image or video is more than 200 times as long as the other."""
+def check_aspect_ratio(height: int, width: int, own_size: str = "") -> None:
+    """Raise LimitExceeded if one side of an image or video is more than 200 times as long as the other.
+
+    `own_size` is the size in the message if the image or video was enlarged.
+    """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         raise LimitExceeded(
-            f"the image or video has {width}x{height} pixels; the longer side must be at most {MAX_ASPECT_RATIO} "
-            "times the shorter one"
+            f"the image or video has {own_size or f'{width}x{height}'} pixels; the longer side must be at most "
+            f"{MAX_ASPECT_RATIO} times the shorter one"
         )
 
 
@@ -196,10 +199,11 @@ def joint_resize(height: int, width: int, num_frames: int, settings: PixelSettin
     factor, temporal = settings.factor, settings.temporal_patch_size
     if num_frames < temporal:
         raise InputError(f"{num_frames} frames of the video would be sampled; this model needs at least {temporal}")
+    own_size = f"{width}x{height}"
     if min(height, width) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    check_aspect_ratio(height, width)
+    check_aspect_ratio(height, width, own_size)
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     pixels = round(num_frames / temporal) * temporal * new_height * new_width
     if pixels > settings.max_pixels:

@@ -32,6 +32,7 @@ FORMATS: Mapping[str, ReasoningFormat] = {
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>"),
+    "glm45": ReasoningFormat("<think>", "</think>"),
 }
 """Reasoning formats by name, in the order in which they are looked for in a chat template."""
 
