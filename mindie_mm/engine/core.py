@@ -65,7 +65,7 @@ class Engine(BaseEngine):
         self._model = model
         size = block_size(model.spec, config)
         num_bytes = config.kv_cache_bytes or kv_cache_bytes
-        num_slots = state_slots(model.spec, config, num_bytes)
+        num_slots = state_slots(model.spec, config, num_bytes, ranks)
         held = (num_bytes - num_slots * model.spec.state_bytes) // (model.spec.kv_token_bytes * size)
         blocks = BlockPool(max(1, min(held, useful_blocks(model.spec, config))), size)
         self._capacity_tokens = blocks.num_blocks * size

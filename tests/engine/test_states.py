@@ -193,11 +193,13 @@ def test_aborted_and_preempted_requests_lose_no_slot(model, expected, seed, monk
     assert_all_free(engine)
 
 
-def test_states_take_at_most_half_of_the_cache(model):
+def test_states_take_at_most_half_of_the_cache(model, caplog):
     spec = model.spec
     config = EngineConfig(max_num_seqs=3, prefix_caching=False)
     assert state_slots(spec, config, 100 * spec.state_bytes) == 3
+    assert not caplog.messages
     assert state_slots(spec, config, 4 * spec.state_bytes) == 2
+    assert "at most 2 run at the same time; max_num_seqs is 3" in caplog.text
     assert state_slots(spec, config, 1) == 1
     assert state_slots(spec, EngineConfig(max_num_seqs=3), 100 * spec.state_bytes) == 6
 

@@ -39,14 +39,23 @@ def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
     return config.max_num_seqs * -(-context_length(spec, config) // block_size(spec, config))
 
 
-def state_slots(spec: ModelSpec, config: EngineConfig, num_bytes: int) -> int:
+def state_slots(spec: ModelSpec, config: EngineConfig, num_bytes: int, ranks: Ranks = ALONE) -> int:
     """Return the number of slots for states in a cache of `num_bytes` bytes. States take at most half of the cache.
 
-    It is 0 if no layer keeps a state.
+    It is 0 if no layer keeps a state. If there are fewer slots than requests, a warning is logged.
     """
     if not spec.state_bytes:
         return 0
-    return max(1, min(_useful_slots(config), num_bytes // 2 // spec.state_bytes))
+    slots = max(1, min(_useful_slots(config), num_bytes // 2 // spec.state_bytes))
+    if slots < config.max_num_seqs and ranks.number == 0:
+        _log.warning(
+            "half of the KV cache has room for the states of %d requests, so that at most %d run at the same time; "
+            "max_num_seqs is %d. Raise memory_share or kv_cache_bytes to run more",
+            slots,
+            slots,
+            config.max_num_seqs,
+        )
+    return slots
 
 
 def _useful_slots(config: EngineConfig) -> int:
