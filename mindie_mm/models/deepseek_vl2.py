@@ -18,6 +18,7 @@ from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.media.image.tiles import CanvasSize, best_canvas
+from mindie_mm.models._deepseek_original import tagged_tokenizer
 from mindie_mm.models._deepseek_vl2_network import Network
 from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -332,6 +333,13 @@ class DeepseekVL2(Family):
     processor = DeepseekVL2Processor
 
     @classmethod
+    def serves(cls, config: Mapping[str, Any]) -> bool:
+        # Other models have this model_type, too, such as DeepSeek-OCR.
+        architecture = next(iter(config.get("architectures") or ()), _ARCHITECTURE)
+        tower = (config.get("vision_config") or {}).get("model_name", _TOWER)
+        return super().serves(config) and (architecture, tower) == (_ARCHITECTURE, _TOWER)
+
+    @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
         return [*KEYS.unknown(checkpoint.config)]
 
@@ -360,28 +368,8 @@ class DeepseekVL2(Family):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        from transformers import PreTrainedTokenizerFast
-
-        if not checkpoint.json("tokenizer.json"):
-            return super().tokenizer(checkpoint)
-        names = ("bos_token", "eos_token", "pad_token")
-        return PreTrainedTokenizerFast(
-            tokenizer_object=checkpoint.tokenizer(lambda token: token["special"] and token["content"] not in _TAGS),
-            model_max_length=checkpoint.json("tokenizer_config.json").get("model_max_length", 4096),
-            clean_up_tokenization_spaces=False,
-            **{name: token for name in names if (token := checkpoint.special_token(name)) is not None},
-        )
-
-
-def _check_kind(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint for other models that share this model_type, such as DeepSeek-OCR."""
-    architecture = next(iter(checkpoint.config.get("architectures") or ()), _ARCHITECTURE)
-    tower = (checkpoint.config.get("vision_config") or {}).get("model_name", _TOWER)
-    if architecture != _ARCHITECTURE or tower != _TOWER:
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path} has the model_type of DeepSeek-VL2, but is a {architecture} with the tower "
-            f"{tower!r}, which is not supported. DeepSeek-VL2 checkpoints such as {DeepseekVL2.published} have the "
-            f"tower {_TOWER!r}"
+        return (
+            tagged_tokenizer(checkpoint, _TAGS) if checkpoint.json("tokenizer.json") else super().tokenizer(checkpoint)
         )
 
 
@@ -390,7 +378,6 @@ def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Raise UnsupportedCheckpoint for unsupported settings.
     """
-    _check_kind(checkpoint)
     where = f"{checkpoint.path}/config.json"
     config = KEYS.complete(checkpoint.config, where)
     vision, projector, language = (config[name] for name in ("vision_config", "projector_config", "language_config"))

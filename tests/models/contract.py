@@ -862,7 +862,7 @@ class FamilyContract:
         """
         if model.spec.device.type != "cpu":
             pytest.skip("other devices run the step")
-        worst = WorstCase(model, processor, CPU(), EngineConfig(max_model_len=min(model.spec.max_model_len, 1024)))
+        worst = WorstCase(model, processor, CPU(), EngineConfig(max_model_len=min(model.spec.max_model_len, 2048)))
         works = [worst._prefill(min(model.spec.max_model_len, size)) for size in (24, 256)]
         works += [worst._encode(kind, *worst._largest_plan(kind), 2) for kind in family_named(self.name).kinds]
         ids = [torch.arange(8)] * (2 if isinstance(model, Seq2SeqModel) else 1)

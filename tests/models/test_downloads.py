@@ -294,19 +294,3 @@ def test_an_adapter_is_refused_with_its_base_model(tmp_path):
     assert "is an adapter of Qwen/Qwen3-VL-8B-Instruct" in no_checkpoint(tmp_path)
     (tmp_path / "adapter_config.json").write_text("[]")
     assert "is an adapter of its base model" in no_checkpoint(tmp_path)
-
-
-def test_another_model_under_a_familys_model_type_is_named(tmp_path):
-    config = {
-        "model_type": "deepseek_vl_v2",
-        "architectures": ["DeepseekOCR2ForCausalLM"],
-        "vision_config": {"model_name": "deepencoderv2"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    message = refused(tmp_path)
-    assert "is a DeepseekOCR2ForCausalLM with the tower 'deepencoderv2'" in message
-    assert "not supported" in message
-    assert "deepseek-ai/deepseek-vl2-tiny" in message
-    del config["architectures"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "the tower 'deepencoderv2'" in refused(tmp_path)

@@ -59,7 +59,10 @@ class Checkpoint:
     _files: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
     """Contents of the files that `json` has read. They are kept because parsing a tokenizer.json takes a second."""
     renamings: Sequence[Renaming] | None = field(default=None, repr=False, compare=False)
-    """Rules for the published names of weights. None if the weights have the names of the transformers module."""
+    """Rules for the published names of weights. Empty if transformers itself reads the published names.
+
+    None if the checkpoint was not translated.
+    """
 
     @classmethod
     def open(cls, path: str | Path | None = None) -> Checkpoint:

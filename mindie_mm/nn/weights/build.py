@@ -79,13 +79,13 @@ def build(
 def renamed_weights(cls: type[Any], checkpoint: Checkpoint) -> RenamedWeights | None:
     """Return the weights of a translated checkpoint under their names in `cls`, a PreTrainedModel.
 
-    The tensors are views of the files, on the CPU. Return None if the checkpoint was not translated.
+    The tensors are views of the files, on the CPU. Return None if transformers itself reads the published names.
 
     Raises:
         UnsupportedCheckpoint: The shape of a weight contradicts config.json, or the weights are quantized.
 
     """
-    if checkpoint.renamings is None:
+    if not checkpoint.renamings:
         return None
     _refuse_quantized_originals(checkpoint)
     config = read_config(cls.config_class.__name__, checkpoint)
@@ -110,7 +110,7 @@ def check_weight_files(checkpoint: Checkpoint, *, own_layers: bool) -> None:
     weight_files(checkpoint)
     if not is_quantized(checkpoint):
         check_stored(checkpoint)
-    elif checkpoint.renamings is not None:
+    elif checkpoint.renamings:
         _refuse_quantized_originals(checkpoint)
     elif scaling(checkpoint) is None:
         if own_layers:
