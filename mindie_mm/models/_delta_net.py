@@ -145,7 +145,10 @@ class GatedDeltaNet(nn.Module):
             part.repeat_interleave(self.num_value_heads // self.num_key_heads, dim=1).unsqueeze(2)
             for part in (query * self.key_dim**-0.5, key)
         )  # (S, heads, 1, width)
-        state.mul_(decay.exp()[..., None, None])
-        change = (value.unsqueeze(2) - key @ state) * beta.float()[..., None, None]
-        state += key.transpose(2, 3) * change
-        return (query @ state).squeeze(2).to(activated.dtype), state
+        factor = decay.exp()[..., None, None]
+        # The state is much larger than all other tensors, so it is read once for the outputs and the change.
+        read, known = (torch.cat([query, key], dim=2) @ state).mul_(factor).split(1, dim=2)
+        change = (value.unsqueeze(2) - known) * beta.float()[..., None, None]
+        state.mul_(factor).flatten(0, 1).baddbmm_(key.transpose(2, 3).flatten(0, 1), change.flatten(0, 1))
+        out = read + (query * key).sum(-1, keepdim=True) * change
+        return out.squeeze(2).to(activated.dtype), state
