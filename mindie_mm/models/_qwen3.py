@@ -164,7 +164,8 @@ class Qwen3Model(FrameTimesModel):
     )
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen3Processor) -> None:
-        super().__init__(module, spec, processor)
+        levels = len(getattr(module.config.vision_config, "deepstack_visual_indexes", ()))
+        super().__init__(module, replace(spec, extra_width=levels * spec.hidden_size), processor)
         self.media_tokens = [*self._tokens.values()]
 
     def segment_items(self, ids: NDArray[np.int64], view: SegmentsView, start: int) -> list[MediaItem]:

@@ -5,16 +5,8 @@ Source: arXiv 2511.21631. Token ids, grids and pixels match transformers' `qwen3
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-import torch
-
-from mindie_mm.device import Device
 from mindie_mm.models._qwen3 import Qwen3Model, Qwen3Processor
-from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import PretrainedFamily
-from mindie_mm.nn.weights.pretrained import load_pretrained
 from mindie_mm.nn.weights.shares import DECODER_PLAN
 
 
@@ -34,12 +26,6 @@ class Qwen3VL(PretrainedFamily):
     kinds = ("image", "video")
     processor = Qwen3VLProcessor
     module_name = "Qwen3VLForConditionalGeneration"
+    model_class = Qwen3Model
+    tp_plan = DECODER_PLAN
     default_theta = 5_000_000.0  # the default of transformers 4; transformers 5 has a tenth of this value
-
-    @classmethod
-    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Qwen3Model:
-        module, spec = load_pretrained(
-            cls.module_class(), checkpoint, device, dtype, tp_plan=DECODER_PLAN, default_theta=cls.default_theta
-        )
-        levels = len(module.config.vision_config.deepstack_visual_indexes)
-        return Qwen3Model(module, replace(spec, extra_width=levels * spec.hidden_size), processor)

@@ -353,6 +353,8 @@ class PretrainedFamily(Family):
     """Patterns (fnmatch) for names of weights that published checkpoints have and the module lacks."""
     default_theta: ClassVar[float | None] = None
     """Base of the rotary frequencies if config.json has none. None means the default of the installed transformers."""
+    tp_plan: ClassVar[Mapping[str, str] | None] = None
+    """Tensor-parallel plan of the text model if transformers has none."""
     other_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of config.json that the transformers class lacks. The family reads them, or they do not affect answers."""
     states: ClassVar[Mapping[str, Callable[[Any], StateLayer]]] = {}
@@ -411,6 +413,7 @@ class PretrainedFamily(Family):
             device,
             dtype,
             unused=cls.unused_weights,
+            tp_plan=cls.tp_plan,
             renamed=renamed_weights(module_class, checkpoint),
             default_theta=cls.default_theta,
             states=cls.states,

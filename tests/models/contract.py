@@ -301,6 +301,11 @@ class FamilyContract:
     If twice the reference's own bfloat16 error is larger, that difference is allowed. Only golden data, which have no
     bfloat16 reference, need a value other than the default.
     """
+    chooses_experts: ClassVar[bool] = False
+    """Whether rounding may choose other experts with nearly the same score.
+
+    In bfloat16, the mean difference of the logits is then compared, with a limit of 0.06.
+    """
     num_tokens: ClassVar[int] = NUM_TOKENS
     """Number of greedily generated tokens to compare. Golden data may contain fewer."""
     unspelled: ClassVar[bool] = False
@@ -586,10 +591,11 @@ class FamilyContract:
             # A family may mask tokens. The logits of masked tokens are the smallest number of the dtype, so skip them.
             open_ = expected > -1e30
             scale = expected[open_].std()
-            found = ((self.logits(model, tokenized[name]) - expected)[open_].abs().max() / scale).item()
-            own = ((half.logits(items) - expected)[open_].abs().max() / scale).item() if half else 0.0
+            reduce, tolerance = (torch.mean, 0.06) if self.chooses_experts else (torch.max, self.bf16_tolerance)
+            found = reduce((self.logits(model, tokenized[name]) - expected)[open_].abs() / scale).item()
+            own = reduce((half.logits(items) - expected)[open_].abs() / scale).item() if half else 0.0
             assert own <= 0.5, f"{name}: in bfloat16 the reference is off by {own:.3f}, and says nothing"
-            assert found <= max(self.bf16_tolerance, 2 * own), f"{name}: {found:.3f}; the reference itself {own:.3f}"
+            assert found <= max(tolerance, 2 * own), f"{name}: {found:.3f}; the reference itself {own:.3f}"
 
     @pytest.mark.representative
     def test_int8_weights_change_the_logits_little(self, path, device, model, tokenized):

@@ -58,6 +58,7 @@ class DeepseekVL2Contract(FamilyContract):
     name = "deepseek_vl2"
     settings_file = "processor_config.json"
     num_tokens = 8
+    chooses_experts = True
     int8_tolerance = 0.25  # 0.18 was measured, because rounding changes the chosen experts
 
     @classmethod
@@ -77,14 +78,6 @@ class DeepseekVL2Contract(FamilyContract):
                 content = [{"type": kind, kind: value} for item in own for kind, value in item.items()]
                 messages.append({"role": ROLES[turn["role"]], "content": content})
         return tokenizer.tokenize_chat(messages, path_file)
-
-    def test_bfloat16_logits_are_as_near_as_the_references(self, path, device, reference, tokenized):
-        """The mean difference is compared, because rounding may select another expert with nearly the same score."""
-        model = load_model(path, device=device, dtype="bfloat16")
-        for name, items in self.prompts.items():
-            expected = reference.logits(items)
-            difference = (self.logits(model, tokenized[name]) - expected).abs().mean()
-            assert difference <= 0.06 * expected.std(), name  # 0.026 to 0.044 were measured
 
     def assert_arrays(self, expected, items, model):
         case = expected["case"]

@@ -180,6 +180,22 @@ def test_a_response_template_uses_the_grammar_of_the_chat_template():
         parser_for("", set(), {"fields": json.loads("[]")})
 
 
+THINKING = r"""{%- if message.reasoning_content is string %}
+{%- set reasoning_content = message.reasoning_content %}
+{%- elif '</think>' in content %}
+{%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+{%- endif %}
+{{- '<tool_call>\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}{{- tool_call.arguments | tojson }}
+{{- '}\n</tool_call>' }}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
+"""Parts of the chat template of Qwen3-VL-30B-A3B-Thinking."""
+
+
+def test_a_thinking_template_has_reasoning_and_tool_calls():
+    assert reasoning_for(THINKING) == reasoning_named("qwen3")
+    assert parser_for(THINKING, set()) is FORMATS["hermes"]
+
+
 def test_the_template_determines_the_reasoning_format():
     shown = {
         "{{ '<think>' + reasoning + '</think>' }}": "qwen3",

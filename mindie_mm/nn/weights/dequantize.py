@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,7 @@ def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tup
     names = {*weight_names(checkpoint)}
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_weights(checkpoint):
-        owner, part = _owner(name, scheme.suffix)
+        owner, part = _owner(name, scheme.suffix, names)
         parts = {part for part in ("", scheme.suffix, "_zero_point") if f"{owner}{part}" in names}
         if (part and "" not in parts) or _OF_ACTIVATIONS.fullmatch(name):
             continue
@@ -132,10 +132,13 @@ def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tup
             yield owner, weight
 
 
-def _owner(name: str, suffix: str) -> tuple[str, str]:
-    """Return the name of the weight that a tensor belongs to, and the suffix of the tensor's own name."""
+def _owner(name: str, suffix: str, names: Collection[str]) -> tuple[str, str]:
+    """Return the name of the weight that a tensor belongs to, and the suffix of the tensor's own name.
+
+    The joined weights of experts do not end with "weight".
+    """
     for part in (suffix, "_zero_point"):
-        if name.endswith(f"weight{part}"):
+        if name.endswith(part) and (name.endswith(f"weight{part}") or name.removesuffix(part) in names):
             return name.removesuffix(part), part
     return name, ""
 

@@ -1,0 +1,40 @@
+"""Qwen3-VL with a mixture of experts in the decoder, such as Qwen3-VL-30B-A3B and Qwen3-VL-235B-A22B.
+
+Source: arXiv 2511.21631. Everything but the decoder's layers is the same as in Qwen3-VL.
+"""
+
+from __future__ import annotations
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models._qwen3 import Qwen3Model, Qwen3Processor
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.family import PretrainedFamily
+
+
+class Qwen3VLMoeProcessor(Qwen3Processor):
+    """Processor for Qwen3-VL with a mixture of experts."""
+
+    config_name = "Qwen3VLMoeConfig"
+    image_types = ("Qwen2VLImageProcessor",)
+    video_types = ("Qwen3VLVideoProcessor",)
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint)
+        text = checkpoint.config.get("text_config") or {}
+        if text.get("norm_topk_prob", True) is not True:  # transformers always divides by the sum
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}: text_config.norm_topk_prob is {text['norm_topk_prob']!r}; only True is supported"
+            )
+
+
+class Qwen3VLMoe(PretrainedFamily):
+    """Qwen3-VL with a mixture of experts (Bai et al., 2025, arXiv 2511.21631), run by transformers' modules."""
+
+    model_types = ("qwen3_vl_moe",)
+    published = "Qwen/Qwen3-VL-30B-A3B-Instruct"
+    kinds = ("image", "video")
+    processor = Qwen3VLMoeProcessor
+    module_name = "Qwen3VLMoeForConditionalGeneration"
+    model_class = Qwen3Model
+    default_theta = 5_000_000.0  # the default of transformers 4; transformers 5 has a tenth of this value
+    other_keys = ("text_config.norm_topk_prob",)

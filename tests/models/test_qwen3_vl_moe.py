@@ -1,0 +1,119 @@
+"""Tests of Qwen3-VL with a mixture of experts against transformers, on random weights."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+from mindie_mm.models import load_model
+from tests.models.contract import FamilyContract
+from tests.models.small_checkpoints import save_json, save_model, save_tokenizer
+from tests.models.test_qwen3_vl import IMAGES, VIDEOS
+from tests.models.test_qwen3_vl import Reference as Qwen3VLReference
+from tests.models.test_qwen3_vl import TestQwen3VL as Qwen3VLContract
+from tools.random_checkpoint import CHAT_TEMPLATE, SPECIAL_TOKENS
+
+TEXT = {
+    "vocab_size": 400,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "mlp_only_layers": [1],
+    "initializer_range": 0.1,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [4, 4, 4], "rope_theta": 1e6},
+}
+VISION = {
+    "depth": 3,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "intermediate_size": 96,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 36,
+    "deepstack_visual_indexes": [0, 2],
+}
+
+
+class Reference(Qwen3VLReference):
+    model_class = Qwen3VLMoeForConditionalGeneration
+
+
+class TestQwen3VLMoe(FamilyContract):
+    name = "qwen3_vl_moe"
+    reference_class = Reference
+    chooses_experts = True
+    prompts: ClassVar = Qwen3VLContract.prompts
+    assert_arrays = Qwen3VLContract.assert_arrays
+
+    @classmethod
+    def write_checkpoint(cls, out):
+        tokenizer = save_tokenizer(
+            out, SPECIAL_TOKENS, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+        )
+        ids = tokenizer.convert_tokens_to_ids
+        config = Qwen3VLMoeConfig(
+            text_config=TEXT,
+            vision_config=VISION,
+            image_token_id=ids("<|image_pad|>"),
+            video_token_id=ids("<|video_pad|>"),
+            vision_start_token_id=ids("<|vision_start|>"),
+            vision_end_token_id=ids("<|vision_end|>"),
+        )
+        save_model(out, Qwen3VLMoeForConditionalGeneration, config, ids("<|im_end|>"), ids("<|endoftext|>"))
+        save_json(out, preprocessor_config=IMAGES, video_preprocessor_config=VIDEOS)
+
+    def test_published_weights_have_their_inputs_before_their_outputs(self, path, model, tokenized, tmp_path):
+        """Transformers saves the transpose, which also has another shape."""
+        copied = rewritten(path, tmp_path, lambda name, weight: weight.mT if ".experts." in name else weight)
+        found = self.logits(load_model(copied, device="cpu", dtype="float32"), tokenized["text"])
+        torch.testing.assert_close(found, self.logits(model, tokenized["text"]).cpu(), rtol=1e-4, atol=1e-4)
+
+    def test_fp8_weights_of_experts_are_multiplied_by_their_scales(self, path, tokenized, tmp_path):
+        """The published FP8 checkpoints have one tensor of scales per tensor of experts."""
+        scales: dict[str, torch.Tensor] = {}
+
+        def quantized(name, weight):
+            if ".experts." not in name:
+                return weight
+            scales[f"{name}_scale_inv"] = torch.full((len(weight), 1, 1), 0.25)
+            return (weight.mT * 4).to(torch.float8_e4m3fn)
+
+        copied = rewritten(path, tmp_path / "fp8", quantized, scales)
+        settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        config = json.loads((copied / "config.json").read_text())
+        (copied / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+        rounded = rewritten(
+            path,
+            tmp_path / "rounded",
+            lambda name, weight: (weight * 4).to(torch.float8_e4m3fn).float() / 4 if ".experts." in name else weight,
+        )
+        found, expected = (
+            self.logits(load_model(one, device="cpu", dtype="float32"), tokenized["text"]) for one in (copied, rounded)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+    def test_routers_that_do_not_divide_by_the_sum_are_refused(self, path, tmp_path):
+        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+        config = json.loads((path / "config.json").read_text())
+        config["text_config"]["norm_topk_prob"] = False
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        self.assert_refused(tmp_path, "norm_topk_prob is False")
+
+
+def rewritten(path, out, change, more=()):
+    """Copy a checkpoint to `out`, with `change` applied to the name and value of each weight, and `more` weights."""
+    shutil.copytree(path, out, dirs_exist_ok=True)
+    weights = {
+        name: change(name, weight).contiguous() for name, weight in load_file(path / "model.safetensors").items()
+    }
+    save_file(weights | dict(more), out / "model.safetensors")
+    return out
