@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +15,85 @@ import click
 from mindie_mm.cli.console import print_table
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.interrupts import importing
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 
 
+class _Size(click.ParamType[tuple[int, int]]):
+    """The type of a width and height, such as 1280x720."""
+
+    name = "WIDTHxHEIGHT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        if not (match := re.fullmatch(r"(\d{1,5})x(\d{1,5})", value)) or "0" in match.groups():
+            self.fail(f"{value!r} is not a width and height in pixels, such as 1280x720", param, ctx)
+        return int(match[1]), int(match[2])
+
+
 @click.command("doctor", cls=SettingsCommand, short_help="Check whether this machine can serve a checkpoint.")
 @click.argument("path", required=False, type=PATH)
+@click.option(
+    "--image-size",
+    type=_Size(),
+    default="1024x1024",
+    show_default=True,
+    help="Width and height of the image whose cost is shown, in pixels.",
+)
 @click.option("--operators", is_flag=True, help="Compare the device's fused operators with plain PyTorch.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--root", type=PATH, default=Path("/"), hidden=True)  # for tests that imitate the files of a machine
 @settings(WorkerConfig, EngineConfig)
-def command(path: Path | None, *, operators: bool, as_json: bool, root: Path, **flags: Any) -> None:
+def command(
+    path: Path | None, *, image_size: tuple[int, int], operators: bool, as_json: bool, root: Path, **flags: Any
+) -> None:
     """Check whether this machine can serve the checkpoint PATH, and say how to fix each problem.
 
     PATH is a checkpoint directory. Without PATH, the embedded checkpoint is checked. Give the same options as to
     `mindie-mm serve`.
 
+    If PATH has no weights, only the checkpoint is judged, before its download: the family, the quantization, the
+    settings, the context length, and the cost of an image. PATH needs only a config.json, or is a config.json itself.
+
     Exit status: 1 if a problem would prevent the service from starting, otherwise 0.
     """
-    with importing():
-        from mindie_mm.doctor import examine
-
-    findings = list(examine(configured(path, flags), root, operators=operators))
+    findings = list(_findings(path, image_size, operators, root, flags))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:
         print_table([(finding.status, finding.subject, finding.found, finding.advice) for finding in findings])
     sys.exit(any(finding.status == "error" for finding in findings))
+
+
+def _findings(
+    path: Path | None, image_size: tuple[int, int], operators: bool, root: Path, flags: dict[str, Any]
+) -> Iterator[Any]:
+    """Yield the findings about the checkpoint, and about the machine unless the checkpoint has no weights."""
+    configuration = configured(path, flags)
+    has_weights = path is None or _has_weights(path)
+    if path is not None and has_weights is not None:
+        with importing():
+            if not has_weights:
+                from mindie_mm.doctor.stand_ins import install
+
+                install()  # because the import of torch takes a second or two
+            from mindie_mm.device.finding import Finding
+            from mindie_mm.doctor.judgement import judge
+
+        yield from judge(path, configuration.worker.family, image_size)
+        if not has_weights:
+            advice = "to check this machine, leave out PATH"
+            yield Finding("machine", "ok", "not checked, because PATH has no weights", advice)
+            return
+    with importing():
+        from mindie_mm.doctor.machine import examine
+
+    yield from examine(configuration, root, operators=operators)
+
+
+def _has_weights(path: Path) -> bool | None:
+    """Return whether a checkpoint directory, or the directory of a config.json, has weights. None if there is none."""
+    folder = path.parent if path.name == "config.json" else path
+    return bool(Checkpoint(folder, {}).weight_files()) if (folder / "config.json").is_file() else None

@@ -189,9 +189,7 @@ def original_pixels(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
     Raise UnsupportedCheckpoint if it is not in deepseek-ai's layout.
     """
-    pixels = checkpoint.json("preprocessor_config.json")
-    if "image_size" not in pixels:
-        raise UnsupportedCheckpoint(f"{checkpoint.path}: preprocessor_config.json is missing, or has no image_size")
+    pixels = checkpoint.require("preprocessor_config.json", ("image_size",))
     check_settings(pixels, {"image_processor_type": "VLMImageProcessor"}, str(checkpoint.path))
     return pixels
 
@@ -225,7 +223,7 @@ def translate(
         f"{where} (processor_config.json)",
     )
     described = _framed(with_special_tokens(checkpoint.tokenizer_json(), [_IMAGE_TAG]), checkpoint)
-    ids = {token["content"]: token["id"] for token in described["added_tokens"]}
+    ids = checkpoint.ids_of(described)
     language = config["language_config"]
     translated = {
         **{key: value for key, value in config.items() if not key.endswith("_config") or key.startswith("quant")},
@@ -260,7 +258,7 @@ def _framed(described: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]
     stated = checkpoint.json("tokenizer_config.json")
     if "add_bos_token" not in stated:
         return described
-    ids = {token["content"]: token["id"] for token in described["added_tokens"]}
+    ids = checkpoint.ids_of(described)
     frame: list[list[dict[str, Any]]] = []
     for name, default in (("bos", True), ("eos", False)):
         token = checkpoint.special_token(f"{name}_token") if stated.get(f"add_{name}_token", default) else None

@@ -154,7 +154,7 @@ def translated(checkpoint: Checkpoint) -> Checkpoint:
     text = _text_config(config.get("llm_config") or {}, where)
     _check_chat(settings, vision, where)
     described = with_special_tokens(_tokenizer_json(checkpoint), [_SPELLED["video_token"]])
-    ids = {token["content"]: token["id"] for token in described["added_tokens"]}
+    ids = checkpoint.ids_of(described)
     if missing := [token for token in (*_SPELLED.values(), _TURN_END) if token not in ids]:
         raise UnsupportedCheckpoint(f"{where}: the tokenizer has no added token {missing[0]}")
     translated = {

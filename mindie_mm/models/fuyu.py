@@ -210,4 +210,8 @@ def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
     pieces = tokenizer.get("model", {}).get("vocab", {})
     if not isinstance(pieces, dict):
         pieces = {piece: index for index, (piece, _) in enumerate(pieces)}
-    return {**pieces, **{added["content"]: added["id"] for added in tokenizer.get("added_tokens", ())}}
+    ids = checkpoint.ids_of(tokenizer)
+    added = [*ids.items()]
+    ids.update(pieces)
+    ids.update(added)
+    return ids

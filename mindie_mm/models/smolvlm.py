@@ -59,7 +59,9 @@ class SmolVLMProcessor(IdeficsProcessor):
         where = str(checkpoint.path)
         token, video = self.config.image_token_id, checkpoint.special_token("video_token") or "<video>"
         self.placeholders = {"image": Placeholder((), token, ()), "video": Placeholder((), token, (), video)}
-        settings = checkpoint.preprocessor("video", {"SmolVLMVideoProcessor": {}})
+        settings = checkpoint.preprocessor(
+            "video", {"SmolVLMVideoProcessor": {"max_image_size": DEFAULTS["max_image_size"]}}
+        )
         sampling = settings.get("video_sampling", {})
         named = {"size": sampling["video_size"]} if "video_size" in sampling else {}
         settings = {**DEFAULTS, **named, **settings}

@@ -389,15 +389,16 @@ class PretrainedFamily(Family):
         return config_class
 
     @classmethod
+    def configuration(cls, checkpoint: Checkpoint) -> Any:
+        """Return transformers' configuration of a checkpoint that `translated` returned, corrected by `settle`."""
+        config = cls.config_class().from_dict(dict(checkpoint.config))
+        settle(checkpoint, config, cls.default_theta)
+        return config
+
+    @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
         translated = cls.translated(checkpoint)
-
-        def resolve(stated: dict[str, Any]) -> Any:
-            config = cls.config_class().from_dict(dict(stated))
-            settle(replace(translated, config=stated), config, cls.default_theta)
-            return config
-
-        names = unused_keys(translated.config, resolve)
+        names = unused_keys(translated.config, lambda stated: cls.configuration(replace(translated, config=stated)))
         if translated.renamings is not None:
             names = [_published(name, checkpoint, translated) for name in names]
             names = [*_untranslated(cls, checkpoint, translated), *names]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mindie_mm import doctor
 from mindie_mm.batch import Dataset
+from mindie_mm.doctor import machine as doctor
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import SharedMemoryError, StorageError
 from mindie_mm.settings.config import ServiceConfig

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mindie_mm.doctor import checkpoint_finding
+from mindie_mm.doctor.machine import checkpoint_finding
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint

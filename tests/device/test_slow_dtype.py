@@ -13,7 +13,7 @@ from mindie_mm.device import open_device, slow_dtype
 SCRIPT = """
 import json, sys
 from mindie_mm.device import slow_dtype
-from mindie_mm.doctor import _dtype
+from mindie_mm.doctor.machine import _dtype
 from mindie_mm.engine.requests.engine_messages import Start
 from mindie_mm.engine.process.engine_process import load_engine
 from mindie_mm.engine.ranks import ALONE

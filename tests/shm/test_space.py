@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mindie_mm import doctor
 from mindie_mm.device.host_memory import available_bytes
+from mindie_mm.doctor import machine as doctor
 from mindie_mm.errors import DeviceError
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm.dev_shm import ShmSpace

@@ -180,9 +180,8 @@ class Checkpoint:
 
     def token_id(self, token: str) -> int:
         """Return the id of an added token of tokenizer.json. Raise UnsupportedCheckpoint if the token is missing."""
-        for added in self.tokenizer_json().get("added_tokens", ()):
-            if added["content"] == token:
-                return int(added["id"])
+        if (index := self.ids_of(self.tokenizer_json()).get(token)) is not None:
+            return index
         raise UnsupportedCheckpoint(f"{self.path}: tokenizer.json has no added token {token}")
 
     def tokenizer_json(self) -> dict[str, Any]:
@@ -199,6 +198,10 @@ class Checkpoint:
                 f"{also_missing(self.path, 'tokenizer.json')}"
             )
         return self.json("tokenizer.json")
+
+    def ids_of(self, described: Mapping[str, Any]) -> dict[str, int]:
+        """Return the id of each added token in `described`, the contents of this checkpoint's tokenizer.json."""
+        return {token["content"]: int(token["id"]) for token in described.get("added_tokens", ())}
 
     def weight_files(self) -> list[Path]:
         """Return the files that may contain weights, sorted. Broken links count as missing."""

@@ -108,9 +108,18 @@ def check_weight_files(checkpoint: Checkpoint, *, own_layers: bool) -> None:
 
     """
     weight_files(checkpoint)
-    if not is_quantized(checkpoint):
+    if is_quantized(checkpoint):
+        check_quantized(checkpoint, own_layers=own_layers)
+    else:
         check_stored(checkpoint)
-    elif checkpoint.renamings:
+
+
+def check_quantized(checkpoint: Checkpoint, *, own_layers: bool) -> None:
+    """Check from the settings of a checkpoint whether any device can run its quantization.
+
+    `check_weight_files` describes the arguments and errors.
+    """
+    if checkpoint.renamings:
         _refuse_quantized_originals(checkpoint)
     elif scaling(checkpoint) is None:
         if own_layers:

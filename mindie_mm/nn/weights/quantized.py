@@ -98,13 +98,14 @@ def check_method(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedCheckpoint if transformers does not support the quantization method, or a package is missing."""
     if (settings := quantization(checkpoint)) is None:
         return
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING  # imported late, as above
+    # Imported late, as above. This module does not import torch, which `mindie-mm doctor` avoids.
+    from transformers.utils.quantization_config import QuantizationMethod
 
-    method = method_of(settings)
-    if method not in AUTO_QUANTIZER_MAPPING:
+    method, known = method_of(settings), [one.value for one in QuantizationMethod]
+    if method.removesuffix("_4bit").removesuffix("_8bit") not in known:
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} is quantized with {method!r}, which transformers does not support; it supports "
-            f"{', '.join(sorted(AUTO_QUANTIZER_MAPPING))}. {_INSTEAD}"
+            f"{', '.join(sorted(known))}. {_INSTEAD}"
         )
     if packages := missing_packages(method):
         wanted = " ".join(f"'{package}'" for package in packages)

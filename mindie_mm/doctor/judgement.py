@@ -1,0 +1,152 @@
+"""The judgement of a checkpoint from its config.json, without its weights and without torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mindie_mm.device import KINDS
+from mindie_mm.device.finding import Finding
+from mindie_mm.errors import MindieMMError, UnsupportedCheckpoint
+from mindie_mm.inputs import Media
+from mindie_mm.models import family_of, reading, unknown_keys
+from mindie_mm.nn.checkpoint.config_only import ConfigOnly
+from mindie_mm.nn.checkpoint.missing_files import listed, missing_files
+from mindie_mm.nn.checkpoint.resolved import context_length
+from mindie_mm.nn.family import Family, PretrainedFamily, Processor
+from mindie_mm.nn.weights.build import check_quantized
+from mindie_mm.nn.weights.dequantize import scaling
+from mindie_mm.nn.weights.quantized import method_of, quantization, refuse_mindie
+
+_TEXT_TOKEN = re.compile(r"<[^<>]+>|\n+|\w+|[^\w\s]")
+"""Pattern of the parts of a text that usually have one token each."""
+
+
+def judge(path: Path, family_name: str | None, size: tuple[int, int]) -> Iterator[Finding]:
+    """Judge whether a checkpoint can be served, and what an image costs. Yield the findings one by one.
+
+    Args:
+        path: Directory of the checkpoint, or its config.json.
+        family_name: Same as in `family_of`.
+        size: Width and height of the image, in pixels.
+
+    """
+    try:
+        checkpoint = ConfigOnly.open(path)
+        family = family_of(checkpoint, family_name)
+    except MindieMMError as error:
+        yield Finding("family", "error", str(path), str(error))
+        return
+    name = family.__module__.rpartition(".")[2]
+    try:
+        with reading(checkpoint, family):
+            processor = family.processor(family.translated(checkpoint))
+    except UnsupportedCheckpoint as error:
+        yield Finding("family", "error", f"family {name}, which does not support this checkpoint", str(error))
+        return
+    # Not every family needs a file with preprocessing settings. Reading its settings has shown whether this one does.
+    missing = {*missing_files(checkpoint.path)} - {"preprocessor_config.json"} | checkpoint.assumed
+    yield _served(name, listed(sorted(missing)))
+    yield _settings(checkpoint, family)
+    yield _quantization(checkpoint, family)
+    yield _context(checkpoint, family)
+    yield _image(checkpoint, family, processor, size)
+
+
+def _served(name: str, missing: str) -> Finding:
+    if not missing:
+        return Finding("family", "ok", f"family {name}, served")
+    advice = "download them: hf download OWNER/NAME --local-dir FOLDER"
+    return Finding("family", "ok", f"family {name}, served; these files are missing: {missing}", advice)
+
+
+def _settings(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
+    try:
+        with reading(checkpoint, family):
+            message = unknown_keys(checkpoint, family)
+    except UnsupportedCheckpoint as error:
+        return Finding("settings", "error", "a setting is not supported", str(error))
+    if message:
+        return Finding("settings", "warning", message, "check the spelling of these keys, and whether they are needed")
+    return Finding("settings", "ok", "every key of config.json is honoured, or does not affect answers")
+
+
+def _quantization(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
+    own_layers = not issubclass(family, PretrainedFamily)
+    try:
+        refuse_mindie(checkpoint)
+        if (settings := quantization(checkpoint)) is None:
+            return Finding("quantization", "ok", "the weights are not quantized")
+        with reading(checkpoint, family):
+            check_quantized(family.translated(checkpoint), own_layers=own_layers)
+    except UnsupportedCheckpoint as error:
+        return Finding("quantization", "error", "the quantization is not supported here", str(error))
+    method = method_of(settings)
+    if scaling(checkpoint) is not None:
+        where = "on every device, which dequantizes the weights unless it has operators for them"
+    elif method.startswith("bitsandbytes"):
+        devices = [kind.name for kind in KINDS if kind.has_bitsandbytes or (own_layers and method.endswith("8bit"))]
+        where = f"on {', '.join(devices)}"
+    else:
+        where = "on the devices for which transformers supports this method"
+    return Finding("quantization", "ok", f"{method}, supported {where}")
+
+
+def _context(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
+    try:
+        with reading(checkpoint, family):
+            positions = _positions(checkpoint, family)
+    except UnsupportedCheckpoint as error:
+        return Finding("context", "error", "the context length cannot be read", str(error))
+    if positions is None:
+        return Finding("context", "warning", "unknown: config.json does not state max_position_embeddings")
+    return Finding("context", "ok", f"{positions} tokens")
+
+
+def _positions(checkpoint: ConfigOnly, family: type[Family]) -> int | None:
+    """Return the maximum number of positions of the text model, or None if config.json does not state it."""
+    if issubclass(family, PretrainedFamily):
+        text = family.configuration(family.translated(checkpoint)).get_text_config()
+        return context_length(text) if hasattr(text, "max_position_embeddings") else None
+    stated: int | None = checkpoint.stated_anywhere("max_position_embeddings")
+    return stated
+
+
+def _image(checkpoint: ConfigOnly, family: type[Family], processor: Processor, size: tuple[int, int]) -> Finding:
+    width, height = size
+    if "image" not in family.kinds:
+        return Finding("image", "ok", f"the family takes no images, only {', '.join(family.kinds)}")
+    try:
+        with reading(checkpoint, family):
+            return Finding(
+                "image", "ok", f"{width}x{height}: {_cost(processor, width, height)}", _assumption(checkpoint)
+            )
+    except MindieMMError as error:
+        return Finding("image", "error", f"an image of {width}x{height} cannot be planned", str(error))
+
+
+def _cost(processor: Processor, width: int, height: int) -> str:
+    """Return what an image costs, in words."""
+    pixels = np.broadcast_to(np.uint8(0), (height, width, 3))
+    plan, _ = processor.plan(Media("image", None), pixels, {"image": 1})
+    spelling = processor.spelling("image", plan.num_features, plan.grid)
+    placeholder = processor.placeholders["image"]
+    assert spelling is not None, "a family can spell the items that it plans"
+    runs = plan.num_features if spelling.runs is None else sum(map(len, spelling.runs))
+    tokens = len(placeholder.before) + runs + len(placeholder.after)
+    about = ""
+    if spelling.text is not None:
+        words = len(_TEXT_TOKEN.findall(spelling.text)) - len(spelling.runs or (None,))
+        tokens, about = tokens + max(words, 0), "about " if words > 0 else ""
+    num_bytes = sum(spec.nbytes for spec in plan.specs.values())
+    return f"{about}{tokens} tokens, {plan.num_features} features, {num_bytes} bytes of shared memory"
+
+
+def _assumption(checkpoint: ConfigOnly) -> str:
+    assumed = sorted(checkpoint.assumed & {"preprocessor_config.json", "processor_config.json"})
+    if not assumed:
+        return ""
+    return f"{' and '.join(assumed)} is missing; this assumes the defaults of the reference's preprocessor"

@@ -1,0 +1,168 @@
+"""Tests of `mindie-mm doctor PATH` for a folder without weights: it judges config.json without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mindie_mm.doctor.judgement import judge
+from mindie_mm.models import family_named, family_names
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.shm import release
+from mindie_mm.tokenize import Tokenizer
+from tests.cli import judging
+from tests.cli.shell import run_warm
+from tests.models.golden import GOLDEN
+from tests.published.checkpoints import FOLDER, write_small
+
+PUBLISHED = sorted(file.parent.name for file in FOLDER.glob("*/config.json"))
+OWN = {
+    "deepseek_vl2": GOLDEN / "deepseek_vl2" / "plain",
+    "molmo": GOLDEN / "molmo" / "d",
+    "qwen_vl": GOLDEN / "qwen_vl",
+}
+"""Folders with a config.json for the families that have no configuration class in transformers."""
+
+
+# Settings that each published config.json has, and without which the default configuration is refused.
+STATED = {
+    "blip_2": {"image_token_index": 50265},
+    "smolvlm": {"vision_config": {"image_size": 384, "patch_size": 14}, "scale_factor": 3},
+}
+
+
+def _write_config(name: str, folder: Path) -> Path:
+    """Write a config.json, published or of default values, for a family into a new folder, and no other file."""
+    folder.mkdir(parents=True)
+    family = family_named(name)
+    published = [FOLDER / other / "config.json" for other in PUBLISHED]
+    own = [file for file in published if json.loads(file.read_text()).get("model_type") in family.model_types]
+    if name in OWN:
+        shutil.copyfile(OWN[name] / "config.json", folder / "config.json")
+    elif own and name not in STATED:
+        shutil.copyfile(own[-1], folder / "config.json")
+    else:
+        stated = family.config_class()(**STATED.get(name, {})).to_dict()
+        (folder / "config.json").write_text(json.dumps({**stated, "model_type": family.model_types[0]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """Judge a config.json of each family and of each published checkpoint, in one process without torch."""
+    root = tmp_path_factory.mktemp("only")
+    folders = {f"family {name}": _write_config(name, root / "families" / name) for name in family_names()}
+    for name in PUBLISHED:
+        (root / name).mkdir()
+        shutil.copyfile(FOLDER / name / "config.json", root / name / "config.json")
+        folders[name] = root / name
+    command = [sys.executable, judging.__file__, *map(str, folders.values())]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    *found, slow = map(json.loads, ended.stdout.splitlines())
+    return {**dict(zip(folders, found, strict=True)), "slow": slow}
+
+
+def test_neither_torch_nor_modeling_code_is_imported(judged):
+    assert judged["slow"] == []
+
+
+@pytest.mark.parametrize("name", family_names())
+def test_every_family_is_judged_by_its_config_alone(name, judged):
+    found = judged[f"family {name}"]
+    assert {one["status"] for one in found.values()} <= {"ok", "warning"}, found
+    assert re.fullmatch(
+        rf"family {name}, served; these files are missing: .*model\.safetensors.*", found["family"]["found"]
+    )
+    assert found["quantization"]["found"] == "the weights are not quantized"
+    assert re.fullmatch(
+        r"\d+ tokens|unknown: config.json does not state max_position_embeddings", found["context"]["found"]
+    )
+    cost = r"1024x768: (about )?\d+ tokens, \d+ features, \d+ bytes of shared memory"
+    has_images = "image" in family_named(name).kinds
+    assert re.fullmatch(cost if has_images else "the family takes no images, only .*", found["image"]["found"])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_judged_as_together_with_its_other_files(name, judged):
+    """The second judgement is made in this process, which has torch."""
+    whole = {one.subject: one for one in judge(FOLDER / name, None, (1024, 768))}
+    assert [*judged[name]] == [*whole]
+    for subject in {"family", "settings", "quantization", "context"} & whole.keys():
+        assert judged[name][subject]["status"] == whole[subject].status
+    if whole["family"].status == "error":
+        assert (
+            "the nearest family by name is" in whole["family"].advice
+            or "which does not support" in whole["family"].found
+        )
+    else:
+        assert judged[name]["family"]["found"].split(";")[0] == whole["family"].found.split(";")[0]
+        assert judged[name]["context"]["found"] == whole["context"].found
+
+
+def test_a_folder_with_only_a_config_is_judged_and_the_machine_is_not(tmp_path):
+    shutil.copyfile(FOLDER / "qwen_vl_int4" / "config.json", tmp_path / "config.json")
+    for path in (tmp_path, tmp_path / "config.json"):
+        output = run_warm("doctor", path, "--json", "--image-size", "640x480", status=1)
+        found = {one["subject"]: one for one in json.loads(output)}
+        assert [*found] == ["family", "settings", "quantization", "context", "image", "machine"]
+        assert found["family"]["status"] == "ok"
+        assert "'gptq'" in found["quantization"]["advice"]
+        assert found["image"]["found"].startswith("640x480: 258 tokens, 256 features, ")
+    assert "is not a width and height" in run_warm("doctor", tmp_path, "--image-size", "640", status=2)
+
+
+def test_the_command_does_not_import_torch(tmp_path):
+    shutil.copyfile(FOLDER / "qwen3_vl_cosmos2" / "config.json", tmp_path / "config.json")
+    code = (
+        "import sys; from mindie_mm.cli import main; "
+        f"main(['doctor', {str(tmp_path)!r}, '--family', 'qwen3_vl'], standalone_mode=False)"
+    )
+    code = f"try:\n    {code}\nfinally:\n    print([name for name in {judging.SLOW} if name in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.stdout.splitlines()[-1] == "[]", ended.stderr
+    assert "family qwen3_vl, served; these files are missing: model.safetensors" in ended.stdout
+
+
+def test_a_named_family_does_not_let_another_architecture_through(tmp_path):
+    shutil.copyfile(FOLDER / "qwen3_vl_cosmos2" / "config.json", tmp_path / "config.json")
+    (found, *_) = judge(tmp_path, "llava", (64, 64))
+    assert found.status == "error"
+    assert "which the family llava does not support" in found.advice
+
+
+def test_unsupported_settings_and_quantization_are_errors(tmp_path):
+    config = json.loads((FOLDER / "qwen3_vl_cosmos2" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantize": "w8a8", "zz_unknown": 1}))
+    found = {one.subject: one for one in judge(tmp_path, None, (64, 64))}
+    assert (found["quantization"].status, found["settings"].status) == ("error", "warning")
+    assert "quantize is 'w8a8'" in found["quantization"].advice
+    assert "zz_unknown" in found["settings"].found
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    found = {one.subject: one for one in judge(tmp_path, None, (64, 64))}
+    assert found["quantization"].found.startswith("fp8, supported on every device")
+    config["text_config"]["rope_scaling"] = {"rope_type": "longrope", "mrope_section": [24, 20, 20]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "error" in {one.status for one in judge(tmp_path, None, (64, 64))}
+
+
+@pytest.mark.parametrize("name", [None, "gemma3_medgemma27b", "idefics3_granite_docling"])
+def test_the_cost_of_an_image_is_that_of_a_prompt(name, tmp_path):
+    path = Checkpoint.open().path
+    if name is not None:
+        write_small(name, path := tmp_path)
+    pixels = np.zeros((320, 600, 3), np.uint8)
+    with Tokenizer.from_pretrained(path) as tokenizer:
+        ids = tokenizer.tokenize([{"image": pixels}, {"text": "a"}], tmp_path / "shm_name.txt")
+        release(tmp_path / "shm_name.txt")
+        expected = len(ids) - len(tokenizer.tokenize([{"text": "a"}]))
+    (cost,) = (one.found for one in judge(path, None, (600, 320)) if one.subject == "image")
+    stated = re.match(r"600x320: (about )?(\d+) tokens", cost)
+    assert abs(int(stated[2]) - expected) <= (3 if stated[1] else 0), (cost, expected)
