@@ -200,7 +200,8 @@ class _Positions(nn.Module):
         self._merge = merge
 
     def forward(self, hidden: Tensor, lengths: Tensor, grids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Add the embeddings to patches [n, width]. `grids`, int64 [items, 3], is on the host."""
-        indices, weights = interpolation(self, grids, self._merge, hidden.device).values()
+        """Add the embeddings to patches [n, width]. `grids` is int64 [items, 3]."""
+        # The grids are on the host, unless the tower has a placement of its own, which moves them to its device.
+        indices, weights = interpolation(self, grids.cpu(), self._merge, hidden.device).values()
         resampled = torch.bmm(weights.unsqueeze(1), self.position_embedding(indices).float()).squeeze(1)
         return hidden + resampled.to(hidden.dtype)

@@ -270,8 +270,8 @@ def _require_parts(layer: nn.Module) -> None:
         raise _Unlike
     if any(own.get_submodule(name).weight.shape != (own.head_dim,) for name in _weighted(own) & _HEAD_NORMS):
         raise _Unlike  # the norm extends over all heads
-    if len(own.q_proj.weight) != own.o_proj.weight.shape[1]:
-        raise _Unlike  # the projection of the queries also computes a gate
+    if len(own.q_proj.weight) != own.o_proj.weight.shape[1] or _rotates_parts(own.config):
+        raise _Unlike  # the projection of the queries also computes a gate, or a part of each head is not rotated
     linears = [
         layer.get_submodule(name)
         for name in (*(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in _MLP))
@@ -283,6 +283,12 @@ def _require_parts(layer: nn.Module) -> None:
             raise _Unlike
         if "forward" in vars(part) and not (part in linears and _is_shared(part)):
             raise _Unlike
+
+
+def _rotates_parts(config: Any) -> bool:
+    """Return whether only a part of each head is rotated."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return bool(rope.get("partial_rotary_factor", 1.0) != 1.0)
 
 
 def _is_shared(linear: Any) -> bool:

@@ -124,6 +124,7 @@ def test_windows_limit_the_attention_of_replaced_layers() -> None:
         ("Granite", {"residual_multiplier": 0.5}),  # the parts of Llama, but other factors
         ("Granite", {"attention_multiplier": 0.5, "residual_multiplier": 0.25}),
         ("Helium", {}),  # rotates pairs of neighboring elements
+        ("Glm4Moe", {"first_k_dense_replace": 2}),  # rotates a part of each head
         ("Phi3", {}),  # products that are already joined
     ],
 )
