@@ -125,7 +125,7 @@ class Engine(BaseEngine):
             asked_s=message.asked_s,
         )
         if self._prefix_caching:
-            share(request, self._model)
+            share(request)
         return request
 
     @property

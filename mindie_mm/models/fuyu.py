@@ -55,7 +55,6 @@ class FuyuProcessor(Processor):
         chat_template=_CHAT_TEMPLATE,
         inserted_at=0,
         max_items={"image": 1},
-        takes_prompt_embeds=False,
         grids={"image": "the numbers of rows and columns of patches"},
     )
 

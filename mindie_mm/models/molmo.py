@@ -188,7 +188,6 @@ class MolmoProcessor(Processor):
     traits = Traits(
         chat_template=CHAT_TEMPLATE,
         inserted_at=1,  # after the BOS token
-        takes_prompt_embeds=False,
         grids={"image": "the numbers of rows and columns of crops"},
     )
 

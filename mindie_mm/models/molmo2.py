@@ -65,7 +65,7 @@ class Molmo2Processor(Processor):
     traits = Traits(
         max_items={"video": 1},
         mixes_kinds=False,
-        takes_prompt_embeds=False,
+        splice_adds=True,
         grids={
             "image": "the numbers of rows and columns of crops",
             "video": "the time of each frame in tenths of a second",
@@ -289,7 +289,6 @@ class Molmo2Model(PretrainedModel):
         ),
         splice_adds=True,
         joins_items=True,
-        prefix_sees_later_media=True,
     )
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Molmo2Processor) -> None:

@@ -177,7 +177,6 @@ class QwenVLModel(Model):
         mindie_layouts=_MINDIE,
         vision_parts=("transformer.visual",),
         projector_parts=("transformer.visual.attn_pool",),
-        prefix_sees_length=True,
     )
 
     def __init__(

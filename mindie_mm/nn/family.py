@@ -7,7 +7,7 @@ needs neither weights nor a device, and is cheap to import. The family's `Model`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -22,9 +22,10 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import settle
-from mindie_mm.nn.checkpoint.unused_keys import untranslated_keys, unused_keys
+from mindie_mm.nn.checkpoint.unused_keys import original_keys, unused_keys
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.paged_cache import StateLayer
+from mindie_mm.nn.pixels import as_bytes
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.build import renamed_weights
@@ -259,7 +260,7 @@ class Processor(ABC):
 
         """
         shown = [array for array in arrays.values() if array.ndim >= 3 and array.shape[-1] == 3]
-        return [picture for array in shown for picture in _as_bytes(array).reshape(-1, *array.shape[-3:])]
+        return [picture for array in shown for picture in as_bytes(array).reshape(-1, *array.shape[-3:])]
 
 
 class Family(ABC):
@@ -400,8 +401,7 @@ class PretrainedFamily(Family):
         translated = cls.translated(checkpoint)
         names = unused_keys(translated.config, lambda stated: cls.configuration(replace(translated, config=stated)))
         if translated.renamings is not None:
-            names = [_published(name, checkpoint, translated) for name in names]
-            names = [*_untranslated(cls, checkpoint, translated), *names]
+            names = original_keys(names, checkpoint, translated, cls.translated)
         return [name for name in names if name not in cls.other_keys]
 
     @classmethod
@@ -421,35 +421,3 @@ class PretrainedFamily(Family):
         )
         model: Model = cls.model_class(module, spec, processor)
         return model
-
-
-def _untranslated(family: type[Family], checkpoint: Checkpoint, translated: Checkpoint) -> Iterator[str]:
-    """Yield the keys of the original config.json that have no effect on `translated`."""
-    files = {"tokenizer.json": translated.json("tokenizer.json")}  # translated once, because that may take a second
-
-    def translate(stated: dict[str, Any]) -> Any:
-        return family.translated(replace(checkpoint.with_files(files), config=stated)).contents
-
-    yield from untranslated_keys(checkpoint.config, translate)
-
-
-def _published(name: str, checkpoint: Checkpoint, translated: Checkpoint) -> str:
-    """Return the name that a key of the translated config.json has in the original file.
-
-    The section of the key may have another name in the original file.
-    """
-    section, _, key = name.partition(".")
-    if not key or section in checkpoint.config:
-        return name
-    keys = translated.config[section].keys()
-    sections = {own: value.keys() for own, value in checkpoint.config.items() if isinstance(value, Mapping)}
-    return f"{max(sections, key=lambda own: len(keys & sections[own]))}.{key}"
-
-
-def _as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:
-    """Scale normalized pixels so that their minimum becomes 0 and their maximum 255. Return uint8 pixels unchanged."""
-    if pixels.dtype == np.uint8:
-        return pixels
-    least, most = pixels.min(), pixels.max()
-    scaled = (pixels - least) * (255 / max(float(most - least), 1e-9))
-    return np.asarray(scaled, np.uint8)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mindie_mm.device import upload
 
@@ -151,3 +153,12 @@ class Normalization:
         elif self.rescale_factor != 1.0:
             values.mul_(self.rescale_factor)
         return values.permute(0, 3, 1, 2)
+
+
+def as_bytes(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    """Scale normalized pixels so that their minimum becomes 0 and their maximum 255. Return uint8 pixels unchanged."""
+    if pixels.dtype == np.uint8:
+        return pixels
+    least, most = pixels.min(), pixels.max()
+    scaled = (pixels - least) * (255 / max(float(most - least), 1e-9))
+    return np.asarray(scaled, np.uint8)

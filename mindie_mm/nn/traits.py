@@ -36,12 +36,6 @@ class Traits:
     """
     max_items: Mapping[Kind, int] = field(default_factory=dict)
     """Processor: maximum number of items of a kind in one prompt. Kinds that are not listed have no limit."""
-    takes_prompt_embeds: bool = True
-    """Processor: whether prompts may contain embeddings of text tokens.
-
-    False if the model is an encoder-decoder, adds features to token embeddings (`splice_adds`), or inserts all items at
-    one index (`inserted_at`).
-    """
     mixes_kinds: bool = True
     """Processor: whether one prompt may contain items of several kinds."""
     mindie_layouts: Mapping[Kind, Layout] = field(default_factory=dict)
@@ -64,10 +58,11 @@ class Traits:
     `projector_device` and `projector_bits` apply to these modules in the same way.
     """
     splice_adds: bool = False
-    """Model: whether features are added to the embedding of the placeholder instead of replacing it."""
+    """Processor and model: whether features are added to the embedding of the placeholder instead of replacing it."""
     joins_items: bool = False
     """Model: whether a bidirectional span may cover several items. One step then computes all tokens of these items."""
-    prefix_sees_later_media: bool = False
-    """Model: whether the hidden states of prompt tokens depend on media after them."""
-    prefix_sees_length: bool = False
-    """Model: whether the hidden states of prompt tokens depend on the length of the prompt."""
+
+    @property
+    def takes_prompt_embeds(self) -> bool:
+        """Whether prompts may contain embeddings of text tokens, which replace the embeddings of placeholders."""
+        return self.inserted_at is None and not self.splice_adds

@@ -16,7 +16,6 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.inputs import parse_inputs
 from mindie_mm.models import load_model
 from mindie_mm.nn.model import Positions
-from mindie_mm.nn.traits import Traits
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import free, release
 from mindie_mm.tokenize import Tokenizer
@@ -372,25 +371,12 @@ def test_all_items_of_a_bidirectional_span_must_be_equal(model, tokenizer, path_
     assert cached(Engine(model, EngineConfig()), ids) == 0
 
 
-def test_media_after_a_prefix_matter_only_to_a_model_that_sees_them(model, tokenizer, path_file):
-    seeing = variant(model, traits=Traits(prefix_sees_later_media=True))
-    for either, expected in ((seeing, [0, 0]), (model, [0, 32])):
-        engine = Engine(either, EngineConfig(**SMALL))
-        ids = [tokenizer.tokenize([{"text": "0123456789abcdef" * 2}, {"image": one}], path_file) for one in (RED, BLUE)]
-        assert [cached(engine, one) for one in ids] == expected
-        assert cached(engine, ids[0]) == (len(ids[0]) - 1) // 4 * 4
-
-
-def test_the_prompt_length_matters_only_to_a_model_that_sees_it(model):
+def test_the_prompt_length_matters_only_if_positions_depend_on_it(model):
     def positions(self, length, items):
         return Positions(torch.stack([torch.arange(length)] * 3) + length)
 
     short, long = torch.arange(100, 130), torch.arange(100, 131)
-    for attributes, expected in (
-        ({}, 28),
-        ({"traits": Traits(prefix_sees_length=True)}, 0),
-        ({"positions": positions}, 0),
-    ):
+    for attributes, expected in (({}, 28), ({"positions": positions}, 0)):
         engine = Engine(variant(model, **attributes), EngineConfig(**SMALL))
         assert cached(engine, short) == 0
         assert cached(engine, long) == expected

@@ -149,17 +149,14 @@ class TestMolmo2(FamilyContract):
             assert (None if span_ids is None else span_ids.tolist()) == expected, name
 
     def test_a_prefix_is_not_reused_where_later_images_differ(self, model, tokenizer, reference, path_file):
-        """A cached prefix is reused only for the same images.
-
-        Later images affect even the text before the first image.
-        """
+        """Only the text before the first image is reused, because the tokens of all images attend to each other."""
         first, *others = (picture(30, 40, seed) for seed in range(3))
         question = {"text": "What is in the image? Describe this picture."}
         prompts = [[question, {"image": first}, {"image": other}, {"text": "?"}] for other in others]
         tokenized = [tokenizer.tokenize(items, path_file) for items in prompts]
         engine = Engine(model, EngineConfig(kv_block_size=4))
         assert cached(engine, tokenized[0]) == 0
-        assert cached(engine, tokenized[1]) == 0
+        assert cached(engine, tokenized[1]) == (model.read(tokenized[0].numpy())[0].slots[0] - 1) // 4 * 4
         assert cached(engine, tokenized[0]) >= len(tokenized[0]) - 4
         for items, ids in zip(prompts, tokenized, strict=True):
             outputs, errors = run(engine, [ids], max_tokens=16)

@@ -20,6 +20,7 @@ from mindie_mm.nn.model import packed_logits
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm.mindie import decode_shape_from_int64, encode_shape_to_int64, is_segment_word
 from mindie_mm.tokenize import Tokenizer
+from tests.engine.test_prefix_cache import cached
 from tests.models.contract import FamilyContract, picture, run
 from tests.models.golden import GOLDEN, GoldenReference, cases, drawn_weights, write_checkpoint
 from tests.models.mindie_contract import MindIEContract
@@ -116,6 +117,14 @@ class TestQwenVL(MindIEContract, FamilyContract):
             assert np.array_equal(own, ((scaled - MEAN) / STD).transpose(2, 0, 1))
         if known := case.about.get("pixels_sha256"):
             assert hashlib.sha256(pixels.tobytes()).hexdigest() == known
+
+    def test_a_prefix_is_reused_only_with_the_same_rotary_base(self, model):
+        """The positions contain the factor of the base, which depends on the length of the prompt."""
+        engine = Engine(model, EngineConfig(kv_block_size=4))
+        trained = model._trained_length
+        assert cached(engine, torch.arange(trained - 5) % 97 + 100) == 0
+        assert cached(engine, torch.arange(trained - 1) % 97 + 100) == (trained - 5) // 4 * 4
+        assert cached(engine, torch.arange(trained + 5) % 97 + 100) == 0
 
     def test_logits_over_mindies_wire_equal_the_references(self, path, reference, model, path_file):
         name = "two_images_chatml"

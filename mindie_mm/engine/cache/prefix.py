@@ -13,34 +13,19 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from mindie_mm.engine.requests.request import Request
-from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.salt import salted
 
 KEY_BYTES = 32
 
 
-def share(request: Request, model: Model) -> None:
+def share(request: Request) -> None:
     """Prepare a new `request` for sharing its leading blocks, up to the first media item without a digest."""
-    request.num_shareable = _num_shareable(model, request)
-    if not request.num_shareable:
-        return
-    root = salted(request.params.cache_salt)
-    if model.traits.prefix_sees_length:
-        root.update(request.num_prompt.to_bytes(8))
-    if model.traits.prefix_sees_later_media:
-        for item in request.items:
-            root.update(_identity(item))
-    request.root_key = root.digest(KEY_BYTES)
-
-
-def _num_shareable(model: Model, request: Request) -> int:
-    """Return the number of leading tokens that do not depend on an item without a digest."""
-    for item in request.items:
-        if item.digest is None:
-            first = next((start for start, stop in request.spans if start <= item.start < stop), item.start)
-            return 0 if model.traits.prefix_sees_later_media else first
-    return sys.maxsize
+    request.root_key = salted(request.params.cache_salt).digest(KEY_BYTES)
+    request.num_shareable = sys.maxsize
+    if (item := next((item for item in request.items if item.digest is None), None)) is not None:
+        starts = (start for start, stop in request.spans if start <= item.start < stop)
+        request.num_shareable = next(starts, item.start)
 
 
 def extend_keys(request: Request, block_size: int, stop: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from mindie_mm.nn.checkpoint.config_keys import HOUSEKEEPING
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 _PROBE = "mindie_mm probes whether this key is read"
 _ABSENT = object()
@@ -41,7 +43,44 @@ def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], A
         ]
 
 
-def untranslated_keys(stated: Mapping[str, Any], translate: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
+def original_keys(
+    names: Iterable[str],
+    checkpoint: Checkpoint,
+    translated: Checkpoint,
+    translate: Callable[[Checkpoint], Checkpoint],
+) -> list[str]:
+    """Return the keys of a config.json in its authors' layout that have no effect.
+
+    Args:
+        names: Keys of the translated config.json that have no effect.
+        checkpoint: The checkpoint in its authors' layout.
+        translated: The same checkpoint in transformers' layout.
+        translate: Function that translates such a checkpoint.
+
+    """
+    files = {"tokenizer.json": translated.json("tokenizer.json")}  # translated once, because that may take a second
+
+    def contents(stated: dict[str, Any]) -> Any:
+        return translate(replace(checkpoint.with_files(files), config=stated)).contents
+
+    untranslated = _untranslated_keys(checkpoint.config, contents)
+    return [*untranslated, *(_original_name(name, checkpoint.config, translated.config) for name in names)]
+
+
+def _original_name(name: str, original: Mapping[str, Any], translated: Mapping[str, Any]) -> str:
+    """Return the name that a key of the translated config.json has in the original file.
+
+    The section of the key may have another name in the original file.
+    """
+    section, _, key = name.partition(".")
+    if not key or section in original:
+        return name
+    keys = translated[section].keys()
+    sections = {own: value.keys() for own, value in original.items() if isinstance(value, Mapping)}
+    return f"{max(sections, key=lambda own: len(keys & sections[own]))}.{key}"
+
+
+def _untranslated_keys(stated: Mapping[str, Any], translate: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
     """Yield the keys of a config.json in its authors' layout that have no effect on the translation.
 
     Args:
