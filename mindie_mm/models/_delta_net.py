@@ -6,6 +6,7 @@ last inputs of its convolution, and a recurrent state per head that maps keys to
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -37,6 +38,8 @@ def delta_net_state(text: Any) -> StateLayer:
 
 def replace_delta_nets(layers: nn.ModuleList) -> None:
     """Replace the delta-net layers of a text model."""
+    # On every device, this logger recommends a package that only has kernels for GPUs (docs/cuda.md).
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     for layer in layers:
         if getattr(layer, "linear_attn", None) is not None:
             layer.linear_attn = GatedDeltaNet(layer.linear_attn)
