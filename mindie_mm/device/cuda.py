@@ -36,15 +36,19 @@ class CUDAKernels(Kernels):
         first: Tensor,
         second: Tensor,
         activate: Callable[[Tensor], Tensor],
+        *,
+        is_share: bool = False,
     ) -> Tensor:
         widths = *first.shape[1:], *second.shape[1:]
         if hidden.dtype != torch.bfloat16 or any(width % _GROUPED_STEP for width in widths) or not _groups(hidden):
-            return super().experts(hidden, chosen, weights, first, second, activate)
+            return super().experts(hidden, chosen, weights, first, second, activate, is_share=is_share)
         order, counts = joined_experts.sort_rows(chosen, len(first))
-        stops = counts.cumsum(0, dtype=torch.int32)
+        stops = counts[:-1].cumsum(0, dtype=torch.int32)  # rows after the last are not computed
         inner = activate(grouped_mm(hidden[order // chosen.shape[1]], first.transpose(1, 2), offs=stops))
-        passed = grouped_mm(inner, second.transpose(1, 2), offs=stops)
-        return joined_experts.weighted_sum(joined_experts.unsort_rows(passed, order, chosen), weights)
+        passed = joined_experts.unsort_rows(grouped_mm(inner, second.transpose(1, 2), offs=stops), order, chosen)
+        if is_share:
+            passed = joined_experts.without_others(passed, chosen, len(first))
+        return joined_experts.weighted_sum(passed, weights)
 
 
 def _groups(hidden: Tensor) -> bool:

@@ -6,6 +6,8 @@ on the device.
 `first` and `second` are the weights of the two products, [experts, outputs, inputs] each. `activate` maps the outputs
 of the first product to the inputs of the second. `chosen`, int64 [T, count], are the experts of each row of `hidden`,
 [T, width]. The results are the outputs of these experts, [T, count, width].
+
+With several ranks, `chosen` has the value `len(first)` for the experts of other ranks. Their outputs are zeros.
 """
 
 from __future__ import annotations
@@ -25,26 +27,46 @@ _GATHERING_COST = 3
 """Memory traffic of a gathered expert, as a multiple of its size. Its weights are read, written, and read again."""
 
 
-def run(hidden: Tensor, chosen: Tensor, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run the chosen experts in the way that is fastest for the number of rows."""
+def run(
+    hidden: Tensor,
+    chosen: Tensor,
+    first: Tensor,
+    second: Tensor,
+    activate: Callable[[Tensor], Tensor],
+    *,
+    is_share: bool = False,
+) -> Tensor:
+    """Run the chosen experts in the way that is fastest for the number of rows.
+
+    `is_share` states whether other ranks have experts, too.
+    """
     if len(hidden) > _MOST_UNSORTED:
         return by_sorting(hidden, chosen, first, second, activate)
-    if _GATHERING_COST * chosen.numel() <= len(first):
-        return by_gathering(hidden, chosen, first, second, activate)
-    return by_all(hidden, chosen, first, second, activate)
+    way = by_gathering if _GATHERING_COST * chosen.numel() <= len(first) else by_all
+    if not is_share:
+        return way(hidden, chosen, first, second, activate)
+    passed = way(hidden, chosen.clamp(max=len(first) - 1), first, second, activate)
+    return without_others(passed, chosen, len(first))
 
 
 def by_sorting(
     hidden: Tensor, chosen: Tensor, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Run one expert after another. The host waits for the number of rows of each expert."""
-    order, counts = sort_rows(chosen, len(first))
-    parts = hidden[order // chosen.shape[1]].split(counts.tolist())
-    passed = [
-        linear(activate(linear(part, into)), back)
-        for part, into, back in zip(parts, first, second, strict=True)
-        if len(part)
-    ]
+
+    def passed_by(expert: int, rows: Tensor) -> Tensor:
+        return linear(activate(linear(rows, first[expert])), second[expert])
+
+    return one_by_one(hidden, chosen, len(first), passed_by)
+
+
+def one_by_one(hidden: Tensor, chosen: Tensor, num_experts: int, passed_by: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Call `passed_by` with each expert and its rows [n, width]. The host waits for the number of rows."""
+    order, counts = sort_rows(chosen, num_experts)
+    *parts, rest = hidden[order // chosen.shape[1]].split(counts.tolist())
+    passed = [passed_by(expert, part) for expert, part in enumerate(parts) if len(part)]
+    if len(rest):
+        passed.append(torch.zeros_like(rest))
     return unsort_rows(torch.cat(passed), order, chosen)
 
 
@@ -67,9 +89,12 @@ def by_all(
 
 
 def sort_rows(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the indices in `chosen.flatten()` sorted by expert, and the number of rows of each expert."""
+    """Return the indices in `chosen.flatten()` sorted by expert, and the number of rows of each expert.
+
+    The last number is the number of rows of other ranks.
+    """
     flat = chosen.flatten()
-    counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
     return flat.argsort(stable=True), counts
 
 
@@ -79,6 +104,17 @@ def unsort_rows(passed: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
     The sum over a token's experts then does not depend on the rest of the batch.
     """
     return torch.empty_like(passed).index_copy_(0, order, passed).view(*chosen.shape, -1)
+
+
+def without_others(passed: Tensor, chosen: Tensor, num_experts: int) -> Tensor:
+    """Set the outputs [T, count, width] of other ranks' experts to zero."""
+    return passed.masked_fill((chosen == num_experts).unsqueeze(-1), 0)
+
+
+def on_rank(chosen: Tensor, start: int, num_experts: int) -> Tensor:
+    """Return the indices of experts on the rank that has `num_experts` experts from `start` on."""
+    own = chosen - start
+    return own.where((own >= 0) & (own < num_experts), num_experts)
 
 
 def weighted_sum(passed: Tensor, weights: Tensor) -> Tensor:

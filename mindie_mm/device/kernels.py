@@ -207,6 +207,8 @@ class Kernels:
         first: Tensor,
         second: Tensor,
         activate: Callable[[Tensor], Tensor],
+        *,
+        is_share: bool = False,
     ) -> Tensor:
         """Return the weighted sum of the outputs of each row's experts, [T, width].
 
@@ -219,9 +221,12 @@ class Kernels:
             first: Weights of the first product of all experts, [experts, outputs, width].
             second: Weights of the second product of all experts, [experts, width, inner].
             activate: Function from the outputs of the first product to [..., inner].
+            is_share: Whether other ranks have experts, too. `chosen` is `len(first)` for these, and their outputs count
+                as zero.
 
         """
-        return joined_experts.weighted_sum(joined_experts.run(hidden, chosen, first, second, activate), weights)
+        passed = joined_experts.run(hidden, chosen, first, second, activate, is_share=is_share)
+        return joined_experts.weighted_sum(passed, weights)
 
 
 def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

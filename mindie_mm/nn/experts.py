@@ -7,10 +7,11 @@ quantized like other linear layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -59,28 +60,39 @@ def _linear(weight: Tensor) -> nn.Linear:
 class Experts(nn.ModuleList):
     """Experts with layers of their own, from [n, width] to [n, width]. The host waits for the selection."""
 
+    def __init__(self, layers: Iterable[nn.Module], start: int | None = None) -> None:
+        """Create the layer. If several ranks have experts, those of this rank begin with expert `start`."""
+        super().__init__(layers)
+        self.start = start
+
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each row's experts, [T, width], as `Kernels.experts` does."""
-        order, counts = joined_experts.sort_rows(chosen, len(self))
-        parts = hidden[order // chosen.shape[1]].split(counts.tolist())
-        passed = torch.cat([expert(part) for expert, part in zip(self, parts, strict=True) if len(part)])
-        return joined_experts.weighted_sum(joined_experts.unsort_rows(passed, order, chosen), weights)
+        if self.start is not None:
+            chosen = joined_experts.on_rank(chosen, self.start, len(self))
+        layers = [*self]
+        passed = joined_experts.one_by_one(hidden, chosen, len(layers), lambda expert, rows: layers[expert](rows))
+        return joined_experts.weighted_sum(passed, weights)
 
 
 class JoinedExperts(nn.Module):
     """Experts that share one tensor per product, and are selected on the device."""
 
-    def __init__(self, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]) -> None:
-        """Create the layer. The arguments are those of `Kernels.experts`."""
+    def __init__(
+        self, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor], start: int | None = None
+    ) -> None:
+        """Create the layer. The first arguments are those of `Kernels.experts`, and `start` is that of `Experts`."""
         super().__init__()
         self.first = nn.Parameter(first.detach(), requires_grad=False)
         self.second = nn.Parameter(second.detach(), requires_grad=False)
         self.activate = activate
+        self.start = start
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each row's experts, [T, width], as `Kernels.experts` does."""
-        experts = kernels_of(hidden.device).experts
-        return experts(hidden, chosen, weights, self.first, self.second, self.activate)
+        experts, is_share = kernels_of(hidden.device).experts, self.start is not None
+        if self.start is not None:
+            chosen = joined_experts.on_rank(chosen, self.start, len(self.first))
+        return experts(hidden, chosen, weights, self.first, self.second, self.activate, is_share=is_share)
 
 
 def run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -128,10 +140,12 @@ def _arrange_theirs(part: Any) -> None:
     activate = _activation(part, first)
     delattr(part, name)
     del part.down_proj
+    # transformers sets this attribute if a plan of `weights/shares.py` divides the experts among ranks.
+    start = dist.get_rank() * len(first) if part._is_expert_parallel else None  # noqa: SLF001
     if kernels_of(first.device).joins_experts:
-        part.arranged = JoinedExperts(first, second, activate)
+        part.arranged = JoinedExperts(first, second, activate, start)
     else:
-        part.arranged = Experts(Expert(into, back, activate) for into, back in zip(first, second, strict=True))
+        part.arranged = Experts((Expert(*both, activate) for both in zip(first, second, strict=True)), start)
 
 
 def _activation(part: Any, weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -17,7 +17,7 @@ from mindie_mm.device import joined_experts
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.packed_linear import PackedLinear, can_pack, pack
 from mindie_mm.nn import experts
-from mindie_mm.nn.experts import Experts, GatedMLP, JoinedExperts
+from mindie_mm.nn.experts import Expert, Experts, GatedMLP, JoinedExperts
 
 EXPERTS, COUNT, WIDTH, INNER = 12, 3, 16, 8
 CHOSEN = torch.tensor([[11, 0, 4], [4, 5, 6], [0, 1, 2], [11, 10, 9], [4, 0, 11]])
@@ -121,6 +121,23 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(kind):
     for row in range(len(hidden)):
         alone = model.experts(hidden[row : row + 1], chosen[row : row + 1], weights[row : row + 1])
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("repeats", [1, 60])
+@pytest.mark.parametrize("joins", [False, True])
+def test_the_sum_over_ranks_is_the_sum_over_all_experts(joins, repeats):
+    model = layer_of(DeepseekV2Experts)
+    hidden, chosen, weights = (one.repeat(repeats, 1) for one in inputs())
+    expected = model.experts(hidden, chosen, weights)
+    total = torch.zeros_like(expected)
+    for start, stop in ((0, 4), (4, 11), (11, 12)):
+        own = model.experts.gate_up_proj[start:stop], model.experts.down_proj[start:stop]
+        if joins:
+            rank = JoinedExperts(*own, CPUKernels().swiglu, start)
+        else:
+            rank = Experts((Expert(*both, CPUKernels().swiglu) for both in zip(*own, strict=True)), start)
+        total += rank(hidden, chosen, weights)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_experts_with_biases_keep_transformers_implementation(kind):

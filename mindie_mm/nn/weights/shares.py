@@ -66,13 +66,14 @@ def shared(
 
     """
     from torch.distributed.device_mesh import init_device_mesh  # late: takes a second, and tokenizers import this file
+    from torch.distributed.tensor import DTensor
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
     shares = num_shares()
     if (plan := text.base_model_tp_plan or tp_plan) is None:
         refuse_shares(checkpoint, f"has a text model of type {text.model_type!r}, which has no tensor-parallel plan")
-    text.base_model_tp_plan = plan
+    text.base_model_tp_plan = _with_whole_experts(plan or {}, text)
     heads = text.num_attention_heads
     for what, count in (("attention", heads), ("key-value", getattr(text, "num_key_value_heads", None) or heads)):
         if count % shares:
@@ -86,9 +87,34 @@ def shared(
     def on_our_mesh(_: type[Any], config: Any, device_map: None = None) -> tuple[Any, object, Any]:
         return config, device.torch_device, TransformersDeviceMesh(mesh, mesh)
 
+    def local_parameter(module: nn.Module, name: str) -> Tensor:
+        parameter = nn.Module.get_parameter(module, name)
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    # The shapes of weights decide whether transformers transposes them, and this rank reads only its share of them.
     # The original method always uses the accelerator that PyTorch finds, even with --device cpu.
-    namespace = {"prepare_distribute_model": classmethod(on_our_mesh), "__module__": cls.__module__}
+    namespace = {
+        "prepare_distribute_model": classmethod(on_our_mesh),
+        "get_parameter": local_parameter,
+        "__module__": cls.__module__,
+    }
     return type(cls.__name__, (cls,), namespace), {"distributed_config": DistributedConfig(tp_size=shares)}
+
+
+def _with_whole_experts(plan: Mapping[str, str], text: Any) -> dict[str, str]:
+    """Return a plan in which each rank has some of the experts, instead of a part of every expert.
+
+    The products of whole experts are larger. The plan stays as it is if the experts cannot be divided evenly, or have
+    weights that `nn/experts.py` does not support.
+    """
+    counts = (getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = next((count for count in counts if isinstance(count, int)), 0)
+    changed = dict(plan)
+    for layer in (name for name, style in plan.items() if style == "moe_tp_experts"):
+        weights = {name for name in plan if name.startswith(f"{layer}.")}
+        if weights == {f"{layer}.{name}" for name in ("gate_up_proj", "down_proj")} and count % num_shares() == 0:
+            changed |= dict.fromkeys(weights, "grouped_gemm")
+    return changed
 
 
 def localize(module: nn.Module) -> None:
