@@ -247,6 +247,8 @@ SHARED = ("gemma3", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen
 ALSO_SHARED = (
     "deepseek_vl",
     "deepseek_vl_hybrid",
+    "glm4v",
+    "glm4v_moe",
     "idefics3",
     "internvl",
     "llava",
