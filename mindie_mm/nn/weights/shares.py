@@ -89,9 +89,10 @@ def shared(
 
     def local_parameter(module: nn.Module, name: str) -> Tensor:
         parameter = nn.Module.get_parameter(module, name)
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return parameter.to_local() if isinstance(parameter, DTensor) and parameter.dim() == 3 else parameter
 
-    # The shapes of weights decide whether transformers transposes them, and this rank reads only its share of them.
+    # The shapes of experts decide whether transformers transposes them, and this rank reads only its share of them.
+    # Transformers also calls this method to tie the weights of embeddings, which must stay as they are.
     # The original method always uses the accelerator that PyTorch finds, even with --device cpu.
     namespace = {
         "prepare_distribute_model": classmethod(on_our_mesh),
