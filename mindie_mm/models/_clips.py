@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,92 +15,107 @@ from mindie_mm.media.audio.mel import MelSettings, write_log_mel
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.image.preprocess import check_settings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Plan, Processor, Spelling, Write
+from mindie_mm.nn.family import Plan, Spelling, Write
 from mindie_mm.shm import ArraySpec
 
 SPECTROGRAM = "input_features"
 """Name of the array in the block of a clip, float32 [bins, frames]."""
-LEAST_FRAMES = 3
-"""Minimum number of frames of a clip, for which there is one feature."""
 
 
-def num_features_of(num_frames: int) -> int:
-    """Return the number of features of a clip.
+def encoder_length(num_frames: int) -> int:
+    """Return the number of positions after a convolution that halves the number of frames, rounded up."""
+    return (num_frames - 1) // 2 + 1
 
-    The second convolution halves the number of frames, and the pooling after the encoder halves it again.
-    """
+
+def pooled_length(num_frames: int) -> int:
+    """Return the number of features of a clip whose frames are halved by a convolution, and again by pooling."""
     return encoder_length(num_frames) // 2
 
 
-def read_mel(checkpoint: Checkpoint, tower: Any) -> MelSettings:
+@dataclass(frozen=True, slots=True)
+class Clips:
+    """Arrays and placeholders of a family's audio clips. The grid of a clip is (frames,)."""
+
+    mel: MelSettings
+    """Settings of the spectrograms."""
+    num_features: Callable[[int], int] = pooled_length
+    """Function from the number of frames of a clip to its number of features."""
+    least_frames: int = 3
+    """Minimum number of frames of a clip."""
+    further_frames: int = 0
+    """Number of silent frames that are stored after the frames of the clip."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of features of a clip."""
+        return self.num_features(self.mel.max_frames)
+
+    def worst_case(self) -> Data:
+        """Return the samples of a clip of maximum length."""
+        return np.zeros(self.mel.max_samples, np.float32)
+
+    def plan(self, media: Media, data: Data) -> tuple[Plan, Write]:
+        """Return the plan of an audio clip.
+
+        Raises:
+            InputError: The options state a sampling rate for an encoded clip.
+            LimitExceeded: The clip is too long.
+            MediaError: The clip cannot be decoded, or it is too short.
+
+        """
+        settings = self.mel
+        samples = open_audio(data, media.options.sampling_rate).decode(settings.rate, settings.max_samples)
+        num_frames = settings.num_frames(len(samples))
+        if num_frames < self.least_frames:
+            raise MediaError(
+                f"the audio clip has {len(samples)} samples at {settings.rate} Hz; it must have at least "
+                f"{settings.least_samples(self.least_frames)}"
+            )
+        specs = self.specs((num_frames,))
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            write_log_mel(samples, settings, arrays[SPECTROGRAM])
+
+        plan = Plan(
+            num_features=self.num_features(num_frames),
+            specs=specs,
+            settings=f"sound of {media.options.sampling_rate}, {settings}, {specs[SPECTROGRAM].shape[1]} frames",
+            grid=(num_frames,),
+        )
+        return plan, write
+
+    def specs(self, grid: tuple[int, ...]) -> dict[str, ArraySpec]:
+        """Return `Processor.specs_of` for a clip."""
+        if not grid:
+            return {}
+        stored = min(grid[0] + self.further_frames, self.mel.max_frames)
+        return {SPECTROGRAM: ArraySpec((self.mel.num_bins, stored), "float32")}
+
+    def is_possible(self, num_frames: int) -> bool:
+        """Return whether a clip can have this number of frames."""
+        return self.least_frames <= num_frames <= self.mel.max_frames
+
+    def spelling(self, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        """Return `Processor.spelling` for a clip. The grid may be empty if the number of frames is unknown."""
+        is_possible = num_features <= self.max_tokens
+        if grid:
+            is_possible = len(grid) == 1 and self.is_possible(grid[0]) and self.num_features(grid[0]) == num_features
+        return Spelling() if is_possible else None
+
+
+def read_mel(checkpoint: Checkpoint, tower: Any, classes: Mapping[str, Mapping[str, Any]] | None = None) -> MelSettings:
     """Return the settings of the spectrograms that the audio tower expects.
 
     Args:
         checkpoint: The checkpoint.
         tower: Section of config.json for the audio tower.
+        classes: Names of the supported feature extractors, with their default settings. None means Whisper's.
 
     Raises:
         UnsupportedCheckpoint: The preprocessor does not fit the tower.
 
     """
     where = f"{checkpoint.path} (audio)"
-    settings = checkpoint.preprocessor("audio", {"WhisperFeatureExtractor": {"feature_size": 80}})
+    settings = checkpoint.preprocessor("audio", classes or {"WhisperFeatureExtractor": {"feature_size": 80}})
     check_settings(settings, {"feature_size": tower.num_mel_bins}, where)
     return MelSettings.read(settings, where)
-
-
-def plan_audio(media: Media, data: Data, settings: MelSettings, further_frames: int = 0) -> tuple[Plan, Write]:
-    """Return the plan of an audio clip. Its grid is (frames,).
-
-    Args:
-        media: The media item.
-        data: Source of the clip, encoded or as samples.
-        settings: Settings of the spectrogram.
-        further_frames: Number of silent frames that are stored after the frames of the clip.
-
-    Raises:
-        InputError: The options state a sampling rate for an encoded clip.
-        LimitExceeded: The clip is too long.
-        MediaError: The clip cannot be decoded, or it is too short.
-
-    """
-    samples = open_audio(data, media.options.sampling_rate).decode(settings.rate, settings.max_samples)
-    num_frames = settings.num_frames(len(samples))
-    if num_frames < LEAST_FRAMES:
-        least = (LEAST_FRAMES - 1) * settings.hop + 1
-        raise MediaError(
-            f"the audio clip has {len(samples)} samples at {settings.rate} Hz; it must have at least {least}"
-        )
-    specs = clip_specs(settings, (num_frames,), further_frames)
-
-    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        write_log_mel(samples, settings, arrays[SPECTROGRAM])
-
-    plan = Plan(
-        num_features=num_features_of(num_frames),
-        specs=specs,
-        settings=f"sound of {media.options.sampling_rate}, {settings}, {specs[SPECTROGRAM].shape[1]} frames",
-        grid=(num_frames,),
-    )
-    return plan, write
-
-
-def clip_specs(settings: MelSettings, grid: tuple[int, ...], further_frames: int = 0) -> dict[str, ArraySpec]:
-    """Return `Processor.specs_of` for a clip. `plan_audio` describes the other arguments."""
-    if not grid:
-        return {}
-    stored = min(grid[0] + further_frames, settings.max_frames)
-    return {SPECTROGRAM: ArraySpec((settings.num_bins, stored), "float32")}
-
-
-def spell_clip(processor: Processor, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-    """Return `Processor.spelling` for a clip. The grid may be empty if the number of frames is unknown."""
-    is_possible = num_features <= processor.max_tokens("audio")
-    if grid:
-        is_possible &= len(grid) == 1 and grid[0] >= LEAST_FRAMES and num_features_of(grid[0]) == num_features
-    return Spelling() if is_possible else None
-
-
-def encoder_length(num_frames: int) -> int:
-    """Return the number of encoder positions of a clip with `num_frames` frames."""
-    return (num_frames - 1) // 2 + 1

@@ -8,7 +8,7 @@ positions equal `get_rope_index` of its model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindie_mm.models._clips import SPECTROGRAM, num_features_of
+from mindie_mm.models._clips import SPECTROGRAM
 from mindie_mm.models._mrope import Block, grid_axes
 from mindie_mm.models._qwen import PICOSECONDS
 from mindie_mm.nn.family import Placeholder, Plan, Spelling, Write
@@ -53,6 +53,8 @@ class FilmLayout:
 
     merge: int
     """Number of patches along each side that become one token."""
+    num_sounds: Callable[[int], int]
+    """Function from the number of frames of the spectrogram to the number of tokens of the sound."""
     per_second: int | float
     """Positions per second of video, and tokens of sound that belong to the same length of time."""
     chunk_s: float
@@ -64,7 +66,7 @@ class FilmLayout:
 
     def num_features(self, grid: Grid) -> int:
         """Return the number of tokens of the pictures and the sound."""
-        return self.num_pictures(grid) + num_features_of(grid[4])
+        return self.num_pictures(grid) + self.num_sounds(grid[4])
 
     def is_sound(self, grid: Grid) -> NDArray[np.bool_]:
         """Return for each token of a film whether it belongs to the sound."""
@@ -97,7 +99,7 @@ class FilmLayout:
         size = int(self.per_second * self.chunk_s)
         each = self.num_pictures(grid) // grid[0]
         pictures = _chunks(np.repeat(self._times(grid), each), size)
-        sounds = _chunks(np.arange(num_features_of(grid[4])), size)
+        sounds = _chunks(np.arange(self.num_sounds(grid[4])), size)
         return [length for pair in zip_longest(pictures, sounds, fillvalue=0) for length in pair]
 
     def _times(self, grid: Grid) -> NDArray[np.float32]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,15 +21,7 @@ from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.audio.encoded_audio import num_sound_tracks
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
-from mindie_mm.models._clips import (
-    LEAST_FRAMES,
-    SPECTROGRAM,
-    clip_specs,
-    num_features_of,
-    plan_audio,
-    read_mel,
-    spell_clip,
-)
+from mindie_mm.models._clips import SPECTROGRAM, Clips, read_mel
 from mindie_mm.models._films import FilmLayout, film_plan, is_film
 from mindie_mm.models._mrope import Block, grid_block, positions_of
 from mindie_mm.models._qwen import INTERVAL_GRIDS, PICOSECONDS, QwenModel, QwenProcessor, window_places
@@ -72,7 +63,7 @@ class Qwen25OmniProcessor(QwenProcessor):
         checkpoint = _thinker(checkpoint)
         super().__init__(checkpoint)
         joint, config = checkpoint.json("processor_config.json"), checkpoint.config
-        self.mel = read_mel(checkpoint, read_config(self.config_name, checkpoint).audio_config)
+        self.clips = Clips(read_mel(checkpoint, read_config(self.config_name, checkpoint).audio_config))
         # The reference's processor always overrides the size in the configuration of the video preprocessor.
         size = joint.get("videos_kwargs", {}).get("size", _VIDEO_SIZE)
         self.video = replace(self.video, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
@@ -80,22 +71,22 @@ class Qwen25OmniProcessor(QwenProcessor):
         sound = Placeholder(audio[0], config.get("audio_token_index", 151646), audio[1])
         self.placeholders = {**self.placeholders, "audio": sound}
         seconds = config.get("position_id_per_seconds", 25), config.get("seconds_per_chunk", 2)
-        self.films = FilmLayout(self.video.merge_size, *seconds)
+        self.films = FilmLayout(self.video.merge_size, self.clips.num_features, *seconds)
 
     def max_tokens(self, kind: Kind) -> int:
-        return num_features_of(self.mel.max_frames) if kind == "audio" else super().max_tokens(kind)
+        return self.clips.max_tokens if kind == "audio" else super().max_tokens(kind)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if kind == "audio":
-            return spell_clip(self, num_features, grid)
+            return self.clips.spelling(num_features, grid)
         if kind == "video" and is_film(grid):
             return self._spell_film(num_features, grid)
         return super().spelling(kind, num_features, grid)
 
     def _spell_film(self, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        num_sounds = num_features_of(grid[4])
-        if not LEAST_FRAMES <= grid[4] <= self.mel.max_frames or min(grid) < 1:
+        if not self.clips.is_possible(grid[4]) or min(grid) < 1:
             return None
+        num_sounds = self.clips.num_features(grid[4])
         if super().spelling("video", num_features - num_sounds, grid[:4]) is None:
             return None
         return self.films.spelling(self.placeholders["video"], self.placeholders["audio"], grid)
@@ -104,25 +95,25 @@ class Qwen25OmniProcessor(QwenProcessor):
         return 1 if kind == "video" else 0
 
     def worst_case(self, kind: Kind) -> Data:
-        return np.zeros(self.mel.max_samples, np.float32) if kind == "audio" else super().worst_case(kind)
+        return self.clips.worst_case() if kind == "audio" else super().worst_case(kind)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         if media.kind == "audio":
-            return plan_audio(media, data, self.mel)
+            return self.clips.plan(media, data)
         plan, write = super().plan(media, data, counts)
         if media.kind != "video" or not isinstance(data, bytes) or not (num_tracks := num_sound_tracks(data)):
             return plan, write
         if not media.options.use_audio_in_video:
             return msgspec.structs.replace(plan, left_out=_SOUND_LEFT_OUT), write
         with naming("the sound of the video"):
-            plan, write = film_plan((plan, write), plan_audio(Media("audio", None), data, self.mel))
+            plan, write = film_plan((plan, write), self.clips.plan(Media("audio", None), data))
         return msgspec.structs.replace(plan, left_out=_TRACKS_LEFT_OUT if num_tracks > 1 else ""), write
 
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         if kind == "audio":
-            return clip_specs(self.mel, grid)
+            return self.clips.specs(grid)
         pixels = super().specs_of(kind, grid)
-        return {**pixels, **clip_specs(self.mel, grid[4:])} if kind == "video" and is_film(grid) else pixels
+        return {**pixels, **self.clips.specs(grid[4:])} if kind == "video" and is_film(grid) else pixels
 
     def video_grid(
         self, patches: tuple[int, int, int], video: Video, indices: Sequence[int], options: MediaOptions
@@ -143,7 +134,8 @@ class Qwen25OmniModel(QwenModel):
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen25OmniProcessor) -> None:
         super().__init__(module, spec, processor)
         self.time_scale = module.config.position_id_per_seconds
-        self._films, self._sound_token = processor.films, processor.placeholders["audio"].token
+        self._clips, self._films = processor.clips, processor.films
+        self._sound_token = processor.placeholders["audio"].token
 
     def _describe(self, view: ItemView) -> MediaShape:
         shape = super()._describe(view)
@@ -212,7 +204,7 @@ class Qwen25OmniModel(QwenModel):
             pool_indices=upload(theirs.get_pool_indices(lengths), device),
             cu_seqlens=theirs.get_audio_cu_seqlens(chunk_lengths),
         ).last_hidden_state
-        return list(features.flatten(0, -2).split([num_features_of(count) for count in frames]))
+        return list(features.flatten(0, -2).split([self._clips.num_features(count) for count in frames]))
 
 
 class Qwen25Omni(PretrainedFamily):

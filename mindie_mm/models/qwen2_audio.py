@@ -19,16 +19,7 @@ from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch, TokenOutOfRange
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
-from mindie_mm.models._clips import (
-    LEAST_FRAMES,
-    SPECTROGRAM,
-    clip_specs,
-    encoder_length,
-    num_features_of,
-    plan_audio,
-    read_mel,
-    spell_clip,
-)
+from mindie_mm.models._clips import SPECTROGRAM, Clips, encoder_length, read_mel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.mindie import Joined, OfPrompt, PromptLayout, mindie_pad
@@ -81,7 +72,7 @@ class Qwen2AudioProcessor(Processor):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = read_config("Qwen2AudioConfig", checkpoint)
-        self.mel = read_mel(checkpoint, config.audio_config)
+        self.clips = Clips(read_mel(checkpoint, config.audio_config), further_frames=_FURTHER_FRAMES)
         token = checkpoint.config.get("audio_token_index", 151646)
         before, after = checkpoint.token_id("<|audio_bos|>"), checkpoint.token_id("<|audio_eos|>")
         self.feature_width = config.get_text_config().hidden_size
@@ -96,17 +87,17 @@ class Qwen2AudioProcessor(Processor):
         return own or _CHAT_TEMPLATE
 
     def max_tokens(self, kind: Kind) -> int:
-        return num_features_of(self.mel.max_frames)
+        return self.clips.max_tokens
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        return spell_clip(self, num_features, grid)
+        return self.clips.spelling(num_features, grid)
 
     def worst_case(self, kind: Kind) -> Data:
-        return np.zeros(self.mel.max_samples, np.float32)
+        return self.clips.worst_case()
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
-        plan, write_spectrogram = plan_audio(media, data, self.mel, _FURTHER_FRAMES)
-        bins, frames = self.mel.num_bins, self.mel.max_frames
+        plan, write_spectrogram = self.clips.plan(media, data)
+        bins, frames = self.clips.mel.num_bins, self.clips.mel.max_frames
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             write_spectrogram({SPECTROGRAM: arrays[SPECTROGRAM].reshape(bins, -1)})
@@ -117,7 +108,7 @@ class Qwen2AudioProcessor(Processor):
         return msgspec.structs.replace(plan, mindie_specs=specs), write
 
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
-        return clip_specs(self.mel, grid, _FURTHER_FRAMES)
+        return self.clips.specs(grid)
 
 
 class Qwen2AudioModel(PretrainedModel):
@@ -127,27 +118,27 @@ class Qwen2AudioModel(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen2AudioProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._mel, self._token = processor.mel, processor.placeholders["audio"].token
+        self._clips, self._token = processor.clips, processor.placeholders["audio"].token
 
     def segment_items(self, ids: NDArray[np.int64], view: SegmentsView, start: int) -> list[MediaItem]:
         features, text, mask = self._checked(view)
-        frames = mask.sum(axis=1)
-        if not np.array_equal(mask, np.arange(mask.shape[1]) < frames[:, np.newaxis]) or frames.min() < LEAST_FRAMES:
-            raise CorruptReference(f"{_MASK} must have ones for at least {LEAST_FRAMES} frames, followed by zeros")
+        frames, least = mask.sum(axis=1), self._clips.least_frames
+        if not np.array_equal(mask, np.arange(mask.shape[1]) < frames[:, np.newaxis]) or frames.min() < least:
+            raise CorruptReference(f"{_MASK} must have ones for at least {least} frames, followed by zeros")
         lengths, is_clip = np.ones(len(text), np.int64), text == self._token
         if np.count_nonzero(is_clip) != len(features):
             raise FeatureCountMismatch(
                 f"input_ids has {np.count_nonzero(is_clip)} placeholders, but {SPECTROGRAM} has {len(features)} clips"
             )
-        lengths[is_clip] = [num_features_of(count) for count in frames.tolist()]
+        lengths[is_clip] = [self._clips.num_features(count) for count in frames.tolist()]
         if lengths.sum() != len(ids):
             raise FeatureCountMismatch(f"the prompt has {len(ids)} tokens, but its segments need {lengths.sum()}")
         starts, expanded = (np.cumsum(lengths) - lengths)[is_clip].tolist(), np.repeat(text, lengths)
         return [
             MediaItem(
-                np.arange(first, first + num_features_of(count)),
+                np.arange(first, first + self._clips.num_features(count)),
                 view.part({SPECTROGRAM: features[i, :, : count + _FURTHER_FRAMES]}),
-                MediaShape("audio", self._token, num_features_of(count), (count,)),
+                MediaShape("audio", self._token, self._clips.num_features(count), (count,)),
                 prompt_ids=expanded,
             )
             for i, (first, count) in enumerate(zip(starts, frames.tolist(), strict=True))
@@ -161,10 +152,10 @@ class Qwen2AudioModel(PretrainedModel):
         features, text, mask = view[SPECTROGRAM], view["input_ids"].copy(), view[_MASK].copy()
         clips, length = len(features), text.shape[-1]
         expected: dict[str, tuple[int, ...]] = {
-            SPECTROGRAM: (clips, self._mel.num_bins, self._mel.max_frames),
+            SPECTROGRAM: (clips, self._clips.mel.num_bins, self._clips.mel.max_frames),
             "input_ids": (1, length),
             "attention_mask": (1, length),
-            _MASK: (clips, self._mel.max_frames),
+            _MASK: (clips, self._clips.mel.max_frames),
         }
         if (found := {name: view[name].shape for name in expected}) != expected:
             raise CorruptReference(f"the segments have the shapes {found}, but this model needs {expected}")

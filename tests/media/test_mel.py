@@ -1,8 +1,10 @@
 """Tests of log-mel spectrograms against transformers' WhisperFeatureExtractor."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from transformers import WhisperFeatureExtractor
+from transformers import Qwen3ASRFeatureExtractor, WhisperFeatureExtractor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.media.audio.encoded_audio import open_audio
@@ -64,6 +66,20 @@ def test_read_only_samples_are_accepted():
 def test_other_windows_and_hops_equal_the_reference():
     ours, expected = both(tone(1.0), n_fft=512, hop_length=128)
     assert np.abs(ours - expected).max() <= 1e-6
+
+
+@pytest.mark.parametrize("length", [201, 7999, 8000, 8001, 16_100, 16_159, 95 * RATE + 77])
+def test_clips_of_any_length_equal_the_reference_that_does_not_pad(length):
+    """A short clip is padded to the minimum length. A long clip is transformed in several pieces."""
+    samples = np.resize(tone(9.0), length)
+    samples[length // 2 :] *= 30  # the loudest frame is not in the first piece
+    extractor = Qwen3ASRFeatureExtractor(feature_size=16)
+    expected = extractor(samples, sampling_rate=RATE, padding=True, return_attention_mask=True, return_tensors="np")
+    ours = replace(MelSettings.read(extractor.to_dict(), "test"), pads=False, max_samples=100 * RATE)
+    out = np.empty((16, ours.num_frames(length)), np.float32)
+    write_log_mel(samples, ours, out)
+    assert out.shape[1] == expected["attention_mask"].sum()
+    assert np.abs(out - expected["input_features"][0, :, : out.shape[1]]).max() <= 1e-6
 
 
 @pytest.mark.parametrize("option", [{"dither": 0.1}, {"padding_value": 1.0}])

@@ -1,8 +1,10 @@
 """Log-mel spectrograms, equal to those of the torch implementation in transformers' WhisperFeatureExtractor.
 
 The steps follow Whisper (arXiv 2212.04356, section 2.2): Hann windows, power, mel filters, log10, clamping to at
-least the maximum of the clip minus 8, and (x + 4) / 4. The feature extractor pads each clip with silence to 30 s or
+least the maximum of the clip minus 8, and (x + 4) / 4. Some feature extractors pad each clip with silence to 30 s or
 more. This module computes only the part of the silence that the caller requests.
+
+A long clip is transformed in pieces, so that intermediate results take no more memory than those of a short clip.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.media.audio.encoded_audio import Samples
@@ -24,6 +27,8 @@ from mindie_mm.media.audio.encoded_audio import Samples
 _FLOOR = 1e-10
 _RANGE = 8.0
 _MAX_FREQUENCY = 8000.0
+_PIECE = 3000
+"""Number of frames that are transformed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,12 @@ class MelSettings:
     hop: int
     """Distance between frames in samples."""
     max_samples: int
-    """Maximum length of a clip in samples. The reference cuts longer clips off, but this package refuses them."""
+    """Maximum length of a clip in samples. References cut longer clips off, but this package refuses them."""
+    pads: bool = True
+    """Whether the reference pads clips with silence to `max_samples`. Otherwise, it mirrors a clip at its end and drops
+    an incomplete frame."""
+    min_samples: int = 0
+    """Length in samples to which shorter clips are padded with silence."""
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str) -> MelSettings:
@@ -59,6 +69,7 @@ class MelSettings:
             window=config.get("n_fft", 400),
             hop=config.get("hop_length", 160),
             max_samples=config.get("chunk_length", 30) * rate,
+            min_samples=config.get("min_length", 0),
         )
 
     @property
@@ -67,8 +78,13 @@ class MelSettings:
         return self.max_samples // self.hop
 
     def num_frames(self, num_samples: int) -> int:
-        """Return the number of frames that begin within a clip of `num_samples` samples, at most `max_frames`."""
-        return min(math.ceil(num_samples / self.hop), self.max_frames)
+        """Return the number of frames of a clip of `num_samples` samples, at most `max_frames`."""
+        num_samples = max(num_samples, self.min_samples)
+        return min(math.ceil(num_samples / self.hop) if self.pads else num_samples // self.hop, self.max_frames)
+
+    def least_samples(self, num_frames: int) -> int:
+        """Return the minimum length in samples of a clip of `num_frames` frames."""
+        return (num_frames - 1) * self.hop + 1 if self.pads else num_frames * self.hop
 
 
 def write_log_mel(samples: Samples, settings: MelSettings, out: NDArray[np.float32]) -> None:
@@ -82,22 +98,32 @@ def write_log_mel(samples: Samples, settings: MelSettings, out: NDArray[np.float
 
     """
     samples = samples[: settings.max_samples]
-    num_frames = out.shape[1]
+    num_frames, hop = out.shape[1], settings.hop
     assert settings.num_frames(len(samples)) <= num_frames <= settings.max_frames, (len(samples), out.shape)
-    # Pad the clip with enough silence that the last frames do not depend on the length of the silence.
-    length = min(max(len(samples), num_frames * settings.hop) + 2 * settings.window, settings.max_samples)
+    length = max(len(samples), settings.min_samples)
+    if settings.pads:  # with enough silence that the last frames do not depend on the length of the silence
+        length = min(max(length, num_frames * hop) + 2 * settings.window, settings.max_samples)
     padded = torch.zeros(length)
     padded[: len(samples)] = torch.from_numpy(samples.copy() if not samples.flags.writeable else samples)
-    spectrum = torch.stft(
-        padded, settings.window, settings.hop, window=torch.hann_window(settings.window), return_complex=True
-    )
-    real, imaginary = torch.view_as_real(spectrum.T[:-1]).unbind(
-        -1
-    )  # transposed to torch's memory layout, without a copy
+    padded = F.pad(padded[None], (settings.window // 2,) * 2, mode="reflect")[0]
+    written, total = torch.from_numpy(out), length // hop
+    highest = torch.tensor(-torch.inf)  # the maximum of all frames, including frames that are not requested
+    for start in range(0, total, _PIECE):
+        stop = min(start + _PIECE, total)
+        logarithm = _log_mel(padded[start * hop : (stop - 1) * hop + settings.window], settings)
+        highest = torch.maximum(highest, logarithm.max())
+        written[:, start:stop].copy_(logarithm[:, : max(num_frames - start, 0)])
+    written.clamp_(min=highest - _RANGE).add_(4.0).div_(4.0)
+
+
+def _log_mel(samples: Tensor, settings: MelSettings) -> Tensor:
+    """Return the logarithms of the mel bins of all complete windows, float32 [num_bins, windows]."""
+    window = torch.hann_window(settings.window)
+    spectrum = torch.stft(samples, settings.window, settings.hop, window=window, center=False, return_complex=True)
+    # transposed to torch's memory layout, without a copy
+    real, imaginary = torch.view_as_real(spectrum.T).unbind(-1)
     power = real.square().addcmul_(imaginary, imaginary)
-    logarithm = (_filters(settings.rate, settings.num_bins, settings.window) @ power.T).clamp_(min=_FLOOR).log10_()
-    floor = logarithm.max() - _RANGE  # the maximum of all frames, including frames that are not requested
-    torch.from_numpy(out).copy_(logarithm[:, :num_frames].clamp_(min=floor).add_(4.0).div_(4.0))
+    return (_filters(settings.rate, settings.num_bins, settings.window) @ power.T).clamp_(min=_FLOOR).log10_()
 
 
 @cache
