@@ -82,3 +82,8 @@ class Llava(PretrainedFamily):
     module_name = "LlavaForConditionalGeneration"
     other_keys = ("vision_config.vocab_size",)  # of CLIP's text encoder
     model_class = TowerModel
+
+    @classmethod
+    def serves(cls, config: Mapping[str, Any]) -> bool:
+        # Pixtral has this model_type, too.
+        return super().serves(config) and (config.get("vision_config") or {}).get("model_type") != "pixtral"

@@ -192,10 +192,13 @@ class Checkpoint:
 
         """
         if not self.has("tokenizer.json"):
+            convert = "AutoTokenizer.from_pretrained(FOLDER)"
+            if has_tekken := self.has("tekken.json"):
+                convert = 'transformers.integrations.mistral.convert_tekken_tokenizer("tekken.json")'
             raise UnsupportedCheckpoint(
-                f"{self.path} has no tokenizer.json. Copy it from the original repository, or create it from "
-                "the other tokenizer files: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-                f"{also_missing(self.path, 'tokenizer.json')}"
+                f"{self.path} has {'tekken.json, but ' * has_tekken}no tokenizer.json. Copy it from the original "
+                "repository or from another repository of the same model, or create it from the other tokenizer files: "
+                f"{convert}.save_pretrained(FOLDER){also_missing(self.path, 'tokenizer.json')}"
             )
         return self.json("tokenizer.json")
 
