@@ -180,7 +180,8 @@ class GlmModel(FrameTimesModel):
     def __init__(self, module: Any, spec: ModelSpec, processor: GlmProcessor) -> None:
         super().__init__(module, spec, processor)
         visual = module.model.visual
-        visual.embeddings = _Positions(visual.embeddings, self._merge)
+        if (embeddings := getattr(visual, "embeddings", None)) is not None:  # some towers have only rotary positions
+            visual.embeddings = _Positions(embeddings, self._merge)
         visual.downsample = PatchProjection(visual.downsample)
 
 
