@@ -219,3 +219,21 @@ def free() -> str:
 
 def test_a_launch_fails_if_a_captured_tensor_was_freed():
     assert "507018" in call(free)
+
+
+def take_empty_slice() -> str:
+    import torch
+    import torch_npu  # noqa: F401
+
+    source, target = torch.ones(2, device="npu"), torch.zeros(2, device="npu")
+
+    def work() -> None:
+        own = source + 1
+        target.copy_(torch.cat([own, own[2:]]))
+
+    capture(work).replay()
+    return str(target.tolist())
+
+
+def test_a_graph_may_read_empty_slices_of_its_own_tensors():
+    assert call(take_empty_slice) == "[2.0, 2.0]"

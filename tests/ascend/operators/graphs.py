@@ -76,8 +76,9 @@ def capture(
     stream: int, name: str, compute: Callable[[], None], read: Sequence[Tensor], written: Sequence[Tensor]
 ) -> None:
     """Capture an operator that `compute` computes. `read` and `written` are its device tensors."""
-    # Collectives write tensors, too, so the simulator knows which tensors are the graph's own.
-    outside = [tensor for tensor in read if not _library().sim_captured_write(stream, tensor.data_ptr())]
+    # Collectives write tensors, too, so the simulator knows which tensors are the graph's own. The address of an empty
+    # slice may be after the end of its tensor.
+    outside = [one for one in read if one.numel() and not _library().sim_captured_write(stream, one.data_ptr())]
     for tensor in read:
         order.note_read(stream, tensor)
     for tensor in written:
