@@ -1,5 +1,6 @@
-"""Generator of Qwen2-VL checkpoints with random weights: `python -m tools.random_checkpoint OUT [SIZE]` (see SIZES).
+"""Generator of checkpoints with random weights: `python -m tools.random_checkpoint OUT [SIZE]` (see SIZES).
 
+They are of Qwen2-VL, or with `--config FOLDER` of the family of the published config.json in FOLDER, with small sizes.
 Parity tests and benchmarks use them. The weights are seeded and untrained. The tokenizer is byte-level, with about 300
 tokens.
 """
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForCondi
 
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
 from tools.arguments import parser
+from tools.shrunk import write_shrunk
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -143,5 +145,9 @@ if __name__ == "__main__":
     options = parser(__doc__)
     options.add_argument("out", type=Path, metavar="OUT")
     options.add_argument("size", nargs="?", choices=SIZES, metavar="SIZE", default="tiny", help=", ".join(SIZES))
+    options.add_argument("--config", type=Path, metavar="FOLDER", help="folder with a published config.json")
     given = options.parse_args()
-    write_checkpoint(given.out, given.size)
+    if given.config is None:
+        write_checkpoint(given.out, given.size)
+    else:
+        write_shrunk(given.config, given.out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -330,7 +331,9 @@ class Family(ABC):
 
         checkpoint.check_tokenizer()
         try:
-            tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                checkpoint.path, local_files_only=True, trust_remote_code=False
+            )  # None would ask on a terminal
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             checkpoint.json("tokenizer.json")  # raises an error that names the file if it is truncated
             raise UnsupportedCheckpoint(f"{checkpoint.path} has no readable tokenizer: {error}") from error
@@ -392,7 +395,7 @@ class PretrainedFamily(Family):
     @classmethod
     def configuration(cls, checkpoint: Checkpoint) -> Any:
         """Return transformers' configuration of a checkpoint that `translated` returned, corrected by `settle`."""
-        config = cls.config_class().from_dict(dict(checkpoint.config))
+        config = cls.config_class().from_dict(deepcopy(dict(checkpoint.config)))  # it changes its argument
         settle(checkpoint, config, cls.default_theta)
         return config
 

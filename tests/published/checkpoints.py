@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from tokenizers import pre_tokenizers
+
+from tools.shrunk import write_tokenizer
 
 FOLDER = Path(__file__).parent
 _ROUGH_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -97,6 +98,7 @@ TOKENS: Mapping[str, Mapping[str, int]] = {
         "<start_of_image>": 255999,
         "<end_of_image>": 256000,
     },
+    "deepseek_ocr2": {"<image>": 128815},
     "llava15": {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": 32000, "<pad>": 32001},
 }
 """Special tokens whose ids are only in vocabularies, which are not part of this folder."""
@@ -127,7 +129,10 @@ def write_small(name: str, out: Path) -> None:
     if layers := config.get("text_config", {}).get("layer_types"):
         config["text_config"]["layer_types"] = layers[: config["text_config"]["num_hidden_layers"]]
     (out / "config.json").write_text(json.dumps(config))
-    _write_tokenizer(name, config, out)
+    special = special_tokens(name)
+    # Fuyu's special tokens are pieces of the vocabulary instead of added tokens.
+    spelled = tuple(token for token in TOKENS[name] if not token.startswith("<0x")) if name == "fuyu_8b" else ()
+    write_tokenizer(out, special, spelled)
     _write_weights(name, config, out)
 
 
@@ -147,63 +152,6 @@ def special_tokens(name: str) -> dict[str, int]:
     if (file := folder / "added_tokens.json").is_file():
         tokens |= json.loads(file.read_text())
     return tokens
-
-
-def _write_tokenizer(name: str, config: Mapping[str, Any], out: Path) -> None:
-    """Write a BPE tokenizer whose tokens are single bytes. Special tokens have the published ids."""
-    special = special_tokens(name)
-    taken = {*special.values()}
-    free = (index for index in range(10, 5000) if index not in taken)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*letters, "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
-    # Fuyu's special tokens are pieces of the vocabulary instead of added tokens.
-    spelled = [token for token in TOKENS[name] if token not in pieces] if name == "fuyu_8b" else []
-    merges = [(token[:stop], token[stop]) for token in spelled for stop in range(1, len(token))]
-    pieces = [*dict.fromkeys([*pieces, *(token[:stop] for token in spelled for stop in range(1, len(token)))])]
-    vocabulary = {piece: next(free) for piece in pieces if piece not in special} | special
-    class_name = _settings(out).get("tokenizer_class")
-    is_byte_level = class_name not in {"LlamaTokenizer", "GemmaTokenizer", None}
-    split: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    blanks: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    if spelled:  # Fuyu's processor drops the first piece of each encoded text, which is the same for every text
-        blanks = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, blanks]}
-    entry = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = {token: index for token, index in special.items() if token not in spelled}
-    described = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": index, "content": token, **entry} for token, index in sorted(added.items(), key=lambda one: one[1])
-        ],
-        "normalizer": None if is_byte_level else blanks,
-        "pre_tokenizer": split if is_byte_level else None,
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-        if is_byte_level
-        else {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "unk_token": None if is_byte_level else "<unk>",
-            "fuse_unk": not is_byte_level,
-            "byte_fallback": not is_byte_level,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": merges,
-        },
-    }
-    (out / "tokenizer.json").write_text(json.dumps(described))
-    if class_name is None:
-        named = json.loads((out / "special_tokens_map.json").read_text())
-        (out / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend", **named}))
-
-
-def _settings(out: Path) -> dict[str, Any]:
-    file = out / "tokenizer_config.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _write_weights(name: str, config: Mapping[str, Any], out: Path) -> None:

@@ -24,29 +24,37 @@ _SIDES = ("max_image_size", "crop_size", "size")
 """Preprocessing settings that are sides of images. The first one that a class has is the size of the tower's input."""
 
 
-class _UnknownId(int):
+class UnknownId(int):
     """The id of a token that only tokenizer.json states.
 
     It equals every id, because the ids in config.json and in the missing file are the same.
     """
 
-    def __eq__(self, _: object) -> bool:
+    stated: int | None = None
+    """The id in config.json with which this id was compared."""
+
+    def __eq__(self, other: object) -> bool:
+        self.stated = other if isinstance(other, int) else self.stated
         return True
 
-    def __ne__(self, _: object) -> bool:
-        return False
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     __hash__ = int.__hash__
 
 
 class _UnknownIds(dict[str, int]):
-    """The vocabulary of a missing tokenizer.json. It has every token."""
+    """The vocabulary of a missing tokenizer.json. It has every token, and adds it to `asked`."""
+
+    def __init__(self, known: Mapping[str, int], asked: dict[str, UnknownId]) -> None:
+        super().__init__(known)
+        self._asked = asked
 
     def __contains__(self, _: object) -> bool:
         return True
 
-    def __missing__(self, _: str) -> int:
-        return _UnknownId()
+    def __missing__(self, token: str) -> int:
+        return self._asked.setdefault(token, UnknownId())
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,11 @@ class ConfigOnly(Checkpoint):
 
     assumed: set[str] = field(default_factory=set, repr=False, compare=False)
     """Names of the missing files whose contents were assumed. Reading the settings of a family adds to them."""
+
+    unknown_ids: dict[str, UnknownId] = field(default_factory=dict, repr=False, compare=False)
+    """Tokens whose ids the family reads, and only a missing tokenizer.json states."""
+    unknown_tokens: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Stand-ins for special tokens that only a missing tokenizer_config.json states, by their keys."""
 
     @classmethod
     def open(cls, path: str | Path | None = None) -> ConfigOnly:
@@ -100,7 +113,7 @@ class ConfigOnly(Checkpoint):
 
     def ids_of(self, described: Mapping[str, Any]) -> dict[str, int]:
         ids = super().ids_of(described)
-        return _UnknownIds(ids) if self._lacks_tokenizer() else ids
+        return _UnknownIds(ids, self.unknown_ids) if self._lacks_tokenizer() else ids
 
     def token_id(self, token: str) -> int:
         return self.ids_of(self.tokenizer_json())[token] if self._lacks_tokenizer() else super().token_id(token)
@@ -108,7 +121,7 @@ class ConfigOnly(Checkpoint):
     def require_special_token(self, *names: str) -> str:
         if self.special_token(names[0]) is None and not super().has(_TOKENIZER_SETTINGS):
             self.assumed.add(_TOKENIZER_SETTINGS)
-            return f"<{names[0]}>"
+            return self.unknown_tokens.setdefault(names[0], f"<{names[0]}>")
         return super().require_special_token(*names)
 
     def _lacks_tokenizer(self) -> bool:
