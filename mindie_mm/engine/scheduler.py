@@ -143,7 +143,8 @@ class Scheduler(BaseScheduler):
 
     def schedule(self, unfinished: Sequence[Scheduled] = ()) -> list[Scheduled]:
         config = self._config
-        self._release_read()
+        if self._read:
+            self._release_read()
         budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
         for earlier in unfinished:
             budget.keys.update(self._filled(earlier))
