@@ -105,35 +105,6 @@ def encode(checkpoint: str | None, kind: str) -> list[int]:
     return waits
 
 
-def pass_experts() -> list[int]:
-    """Return how often a mixture of experts waits for the device, for several numbers of rows."""
-    import torch
-    import torch_npu  # noqa: F401
-    from torch import nn
-
-    from mindie_mm.nn import experts
-    from tests.ascend.test_runtime import simulator
-
-    layer = nn.Module()
-    layer.experts = experts.Experts(experts.GatedMLP(16, 8) for _ in range(12)).requires_grad_(False)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter)
-    experts.arrange(layer.to("npu"))
-    waits = []
-    for rows in (1, 2, 256, 257):
-        hidden = torch.ones(rows, 16, device="npu")
-        chosen, weights = torch.arange(3, device="npu").expand(rows, -1), torch.ones(rows, 3, device="npu")
-        layer.experts(hidden, chosen, weights)  # the first call tries operators
-        simulator().sim_syncs_reset()
-        layer.experts(hidden, chosen, weights)
-        waits.append(simulator().sim_syncs())
-    return waits
-
-
-def test_experts_wait_once_to_sort_many_rows_and_never_for_few():
-    assert call(pass_experts) == [0, 0, 0, 1]
-
-
 @pytest.fixture
 def checkpoint(request, tmp_path: Path) -> str | None:
     """Return the path of a new checkpoint of a family, or None for the embedded checkpoint."""

@@ -84,6 +84,31 @@ def plain(operator: str) -> Callable[..., Any]:
     return launch
 
 
+def routed(npu: torch.device, **changes: Any) -> Any:
+    """Sort six rows of two tokens by expert."""
+    given: dict[str, Any] = {"x": zeros(2, 8), "expert_idx": torch.tensor([[0, 1, 3], [0, 2, 3]], dtype=torch.int32)}
+    given |= {"active_num": 6, "expert_num": 4, "active_expert_range": [0, 4], "quant_mode": -1, "drop_pad_mode": 0}
+    given |= {"expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
+    given = {name: moved(value, npu) for name, value in (given | changes).items()}
+    return torch.ops.npu.npu_moe_init_routing_v2(**given)
+
+
+def grouped(npu: torch.device, **changes: Any) -> Any:
+    """Multiply six rows by the weights of three experts."""
+    given: dict[str, Any] = {"x": zeros(6, 8), "weight": zeros(3, 8, 16), "group_list": torch.tensor([2, 0, 4])}
+    given |= {"group_list_type": 1, "group_type": 0, "split_item": 2}
+    given = {name: moved(value, npu) for name, value in (given | changes).items()}
+    return torch.ops.npu.npu_grouped_matmul([given.pop("x")], [given.pop("weight")], **given)
+
+
+def unpermuted(npu: torch.device, **changes: Any) -> Any:
+    """Add the rows of two tokens."""
+    given: dict[str, Any] = {"permuted_tokens": zeros(6, 8), "sorted_indices": torch.arange(6, dtype=torch.int32)}
+    given |= {"probs": zeros(2, 3)}
+    given = {name: moved(value, npu) for name, value in (given | changes).items()}
+    return torch.ops.npu.npu_moe_token_unpermute(**given)
+
+
 def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
@@ -215,6 +240,29 @@ REFUSED: dict[str, tuple[Callable[..., Any], Any, str]] = {
         (zeros(2, 2, 16, dtype=FULL), zeros(2, 2, 16), PAGES, PAGES, SLOT),
         "expected",
     ),
+    "routed float64": (routed, {"x": zeros(2, 8, dtype=DOUBLE)}, "DT_DOUBLE"),
+    "experts of int64": (routed, {"expert_idx": torch.zeros(2, 3, dtype=torch.int64)}, "expert_idx not implemented"),
+    "experts of one token": (routed, {"expert_idx": torch.zeros(1, 3, dtype=torch.int32)}, "as many rows"),
+    "sums of rows of experts": (routed, {"expert_tokens_num_type": 0}, "must be 1 or 2"),
+    "experts that drop rows": (routed, {"drop_pad_mode": 1}, "drop_pad_mode"),
+    "rows quantized by a given scale": (routed, {"quant_mode": 0}, "quant_mode"),
+    "fewer rows than routed": (routed, {"active_num": 5}, "active_num"),
+    "experts beyond their number": (routed, {"active_expert_range": [2, 5]}, "active_expert_range"),
+    "grouped products of two dtypes": (grouped, {"weight": zeros(3, 8, 16, dtype=FULL)}, "weight expected dtype"),
+    "groups of int32": (grouped, {"group_list": torch.tensor([2, 0, 4], dtype=torch.int32)}, "must be int64"),
+    "fewer groups than weights": (grouped, {"group_list": torch.tensor([2, 4])}, "group_list has 2 groups"),
+    "the size of one group": (
+        grouped,
+        {"group_list": torch.tensor([6]), "weight": zeros(1, 8, 16)},
+        "does not support 1 groups",
+    ),
+    "groups of columns": (grouped, {"group_type": 2}, "group_type must be 0"),
+    "grouped products of other widths": (grouped, {"weight": zeros(3, 16, 8)}, "weight"),
+    "grouped products of transposed rows": (grouped, {"x": zeros(8, 6).t()}, "must not be transposed"),
+    "grouped products too wide": (grouped, {"weight": zeros(3, 8, 65536)}, "less than 65536"),
+    "sums of float64": (unpermuted, {"permuted_tokens": zeros(6, 8, dtype=DOUBLE)}, "DT_DOUBLE"),
+    "sums by int16": (unpermuted, {"sorted_indices": torch.arange(6, dtype=torch.int16)}, "sorted_indices not"),
+    "sums with too few weights": (unpermuted, {"probs": zeros(2, 2)}, "probs"),
     "a slot too few": (SLOTS, (zeros(2, 2, 16), zeros(2, 2, 16), PAGES, PAGES, SLOT[:1]), "slot_mapping"),
 }
 
@@ -250,6 +298,12 @@ TAKEN: dict[str, tuple[Callable[..., Any], Any]] = {
     "a norm": (NORM, (zeros(2, 8), zeros(8))),
     "a rotation of 1000 tokens": (ROTARY, (zeros(1, 2, 1000, 4), *(zeros(1, 1, 1000, 4),) * 2)),
     "a rotation": (ROTARY, (zeros(1, 2, 3, 4), *(zeros(1, 2, 1, 4),) * 2)),
+    "routed rows": (routed, {}),
+    "routed rows of some experts": (routed, {"active_expert_range": [1, 3]}),
+    "grouped products": (grouped, {}),
+    "grouped products by sums of rows": (grouped, {"group_list": torch.tensor([2, 2, 6]), "group_list_type": 0}),
+    "grouped products with transposed weights": (grouped, {"weight": zeros(3, 16, 8).transpose(1, 2)}),
+    "sums of rows of experts": (unpermuted, {}),
     "a scatter of int8": (SCATTER, (zeros(4, 2, dtype=torch.int8), INDEX.int(), zeros(2, 2, dtype=torch.int8))),
 }
 

@@ -41,6 +41,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
     ),
     "an MLP of 32": (limits.SWIGLU, (rows(2, 32),)),
     "an MLP of 48": (limits.SWIGLU, (rows(2, 48),)),
+    "routed rows": (limits.routed, {}),
     "a norm": (limits.NORM, (rows(2, 8), rows(8))),
     "a norm of bfloat16": (limits.NORM, (rows(2, 8, dtype=BF16), rows(8, dtype=BF16))),
     "products": (limits.MM, (rows(2, 2), rows(2, 2))),
@@ -69,7 +70,7 @@ REFUSED = {
     ("Ascend310P3", "9.1.0"): {
         *("packed pages", "packed keys of 128", "packed keys of 192", "a batch of keys", "packed training"),
         *("a batch of training", "rows in a cache", "copied rows", "scattered rows of int8", "an MLP of 48"),
-        *("a norm of bfloat16", "products of bfloat16"),
+        *("routed rows", "a norm of bfloat16", "products of bfloat16"),
     },
 }
 

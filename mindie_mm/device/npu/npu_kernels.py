@@ -1,4 +1,4 @@
-"""Fused operators of torch_npu: attention over pages, cache writes, RMS normalization and rotary embeddings.
+"""Fused operators of torch_npu: attention over pages, cache writes, parts of layers and mixtures of experts.
 
 docs/npu.md lists the supported shapes, dtypes and layouts with their sources. When a shape is first used, a trial
 (`trials.py`) shows whether this torch_npu, CANN and chip compute the operator correctly. If they do not, a warning is
@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mindie_mm.device.alive import require_alive
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels, Rows
-from mindie_mm.device.npu import npu_rows, packed_attention, trials
+from mindie_mm.device.npu import npu_experts, npu_rows, packed_attention, trials
 from mindie_mm.device.transfer import upload
 
 _log = logging.getLogger(__name__)
@@ -137,6 +137,22 @@ class NPUKernels(Kernels):
     def swiglu(self, joined: Tensor) -> Tensor:
         fused = works(_SWIGLU, joined.device, joined.dtype, joined.shape[-1])
         return npu_rows.swiglu(joined) if fused else super().swiglu(joined)
+
+    def experts(
+        self,
+        hidden: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        first: Tensor,
+        second: Tensor,
+        activate: Callable[[Tensor], Tensor],
+        *,
+        is_share: bool = False,
+    ) -> Tensor:
+        kind = hidden.device, hidden.dtype, *first.shape[1:], second.shape[2]
+        fused = hidden.dtype in HALF and npu_experts.supports(first, second) and works(npu_experts.NAME, *kind)
+        run = npu_experts.run if fused else super().experts
+        return run(hidden, chosen, weights, first, second, activate, is_share=is_share)
 
 
 def _packs(query: Tensor, keys: Tensor, num_sequences: int) -> bool:
@@ -267,6 +283,7 @@ _TRIALS: dict[str, tuple[Callable[..., trials.Results], Callable[..., Any]]] = {
     _ROTATE_ROWS: (trials.rotary_rows, npu_rows.rotate_rows),
     _SPLIT: (trials.split, npu_rows.split),
     _SWIGLU: (trials.swiglu, npu_rows.swiglu),
+    npu_experts.NAME: (trials.experts, npu_experts.run),
 }
 _SIZES: dict[str, tuple[int, ...]] = {
     _ATTENTION: (28, 4, 128, 128),
@@ -283,8 +300,9 @@ _SIZES: dict[str, tuple[int, ...]] = {
     _ROTATE_ROWS: (28, 4, 128),
     _SPLIT: (3584, 512, 512),
     _SWIGLU: (37888,),
+    npu_experts.NAME: (1536, 2048, 768),
 }
-"""Sizes for the trial of each operator, as in Qwen2.5-VL-7B."""
+"""Sizes for the trial of each operator, as in Qwen2.5-VL-7B, and as in Qwen3-VL-30B-A3B for experts."""
 
 
 _NEXT = {
@@ -354,7 +372,7 @@ def _difference(
 
 
 def findings(device: torch.device) -> Iterator[Finding]:
-    """Try every operator in the sizes of Qwen2.5-VL-7B. Yield its difference from plain torch and its time."""
+    """Try every operator in the sizes of published models. Yield its difference from plain torch and its time."""
     for operator, shape in _SIZES.items():
         for dtype in HALF:
             subject, times, limit = f"{operator} {dtype}".replace("torch.", ""), list[float](), trials.LIMITS[dtype]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from mindie_mm.device.kernels import Kernels, Rows
 from mindie_mm.device.transfer import Uploads
@@ -207,3 +207,28 @@ def swiglu(activate: Callable[[Tensor], Tensor], device: torch.device, dtype: to
     """Try the product of SiLU of the first half of rows [33, width] and the second half."""
     joined = (torch.randn(33, width, generator=torch.Generator().manual_seed(0)) / 2).to(dtype)
     return activate(joined.to(device)), Kernels().swiglu(joined.float())
+
+
+def experts(
+    run: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, outputs: int, width: int, inner: int
+) -> Results:
+    """Try a mixture of six experts, as in `Kernels.experts`. One of them has no rows, and one has a single row.
+
+    In a second call, the last two experts are those of another rank.
+    """
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(33, width, generator=random).to(dtype)
+    first = (torch.randn(6, outputs, width, generator=random) * width**-0.5).to(dtype)
+    second = (torch.randn(6, width, inner, generator=random) * 2 * inner**-0.5).to(dtype)
+    chosen = torch.tensor([0, 1, 3, 5])[torch.rand(33, 4, generator=random).argsort(1)[:, :2]]
+    chosen[7, 1] = 4
+    weights = torch.rand(chosen.shape, generator=random).to(dtype)
+    outs, expected = [], []
+    for count in (6, 4):
+        kernels, is_share, own = Kernels(), count < len(first), chosen.clamp(max=count)
+        activate: Callable[[Tensor], Tensor] = kernels.swiglu if outputs == 2 * inner else silu
+        given = (part.to(device) for part in (hidden, own, weights, first[:count], second[:count]))
+        outs.append(run(*given, activate, is_share=is_share))
+        x, w, into, back = (part.float() for part in (hidden, weights, first[:count], second[:count]))
+        expected.append(kernels.experts(x, own, w, into, back, activate, is_share=is_share))
+    return torch.cat(outs), torch.cat(expected)

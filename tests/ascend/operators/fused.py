@@ -14,6 +14,7 @@ import torch
 from tests.ascend.operators import (
     cache_writes,
     copies,
+    experts,
     formats,
     fused_infer_attention,
     fusion_attention,
@@ -45,6 +46,9 @@ COMPUTED: Mapping[str, Callable[..., Any]] = {
     "npu::npu_scatter_nd_update": cache_writes.scatter_nd_update,
     "npu::npu_scatter_pa_kv_cache": cache_writes.scatter_pa_kv_cache,
     "atb::_npu_reshape_and_cache": cache_writes.reshape_and_cache,
+    "npu::npu_moe_init_routing_v2": experts.moe_init_routing_v2,
+    "npu::npu_grouped_matmul": experts.grouped_matmul,
+    "npu::npu_moe_token_unpermute": experts.moe_token_unpermute,
 }
 """Operators that the host computes in the device's memory."""
 

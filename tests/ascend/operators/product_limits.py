@@ -80,6 +80,13 @@ LIMITS = (
         products=("A3",),
         below=(9, 0),
     ),
+    Limit(
+        ("npu::npu_moe_init_routing_v2", "npu::npu_moe_token_unpermute"),
+        f"{_PAGES}, of both operators: A2 and A3",
+        KERNEL,
+        _no_product,
+        products=("310P",),
+    ),
     Limit(("npu::npu_scatter_pa_kv_cache",), f"{_PAGES}: A2 and A3", KERNEL, _no_product, products=("310P",)),
     Limit(
         ("aten::index_copy", "aten::index_copy_"),

@@ -53,7 +53,7 @@ def _mask_lost(operator: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 def _undefined_row(operator: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Do not write the last row of the result."""
     results = operator(**arguments)
-    out = arguments["out"] if results is None else results[0] if isinstance(results, tuple) else results
+    out = arguments["out"] if results is None else results[0] if isinstance(results, tuple | list) else results
     out.flatten(0, -2)[-1] = torch.nan
     return results
 

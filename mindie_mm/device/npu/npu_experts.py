@@ -1,0 +1,57 @@
+"""Mixtures of experts with fused operators of torch_npu. The device selects the experts, and the host does not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mindie_mm.device import joined_experts
+
+NAME = "npu_grouped_matmul"
+_MAX_EXPERTS = 1024
+_MAX_WIDTH = 65535
+_ROUTED = {"drop_pad_mode": 0, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "quant_mode": -1}
+"""Settings of the routing: no expert drops rows, the result has the number of rows of each expert, nothing is
+quantized."""
+
+
+def supports(first: Tensor, second: Tensor) -> bool:
+    """Return whether the documentation of the operators allows these weights."""
+    return 1 < len(first) <= _MAX_EXPERTS and max(*first.shape[1:], *second.shape[1:]) <= _MAX_WIDTH
+
+
+def run(
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    activate: Callable[[Tensor], Tensor],
+    *,
+    is_share: bool = False,
+) -> Tensor:
+    """Return the weighted sum of the outputs of each row's experts, with the arguments of `Kernels.experts`."""
+    rows, places, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
+        hidden,
+        chosen.int(),
+        active_num=chosen.numel(),
+        expert_num=len(first) + is_share,
+        active_expert_range=[0, len(first)],
+        **_ROUTED,
+    )
+    passed = _product(activate(_product(rows, first, counts)), second, counts)
+    if is_share:  # rows after the last expert are undefined, and their places are -1
+        passed = passed.index_select(0, places.clamp(min=0)).view(*chosen.shape, -1)
+        return joined_experts.weighted_sum(joined_experts.without_others(passed, chosen, len(first)), weights)
+    mixed: Tensor = torch.ops.npu.npu_moe_token_unpermute(passed, places, weights.to(passed.dtype))
+    return mixed
+
+
+def _product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply rows by the weight of their expert. `counts` are the rows of each expert, int64 [experts]."""
+    products: list[Tensor] = torch.ops.npu.npu_grouped_matmul(
+        [rows], [weight.transpose(1, 2)], group_list=counts, group_list_type=1, group_type=0, split_item=2
+    )
+    return products[0]
