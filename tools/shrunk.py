@@ -188,7 +188,7 @@ def _small_list(name: str, value: list[Any], depth: int, layers: int) -> list[An
     if name.startswith("vision_feature_layer"):
         return [_index(one) for one in value]
     if _INDICES.fullmatch(name):
-        return [*range(min(layers, len(value)))] if len(value) > 1 else [layers - 1]
+        return [layers - 1] if len(value) == 1 else [*range(min(layers, len(value)))]
     return value[:layers] if depth and len(value) == depth and not name.startswith("image") else value
 
 

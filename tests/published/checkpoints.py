@@ -86,6 +86,15 @@ ELSEWHERE: Mapping[str, str] = {
     "qwen_vl_int4": "qwen_vl",
 }
 """Checkpoints whose layouts are tested in the tests of their families."""
+ONLY_CONFIGS = frozenset(
+    {"minicpmv4_6", "mistral_small_3", "qwen3_5_moe_35b", "qwen3_asr", "qwen3_vl_30b_a3b", "whisper_base"}
+)
+"""Folders with a config.json, but without a tokenizer's files.
+
+`mindie-mm doctor` either judges each of these configurations as served, or refuses it by name
+(tests/cli/test_judgement.py), so that a new family needs no change here. Small checkpoints are made from the served
+configurations (tests/tools/test_shrunk.py).
+"""
 TOKENS: Mapping[str, Mapping[str, int]] = {
     "fuyu_8b": {"<s>": 1, "<0x04>": 71122, "|SPEAKER|": 71011, "|NEWLINE|": 71019},
     "gemma3_medgemma27b": {
