@@ -113,7 +113,7 @@ def write_shrunk(source: Path, out: Path, *, tokens: Mapping[str, int] | None = 
             _write_json(out / name, contents)
     if "preprocessor_config.json" in checkpoint.assumed:
         parts = {_PARTS[kind]: settings for kind, settings in checkpoint.settings.items()}
-        _write_json(out / "processor_config.json", {**_read_json(out / "processor_config.json"), **parts})
+        _write_json(out / "processor_config.json", {**checkpoint.json("processor_config.json"), **parts})
     # The heads of Qwen-VL's resampler have a fixed width of 128.
     small = shrunk(config, _complete(family, config), 1 if issubclass(family, PretrainedFamily) else 4)
     _write_json(out / "config.json", small)

@@ -34,6 +34,11 @@ OWN = {
 # Settings that each published config.json has, and without which the default configuration is refused.
 STATED = {
     "blip_2": {"image_token_index": 50265},
+    "pixtral": {
+        "vision_config": {"model_type": "pixtral"},
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+    },
     "smolvlm": {"vision_config": {"image_size": 384, "patch_size": 14}, "scale_factor": 3},
 }
 
@@ -43,7 +48,7 @@ def _write_config(name: str, folder: Path) -> Path:
     folder.mkdir(parents=True)
     family = family_named(name)
     published = [FOLDER / other / "config.json" for other in PUBLISHED]
-    own = [file for file in published if json.loads(file.read_text()).get("model_type") in family.model_types]
+    own = [file for file in published if family.serves(json.loads(file.read_text()))]
     if name in OWN:
         shutil.copyfile(OWN[name] / "config.json", folder / "config.json")
     elif own and name not in STATED:

@@ -20,6 +20,8 @@ _OF_THE_TOWER: Mapping[str, str] = {
     "feature_size": "num_mel_bins",
 }
 """Preprocessing settings that must equal settings of the tower, with the names of the latter in config.json."""
+_OF_THE_PROCESSOR = ("patch_size", "spatial_merge_size")
+"""Settings of the processor that must equal settings in config.json with the same names."""
 _SIDES = ("max_image_size", "crop_size", "size")
 """Preprocessing settings that are sides of images. The first one that a class has is the size of the tower's input."""
 
@@ -87,6 +89,8 @@ class ConfigOnly(Checkpoint):
     def json(self, name: str) -> dict[str, Any]:
         if name == _TOKENIZER and not super().has(name) and self._lacks_tokenizer():
             return {"model": {"vocab": {}}, "added_tokens": []}
+        if name == "processor_config.json" and not super().has(name):
+            return {key: value for key in _OF_THE_PROCESSOR if (value := self.stated_anywhere(key)) is not None}
         return super().json(name)
 
     def require(self, name: str, keys: Collection[str]) -> dict[str, Any]:
