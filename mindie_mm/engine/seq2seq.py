@@ -119,7 +119,7 @@ class Seq2SeqEngine(BaseEngine):
             vocab_size=self._spec.vocab_size,
             eos_token_ids=self._spec.eos_token_ids,
             max_model_len=min(self._max_len, self._scheduler.longest_prompt),
-            max_output_len=min(self._max_len, self._scheduler.longest_output(1)),
+            max_output_len=self._longest_output(1),
             device=str(self._spec.device),
             dtype=str(self._spec.dtype).removeprefix("torch."),
             kv_cache_tokens=self._scheduler.kv_bytes // self._model.prompt_token_bytes,
@@ -136,7 +136,7 @@ class Seq2SeqEngine(BaseEngine):
                 "does not predict prompt tokens; leave prompt_logprobs out"
             )
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
-        most, wanted = min(self._max_len, self._scheduler.longest_output(len(ids))), max(params.least_room, 1)
+        most, wanted = self._longest_output(len(ids)), max(params.least_room, 1)
         if not 0 < len(ids) <= self._max_len or wanted > most:
             raise ContextLengthExceeded.of(
                 self._max_len,
@@ -145,7 +145,8 @@ class Seq2SeqEngine(BaseEngine):
                 "The prompt must have at least 1 token",
             )
         items = self._read(ids)
-        request = Request(
+        self._model.check_prompt(ids, items)
+        return Request(
             request_id=message.request_id,
             params=params,
             token_ids=plain_ids(ids, items).tolist(),
@@ -158,9 +159,10 @@ class Seq2SeqEngine(BaseEngine):
             asked_s=message.asked_s,
             num_cached=0,
         )
-        if params.repetition_penalty != 1:  # as in transformers, this penalizes the decoder's input and not the prompt
-            request.unique_prompt_ids = np.array([self._model.rules.start_token_id], np.int64)
-        return request
+
+    def _longest_output(self, num_prompt: int) -> int:
+        limits = self._scheduler.longest_output(num_prompt), self._model.longest_output(num_prompt)
+        return min(self._max_len, *limits)
 
     def _run(self, step: Sequence[Scheduled], progress: list[Progress]) -> None:
         features, failed = self._towers.encode(step)
@@ -192,7 +194,12 @@ class Seq2SeqEngine(BaseEngine):
         prompt = torch.from_numpy(request.ids(0, request.num_prompt))
         decoding = self._decodings[request] = self._model.encode_prompt(prompt, splices)
         faults.point("mid-prefill")
-        return self._model.decode(decoding, [self._model.rules.start_token_id, *request.output_ids])[-1:]
+        first = self._model.beginning(decoding, request.token_ids[: request.num_prompt])
+        if (
+            request.params.repetition_penalty != 1
+        ):  # as in transformers, it penalizes the decoder's input, not the prompt
+            request.unique_prompt_ids = np.unique(np.array(first, np.int64))
+        return self._model.decode(decoding, [*first, *request.output_ids])[-1:]
 
     def _constrain(self, logits: Tensor, requests: Sequence[Request]) -> bool:
         for row, request in zip(logits, requests, strict=True):

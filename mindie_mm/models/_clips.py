@@ -103,19 +103,19 @@ class Clips:
         return Spelling() if is_possible else None
 
 
-def read_mel(checkpoint: Checkpoint, tower: Any, classes: Mapping[str, Mapping[str, Any]] | None = None) -> MelSettings:
+def read_mel(checkpoint: Checkpoint, tower: Any, classes: Mapping[str, Mapping[str, Any]]) -> MelSettings:
     """Return the settings of the spectrograms that the audio tower expects.
 
     Args:
         checkpoint: The checkpoint.
         tower: Section of config.json for the audio tower.
-        classes: Names of the supported feature extractors, with their default settings. None means Whisper's.
+        classes: Names of the supported feature extractors, with their default settings.
 
     Raises:
         UnsupportedCheckpoint: The preprocessor does not fit the tower.
 
     """
     where = f"{checkpoint.path} (audio)"
-    settings = checkpoint.preprocessor("audio", classes or {"WhisperFeatureExtractor": {"feature_size": 80}})
+    settings = checkpoint.preprocessor("audio", classes)
     check_settings(settings, {"feature_size": tower.num_mel_bins}, where)
     return MelSettings.read(settings, where)

@@ -34,6 +34,7 @@ from mindie_mm.nn.weights.pretrained import load_pretrained, read_config
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
 
+_EXTRACTORS = {"WhisperFeatureExtractor": {"feature_size": 80}}
 _DEFAULT_FPS = 2.0
 _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 _THINKER = "thinker_config"
@@ -63,7 +64,7 @@ class Qwen25OmniProcessor(QwenProcessor):
         checkpoint = _thinker(checkpoint)
         super().__init__(checkpoint)
         joint, config = checkpoint.json("processor_config.json"), checkpoint.config
-        self.clips = Clips(read_mel(checkpoint, read_config(self.config_name, checkpoint).audio_config))
+        self.clips = Clips(read_mel(checkpoint, read_config(self.config_name, checkpoint).audio_config, _EXTRACTORS))
         # The reference's processor always overrides the size in the configuration of the video preprocessor.
         size = joint.get("videos_kwargs", {}).get("size", _VIDEO_SIZE)
         self.video = replace(self.video, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])

@@ -32,6 +32,7 @@ from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
+_EXTRACTORS = {"WhisperFeatureExtractor": {"feature_size": 80}}
 _MASK = "feature_attention_mask"
 # Layout of the handle words that MindIE's own processor writes.
 _MINDIE = PromptLayout(
@@ -72,7 +73,7 @@ class Qwen2AudioProcessor(Processor):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = read_config("Qwen2AudioConfig", checkpoint)
-        self.clips = Clips(read_mel(checkpoint, config.audio_config), further_frames=_FURTHER_FRAMES)
+        self.clips = Clips(read_mel(checkpoint, config.audio_config, _EXTRACTORS), further_frames=_FURTHER_FRAMES)
         token = checkpoint.config.get("audio_token_index", 151646)
         before, after = checkpoint.token_id("<|audio_bos|>"), checkpoint.token_id("<|audio_eos|>")
         self.feature_width = config.get_text_config().hidden_size

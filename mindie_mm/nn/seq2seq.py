@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mindie_mm.device import Device, upload
@@ -17,7 +19,7 @@ from mindie_mm.nn.checkpoint.renaming import RenamedWeights
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import MediaModel, ModelSpec
 from mindie_mm.nn.paged_cache import KVLayer
-from mindie_mm.nn.splice import Splice, plain_ids, splice
+from mindie_mm.nn.splice import MediaItem, Splice, plain_ids, splice
 from mindie_mm.nn.weights.pretrained import load_module
 
 
@@ -29,6 +31,13 @@ class Decoding:
     """Hidden states of the encoder, [1, T, hidden]."""
     cache: Any
     """An EncoderDecoderCache from transformers, with the keys and values of the prompt and of the answer so far."""
+
+    @classmethod
+    def of(cls, prompt: Tensor) -> Decoding:
+        """Return the state before the first token of an answer."""
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        return cls(prompt, EncoderDecoderCache(DynamicCache(), DynamicCache()))
 
 
 class Seq2SeqModel(MediaModel):
@@ -64,6 +73,9 @@ class Seq2SeqModel(MediaModel):
         """
         return self.spec.kv_token_bytes + self.spec.hidden_size * self.spec.dtype.itemsize
 
+    def check_prompt(self, ids: NDArray[np.int64], items: Sequence[MediaItem]) -> None:
+        """Raise InputError if the model cannot answer the prompt `ids`, int64 [T], with these media items."""
+
     @torch.inference_mode()
     def encode_prompt(self, input_ids: Tensor, splices: Sequence[Splice]) -> Decoding:
         """Encode a prompt and return the state in which decoding begins.
@@ -73,16 +85,28 @@ class Seq2SeqModel(MediaModel):
             splices: Features and the rows of the embeddings that they replace.
 
         """
-        from transformers import DynamicCache, EncoderDecoderCache
-
         embeddings = self.text_model.get_input_embeddings()
         hidden = splice(embeddings(upload(input_ids, self.spec.device)), splices)
         states = self.text_model.encoder(inputs_embeds=hidden.unsqueeze(0)).last_hidden_state
-        return Decoding(states, EncoderDecoderCache(DynamicCache(), DynamicCache()))
+        return Decoding.of(states)
+
+    def beginning(self, decoding: Decoding, input_ids: Sequence[int]) -> list[int]:
+        """Return the ids with which the decoder begins, before the answer. By default, they are the start token.
+
+        Args:
+            decoding: State in which decoding begins. It is not changed.
+            input_ids: Ids of the prompt without handle words.
+
+        """
+        return [self.rules.start_token_id]
+
+    def longest_output(self, num_prompt: int) -> int:
+        """Return the maximum number of tokens of an answer to a prompt of `num_prompt` tokens."""
+        return self.spec.max_model_len
 
     @torch.inference_mode()
     def decode(self, decoding: Decoding, token_ids: Sequence[int]) -> Tensor:
-        """Run the decoder on the next n ids of an answer. The first id of an answer is the start token.
+        """Run the decoder on the next n ids of a sequence that starts with the ids of `beginning`.
 
         Returns:
             Logits after each id, float32 [n, vocabulary].

@@ -70,7 +70,6 @@ from mindie_mm.nn.experts import Experts
 from mindie_mm.nn.family import Plan, Processor
 from mindie_mm.nn.model import Model, packed_logits
 from mindie_mm.nn.placement import Placement, parts
-from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.splice import MediaItem, plain_ids
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import EngineConfig, MediaCaps
@@ -861,7 +860,7 @@ class FamilyContract:
             assert (features.dtype, len(features)) == (torch.float32, item.shape.num_features)
 
     @pytest.mark.representative
-    def test_the_computed_memory_of_a_step_is_above_the_allocated(self, model, processor):
+    def test_the_computed_memory_of_a_step_is_above_the_allocated(self, model, processor, tokenized):
         """Two images or clips and a short prefill allocate at most the computed memory, and at least a fifth of it.
 
         Both bounds have a margin, because operators may allocate small buffers that no tensor shows.
@@ -871,12 +870,12 @@ class FamilyContract:
         worst = WorstCase(model, processor, CPU(), EngineConfig(max_model_len=min(model.spec.max_model_len, 2048)))
         works = [worst._prefill(min(model.spec.max_model_len, size)) for size in (24, 256)]
         works += [worst._encode(kind, *worst._largest_plan(kind), 2) for kind in family_named(self.name).kinds]
-        ids = [torch.arange(8)] * (2 if isinstance(model, Seq2SeqModel) else 1)
-        before = model.logits(*ids)
+        prompt = next(iter(tokenized.values()))
+        before = self.logits(model, prompt)
         for work in works:
             computed, allocated = CPU().peak_bytes(work), allocated_peak_bytes(work)
             assert allocated - 2**18 <= computed <= 5 * allocated + 2**19
-        torch.testing.assert_close(model.logits(*ids), before, rtol=0, atol=0)
+        torch.testing.assert_close(self.logits(model, prompt), before, rtol=0, atol=0)
 
     def test_the_arrays_of_an_item_follow_from_its_grid(self, processor):
         for kind in processor.placeholders:

@@ -46,6 +46,10 @@ class Seq2SeqReference(Reference):
     def logits(self, items: Items) -> torch.Tensor:
         return self.answer_logits(items, self.decoder_input_ids)
 
+    def beginning(self, items: Items) -> Sequence[int]:
+        """Return the ids with which the decoder begins. By default, they are the start token."""
+        return self.decoder_input_ids[:1]
+
     @torch.inference_mode()
     def generate(self, items: Items, count: int, **settings: Any) -> list[int]:
         out = self.part(items).generate(
@@ -59,6 +63,11 @@ class Seq2SeqContract(FamilyContract):
 
     def engine(self, model: Any, **settings: Any) -> Seq2SeqEngine:
         return Seq2SeqEngine(model, EngineConfig(**settings))
+
+    @staticmethod
+    def item(seed: int) -> dict[str, Any]:
+        """Return a media item. Items of different seeds are different."""
+        return {"image": picture(40, 40, seed)}
 
     def logits(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
         return model.logits(ids, torch.tensor([*self.decoder_input_ids])).cpu()
@@ -75,9 +84,9 @@ class Seq2SeqContract(FamilyContract):
                     found[progress.request_id] += progress.logprobs or ()
             for name, drawn in found.items():
                 tokens = [one.token_id for one in drawn]
-                start = [model.rules.start_token_id]
+                start = reference.beginning(self.prompts[name])
                 expected = reference.answer_logits(self.prompts[name], [*start, *tokens[:-1]]).log_softmax(-1)
-                chosen = expected.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+                chosen = expected[len(start) - 1 :].gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
                 assert (torch.tensor([one.logprob for one in drawn]) - chosen).abs().max() <= self.tolerance, name
 
     def test_recorded_decode_steps_generate_the_same_tokens(self, recorded):
@@ -189,7 +198,7 @@ class Seq2SeqContract(FamilyContract):
     def test_finished_and_aborted_requests_free_their_cache(self, model, tokenized):
         engine = self.engine(model, max_num_seqs=2)
         for i, ids in enumerate(tokenized.values()):
-            params = SamplingParams(temperature=0, max_tokens=100 if i else 1, ignore_eos=True)
+            params = SamplingParams(temperature=0, max_tokens=30 if i else 1, ignore_eos=True)
             engine.add(Add(str(i), ids.numpy().tobytes(), params))
         engine.step()
         assert engine.stats.num_running == 1, "the first one has its token"
@@ -214,11 +223,11 @@ class Seq2SeqContract(FamilyContract):
             memory.kv_cache_bytes(EngineConfig(kv_cache_bytes=2**60, max_num_seqs=10**9))
 
     def test_a_lost_block_fails_its_own_request_alone(self, model, tokenizer, path_file, tmp_path):
-        """Only the request whose picture is lost fails. A repeated picture is not encoded again."""
+        """Only the request whose item is lost fails. A repeated item is not encoded again."""
         engine = self.engine(model)
         params = SamplingParams(temperature=0, max_tokens=2)
         prompts = {
-            name: tokenizer.tokenize([{"image": picture(40, 40, seed)}, {"text": "?"}], file)
+            name: tokenizer.tokenize([self.item(seed), {"text": "?"}], file)
             for name, seed, file in (
                 ("kept", 0, path_file),
                 ("lost", 1, tmp_path / "lost"),
@@ -239,7 +248,8 @@ class Seq2SeqContract(FamilyContract):
     def test_a_request_that_fails_in_the_decoder_fails_alone(self, model, tokenized):
         """Only the request whose cache is damaged fails. The other request generates the same tokens as on its own."""
         engine, params = self.engine(model), SamplingParams(temperature=0, max_tokens=4)
-        ids = tokenized["text"].numpy().tobytes()
+        prompt = next(iter(tokenized.values()))
+        ids = prompt.numpy().tobytes()
         outputs, errors = {"spoilt": [], "sound": []}, {}
         for name in outputs:
             engine.add(Add(name, ids, params))
@@ -252,11 +262,11 @@ class Seq2SeqContract(FamilyContract):
                     decoding.cache.self_attention_cache.layers[0].keys = None
         assert errors["spoilt"].name == "DeviceError"
         assert errors["sound"] is None
-        alone, _ = run(self.engine(model), [tokenized["text"]], max_tokens=4)
+        alone, _ = run(self.engine(model), [prompt], max_tokens=4)
         assert outputs["sound"] == alone[0]
 
     def test_prompt_logprobs_are_refused(self, model, tokenized):
-        _, errors = run(self.engine(model), [tokenized["text"]], max_tokens=2, prompt_logprobs=0)
+        _, errors = run(self.engine(model), [next(iter(tokenized.values()))], max_tokens=2, prompt_logprobs=0)
         (error,) = errors.values()
         assert error.name == "InputError"
         assert "encoder-decoder" in error.message
