@@ -245,15 +245,18 @@ def test_all_processes_end_when_the_service_is_killed(random_checkpoint):
 
 SHARED = ("gemma3", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 ALSO_SHARED = (
+    "deepseek_ocr2",
     "deepseek_vl",
     "deepseek_vl_hybrid",
     "glm4v",
     "glm4v_moe",
+    "glm_ocr",
     "idefics3",
     "internvl",
     "llava",
     "llava_next",
     "llava_onevision",
+    "paddleocr_vl",
     "qwen2_5_vl",
     "qwen2_audio",
     "qwen2_vl",

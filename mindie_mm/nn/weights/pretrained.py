@@ -279,7 +279,7 @@ def _load(
         config = _configuration(cls.config_class, checkpoint)
         settle(checkpoint, config, default_theta)
         if num_shares() > 1:
-            cls, placed = shared(cls, checkpoint, config.get_text_config(), device, tp_plan)
+            cls, placed = shared(cls, checkpoint, config, device, tp_plan)
         _set_quantization(config, settings)
         state = renamed.weights if renamed else None
         if dequantized:

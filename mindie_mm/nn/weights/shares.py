@@ -47,14 +47,14 @@ def refuse_shares(checkpoint: Checkpoint, what: str = "belongs to a family witho
 
 
 def shared(
-    cls: type[Any], checkpoint: Checkpoint, text: Any, device: Device, tp_plan: Mapping[str, str] | None
+    cls: type[Any], checkpoint: Checkpoint, config: Any, device: Device, tp_plan: Mapping[str, str] | None
 ) -> tuple[type[Any], dict[str, Any]]:
     """Return a class and arguments for its method `from_pretrained`. This method then loads only this rank's share.
 
     Args:
         cls: The PreTrainedModel to load.
         checkpoint: Where the weights are.
-        text: Configuration of the text model.
+        config: Configuration of the whole model, in which the plans are changed.
         device: Device of this rank.
         tp_plan: Plan to use if transformers has none for the text model.
 
@@ -70,9 +70,10 @@ def shared(
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
-    shares = num_shares()
+    shares, text = num_shares(), config.get_text_config()
     if (plan := text.base_model_tp_plan or tp_plan) is None:
         refuse_shares(checkpoint, f"has a text model of type {text.model_type!r}, which has no tensor-parallel plan")
+    _drop_plans(config)
     text.base_model_tp_plan = _with_whole_experts(plan or {}, text)
     heads = text.num_attention_heads
     for what, count in (("attention", heads), ("key-value", getattr(text, "num_key_value_heads", None) or heads)):
@@ -100,6 +101,14 @@ def shared(
         "__module__": cls.__module__,
     }
     return type(cls.__name__, (cls,), namespace), {"distributed_config": DistributedConfig(tp_size=shares)}
+
+
+def _drop_plans(config: Any) -> None:
+    """Drop the plans of a configuration and of its sections, because towers with the layers of a decoder have them."""
+    config.base_model_tp_plan = None
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            _drop_plans(part)
 
 
 def _with_whole_experts(plan: Mapping[str, str], text: Any) -> dict[str, str]:
