@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 from mindie_mm.device import kind_of, upload
 from mindie_mm.engine.base import BaseEngine, generator_of
 from mindie_mm.engine.cache.block_pool import BlockPool
-from mindie_mm.engine.cache.kv_cache_size import block_size, fitting_context, state_slots, useful_blocks
+from mindie_mm.engine.cache.kv_cache_size import block_size, cache_sizes, fitting_context, useful_bytes
 from mindie_mm.engine.cache.prefix import share
 from mindie_mm.engine.cache.state_pool import StatePool
 from mindie_mm.engine.decode_graphs import DecodeGraphs, captures_graphs
@@ -27,6 +28,8 @@ from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import plain_ids, without_prompt_embeds
 from mindie_mm.processes import faults
 from mindie_mm.settings.config import EngineConfig, GiB
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,21 @@ class Engine(BaseEngine):
         super().__init__(model, config, ranks)
         self._model = model
         size = block_size(model.spec, config)
-        num_bytes = config.kv_cache_bytes or kv_cache_bytes
-        num_slots = state_slots(model.spec, config, num_bytes, ranks)
-        held = (num_bytes - num_slots * model.spec.state_bytes) // (model.spec.kv_token_bytes * size)
-        blocks = BlockPool(max(1, min(held, useful_blocks(model.spec, config))), size)
-        self._capacity_tokens = blocks.num_blocks * size
-        self._cache_bytes = self._capacity_tokens * model.spec.kv_token_bytes + num_slots * model.spec.state_bytes
+        num_bytes = min(config.kv_cache_bytes or kv_cache_bytes, useful_bytes(model, config))
+        num_blocks, num_slots = cache_sizes(model.spec, config, num_bytes)
+        blocks = BlockPool(num_blocks, size)
+        self._capacity_tokens = num_blocks * size
+        # A restarted engine gets this number, and must divide it in the same way.
+        self._cache_bytes = num_bytes if num_slots else self._capacity_tokens * model.spec.kv_token_bytes
         self._max_model_len = fitting_context(model, config, self._cache_bytes, self._capacity_tokens, ranks)
+        if 0 < num_slots < config.max_num_seqs and ranks.number == 0:
+            _log.warning(
+                "the cache has room for the states of %d requests, so that at most %d run at the same time; "
+                "max_num_seqs is %d. Raise memory_share or kv_cache_bytes, or lower max_num_seqs",
+                num_slots,
+                num_slots,
+                config.max_num_seqs,
+            )
         self._blocks = blocks
         self._head_rows = max(config.max_num_seqs, PROMPT_ROWS)
         self._prefix_caching = config.prefix_caching

@@ -111,7 +111,7 @@ class _Budget:
     prompts: bool = False
     """Whether the step contains part of a prompt, and not only decodes."""
     keys: set[bytes] = field(default_factory=set)
-    """Keys of the blocks that this step and an unfinished step fill."""
+    """Keys of the blocks after which another request can continue when this step and an unfinished step are over."""
 
 
 class Scheduler(BaseScheduler):
@@ -147,7 +147,7 @@ class Scheduler(BaseScheduler):
             self._release_read()
         budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
         for earlier in unfinished:
-            budget.keys.update(self._filled(earlier))
+            budget.keys.update(self._continued_after(earlier))
         preemptions = self.preemptions
         step = []
         # Decodes come first. Otherwise an earlier prompt could use up the budget of the step.
@@ -196,6 +196,12 @@ class Scheduler(BaseScheduler):
         size = self._blocks.block_size
         return scheduled.request.keys[scheduled.start // size : scheduled.stop // size]
 
+    def _continued_after(self, scheduled: Scheduled) -> list[bytes]:
+        """Return the keys of the blocks after which another request can continue when the step is over."""
+        if self._states is None:
+            return self._filled(scheduled)
+        return self._filled(scheduled)[-1:] if scheduled.stop in scheduled.request.snapshots else []
+
     def _schedule(self, request: Request, budget: _Budget) -> Scheduled | None:
         """Schedule a running request. If blocks run out, preempt other requests first, and this request last."""
         if request.awaits_last_token:
@@ -240,7 +246,10 @@ class Scheduler(BaseScheduler):
         if request.params.prompt_logprobs is not None:
             return False
         further = request.keys[num_shared:]
-        filled = next((i for i, key in enumerate(further) if key not in budget.keys), len(further))
+        if self._states is None:
+            filled = next((i for i, key in enumerate(further) if key not in budget.keys), len(further))
+        else:
+            filled = max((i + 1 for i, key in enumerate(further) if key in budget.keys), default=0)
         size = self._blocks.block_size
         return 2 * filled * size >= request.num_tokens - num_shared * size
 
@@ -255,7 +264,7 @@ class Scheduler(BaseScheduler):
         extend_keys(request, self._blocks.block_size, stop)
         slots = (0, 0) if self._states is None else self._move_state(request, start, stop, self._states)
         scheduled = Scheduled(request, start, stop, *slots)
-        budget.keys.update(self._filled(scheduled))
+        budget.keys.update(self._continued_after(scheduled))
         return scheduled
 
     def _stop(self, request: Request, start: int, budget: _Budget) -> int:
@@ -264,16 +273,16 @@ class Scheduler(BaseScheduler):
         items = self._uncached(request, start, stop)
         if items and (fitting := budget.tower.num_fitting(items)) < len(items):
             stop = max(items[fitting].start, start)
+        if self._states is not None:
+            # The last token is never shared, so that no other request needs the states after it.
+            boundary = min(stop, request.num_tokens - 1, request.num_shareable)
+            boundary -= boundary % self._blocks.block_size
+            stop = boundary if start < boundary else stop
         for first, last in request.spans_in(stop - 1, stop):
             if stop < last:
                 # A span cannot be cut, and may exceed every budget. The first prompt of a step may therefore exceed the
                 # budgets.
                 return first if first > start else start if budget.prompts else last
-        if self._states is not None:
-            # The last token is never shared, so that no other request needs the states after it.
-            boundary = min(stop, request.num_tokens - 1, request.num_shareable)
-            boundary -= boundary % self._blocks.block_size
-            return boundary if start < boundary else stop
         return stop
 
     def _begin_state(self, request: Request, num_shared: int, states: StatePool) -> bool:
@@ -281,19 +290,18 @@ class Scheduler(BaseScheduler):
         if not num_shared:
             request.state_slot = states.allocate()
             return request.state_slot is not None
-        slot = states.slot(request.keys[num_shared - 1])
-        states.hold(slot)
-        if not states.can_write(slot):
-            states.release(slot)
+        slot = states.use(request.keys[num_shared - 1])
+        if not states.can_continue(slot):
             return False
+        states.hold(slot)
         request.state_slot = slot
         return True
 
     def _move_state(self, request: Request, start: int, stop: int, states: StatePool) -> tuple[int, int]:
         """Return the slots that the step reads and writes. Do not overwrite a snapshot if another slot is free."""
-        reads = writes = request.state_slot
+        reads = request.state_slot
         assert reads is not None
-        assert writes is not None
+        writes = reads
         key = states.key_of(reads)
         if key is not None or start in request.snapshots:
             if (free := states.allocate()) is not None:

@@ -6,19 +6,32 @@ last inputs of its convolution, and a recurrent state per head that maps keys to
 
 from __future__ import annotations
 
-import logging
+import inspect
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, silu, softplus
+from torch.nn.functional import conv1d, softplus
 
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.paged_cache import StateLayer
 
 LAYER_TYPE = "linear_attention"
 """Type of these layers in `layer_types` of config.json."""
+OTHER_KEYS = (
+    "text_config.attn_output_gate",
+    "text_config.full_attention_interval",
+    "text_config.mamba_ssm_dtype",
+    "text_config.mlp_only_layers",
+    "text_config.mtp_num_hidden_layers",
+    "text_config.mtp_use_dedicated_embeddings",
+    "vision_config.deepstack_visual_indexes",
+)
+"""Keys of published config.json files that transformers' classes lack.
+
+They describe parts that are not served, or repeat what these classes compute.
+"""
 _EPS = 1e-6
 
 
@@ -38,8 +51,6 @@ def delta_net_state(text: Any) -> StateLayer:
 
 def replace_delta_nets(layers: nn.ModuleList) -> None:
     """Replace the delta-net layers of a text model."""
-    # On every device, this logger recommends a package that only has kernels for GPUs (docs/cuda.md).
-    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     for layer in layers:
         if getattr(layer, "linear_attn", None) is not None:
             layer.linear_attn = GatedDeltaNet(layer.linear_attn)
@@ -50,6 +61,8 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         """Take the weights of `layer`."""
+        from transformers.activations import ACT2FN  # late: the import takes seconds
+
         super().__init__()
         self.layer: int = layer.layer_idx
         self.in_proj_qkv, self.in_proj_z = layer.in_proj_qkv, layer.in_proj_z
@@ -57,8 +70,10 @@ class GatedDeltaNet(nn.Module):
         self.conv1d, self.norm, self.out_proj = layer.conv1d, layer.norm, layer.out_proj
         self.dt_bias, self.A_log = layer.dt_bias, layer.A_log
         self.key_dim, self.value_dim = layer.head_k_dim, layer.head_v_dim
-        self.delta_rule = sys.modules[type(layer).__module__].torch_chunk_gated_delta_rule
-        """Delta rule for the consecutive tokens of a sequence, from transformers."""
+        # The wrapper around this function would use flash-linear-attention on any device, but that only supports GPUs.
+        self.delta_rule = inspect.unwrap(sys.modules[type(layer).__module__].torch_chunk_gated_delta_rule)
+        """Delta rule for the consecutive tokens of a sequence, in plain torch, from transformers."""
+        self.activate = ACT2FN[layer.activation]
         self.num_key_heads, self.num_value_heads = layer.num_k_heads, layer.num_v_heads
 
     def forward(self, hidden_states: Tensor, *, paged: PagedBatch, **_: Any) -> Tensor:
@@ -78,25 +93,27 @@ class GatedDeltaNet(nn.Module):
         decay = -self.A_log.float().exp() * softplus(self.in_proj_a(hidden).float() + self.dt_bias)
         out = mixed.new_empty(len(hidden), self.num_value_heads, self.value_dim)
         states = paged.states
-        convolved, recurrent = (None, None) if paged.cache is None else paged.cache.states[self.layer]
-        for rows, reads, writes in states.prefills:
-            inputs = None if reads is None or convolved is None else convolved[reads]
-            state = None if reads is None or recurrent is None else recurrent[reads].unsqueeze(0)
+        kept = None if paged.cache is None else paged.cache.states[self.layer]
+        for prefill in states.prefills:
+            rows = prefill.rows
+            inputs = state = None
+            if kept is not None and prefill.reads is not None:
+                inputs, state = kept[0][prefill.reads], kept[1][prefill.reads].unsqueeze(0)
             activated, inputs = self._convolve(mixed[rows], inputs)
             out[rows], state = self._scan(activated, decay[rows], beta[rows], state)
-            if writes is not None and convolved is not None and recurrent is not None:
-                convolved[writes] = inputs
-                recurrent[writes] = state
-        if len(states.rows) and convolved is not None and recurrent is not None:
+            if kept is not None:
+                kept[0][prefill.writes] = inputs
+                kept[1][prefill.writes] = state
+        if kept is not None and len(states.rows):
             if states.prefills:  # otherwise, the rows are all rows in order
                 mixed, decay, beta = (part.index_select(0, states.rows) for part in (mixed, decay, beta))
-            window = torch.cat([convolved.index_select(0, states.reads), mixed.unsqueeze(-1)], dim=-1)
-            activated = silu((window.float() * self.conv1d.weight.squeeze(1).float()).sum(-1).to(mixed.dtype))
-            state = recurrent.index_select(0, states.reads)
-            stepped, state = self._step(activated, decay, beta, state)
+            inputs, state = (part.index_select(0, states.reads) for part in kept)
+            window = torch.cat([inputs, mixed.unsqueeze(-1)], dim=-1)
+            convolved = (window.float() * self.conv1d.weight.squeeze(1).float()).sum(-1).to(mixed.dtype)
+            stepped, state = self._step(self.activate(convolved), decay, beta, state)
             out.index_copy_(0, states.rows, stepped)
-            convolved.index_copy_(0, states.writes, window[..., 1:])
-            recurrent.index_copy_(0, states.writes, state)
+            for part, new in zip(kept, (window[..., 1:], state), strict=True):
+                part.index_copy_(0, states.writes, new)
         gate = self.in_proj_z(hidden).view(-1, self.value_dim)
         normed = self.norm(out.flatten(0, 1), gate).view(len(hidden), -1)
         projected: Tensor = self.out_proj(normed)
@@ -113,7 +130,7 @@ class GatedDeltaNet(nn.Module):
             inputs = rows.new_zeros(rows.shape[1], weight.shape[-1] - 1)
         window = torch.cat([inputs, rows.t()], dim=1)
         out = conv1d(window.unsqueeze(0), weight, groups=len(window))[0]
-        return silu(out).t(), window[:, len(rows) :]
+        return self.activate(out).t(), window[:, len(rows) :]
 
     def _heads(self, activated: Tensor) -> list[Tensor]:
         """Split rows [n, channels] into queries, keys and values, [n, heads, width] each."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mindie_mm.models._delta_net import LAYER_TYPE, delta_net_state
+from mindie_mm.models._delta_net import LAYER_TYPE, OTHER_KEYS, delta_net_state
 from mindie_mm.models._qwen3 import Qwen3DeltaNetModel, Qwen3Processor
 from mindie_mm.nn.family import PretrainedFamily
 
@@ -30,3 +30,4 @@ class Qwen35(PretrainedFamily):
     module_name = "Qwen3_5ForConditionalGeneration"
     model_class = Qwen3DeltaNetModel
     states: ClassVar = {LAYER_TYPE: delta_net_state}
+    other_keys = OTHER_KEYS

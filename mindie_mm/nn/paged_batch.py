@@ -55,14 +55,21 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePrefill:
+    """A chunk that recurrent layers compute separately from other chunks."""
+
+    rows: slice
+    reads: int | None
+    """Slot that the chunk reads. None if the chunk begins a sequence."""
+    writes: int
+    """Slot that the chunk writes, if there is a cache."""
+
+
+@dataclass(frozen=True, slots=True)
 class States:
     """The states that recurrent layers read and write in a flat batch."""
 
-    prefills: Sequence[tuple[slice, int | None, int | None]]
-    """Rows of each chunk that is computed alone, the slot that it reads, and the slot that it writes.
-
-    A chunk that begins a sequence reads None. Without a cache, it writes None.
-    """
+    prefills: Sequence[StatePrefill]
     rows: Tensor
     """Rows of the sequences with one new token, int64 [S]."""
     reads: Tensor
@@ -176,11 +183,7 @@ class PagedBatch:
     def states(self) -> States:
         """The states that recurrent layers read and write."""
         prefills = [
-            (
-                slice(row, row + chunk.stop - chunk.start),
-                chunk.reads if chunk.start else None,
-                None if self.cache is None else chunk.writes,
-            )
+            StatePrefill(slice(row, row + chunk.stop - chunk.start), chunk.reads if chunk.start else None, chunk.writes)
             for chunk, row in self._placed()
             if not self._is_decode(chunk)
         ]

@@ -1,17 +1,20 @@
 """Tests of models with recurrent layers, whose states are in slots beside the KV blocks."""
 
 import random
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mindie_mm.device.cpu import CPU
 from mindie_mm.engine.cache.block_pool import BlockPool
-from mindie_mm.engine.cache.kv_cache_size import state_slots
+from mindie_mm.engine.cache.kv_cache_size import cache_sizes, useful_bytes
 from mindie_mm.engine.cache.state_pool import StatePool
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.requests.engine_messages import Abort, Add
 from mindie_mm.engine.requests.sampling_params import SamplingParams
+from mindie_mm.errors import DeviceError
 from mindie_mm.models import load_model
 from mindie_mm.settings.config import EngineConfig
 from tests.models import test_qwen3_5
@@ -193,21 +196,50 @@ def test_aborted_and_preempted_requests_lose_no_slot(model, expected, seed, monk
     assert_all_free(engine)
 
 
-def test_states_take_at_most_half_of_the_cache(model, caplog):
+def test_one_request_of_full_length_comes_before_further_states(model, caplog):
     spec = model.spec
-    config = EngineConfig(max_num_seqs=3, prefix_caching=False)
-    assert state_slots(spec, config, 100 * spec.state_bytes) == 3
-    assert not caplog.messages
-    assert state_slots(spec, config, 4 * spec.state_bytes) == 2
-    assert "at most 2 run at the same time; max_num_seqs is 3" in caplog.text
-    assert state_slots(spec, config, 1) == 1
-    assert state_slots(spec, EngineConfig(max_num_seqs=3), 100 * spec.state_bytes) == 6
+    one, state = 25 * BLOCK * spec.kv_token_bytes, spec.state_bytes
+    config = EngineConfig(kv_block_size=BLOCK, max_model_len=100, max_num_seqs=3, prefix_caching=False)
+    assert cache_sizes(spec, config, one + 2 * state) == (25, 1)
+    assert cache_sizes(spec, config, one + 6 * state)[1] == 3
+    assert cache_sizes(spec, config, useful_bytes(model, config)) == (75, 3)
+    with_snapshots = EngineConfig(kv_block_size=BLOCK, max_model_len=100, max_num_seqs=3)
+    assert cache_sizes(spec, with_snapshots, useful_bytes(model, with_snapshots)) == (75, 6)
+    engine = Engine(model, config, one + 3 * state)
+    assert engine.ready.max_model_len == 100
+    assert "at most 1 run at the same time; max_num_seqs is 3" in caplog.text
 
 
-def test_the_largest_step_and_the_cache_fit_in_memory_for_states(model):
-    """The engine's default cache has room for the states of all requests and for snapshots."""
-    config = EngineConfig(max_num_seqs=4)
-    engine = Engine(model, config, 2**30)
-    assert (
-        engine.ready.kv_cache_bytes == engine._capacity_tokens * model.spec.kv_token_bytes + 8 * model.spec.state_bytes
-    )
+@pytest.mark.parametrize("extra", range(0, 60, 7))
+def test_a_restarted_engine_divides_its_memory_as_before(model, extra):
+    config = EngineConfig(kv_block_size=BLOCK, max_num_seqs=16)
+    first = Engine(model, config, 2**20 + extra * 10_007)
+    again = Engine(model, replace(config, kv_cache_bytes=first.ready.kv_cache_bytes))
+    assert again.ready == first.ready
+    assert again._scheduler._states.num_slots == first._scheduler._states.num_slots
+
+
+def test_a_message_states_a_size_that_is_enough(model):
+    config = EngineConfig(kv_block_size=BLOCK, max_model_len=400, kv_cache_bytes=50_000)
+    with pytest.raises(DeviceError) as error:
+        Engine(model, config)
+    needed = int(re.search(r"needs (\d+) bytes", str(error.value))[1])
+    Engine(model, replace(config, kv_cache_bytes=needed))
+
+
+def test_requests_with_the_same_beginning_do_not_wait_for_each_other(model):
+    """No snapshot is left at the end of the beginning, so that waiting would save nothing."""
+    engine = engine_of(model)
+    for number in range(8):
+        ids = torch.tensor([*SYSTEM, *range(100 + 10 * number, 110 + 10 * number)])
+        assert engine.add(Add(str(number), ids.numpy().tobytes(), GREEDY)) is None
+    engine.step()
+    assert engine.stats.num_running == 8
+    same = torch.tensor([*SYSTEM, 5, 6])
+    for number in range(3):
+        assert engine.add(Add(f"same {number}", same.numpy().tobytes(), GREEDY)) is None
+    engine.step()
+    assert engine.stats.num_running == 9, "the others wait for the snapshot of the first"
+    while engine.has_work():
+        engine.step()
+    assert engine.stats.prefix_cache_hits == 2 * len(SYSTEM)

@@ -39,23 +39,21 @@ def useful_blocks(spec: ModelSpec, config: EngineConfig) -> int:
     return config.max_num_seqs * -(-context_length(spec, config) // block_size(spec, config))
 
 
-def state_slots(spec: ModelSpec, config: EngineConfig, num_bytes: int, ranks: Ranks = ALONE) -> int:
-    """Return the number of slots for states in a cache of `num_bytes` bytes. States take at most half of the cache.
+def cache_sizes(spec: ModelSpec, config: EngineConfig, num_bytes: int) -> tuple[int, int]:
+    """Return the number of KV blocks, and of slots for states, of a decoder-only model's cache of `num_bytes` bytes.
 
-    It is 0 if no layer keeps a state. If there are fewer slots than requests, a warning is logged.
+    There are no slots if no layer keeps a state. Otherwise, one request of full length comes first. Half of the rest is
+    for slots. If all blocks that requests can use leave memory, it is for slots, too.
     """
+    block_bytes, useful = block_size(spec, config) * spec.kv_token_bytes, useful_blocks(spec, config)
     if not spec.state_bytes:
-        return 0
-    slots = max(1, min(_useful_slots(config), num_bytes // 2 // spec.state_bytes))
-    if slots < config.max_num_seqs and ranks.number == 0:
-        _log.warning(
-            "half of the KV cache has room for the states of %d requests, so that at most %d run at the same time; "
-            "max_num_seqs is %d. Raise memory_share or kv_cache_bytes to run more",
-            slots,
-            slots,
-            config.max_num_seqs,
-        )
-    return slots
+        return max(1, min(num_bytes // block_bytes, useful)), 0
+    num_bytes -= spec.state_bytes  # for the scratch slot
+    most = _useful_slots(config)
+    rest = max(0, num_bytes - spec.state_bytes - useful // config.max_num_seqs * block_bytes)
+    slots = min(most, 1 + rest // 2 // spec.state_bytes)
+    blocks = max(1, min((num_bytes - slots * spec.state_bytes) // block_bytes, useful))
+    return blocks, max(slots, min(most, (num_bytes - blocks * block_bytes) // spec.state_bytes))
 
 
 def _useful_slots(config: EngineConfig) -> int:
@@ -70,12 +68,12 @@ def useful_bytes(model: Model | Seq2SeqModel, config: EngineConfig) -> int:
         token_bytes = model.prompt_token_bytes + spec.kv_token_bytes  # assumes prompt and answer of equal length
         return config.max_num_seqs * context_length(spec, config) * token_bytes
     blocks = useful_blocks(spec, config) * block_size(spec, config) * spec.kv_token_bytes
-    return blocks + _useful_slots(config) * spec.state_bytes
+    return blocks + (1 + _useful_slots(config)) * spec.state_bytes
 
 
 def least_bytes(spec: ModelSpec, config: EngineConfig) -> int:
     """Return the size in bytes of the smallest cache of a decoder-only model, for one block of one request."""
-    return block_size(spec, config) * spec.kv_token_bytes + spec.state_bytes
+    return block_size(spec, config) * spec.kv_token_bytes + 2 * spec.state_bytes  # one is the scratch slot
 
 
 def fitting_context(

@@ -29,14 +29,14 @@ class StatePool:
         """Return the number of the first `keys` after which the last snapshot is, or 0."""
         return next((count for count in range(len(keys), 0, -1) if keys[count - 1] in self), 0)
 
-    def slot(self, key: bytes) -> int:
+    def use(self, key: bytes) -> int:
         """Return the slot of a snapshot, which becomes the most recently used."""
         self._slots.move_to_end(key)
         return self._slots[key]
 
-    def can_write(self, slot: int) -> bool:
-        """Return whether a holder of `slot` can continue in this slot or in another slot."""
-        return self._holders[slot] == 1 or bool(self._free) or self._evictable is not None
+    def can_continue(self, slot: int) -> bool:
+        """Return whether a new holder of `slot` has a slot to write: another slot, or this one if nobody holds it."""
+        return not self._holders[slot] or bool(self._free) or self._evictable is not None
 
     def allocate(self) -> int | None:
         """Return a slot with one holder, or None if all slots are held."""

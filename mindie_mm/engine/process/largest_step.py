@@ -153,7 +153,15 @@ class WorstCase:
         # A step that computes a whole request needs no mask, so that a slightly shorter step may need more memory.
         sizes = {most, max(1, min(most, self._max_model_len - 1))}
         name = f"a prefill of {most} tokens"
-        return Part(name, self._peak_bytes(name, [self._prefill(size) for size in sizes], settings), settings)
+        prefill = Part(name, self._peak_bytes(name, [self._prefill(size) for size in sizes], settings), settings)
+        if isinstance(self._model, Seq2SeqModel) or not self._model.spec.state_bytes:
+            return prefill
+        # A decode step copies the states of all requests in each layer.
+        rows = min(self._config.max_num_seqs, self._config.max_num_batched_tokens)
+        cache = self._model.spec.allocate_cache(1, block_size(self._model.spec, self._config), 1, is_shared=True)
+        name, settings = f"a decode step of {rows} requests", "max_num_seqs"
+        decode = self._peak_bytes(name, [self._decode(self._model, cache, rows, 1)], settings)
+        return max(prefill, Part(name, decode, settings), key=lambda part: part.num_bytes)
 
     def _prefill(self, num_tokens: int) -> Callable[[], object]:
         """Return a prefill of the last `num_tokens` tokens of the longest request. All tokens are media features."""
