@@ -69,7 +69,8 @@ class _Finder(MetaPathFinder, Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__["__version__"] = version(module.__name__.partition(".")[0])
+        if module.__name__ == "torch":
+            module.__dict__["__version__"] = version("torch")
         module.__dict__["ACT2FN"] = {}  # as in transformers itself without torch
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -35,12 +35,12 @@ def unused_keys(stated: Mapping[str, Any], resolve: Callable[[dict[str, Any]], A
     with _silent():
         config = resolve(deepcopy(dict(stated)))
         sections = [getattr(config, name, None) for name in config.sub_configs]
-        return [
-            ".".join(path)
+        strange = [
+            path
             for path, value in _strange(config, stated)
             if not (len(path) == 1 and any(_same(getattr(part, path[0], _ABSENT), value) for part in sections))
-            and not _is_translated(stated, path, resolve)
         ]
+        return [".".join(path) for path in _untranslated(stated, strange, resolve)]
 
 
 def original_keys(
@@ -132,20 +132,36 @@ def _same(actual: Any, value: Any) -> bool:
     return type(actual) is type(value) and bool(actual == value)
 
 
-def _is_translated(stated: Mapping[str, Any], path: Path, resolve: Callable[[dict[str, Any]], Any]) -> bool:
-    """Return whether another value of the key is refused, or changes attributes other than the attribute of its name.
+def _untranslated(
+    stated: Mapping[str, Any], paths: Sequence[Path], resolve: Callable[[dict[str, Any]], Any]
+) -> list[Path]:
+    """Return the keys that `_are_translated` does not find.
 
-    Also return True if the class computes the attribute when the key is missing.
+    Most keys are in large groups that are not translated. Groups are divided, because each question takes time.
+    """
+    if not paths or not _are_translated(stated, paths, resolve):
+        return [*paths]
+    half = len(paths) // 2
+    parts = (paths[:half], paths[half:]) if half else ()
+    return [path for part in parts for path in _untranslated(stated, part, resolve)]
+
+
+def _are_translated(stated: Mapping[str, Any], paths: Sequence[Path], resolve: Callable[[dict[str, Any]], Any]) -> bool:
+    """Return whether other values of the keys are refused, or change attributes other than those of their names.
+
+    Also return True if the class computes the attribute of a key when the key is missing.
     """
     resolved = []
     for value in (_ABSENT, _PROBE):
         contents = deepcopy(dict(stated))
-        _put(contents, path, value)
+        for path in paths:
+            _put(contents, path, value)
         try:
             settled = resolve(contents).to_dict()
         except Exception:  # noqa: BLE001 - transformers' classes refuse values in many ways
             return True
-        if _put(settled, path, _ABSENT) and value is _ABSENT:
+        were_there = [_put(settled, path, _ABSENT) for path in paths]
+        if any(were_there) and value is _ABSENT:
             return True
         resolved.append(settled)
     return bool(resolved[0] != resolved[1])
