@@ -77,6 +77,9 @@ class Spelling:
     The embedding of each placeholder id among them is replaced by a feature. Other ids keep their embeddings. None
     means that a single token is replaced by one placeholder id per feature.
     """
+    number: tuple[str, str] | None = None
+    """Texts around the number of the item among the items of its kind, counted from 0, which precede `text`. None means
+    that the item is not numbered."""
     second_token: int | None = None
     """A second placeholder id in `runs`, such as that of a film's sound. Its embeddings are replaced, too."""
 

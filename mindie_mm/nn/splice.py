@@ -34,7 +34,8 @@ class MediaItem:
     placeholders: NDArray[np.int64] | None = None
     """Token indices of the handle words and placeholders, int64 [num_features]. None means `slots`."""
     prompt_ids: NDArray[np.int64] | None = None
-    """Ids of the whole prompt, int64 [T], if a segment contains them. None means that the sequence contains them."""
+    """Ids of the whole prompt, int64 [T], with handle words. A segment may contain them instead of the sequence. None
+    if they are not known."""
 
     @property
     def start(self) -> int:
@@ -120,7 +121,7 @@ def read_media(
         view.verify()
         start, rest = int(words[0]), words[num_words:]
         if enclosed and isinstance(view, SegmentsView):
-            items.append(MediaItem(_enclosed_slots(ids, start, num_words, shape), view, shape))
+            items.append(MediaItem(_enclosed_slots(ids, start, num_words, shape), view, shape, prompt_ids=ids))
             words = rest[rest >= items[-1].stop]
             continue
         end = int(rest[0]) if len(rest) else len(ids)
@@ -139,7 +140,7 @@ def read_media(
             raise CorruptReference(
                 f"the handle words of the {shape.kind} at token {start} are not at its first placeholder positions"
             )
-        items.append(MediaItem(slots, view, shape))
+        items.append(MediaItem(slots, view, shape, prompt_ids=ids))
         words = rest
     return items
 

@@ -289,10 +289,17 @@ class Prompts:
         markers = [
             embeds_mark if embeds_mark and item.kind == PROMPT else self._marker_of[item.placeholder] for item in items
         ]
-        texts = [
-            self._text.spell((item.placeholder.token,)) if item.kind == PROMPT else item.spelling.text for item in items
-        ]
-        return markers, [marker if text is None else text for marker, text in zip(markers, texts, strict=True)]
+        texts, numbers = [], Counter[Kind]()
+        for item, marker in zip(items, markers, strict=True):
+            if item.kind == PROMPT:
+                texts.append(self._text.spell((item.placeholder.token,)))
+                continue
+            text = marker if item.spelling.text is None else item.spelling.text
+            if item.spelling.number is not None:
+                text = str(numbers[item.kind]).join(item.spelling.number) + text
+            texts.append(text)
+            numbers[item.kind] += 1
+        return markers, texts
 
 
 def _cut(prompt: Prompt, options: PromptOptions) -> Prompt:

@@ -916,7 +916,7 @@ class FamilyContract:
             return len(literal_eval(re.search(r"\[.*?\]", planned(**options).settings)[0]))
 
         assert [taken(num_frames=count) for count in (2, 4, 6)] == [2, 4, 6]
-        assert [taken(max_frames=count) for count in (2, 4)] == [2, 4]
+        assert [taken(max_frames=count) for count in (2, 4)] == [min(count, taken()) for count in (2, 4)]
         assert taken(min_frames=4, max_frames=6) >= 4
         with pytest.raises(InputError, match="num_frames is 21; the video has only 20 frames"):
             planned(num_frames=21)
@@ -962,7 +962,7 @@ class FamilyContract:
                 # The reference fails if it gets too many frames, or none.
                 with suppress(ValueError, TypeError, ZeroDivisionError):
                     expected = theirs.sample_frames(VideoMetadata(total, rate, duration=total / rate), **options)
-                    within = [index for index in expected.tolist() if index < total]
+                    within = [int(index) for index in expected if index < total]
                     if not within or ("num_frames" in options and len(within) < len(taken)):
                         continue  # the reference selects no more frames than its frame rate gives, or none
                     assert taken == within, case

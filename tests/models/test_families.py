@@ -92,6 +92,7 @@ def test_a_named_family_serves_a_config_without_a_model_type(renamed):
         ({"model_type": "gemma3_audio"}, "gemma3"),
         ({"model_type": "llava_next_video"}, "llava_next"),
         ({"architectures": ["Idefics2ForConditionalGeneration"]}, "idefics3"),
+        ({"model_type": "minicpmv", "architectures": ["MiniCPMV"]}, "minicpmv4_6"),
     ],
 )
 def test_a_refusal_names_the_nearest_model_type_or_architecture(config, nearest):
