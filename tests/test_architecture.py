@@ -34,7 +34,8 @@ def test_no_model_name_appears_outside_its_files():
     found = {}
     for file in FILES:
         in_models = file.parent.name == "models"
-        if in_models and file.stem in FAMILIES:
+        # Formats of tool calls have the names that vLLM gives them, and some of these are names of models.
+        if (in_models and file.stem in FAMILIES) or "tool_calls" in file.parts:
             continue
         others = [name for name in FAMILIES if not (in_models and file.stem.startswith(f"_{name}_"))]
         named = re.compile("|".join(name.replace("_", "[_-]?") for name in others), re.IGNORECASE)

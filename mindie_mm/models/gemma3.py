@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image, resize
 from mindie_mm.media.image.preprocess import Size, check_output_size, check_settings, resample_of
+from mindie_mm.models._gemma import soft_capped, spans_of
 from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
@@ -189,18 +189,11 @@ class Gemma3Model(TowerModel):
 
     def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
         """Return a span for each run of adjacent image tokens. The whole image and each crop are separate runs."""
-        if not items:
-            return None
-        slots = np.concatenate([item.slots for item in items])
-        span_ids = torch.full((length,), -1)
-        span_ids[slots] = torch.from_numpy(np.cumsum(np.diff(slots, prepend=-2) != 1) - 1)
-        return span_ids
+        return spans_of(length, items)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits, with the soft cap that transformers' `Gemma3ForCausalLM` applies if the config has one."""
-        logits = super().head(hidden)
-        cap = self.module.config.text_config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return soft_capped(super().head(hidden), self.module.config.text_config.final_logit_softcapping)
 
 
 class Gemma3(PretrainedFamily):

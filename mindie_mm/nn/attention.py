@@ -31,6 +31,7 @@ def attend(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    only_local_spans: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of each row to its own sequence, with the signature of transformers' AttentionInterface.
@@ -47,6 +48,7 @@ def attend(
             Attention to later tokens of the same bidirectional span is not limited. None means no limit.
         s_aux: Attention sinks. They must be None, because no kernel here supports them.
         softcap: Cap of the scores. It must be None, because no kernel here supports it.
+        only_local_spans: Whether attention within spans is bidirectional only in layers with a sliding window.
 
     Returns:
         [1, T, heads, head_dim], and None for the attention weights.
@@ -60,7 +62,9 @@ def attend(
         raise UnsupportedCheckpoint(
             f"{type(module).__name__} has attention sinks or softcapped scores, which are not supported"
         )
-    return paged_attention(layer, query[0], key[0], value[0], paged, scaling, sliding_window).unsqueeze(0), None
+    spans = sliding_window is not None or not only_local_spans
+    out = paged_attention(layer, query[0], key[0], value[0], paged, scaling, sliding_window, spans=spans)
+    return out.unsqueeze(0), None
 
 
 def paged_attention(
@@ -71,8 +75,12 @@ def paged_attention(
     paged: PagedBatch,
     scaling: float,
     sliding_window: int | None = None,
+    *,
+    spans: bool = True,
 ) -> Tensor:
     """Compute the attention of each row to its own sequence, and store the new keys and values in the cache.
+
+    A layer in `PagedCache.shared` gets the new keys and values of an earlier layer, which has stored them.
 
     Args:
         layer: Index of the layer.
@@ -82,6 +90,7 @@ def paged_attention(
         paged: The tokens that each row attends to, and the KV cache.
         scaling: Factor by which the attention scores are multiplied.
         sliding_window: Has the same meaning as in `attend`.
+        spans: Whether attention within bidirectional spans is bidirectional.
 
     Returns:
         [T, heads, value_head_dim].
@@ -91,18 +100,19 @@ def paged_attention(
     if paged.cache is not None and paged.slots is not None:
         cached = paged.cache.keys[layer], paged.cache.values[layer]
         kernels = kernels_of(query.device)
-        kernels.store(cached, paged.slots, key.transpose(0, 1), value.transpose(0, 1))
+        if layer not in paged.cache.shared:
+            kernels.store(cached, paged.slots, key.transpose(0, 1), value.transpose(0, 1))
         if (
             kernels.has_attention
             and sliding_window is None
-            and paged.is_causal
+            and (paged.is_causal or not spans)
             and paged.has_rows
             and kernels.attends(query, *cached, paged.rows)
         ):
             return kernels.attend(query, *cached, paged.rows, scaling)
     match paged.prefills, paged.decodes:  # a batch with a single part needs no output buffer
         case [prefill], []:
-            return _prefill(query, key, value, cached, prefill, scaling, sliding_window)
+            return _prefill(query, key, value, cached, prefill, scaling, sliding_window, spans=spans)
         case [], [decode]:
             assert cached is not None
             return _decode(query, *cached, decode, scaling, sliding_window)
@@ -110,7 +120,7 @@ def paged_attention(
     for prefill in paged.prefills:
         rows = prefill.rows
         own = query[:, rows], key[:, rows], value[:, rows]
-        out[rows] = _prefill(*own, cached, prefill, scaling, sliding_window)
+        out[rows] = _prefill(*own, cached, prefill, scaling, sliding_window, spans=spans)
     for decode in paged.decodes:
         assert cached is not None
         out[decode.rows] = _decode(query[:, decode.rows], *cached, decode, scaling, sliding_window)
@@ -125,6 +135,8 @@ def _prefill(
     prefill: Prefill,
     scaling: float,
     sliding_window: int | None,
+    *,
+    spans: bool,
 ) -> Tensor:
     """Compute attention from query [heads, n, head_dim] to key and value [kv_heads, n, head_dim] and to earlier pages.
 
@@ -134,7 +146,7 @@ def _prefill(
         assert cached is not None
         length = prefill.context + query.shape[1]
         key, value = (pages[prefill.blocks].flatten(0, 1)[:length].transpose(0, 1) for pages in cached)
-    mask, span_ids = None, prefill.span_ids
+    mask, span_ids = None, prefill.span_ids if spans else None
     if prefill.context or sliding_window is not None or span_ids is not None:
         at = torch.arange(prefill.context, key.shape[1], device=query.device).unsqueeze(1)
         to = torch.arange(key.shape[1], device=query.device)

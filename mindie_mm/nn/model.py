@@ -281,8 +281,7 @@ class Model(MediaModel):
             hidden: Embeddings, [T, hidden].
             positions: int64 [axes, T].
             paged: The tokens that each row attends to, and the KV cache.
-            extra: Columns of the features beyond `hidden_size`, [T, extra_width]. They are zero in rows without a
-                feature. None if `extra_width` is 0 or the batch has no media.
+            extra: What `layer_inputs` has returned for the batch.
 
         Returns:
             Hidden states, [T, hidden].
@@ -311,10 +310,21 @@ class Model(MediaModel):
 
         """
         hidden = splice(self.embed(input_ids), splices, add=self.traits.splice_adds)
-        hidden = self.decode(hidden, positions, paged, self._extra(hidden, splices))
+        hidden = self.decode(hidden, positions, paged, self.layer_inputs(input_ids, hidden, splices))
         return hidden if rows is None else hidden.index_select(0, rows)
 
-    def _extra(self, hidden: Tensor, splices: Sequence[Splice]) -> Tensor | None:
+    def layer_inputs(self, input_ids: Tensor, hidden: Tensor, splices: Sequence[Splice]) -> Tensor | None:
+        """Return what the layers need for each row in addition to its embedding, [T, n], or None.
+
+        By default, return the columns of the features beyond `hidden_size`. They are zero in rows without a feature.
+        The result is None if `extra_width` is 0 or the batch has no media.
+
+        Args:
+            input_ids: int64 [T], without handle words.
+            hidden: Embeddings with the features, [T, hidden].
+            splices: Features, and the rows that they replace.
+
+        """
         if not self.spec.extra_width or not splices:
             return None
         extra = hidden.new_zeros(len(hidden), self.spec.extra_width)

@@ -64,6 +64,8 @@ class PagedCache:
     """
     values: Mapping[int, Tensor]
     """Values by index of the layer, [blocks + 2, block_size, kv_heads, value_head_dim]."""
+    shared: frozenset[int]
+    """Layers that read the keys and values of an earlier layer, and store none."""
     states: Mapping[int, tuple[Tensor, ...]]
     """States by index of the layer, [slots + 1, *shape] each. The last slot, `scratch_slot`, belongs to no sequence."""
     num_blocks: int
@@ -131,7 +133,8 @@ class PagedCache:
                     else states[alike]
                 )
         keys, values = ({index: part for (index, own), part in parts.items() if own == which} for which in (0, 1))
-        return cls(keys, values, states, num_blocks, num_slots, block_size, tuple(memory), tuple(blank))
+        shared = frozenset(index for index, layer in enumerate(layers) if isinstance(layer, SharedLayer))
+        return cls(keys, values, shared, states, num_blocks, num_slots, block_size, tuple(memory), tuple(blank))
 
     @property
     def padding(self) -> int:

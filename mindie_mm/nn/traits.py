@@ -59,10 +59,12 @@ class Traits:
     """
     splice_adds: bool = False
     """Processor and model: whether features are added to the embedding of the placeholder instead of replacing it."""
+    needs_ids: bool = False
+    """Processor and model: whether the layers need the ids of text tokens in addition to their embeddings."""
     joins_items: bool = False
     """Model: whether a bidirectional span may cover several items. One step then computes all tokens of these items."""
 
     @property
     def takes_prompt_embeds(self) -> bool:
         """Whether prompts may contain embeddings of text tokens, which replace the embeddings of placeholders."""
-        return self.inserted_at is None and not self.splice_adds
+        return self.inserted_at is None and not self.splice_adds and not self.needs_ids

@@ -83,7 +83,7 @@ class Prompts:
             checkpoint = family.translated(checkpoint)
             self._processor = family.processor(checkpoint)
             tokenizer = family.tokenizer(checkpoint)
-        placeholders = [self._processor.placeholders[kind] for kind in family.kinds]
+        placeholders = [*self._processor.placeholders.values()]
         self._tokens = {placeholder.token for placeholder in placeholders}
         media_ids = {index for p in placeholders for index in (*p.before, p.token, *p.after)}
         plain = {token.content for token in tokenizer.added_tokens_decoder.values() if not token.special}

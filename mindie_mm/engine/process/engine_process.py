@@ -209,7 +209,7 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
         processor = family.processor(checkpoint)
     step = Step.kept(start.step_bytes)
     if step is None:
-        step = WorstCase(model, processor, device, config, ranks).step(family.kinds)
+        step = WorstCase(model, processor, device, config, ranks).step(tuple(processor.placeholders))
     num_starting = 1 if start.replica.others_started else start.replica.count
     memory = Memory(model, step, device, ranks, num_starting)
     encoder_bytes = ranks.run_on_all(lambda: memory.encoder_cache_bytes(config))

@@ -43,7 +43,7 @@ class Sampling:
         """
         total = video.num_frames
         if options.num_frames is None and options.fps is None and not isinstance(video, SampledVideo):
-            own = self.num_frames and bounded(self.num_frames, options)
+            own = self.num_frames and min(bounded(self.num_frames, options), total)  # a short video has fewer frames
             options = replace(options, num_frames=own, fps=self.fps)
         check_asked(video, options)
         by_rate = total if options.fps is None or video.fps is None else int(total / video.fps * options.fps)

@@ -121,8 +121,7 @@ def _strange(config: Any, stated: Mapping[str, Any], sections: Path = ()) -> Ite
     """Yield the keys that are not fields of their configuration class, with their values."""
     known = {*HOUSEKEEPING, *config.attribute_map, *(field.name for field in dataclasses.fields(config))}
     for name, value in stated.items():
-        part = getattr(config, name, None)
-        if isinstance(value, Mapping) and name in config.sub_configs and part is not None:
+        if isinstance(value, Mapping) and name in config.sub_configs and (part := getattr(config, name, None)):
             yield from _strange(part, value, (*sections, name))
         elif name not in known:
             yield (*sections, name), value

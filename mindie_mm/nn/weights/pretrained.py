@@ -28,12 +28,12 @@ from mindie_mm.nn.decoder_layer import TOLERANCES, DecoderLayer, fuse
 from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
-from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, StateLayer
+from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, SharedLayer, StateLayer
 from mindie_mm.nn.weights.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.weights.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.weights.quantized import check_quantization, method_of, quantization, try_layers
 from mindie_mm.nn.weights.shards import weight_files
-from mindie_mm.nn.weights.shares import localize, num_shares, refuse_shares, shared
+from mindie_mm.nn.weights.shares import layer_configs, localize, num_shares, refuse_shares, shared
 from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
 
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -104,7 +104,7 @@ class PretrainedModel(Model):
         return hidden
 
     def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
-        assert extra is None, "a family with extra columns has its own decode"
+        assert extra is None, "a family with `layer_inputs` has its own decode"
         if self.runs_layers:
             return self._run_layers(hidden, positions, paged)
         return self.run_text_model(hidden, positions, paged)
@@ -224,8 +224,9 @@ def load_pretrained(
     layers = _layers(checkpoint, module.config.get_text_config(), states or {})
     # No mask function is registered, so transformers builds no mask. Building one would wait for the positions.
     AttentionInterface.register(attention.NAME, attention.attend)
-    # A single name instead of a mapping would also switch the towers, which must keep sdpa.
-    parts = dict.fromkeys(module.config.sub_configs, "sdpa")
+    # A single name instead of a mapping would also switch the towers, which must keep the attention that they have.
+    sections = {name: getattr(module.config, name, None) for name in module.config.sub_configs}
+    parts = {name: part._attn_implementation for name, part in sections.items() if part is not None}  # noqa: SLF001
     parts["text_config" if "text_config" in parts else ""] = attention.NAME
     module.set_attn_implementation(parts)
     return module, _spec(checkpoint, module.config.get_text_config(), layers, device, dtype)
@@ -379,10 +380,23 @@ def _layers(checkpoint: Checkpoint, text: Any, states: Mapping[str, Callable[[An
     types = getattr(text, "layer_types", None) or ("full_attention",) * text.num_hidden_layers
     if other := set(types) - _LAYERS - states.keys():
         raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not supported")
-    heads: int = text.num_attention_heads
-    num_kv_heads = (getattr(text, "num_key_value_heads", None) or heads) // num_shares()
-    attention_layer = KVLayer(num_kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads)
-    return tuple(states[one](text) if one in states else attention_layer for one in types)
+    modes = getattr(text, "kv_sharing_modes", None) or (None,) * len(types)
+    layers: list[Layer] = []
+    stored: dict[str, int] = {}  # the layer whose keys and values later layers of the same type read
+    for index, (config, kind, mode) in enumerate(zip(layer_configs(text), types, modes, strict=True)):
+        if mode == "reuse":
+            layers.append(SharedLayer(stored[kind]))
+        else:
+            layers.append(states[kind](text) if kind in states else _kv_layer(config))
+        if mode == "store":
+            stored[kind] = index
+    return tuple(layers)
+
+
+def _kv_layer(config: Any) -> KVLayer:
+    heads: int = config.num_attention_heads
+    num_kv_heads = (getattr(config, "num_key_value_heads", None) or heads) // num_shares()
+    return KVLayer(num_kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def _spec(

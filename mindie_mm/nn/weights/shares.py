@@ -6,7 +6,7 @@ the results of the ranks. Each rank computes the attention of its own heads only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,13 @@ def refuse_shares(checkpoint: Checkpoint, what: str = "belongs to a family witho
         raise UnsupportedCheckpoint(f"{checkpoint.path} {what}: tensor_parallel is {num_shares()}; it must be 1")
 
 
+def layer_configs(text: Any) -> Sequence[Any]:
+    """Return the configuration of each layer of a text model. The layers of some models have different sizes."""
+    if getattr(text, "is_heterogeneous", False):
+        return [text.per_layer_config[index] for index in range(text.num_hidden_layers)]
+    return [text] * text.num_hidden_layers
+
+
 def shared(
     cls: type[Any], checkpoint: Checkpoint, config: Any, device: Device, tp_plan: Mapping[str, str] | None
 ) -> tuple[type[Any], dict[str, Any]]:
@@ -75,8 +82,11 @@ def shared(
         refuse_shares(checkpoint, f"has a text model of type {text.model_type!r}, which has no tensor-parallel plan")
     _drop_plans(config)
     text.base_model_tp_plan = _with_whole_experts(plan or {}, text)
-    heads = text.num_attention_heads
-    for what, count in (("attention", heads), ("key-value", getattr(text, "num_key_value_heads", None) or heads)):
+    heads = {("attention", text.num_attention_heads)} | {
+        ("key-value", getattr(layer, "num_key_value_heads", None) or text.num_attention_heads)
+        for layer in layer_configs(text)
+    }
+    for what, count in sorted(heads):
         if count % shares:
             raise UnsupportedCheckpoint(
                 f"{checkpoint.path} has {count} {what} heads; their number must be a multiple of "

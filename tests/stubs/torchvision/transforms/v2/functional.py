@@ -5,10 +5,18 @@ from torch.nn.functional import pad as constant_pad
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import pil_to_tensor
 
+_OF_PILLOW = {
+    0: InterpolationMode.NEAREST,
+    1: InterpolationMode.LANCZOS,
+    2: InterpolationMode.BILINEAR,
+    3: InterpolationMode.BICUBIC,
+}
+
 
 def resize(image, size, interpolation=InterpolationMode.BILINEAR, antialias=True):
     if tuple(image.shape[-2:]) == tuple(size):
         return image
+    interpolation = _OF_PILLOW.get(interpolation, interpolation)
     smooth = interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC, InterpolationMode.LANCZOS)
     frames = image.reshape(-1, *image.shape[-3:])
     if size[1] == 1:

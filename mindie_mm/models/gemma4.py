@@ -1,0 +1,358 @@
+"""Gemma 4: images and video frames in their aspect ratio, and audio clips through a conformer.
+
+Layers of the decoder differ in the width of their keys, later layers read the keys of earlier layers, and each layer
+has its own embedding of each token. Token ids, pixels, spectrograms and logits match transformers' `gemma4`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mindie_mm.device import upload
+from mindie_mm.errors import MediaError, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.audio.encoded_audio import open_audio
+from mindie_mm.media.audio.usm import UsmSettings, write_usm
+from mindie_mm.media.image.encoded_image import Data, Resample, open_image, resize
+from mindie_mm.media.image.preprocess import check_settings, resample_of
+from mindie_mm.media.video.encoded_video import open_video
+from mindie_mm.media.video.frames import Sampling, stepped
+from mindie_mm.models._gemma import soft_capped, spans_of
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.checkpoint.resolved import context_length
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.paged_batch import PagedBatch
+from mindie_mm.nn.pictures import PictureModel
+from mindie_mm.nn.pixels import Normalization
+from mindie_mm.nn.splice import MediaItem, Splice
+from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
+from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
+from mindie_mm.shm import ArraySpec
+
+_PIXELS: Mapping[str, Any] = {
+    "resample": 3,
+    "image_mean": (0.0, 0.0, 0.0),
+    "image_std": (1.0, 1.0, 1.0),
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+}
+_IMAGE: Mapping[str, Any] = {**_PIXELS, "do_normalize": False, "max_soft_tokens": 280}
+_VIDEO: Mapping[str, Any] = {**_PIXELS, "max_soft_tokens": 70, "num_frames": 32, "do_sample_frames": True}
+_BUDGETS = (70, 140, 280, 560, 1120)
+"""Numbers of features per image that the reference accepts as a limit."""
+_TOKENS: Mapping[Kind, tuple[str, str, str]] = {
+    "image": ("boi_token", "image_token", "eoi_token"),
+    "audio": ("boa_token", "audio_token", "eoa_token"),
+}
+"""Keys of tokenizer_config.json for the tokens before, of and after an item."""
+_VIDEO_TOKEN = "<|video|>"  # noqa: S105 - not a password
+_TEXTS = {
+    "boi_token": "<|image>",
+    "image_token": "<|image|>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "audio_token": "<|audio|>",
+    "eoa_token": "<audio|>",
+}
+"""Texts of special tokens, for tokenizers that do not name these tokens."""
+_UNSTATED_FPS = 24.0
+_MAX_SAMPLES = 480_000
+"""Maximum length of an audio clip in samples. No setting of the reference raises it."""
+_SPECTROGRAM = "input_features"
+_FRAMES_AT_ONCE = 32
+"""Maximum number of images or frames that the tower encodes at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pictures:
+    """Settings of images or of the frames of videos."""
+
+    cell: int
+    """Side in pixels of the square that becomes one feature."""
+    most: int
+    """Maximum number of features."""
+    resample: Resample
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any], vision: Any, where: str) -> Self:
+        needed = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
+        check_settings(settings, {**needed, "do_resize": True}, where)
+        if (most := settings["max_soft_tokens"]) not in _BUDGETS:
+            raise UnsupportedCheckpoint(f"{where}: max_soft_tokens is {most!r}; only {_BUDGETS} are supported")
+        return cls(vision.patch_size * vision.pooling_kernel_size, most, resample_of(settings, where))
+
+    def cells(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of features of a picture."""
+        # In the order of the reference, because rounding decides some sizes. It counts patches, whose side drops out.
+        factor = math.sqrt(self.most * self.cell**2 / (height * width))
+        rows, columns = (math.floor(factor * side / self.cell) for side in (height, width))
+        if not rows:
+            return 1, min(width // height, self.most)
+        if not columns:
+            return min(height // width, self.most), 1
+        return rows, columns
+
+    def pixels(self, cells: Sequence[int]) -> tuple[int, int]:
+        """Return the height and width in pixels of a picture with these rows and columns of features."""
+        return cells[0] * self.cell, cells[1] * self.cell
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Height and width in pixels of a picture that has `most` features."""
+        rows = next(rows for rows in range(math.isqrt(self.most), 0, -1) if self.most % rows == 0)
+        return self.pixels((rows, self.most // rows))
+
+
+class Gemma4Processor(Processor):
+    """Processor for Gemma 4.
+
+    The block of an image or a video contains `pixel_values`, uint8 [images or frames, height, width, 3]. The grid is
+    the number of features (rows, columns) of each picture. For a video, the time of each frame in whole seconds
+    follows.
+
+    The block of an audio clip contains `input_features`, float32 [frames, bins]. The grid is (frames,).
+    """
+
+    traits = Traits(
+        needs_ids=True,
+        grids={
+            "image": "the numbers of rows and columns of features",
+            "video": "the numbers of rows and columns of features of a frame, and the time of each frame in seconds",
+        },
+    )
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        where = str(checkpoint.path)
+        config = read_config("Gemma4Config", checkpoint)
+        text, vision = config.text_config, config.vision_config
+        self.feature_width = text.hidden_size
+        if text.use_bidirectional_attention == "all":
+            raise UnsupportedCheckpoint(f"{where}: use_bidirectional_attention is 'all', but a decoder is causal")
+        if vision is None:
+            raise UnsupportedCheckpoint(f"{where}: there is no vision_config; a text model needs no multimodal worker")
+        self._tokens = {name: checkpoint.special_token(name) or text for name, text in _TEXTS.items()}
+        self.placeholders = {"image": self._placeholder(checkpoint, "image", config.image_token_id)}
+        image = checkpoint.preprocessor("image", {"Gemma4ImageProcessor": _IMAGE})
+        self._pictures: dict[Kind, _Pictures] = {"image": _Pictures.read(image, vision, where)}
+        self.normalizations: dict[Kind, Normalization] = {"image": Normalization.read(image)}
+        video = checkpoint.preprocessor("video", {"Gemma4VideoProcessor": _VIDEO})
+        self._pictures["video"] = _Pictures.read(video, vision, f"{where} (videos)")
+        self.normalizations["video"] = Normalization.read(video)
+        self._sampling = Sampling.read(video, context_length(text) // self._pictures["video"].most)
+        if (token := checkpoint.token_id(_VIDEO_TOKEN)) != config.video_token_id:
+            raise UnsupportedCheckpoint(
+                f"{where}: video_token_id is {config.video_token_id}, but the tokenizer's id of {_VIDEO_TOKEN} is "
+                f"{token}"
+            )
+        self.placeholders["video"] = Placeholder((), token, ())
+        if config.audio_config is not None:
+            self.placeholders["audio"] = self._placeholder(checkpoint, "audio", config.audio_token_id)
+            settings = checkpoint.preprocessor("audio", {"Gemma4AudioFeatureExtractor": {"feature_size": 128}})
+            bins = config.audio_config.subsampling_conv_channels[0]  # transformers takes this for the number of bins
+            check_settings(settings, {"feature_size": bins}, f"{where} (audio)")
+            self._usm = UsmSettings.read(settings, _MAX_SAMPLES, f"{where} (audio)")
+
+    def _placeholder(self, checkpoint: Checkpoint, kind: Kind, token: int) -> Placeholder:
+        _, name, _ = _TOKENS[kind]
+        for own in _TOKENS[kind]:
+            checkpoint.token_id(self._tokens[own])
+        if (found := checkpoint.token_id(self._tokens[name])) != token:
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}: {kind}_token_id is {token}, but the tokenizer's id of {self._tokens[name]!r} is "
+                f"{found}"
+            )
+        return Placeholder((), token, ())
+
+    def max_tokens(self, kind: Kind) -> int:
+        if kind == "audio":
+            return _num_features(self._usm.num_frames(_MAX_SAMPLES))
+        return self._pictures[kind].most * (self._sampling.limit if kind == "video" else 1)
+
+    def worst_case(self, kind: Kind) -> Data:
+        if kind == "audio":
+            return np.zeros(_MAX_SAMPLES, np.float32)
+        shape = *self._pictures[kind].largest, 3
+        return np.zeros((self._sampling.limit, *shape) if kind == "video" else shape, np.uint8)
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        token = self.placeholders[kind].token
+        if kind == "audio":
+            is_possible = num_features <= self.max_tokens(kind)
+            if grid:
+                is_possible &= len(grid) == 1 and _num_features(grid[0]) == num_features
+            return Spelling(self._enclosed("audio"), [(token,) * num_features]) if is_possible else None
+        if len(grid) < 2 or min(grid) < 0 or (kind == "image" and len(grid) > 2):
+            return None
+        seconds = grid[2:] if kind == "video" else (0,)
+        each = grid[0] * grid[1]
+        if not each or each > self._pictures[kind].most or each * len(seconds) != num_features:
+            return None
+        one = self._enclosed("image")
+        if kind == "video":
+            one = one.replace(self._tokens["image_token"], _VIDEO_TOKEN)
+            one = " ".join(f"{time // 60:02d}:{time % 60:02d} {one}" for time in seconds)
+        return Spelling(one, [(token,) * each] * len(seconds))
+
+    def _enclosed(self, kind: Kind) -> str:
+        return "".join(self._tokens[name] for name in _TOKENS[kind])
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
+        match media.kind:
+            case "audio":
+                return self._plan_audio(media, data)
+            case "video":
+                return self._plan_video(media, data)
+        image, pictures = open_image(data), self._pictures["image"]
+        grid = pictures.cells(image.height, image.width)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            arrays["pixel_values"][0] = resize(image.decode(), *pictures.pixels(grid), pictures.resample)
+
+        return self._plan("image", grid, math.prod(grid), f"image {pictures}"), write
+
+    def _plan_video(self, media: Media, data: Data) -> tuple[Plan, Write]:
+        video, pictures = open_video(data, media.options.sample_fps), self._pictures["video"]
+        count = self._sampling.count(video, media.options)
+        indices = stepped(video.num_frames, count)
+        video.count(indices)
+        cells, fps = pictures.cells(video.height, video.width), video.fps or _UNSTATED_FPS
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            for place, frame in zip(arrays["pixel_values"], video.decode(indices), strict=True):
+                place[...] = resize(frame, *pictures.pixels(cells), pictures.resample)
+
+        grid = (*cells, *(int(index / fps) for index in indices))
+        return self._plan("video", grid, math.prod(cells) * len(indices), f"frames {indices}, {pictures}"), write
+
+    def _plan_audio(self, media: Media, data: Data) -> tuple[Plan, Write]:
+        usm = self._usm
+        samples = open_audio(data, media.options.sampling_rate).decode(usm.rate, usm.max_samples)
+        if not (frames := usm.num_frames(len(samples))):
+            raise MediaError(
+                f"the audio clip has {len(samples)} samples at {usm.rate} Hz; it must have at least {usm.least_samples}"
+            )
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            write_usm(samples, usm, arrays[_SPECTROGRAM])
+
+        settings = f"sound of {media.options.sampling_rate}, {usm}"
+        return self._plan("audio", (frames,), _num_features(frames), settings), write
+
+    def _plan(self, kind: Kind, grid: tuple[int, ...], num_features: int, settings: str) -> Plan:
+        return Plan(num_features, self.specs_of(kind, grid), f"gemma4 {settings}", grid)
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        if not grid:
+            return {}
+        if kind == "audio":
+            return {_SPECTROGRAM: ArraySpec((grid[0], self._usm.num_bins), "float32")}
+        frames = len(grid) - 2 if kind == "video" else 1
+        return {"pixel_values": ArraySpec((frames, *self._pictures[kind].pixels(grid), 3), "uint8")}
+
+
+def _num_features(num_frames: int) -> int:
+    """Return the number of features of an audio clip. Two convolutions halve the number of frames."""
+    return -(-num_frames // 4)
+
+
+class Gemma4Model(PictureModel, PretrainedModel):
+    """The Gemma 4 model. `module` is transformers' `Gemma4ForConditionalGeneration`."""
+
+    traits = Traits(needs_ids=True, vision_parts=("model.vision_tower",), projector_parts=("model.embed_vision",))
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: Gemma4Processor) -> None:
+        super().__init__(module, spec, module.model.language_model, module.lm_head)
+        self.normalizations = processor.normalizations
+        self._text = module.config.text_config
+        self._media_tokens = [placeholder.token for placeholder in processor.placeholders.values()]
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        """Encode the items. Pictures of the same size are a batch, so that no patch is padding."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, item in enumerate(items):
+            size = () if item.shape.kind == "audio" else item.shape.grid[:2]
+            groups.setdefault(size, []).append(index)
+        found: dict[int, Tensor] = {}
+        for size, indices in groups.items():
+            own = [items[index] for index in indices]
+            features = self._encode_pictures(own) if size else self._encode_audio(own)
+            found |= dict(zip(indices, features, strict=True))
+        return [found[index] for index in range(len(items))]
+
+    def _encode_pictures(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        model, side = self.module.model, self.module.config.vision_config.patch_size
+        pixels = torch.cat([self.normalized(item) for item in items])
+        images, channels, height, width = pixels.shape
+        rows, columns = height // side, width // side
+        patches = pixels.reshape(images, channels, rows, side, columns, side).permute(0, 2, 4, 3, 5, 1)
+        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)  # (x, y)
+        positions = upload(places, pixels.device).expand(images, -1, -1)
+        encoded = [
+            model.embed_vision(model.vision_tower(part.flatten(1, 2).flatten(2), own).last_hidden_state)
+            for part, own in zip(patches.split(_FRAMES_AT_ONCE), positions.split(_FRAMES_AT_ONCE), strict=True)
+        ]
+        return list(torch.cat(encoded).split([item.shape.num_features for item in items]))
+
+    def _encode_audio(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        model, device = self.module.model, self.spec.device
+        clips = [to_device(item.view, _SPECTROGRAM, device).to(self.spec.dtype) for item in items]
+        longest = max(map(len, clips))
+        batch = torch.stack([pad(clip, (0, 0, 0, longest - len(clip))) for clip in clips])
+        lengths = torch.tensor([len(clip) for clip in clips])
+        mask = upload(torch.arange(longest) < lengths.unsqueeze(1), device)
+        features = model.embed_audio(model.audio_tower(batch, mask).last_hidden_state)
+        return [rows[: item.shape.num_features] for rows, item in zip(features, items, strict=True)]
+
+    def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
+        """Return a span for each image and each frame, if the checkpoint has bidirectional attention.
+
+        Only layers with a sliding window use the spans.
+        """
+        if self._text.use_bidirectional_attention is None:
+            return None
+        return spans_of(length, [item for item in items if item.shape.kind != "audio"])
+
+    def layer_inputs(self, input_ids: Tensor, hidden: Tensor, splices: Sequence[Splice]) -> Tensor | None:
+        """Return the embeddings of each token for all layers, [T, layers * width].
+
+        Placeholders have the embeddings of the padding token.
+        """
+        if not self._text.hidden_size_per_layer_input:
+            return None
+        is_media = input_ids == self._media_tokens[0]
+        for token in self._media_tokens[1:]:
+            is_media = is_media | (input_ids == token)
+        ids = input_ids.masked_fill(is_media, self._text.pad_token_id)
+        embedded: Tensor = self.text_model.embed_tokens_per_layer(ids)
+        return embedded
+
+    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
+        further: dict[str, Any] = {"only_local_spans": True}
+        if extra is not None:
+            further["per_layer_inputs"] = extra.view(1, len(hidden), self._text.num_hidden_layers, -1)
+        return self.run_text_model(hidden, positions, paged, **further)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return soft_capped(super().head(hidden), self._text.final_logit_softcapping)
+
+
+class Gemma4(PretrainedFamily):
+    """Gemma 4 (Gemma Team, 2026), run by transformers' modules."""
+
+    model_types = ("gemma4",)
+    published = "google/gemma-4-E2B-it"
+    kinds = ("image", "video", "audio")
+    processor = Gemma4Processor
+    module_name = "Gemma4ForConditionalGeneration"
+    other_keys = ("text_config.num_global_key_value_heads",)  # only read if attention_k_eq_v is set
+    model_class = Gemma4Model
