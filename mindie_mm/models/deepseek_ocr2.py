@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from mindie_mm.device import upload
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image, resize
@@ -23,6 +20,7 @@ from mindie_mm.media.image.preprocess import Size, check_settings, pad, resample
 from mindie_mm.media.image.tiles import closest_grid, cut
 from mindie_mm.models._deepseek_ocr2_original import KEYS, TOWER, translate
 from mindie_mm.models._deepseek_original import tagged_tokenizer
+from mindie_mm.models._sam import keep_positions
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
@@ -168,7 +166,7 @@ class DeepseekOCR2Model(PretrainedModel):
     def __init__(self, module: Any, spec: ModelSpec, processor: DeepseekOCR2Processor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
         self._normalization = processor.normalization
-        _keep_positions(module.model.vision_tower.sam_encoder)
+        keep_positions(module.model.vision_tower.sam_encoder)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         dtype = self.spec.dtype
@@ -183,21 +181,6 @@ class DeepseekOCR2Model(PretrainedModel):
         """Return the normalized pixels of the array `name`, float32 [images, 3, side, side], on the device."""
         pixels = to_device(item.view, name, self.spec.device)
         return self._normalization(pixels.unflatten(0, (-1, pixels.shape[-2])) if pixels.ndim == 3 else pixels)
-
-
-def _keep_positions(encoder: Any) -> None:
-    """Let a SAM tower interpolate its learned positions once per size, on the CPU.
-
-    The interpolation is bicubic with antialiasing, which not every device supports.
-    """
-    interpolate = type(encoder).interpolate_pos_encoding
-
-    @cache
-    def kept(height: int, width: int) -> Tensor:
-        weight = encoder.pos_embed.detach()
-        return upload(interpolate(SimpleNamespace(pos_embed=weight.cpu()), height, width), weight.device)
-
-    encoder.interpolate_pos_encoding = kept
 
 
 class DeepseekOCR2(PretrainedFamily):

@@ -32,9 +32,11 @@ from mindie_mm.models._deepseek_original import (
     siglip_renamings,
     translate,
 )
+from mindie_mm.models._sam import keep_positions
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import Renaming
 from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.shm import ArraySpec
 
@@ -152,6 +154,10 @@ class DeepseekVLHybridModel(DeepseekModel):
             "model.high_res_vision_proj",
         ),
     )
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: DeepseekVLHybridProcessor) -> None:
+        super().__init__(module, spec, processor)
+        keep_positions(module.model.high_res_vision_model)
 
 
 class DeepseekVLHybrid(PretrainedFamily):

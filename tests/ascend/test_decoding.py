@@ -7,13 +7,22 @@ from pathlib import Path
 import pytest
 
 from tests.ascend.processes import call
-from tests.models import test_deepseek_vl2, test_florence2, test_molmo, test_molmo2
+from tests.models import (
+    test_deepseek_ocr2,
+    test_deepseek_vl2,
+    test_deepseek_vl_hybrid,
+    test_florence2,
+    test_molmo,
+    test_molmo2,
+)
 
 FAMILIES = {
     "plain experts": test_deepseek_vl2.TestDeepseekVL2,
     "latent experts": test_deepseek_vl2.TestLatentAttention,
     "crops": test_molmo.TestMolmo,
     "windows": test_molmo2.TestMolmo2,
+    "learned relative positions": test_deepseek_vl_hybrid.TestDeepseekVLHybrid,
+    "learned queries": test_deepseek_ocr2.TestDeepseekOCR2,
 }
 """Families whose media need several copies, or whose towers have layers of their own."""
 
