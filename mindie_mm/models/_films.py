@@ -1,8 +1,8 @@
-"""Films whose sound is part of the video item (`use_audio_in_video`), as in Qwen2.5-Omni.
+"""Films whose sound is part of the video item (`use_audio_in_video`).
 
-Source: arXiv 2503.20215, section 2.2 (time-interleaving). The tokens of the pictures and of the sound alternate in
-chunks of the same length in time. The order equals `replace_video_with_audio_token` of transformers' processor, and the
-positions equal `get_rope_index` of its model.
+Source: arXiv 2503.20215, section 2.2 (time-interleaving). The tokens of the pictures and of the sound alternate, either
+in chunks of the same length in time, or each at its time. The order equals `replace_video_with_audio_token` of
+transformers' processors, and the positions equal `get_rope_index` of their models.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,10 @@ def film_plan(pictures: tuple[Plan, Write], clip: tuple[Plan, Write]) -> tuple[P
 
 @dataclass(frozen=True, slots=True)
 class FilmLayout:
-    """Order and positions of the tokens of a film."""
+    """Order and positions of the tokens of a film, in chunks of pictures and of sound in turn."""
 
+    side_step: ClassVar[int] = 0
+    """Distance between the positions of the two tokens on each side of a film."""
     merge: int
     """Number of patches along each side that become one token."""
     num_sounds: Callable[[int], int]
@@ -79,32 +81,70 @@ class FilmLayout:
         return Spelling(runs=[[*audio.before, *ids.tolist(), *audio.after]], second_token=audio.token)
 
     def block(self, first: int, grid: Grid) -> Block:
-        """Return the positions of a film whose first placeholder is at `first`, with the two tokens on each side.
-
-        Both tokens on a side have the same position, as in the reference.
-        """
+        """Return the positions of a film whose first placeholder is at `first`, with the two tokens on each side."""
         is_sound = self.is_sound(grid)
         t, h, w = grid[:3]
         axes = np.empty((3, len(is_sound)), np.int64)
         axes[:, is_sound] = np.arange(np.count_nonzero(is_sound))
-        axes[:, ~is_sound] = grid_axes((t, h // self.merge, w // self.merge), grid[3] / PICOSECONDS, self.per_second)
-        # The reference continues after the last chunk, even if a position of an earlier chunk is larger.
-        last = next(length for length in reversed(self._runs(grid)) if length)
-        end = int(axes[:, -last:].max()) + 2
-        before, after = np.zeros((3, 2), np.int64), np.full((3, 2), end)
-        return Block(first - 2, np.concatenate([before, axes + 1, after], axis=1), end + 1)
+        axes[:, ~is_sound] = grid_axes((t, h // self.merge, w // self.merge), *self.spacing(grid))
+        # The references continue after the last run, even if a position of an earlier run is larger.
+        end = int(axes[:, -self.last_run(grid) :].max()) + 2 + self.side_step
+        before = np.tile(np.arange(2) * self.side_step, (3, 1))
+        inside = axes + 1 + self.side_step
+        return Block(first - 2, np.concatenate([before, inside, before + end], axis=1), end + self.side_step + 1)
+
+    def spacing(self, grid: Grid) -> tuple[float, float]:
+        """Return the distance between two steps on the time axis of a video, and the factor for all times.
+
+        `grid_axes` takes both, because the order of the products affects rounding.
+        """
+        return grid[3] / PICOSECONDS, self.per_second
+
+    def last_run(self, grid: Grid) -> int:
+        """Return the number of tokens of the last chunk."""
+        return next(length for length in reversed(self._runs(grid)) if length)
 
     def _runs(self, grid: Grid) -> list[int]:
         """Return the number of tokens of each chunk of pictures and of sound, in turn."""
         size = int(self.per_second * self.chunk_s)
-        each = self.num_pictures(grid) // grid[0]
-        pictures = _chunks(np.repeat(self._times(grid), each), size)
+        pictures = _chunks(self._picture_times(grid), size)
         sounds = _chunks(np.arange(self.num_sounds(grid[4])), size)
         return [length for pair in zip_longest(pictures, sounds, fillvalue=0) for length in pair]
 
-    def _times(self, grid: Grid) -> NDArray[np.float32]:
-        """Return the position in time of each picture, in the precision of the reference's model."""
-        return np.arange(grid[0], dtype=np.float32) * np.float32(grid[3] / PICOSECONDS) * np.float32(self.per_second)
+    def _picture_times(self, grid: Grid) -> NDArray[np.float32]:
+        """Return the position in time of each token of the pictures, in the precision of the reference's model."""
+        interval, scale = map(np.float32, self.spacing(grid))
+        times = np.arange(grid[0], dtype=np.float32) * interval * scale
+        return np.repeat(times, self.num_pictures(grid) // grid[0])
+
+
+class MergedFilmLayout(FilmLayout):
+    """Order and positions of the tokens of a film, each picture at its time among the tokens of the sound."""
+
+    side_step = 1
+
+    def is_sound(self, grid: Grid) -> NDArray[np.bool_]:
+        sounds = np.arange(self.num_sounds(grid[4]))
+        is_sound = np.zeros(self.num_features(grid), np.bool_)
+        is_sound[sounds + np.searchsorted(self._exact_times(grid), sounds, side="right")] = True
+        return is_sound
+
+    def _exact_times(self, grid: Grid) -> NDArray[np.float64]:
+        """Return the position in time of each token of the pictures, in the precision of the reference's processor."""
+        times = np.arange(grid[0]) * (1 / _rate(grid)) * self.per_second
+        return np.repeat(times, self.num_pictures(grid) // grid[0])
+
+    def spacing(self, grid: Grid) -> tuple[float, float]:
+        return self.per_second / _rate(grid), 1.0
+
+    def last_run(self, grid: Grid) -> int:
+        is_sound = self.is_sound(grid)
+        return len(is_sound) - 1 - int(np.flatnonzero(is_sound != is_sound[-1])[-1])
+
+
+def _rate(grid: Grid) -> float:
+    """Return the number of steps per second, of which the grid has the inverse. It has few decimal places."""
+    return round(PICOSECONDS / grid[3], 6)
 
 
 def _chunks(values: NDArray[Any], size: int) -> list[int]:

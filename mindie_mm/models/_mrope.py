@@ -38,7 +38,6 @@ def mrope_positions(
     num_tokens: int,
     spans: Iterable[tuple[int, int, Grid]],
     intervals: Iterable[float] | None = None,
-    scale: float = 1.0,
 ) -> Positions:
     """Return the positions of a prompt on the axes t, h and w.
 
@@ -47,25 +46,34 @@ def mrope_positions(
         spans: (start, stop, grid) of each run of media tokens, in ascending order.
         intervals: Distance between two steps on the time axis of each span. None means 1. Time positions are
             computed in float32 and rounded down.
-        scale: Factor for all time positions. The factor is applied after the interval, as in the references, because
-            the order affects rounding.
 
     """
     blocks = []
     for (start, stop, grid), interval in zip(spans, repeat(1.0) if intervals is None else intervals, strict=False):
         assert stop - start == grid[0] * grid[1] * grid[2], (start, stop, grid)
-        blocks.append(grid_block(start, grid, interval, scale))
+        blocks.append(grid_block(start, grid, interval))
     return positions_of(num_tokens, blocks)
 
 
 def grid_block(start: int, grid: Grid, interval: float = 1.0, scale: float = 1.0) -> Block:
-    """Return the block of an item with the grid `grid`, whose first token is at `start`."""
+    """Return the block of an item with the grid `grid`, whose first token is at `start`.
+
+    `grid_axes` describes the other arguments.
+    """
     axes = grid_axes(grid, interval, scale)
     return Block(start, axes, int(axes.max()) + 1)
 
 
 def grid_axes(grid: Grid, interval: float, scale: float) -> NDArray[np.int64]:
-    """Return the positions in a grid, [3, tokens]. `mrope_positions` describes the arguments."""
+    """Return the positions in a grid, [3, tokens].
+
+    Args:
+        grid: Number of tokens along each axis.
+        interval: Distance between two steps on the time axis.
+        scale: Factor for all time positions. The factor is applied after the interval, as in the references, because
+            the order affects rounding.
+
+    """
     axes: NDArray[np.int64] = np.indices(grid).reshape(3, -1)
     axes[0] = axes[0].astype(np.float32) * np.float32(interval) * np.float32(scale)
     return axes

@@ -293,8 +293,6 @@ class QwenModel(PretrainedModel):
     """
 
     traits = Traits(mindie_layouts=_MINDIE, vision_parts=("model.visual",), projector_parts=("model.visual.merger",))
-    time_scale: float = 1.0
-    """Positions per unit of `interval`."""
     patch_projection: ClassVar[str] = "model.visual.patch_embed.proj"
     """Name of the tower's first layer, a convolution over patches."""
 
@@ -327,17 +325,19 @@ class QwenModel(PretrainedModel):
         for item in items:
             t, h, w = item.shape.grid[:3]
             spans.append((item.start, item.stop, (t, h // self._merge, w // self._merge)))
-        return mrope_positions(length, spans, [self.interval(item.shape) for item in items], self.time_scale)
+        return mrope_positions(length, spans, [self.interval(item.shape) for item in items])
 
     def interval(self, shape: MediaShape) -> float:
-        """Return the distance between two steps on the time axis of the item's grid.
-
-        `time_scale` converts this distance to positions.
-        """
+        """Return the distance in positions between two steps on the time axis of the item's grid."""
         return 1.0
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        return split_features(self.run_visual(items).pooler_output, items)
+        return split_features(self.visual_features(items), items)
+
+    def visual_features(self, items: Sequence[MediaItem]) -> Tensor:
+        """Return the features of images and videos, in order."""
+        features: Tensor = self.run_visual(items).pooler_output
+        return features
 
     def run_visual(self, items: Sequence[MediaItem]) -> Any:
         """Return the output of the vision tower, whose `pooler_output` contains the features of all items in order."""

@@ -30,7 +30,7 @@ from mindie_mm.nn.family import Plan, Write
 from mindie_mm.nn.mindie import NORMALIZED, PLANES, Joined, PromptLayout
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
-from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
@@ -150,11 +150,36 @@ class Qwen3Processor(FrameTimesProcessor):
         return f"<{number // 10}.{number % 10} seconds>{self._frame}"
 
 
-class Qwen3Model(FrameTimesModel):
-    """The Qwen3-VL model. `module` is transformers' `Qwen3VLForConditionalGeneration`.
+class DeepstackModel(QwenModel):
+    """A model whose decoder receives outputs of several layers of the vision tower.
 
     The columns of a feature are the final output of the tower, followed by the outputs of its deepstack layers.
     """
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: QwenProcessor) -> None:
+        levels = len(getattr(module.config.vision_config, "deepstack_visual_indexes", ()))
+        super().__init__(module, replace(spec, extra_width=levels * spec.hidden_size), processor)
+
+    def visual_features(self, items: Sequence[MediaItem]) -> Tensor:
+        out = self.run_visual(items)
+        levels = getattr(out, "deepstack_features", ())  # towers without deepstack layers lack the attribute
+        return torch.cat([out.pooler_output, *levels], dim=-1)
+
+    def places(self, grids: Tensor) -> dict[str, Tensor]:
+        return super().places(grids) | interpolation(self.module.model.visual, grids, self._merge, self.spec.device)
+
+    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
+        if extra is None:
+            return super().decode(hidden, positions, paged, extra)
+        everywhere = torch.ones(1, len(hidden), dtype=torch.bool, device=hidden.device)
+        levels = extra.split(hidden.shape[1], dim=1)
+        return self.run_text_model(
+            hidden, positions, paged, visual_pos_masks=everywhere, deepstack_visual_embeds=levels
+        )
+
+
+class Qwen3Model(DeepstackModel, FrameTimesModel):
+    """The Qwen3-VL model. `module` is transformers' `Qwen3VLForConditionalGeneration`."""
 
     traits = replace(
         QwenModel.traits,
@@ -164,8 +189,7 @@ class Qwen3Model(FrameTimesModel):
     )
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Qwen3Processor) -> None:
-        levels = len(getattr(module.config.vision_config, "deepstack_visual_indexes", ()))
-        super().__init__(module, replace(spec, extra_width=levels * spec.hidden_size), processor)
+        super().__init__(module, spec, processor)
         self.media_tokens = [*self._tokens.values()]
 
     def segment_items(self, ids: NDArray[np.int64], view: SegmentsView, start: int) -> list[MediaItem]:
@@ -220,23 +244,6 @@ class Qwen3Model(FrameTimesModel):
         if NORMALIZED in item.view:
             return to_device(item.view, NORMALIZED, self.spec.device)
         return super().normalized(item)
-
-    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        out = self.run_visual(items)
-        levels = getattr(out, "deepstack_features", ())  # towers without deepstack layers lack the attribute
-        return split_features(torch.cat([out.pooler_output, *levels], dim=-1), items)
-
-    def places(self, grids: Tensor) -> dict[str, Tensor]:
-        return super().places(grids) | interpolation(self.module.model.visual, grids, self._merge, self.spec.device)
-
-    def decode(self, hidden: Tensor, positions: Tensor, paged: PagedBatch, extra: Tensor | None) -> Tensor:
-        if extra is None:
-            return super().decode(hidden, positions, paged, extra)
-        everywhere = torch.ones(1, len(hidden), dtype=torch.bool, device=hidden.device)
-        levels = extra.split(hidden.shape[1], dim=1)
-        return self.run_text_model(
-            hidden, positions, paged, visual_pos_masks=everywhere, deepstack_visual_embeds=levels
-        )
 
 
 class Qwen3DeltaNetModel(Qwen3Model):

@@ -369,7 +369,8 @@ class PretrainedFamily(Family):
 
     def __init_subclass__(cls) -> None:
         """Set `reference` to the transformers class unless the subclass sets it."""
-        cls.reference = vars(cls).get("reference", f"transformers' {cls.module_name}")
+        if "module_name" in vars(cls):  # missing in a base class of several families
+            cls.reference = vars(cls).get("reference", f"transformers' {cls.module_name}")
 
     @classmethod
     def module_class(cls) -> type[Any]:

@@ -258,6 +258,7 @@ class TestQwen25Omni(FamilyContract):
             inputs["input_ids"],
             inputs.get("image_grid_thw"),
             inputs.get("video_grid_thw"),
+            attention_mask=inputs["attention_mask"],
             audio_seqlens=None if mask is None else mask.sum(-1),
             second_per_grids=inputs.get("video_second_per_grid"),
         )
@@ -305,17 +306,19 @@ def film(frames: int, rate: int, seconds: float, width: int = 112, height: int =
 class TestFilms:
     """Videos whose sound is part of the item (`use_audio_in_video`)."""
 
+    contract: ClassVar = TestQwen25Omni
+
     @pytest.fixture(scope="class")
     @classmethod
     def path(cls, tmp_path_factory):
         path = tmp_path_factory.mktemp("films")
-        write_checkpoint(path)
+        cls.contract.write_checkpoint(path)
         return path
 
     @pytest.fixture(scope="class")
     @classmethod
     def reference(cls, path):
-        return make_reference(path)
+        return cls.contract.make_reference(path)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -335,7 +338,7 @@ class TestFilms:
         frames, rate, seconds = FILMS[name]
         video = reference.processor.video_processor
         metadata = VideoMetadata(total_num_frames=frames, fps=float(rate))
-        indices = video.sample_frames(metadata, fps=fps).tolist()
+        indices = video.sample_frames(metadata, fps=fps or 2.0).tolist()
         return reference.processor(
             text=[text.format(reference.markers["video"])],
             videos=[clip(frames, 84, 112)[indices]],
@@ -343,7 +346,7 @@ class TestFilms:
             audio_from_video_indices=[0],
             load_audio_from_video=True,
             return_tensors="pt",
-            videos_kwargs={"fps": fps, "do_sample_frames": False},
+            videos_kwargs={"do_sample_frames": False} | ({} if fps is None else {"fps": fps}),
         )
 
     def prompt(self, name, fps=None):
@@ -353,7 +356,10 @@ class TestFilms:
     @pytest.mark.parametrize("fps", [None, 0.7, 1.0, 3.0, 6.0])
     @pytest.mark.parametrize("name", FILMS)
     def test_ids_and_positions_equal_the_references(self, name, fps, reference, model, tokenizer, path_file):
-        inputs = self.inputs(reference, name, fps or 2.0)
+        self.assert_positions(name, fps, reference, model, tokenizer, path_file)
+
+    def assert_positions(self, name, fps, reference, model, tokenizer, path_file):
+        inputs = self.inputs(reference, name, fps)
         ids = tokenizer.tokenize(self.prompt(name, fps), path_file).numpy()
         (item,) = items = model.read(ids)
         assert plain_ids(ids, items).tolist() == inputs["input_ids"][0].tolist()
@@ -361,6 +367,7 @@ class TestFilms:
             inputs["input_ids"],
             None,
             inputs["video_grid_thw"],
+            attention_mask=inputs["attention_mask"],
             use_audio_in_video=True,
             audio_seqlens=inputs["feature_attention_mask"].sum(-1),
             second_per_grids=inputs["video_second_per_grid"],
@@ -372,15 +379,15 @@ class TestFilms:
 
     @pytest.mark.parametrize("name", FILMS)
     def test_logits_equal_the_references(self, name, reference, model, tokenizer, path_file):
-        inputs = self.inputs(reference, name, 2.0)
+        inputs = self.inputs(reference, name, None)
         with torch.inference_mode():
             expected = reference.model(**inputs, use_audio_in_video=True).logits[0]
         found = model.logits(tokenizer.tokenize(self.prompt(name), path_file))
-        assert (found - expected).abs().max() <= TestQwen25Omni.tolerance
+        assert (found - expected).abs().max() <= self.contract.tolerance
         silent = [{"text": "Look: "}, {"video": film(*FILMS[name])}, {"text": "Which way?"}]
         without = model.logits(tokenizer.tokenize(silent, path_file))
         assert len(without) < len(found)
-        assert (without[-1] - found[-1]).abs().max() > 100 * TestQwen25Omni.tolerance
+        assert (without[-1] - found[-1]).abs().max() > 100 * self.contract.tolerance
 
     def test_films_beside_other_media_in_a_batch_have_the_same_logits(self, model, tokenizer, path_file):
         alone = [self.prompt("several chunks"), self.prompt("one second"), [{"audio": tone(0.4)}, {"text": "?"}]]
@@ -388,7 +395,7 @@ class TestFilms:
         prompts = [tokenizer.tokenize(items, path_file) for items in (*alone, mixed)]
         together = packed_logits(model, prompts)
         for ids, found in zip(prompts, together, strict=True):
-            assert (model.logits(ids) - found).abs().max() <= TestQwen25Omni.tolerance
+            assert (model.logits(ids) - found).abs().max() <= self.contract.tolerance
         ids = prompts[-1].numpy()
         kinds = [item.shape.kind for item in model.read(ids)]
         assert kinds == ["video", "image", "video", "audio"]
@@ -396,7 +403,7 @@ class TestFilms:
         assert (positions[:, -1] > positions[:, :-6].max()).all()
 
     def test_the_engine_answers_as_the_reference(self, reference, model, tokenizer, path_file):
-        inputs = self.inputs(reference, "several chunks", 2.0)
+        inputs = self.inputs(reference, "several chunks", None)
         expected = reference.model.generate(
             **inputs, use_audio_in_video=True, max_new_tokens=12, do_sample=False, pad_token_id=0
         )[0, inputs["input_ids"].shape[1] :].tolist()
