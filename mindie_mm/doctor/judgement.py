@@ -110,7 +110,9 @@ def _positions(checkpoint: ConfigOnly, family: type[Family]) -> int | None:
     """Return the maximum number of positions of the text model, or None if config.json does not state it."""
     if issubclass(family, PretrainedFamily):
         text = family.configuration(family.translated(checkpoint)).get_text_config()
-        return context_length(text) if hasattr(text, "max_position_embeddings") else None
+        if not hasattr(text, "max_position_embeddings"):  # a decoder of an encoder-decoder has another name for it
+            return getattr(text, "max_target_positions", None)
+        return context_length(text)
     stated: int | None = checkpoint.stated_anywhere("max_position_embeddings")
     return stated
 

@@ -109,6 +109,13 @@ TOKENS: Mapping[str, Mapping[str, int]] = {
     },
     "deepseek_ocr2": {"<image>": 128815},
     "llava15": {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": 32000, "<pad>": 32001},
+    "whisper_base": {
+        "<|endoftext|>": 50257,
+        "<|startoftranscript|>": 50258,
+        "<|startofprev|>": 50361,
+        "<|nocaptions|>": 50362,
+        "<|notimestamps|>": 50363,
+    },
 }
 """Special tokens whose ids are only in vocabularies, which are not part of this folder."""
 # These weights of LLaVA-NeXT are the quantized base of an adapter, so the small model uses transformers' names.

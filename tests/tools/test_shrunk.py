@@ -29,13 +29,15 @@ SLOW = {False: (), True: pytest.mark.slow}
 
 
 def _answer(path: Path, kinds: tuple[str, ...], path_file: Path) -> list[int]:
-    """Return the first two tokens of a greedy answer about an image, or about a text if the family takes no images."""
+    """Return the first two tokens of a greedy answer about an image, or about a clip if the family takes no images."""
     model = load_model(path, device="cpu", dtype="float32")
-    image = [{"image": np.full((60, 90, 3), 128, np.uint8)}] if "image" in kinds else []
+    media = (
+        {"image": np.full((60, 90, 3), 128, np.uint8)} if "image" in kinds else {"audio": np.zeros(9000, np.float32)}
+    )
     answer: list[int] = []
     with Tokenizer.from_pretrained(path) as tokenizer:
         try:
-            ids = tokenizer.tokenize([*image, {"text": "What?"}], path_file)
+            ids = tokenizer.tokenize([media, {"text": "What?"}], path_file)
             for _ in range(2):
                 if hasattr(model, "encode_prompt"):
                     logits = model.logits(ids, torch.tensor([2, *answer]))
