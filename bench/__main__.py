@@ -14,6 +14,7 @@ NAMES = (
     "shm",
     "engine",
     "models",
+    "experts",
     "batch",
     "serve",
     "startup",
