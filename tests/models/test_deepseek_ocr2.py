@@ -118,6 +118,7 @@ def write(out, **sam):
 class TestDeepseekOCR2(ExtremeShapes, FamilyContract):
     name = "deepseek_ocr2"
     reference_class = Reference
+    chooses_experts = True
     prompts: ClassVar = {
         "text": [{"text": "What is in the image? A square, perhaps."}],
         "one image": [{"image": picture(90, 70)}, {"text": "\n<|grounding|>What is it?"}],
