@@ -36,6 +36,13 @@ _MOST_KEYS = 12  # maximum number of keys in one log message
 _LIST = "docs/families.md lists all families, as `mindie-mm models` does"
 _log = logging.getLogger(__name__)
 
+_NO_TEMPLATE = (
+    "its authors publish a tokenizer and prompt format (tekken.json) that only the package mistral-common reads, "
+    "instead of a tokenizer.json and a chat template"
+)
+_REFUSED = {"voxtral": _NO_TEMPLATE, "voxtral_realtime": _NO_TEMPLATE}
+"""Reasons why checkpoints are not supported although transformers has their classes, by `model_type`."""
+
 
 def family_names() -> list[str]:
     """Return the names of all families, sorted, without importing any family."""
@@ -117,6 +124,11 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
             return family
     if broken is not None:
         raise broken
+    if reason := _REFUSED.get(str(checkpoint.config.get("model_type"))):
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} has {_stated_type(checkpoint)} in its config.json, which is not supported, because "
+            f"{reason}; {_LIST}"
+        )
     raise UnsupportedCheckpoint(
         f"{checkpoint.path} has {_stated_type(checkpoint)} in its config.json, and no family supports such a "
         f"checkpoint{_nearest(checkpoint)}; {_LIST}, and docs/adding-a-model.md describes how to add another family"
