@@ -256,6 +256,8 @@ ALSO_SHARED = (
     "llava",
     "llava_next",
     "llava_onevision",
+    "minicpmv4_6",
+    "minicpmv4_7",
     "mistral3",
     "paddleocr_vl",
     "pixtral",
