@@ -1,8 +1,8 @@
 """Decoder layers of the Llama kind that run few operators, in place of transformers' layers.
 
 The operators of a decode step are so small that their number determines the time, on the CPU as on accelerators. Most
-families share one kind of layer: pre-normalization with RMSNorm, rotary attention, and a gated MLP. `fuse` replaces
-such a layer after a trial has shown that the replacement computes the same results.
+families share one kind of layer: pre-normalization with RMSNorm, rotary attention, and a gated MLP or a mixture of
+experts. `fuse` replaces such a layer after a trial has shown that the replacement computes the same results.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mindie_mm.device import Kernels, kernels_of
 from mindie_mm.nn import attention
 from mindie_mm.nn.angles import Angles
 from mindie_mm.nn.attention import paged_attention
+from mindie_mm.nn.experts import Experts, JoinedExperts
 from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, is_silu, norm_of
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.paged_cache import PagedCache
@@ -54,7 +55,10 @@ class _Unlike(Exception):
 
 
 class DecoderLayer(nn.Module, ABC):
-    """A pre-norm decoder layer. One matrix product computes queries, keys and values. Another computes gate and up."""
+    """A pre-norm decoder layer. One matrix product computes queries, keys and values. Another computes gate and up.
+
+    The layer may have a mixture of experts in place of the gated MLP.
+    """
 
     def __init__(self, layer: Any, call: _Call) -> None:
         """Create the layer with the weights of a transformers layer.
@@ -75,9 +79,12 @@ class DecoderLayer(nn.Module, ABC):
         self.qkv = _joined(own.q_proj, own.k_proj, own.v_proj)
         self.output: nn.Linear = own.o_proj
         self.mlp_norm = _norm(layer.post_attention_layernorm)
-        self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
-        self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
-        self.down: nn.Linear = mlp.down_proj
+        self.mixture: nn.Module | None = mlp if _is_mixture(mlp) else None
+        """A mixture of experts in place of the gated MLP of the next attributes."""
+        if self.mixture is None:
+            self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
+            self.activation: Callable[[Tensor], Tensor] = mlp.act_fn
+            self.down: nn.Linear = mlp.down_proj
 
     @abstractmethod
     def run(
@@ -134,7 +141,7 @@ class FewOperatorLayer(DecoderLayer):
 
     def __init__(self, layer: Any, call: _Call, *, scales_angles: bool) -> None:
         super().__init__(layer, call)
-        for linear in (self.qkv, self.output, self.gate_up, self.down):
+        for linear in (self.qkv, self.output, *((self.gate_up, self.down) if self.mixture is None else ())):
             setattr(linear, _TRANSPOSED, linear.weight.detach().t())
         self.num_rotated = self.num_heads + self.num_kv_heads
         self.head_norm: FewOperatorNorm | None = None
@@ -158,6 +165,8 @@ class FewOperatorLayer(DecoderLayer):
             rotated = self.head_norm(rotated)
         query, key = angles.rotate(rotated).split_with_sizes((self.num_heads, self.num_kv_heads), 1)
         hidden = _product(self.output, self.attend(query, key, value, paged), hidden)
+        if self.mixture is not None:
+            return hidden.add_(_mixed(self.mixture, self.mlp_norm(hidden))), None
         gate, up = _product(self.gate_up, self.mlp_norm(hidden)).chunk(2, -1)
         return _product(self.down, self.activation(gate) * up, hidden), None
 
@@ -174,7 +183,7 @@ class FusedOperatorLayer(DecoderLayer):
         ]
         # Fused operators require cosines in [-1, 1], but YaRN scales cosines.
         self.rotate = (Kernels() if scales_angles else self.kernels).rotate
-        self.is_swiglu = is_silu(self.activation, self.qkv.weight)
+        self.is_swiglu = self.mixture is None and is_silu(self.activation, self.qkv.weight)
 
     def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return cos[0], sin[0]
@@ -190,6 +199,8 @@ class FusedOperatorLayer(DecoderLayer):
             query, key = (norm(part) for norm, part in zip(self.head_norms, (query, key), strict=True))
         attended = self.attend(*self.rotate(query, key, *angles), value, paged)
         normed, hidden = self.mlp_norm.add(hidden, self.output(attended))
+        if self.mixture is not None:
+            return hidden, _mixed(self.mixture, normed)
         joined = self.gate_up(normed)
         if self.is_swiglu:
             return hidden, self.down(self.kernels.swiglu(joined))
@@ -249,6 +260,8 @@ def _replacement(layer: Any, calls: list[_Call], *, scales_angles: bool) -> Deco
             config._attn_implementation = implementation  # noqa: SLF001
         if len(calls) != 1 or not isinstance(expected, Tensor):
             raise _Unlike
+        if _is_mixture(layer.mlp) and not isinstance(layer.mlp(hidden), Tensor):  # some routers return their scores
+            raise _Unlike
         kind = FusedOperatorLayer if kernels_of(weight.device).has_layers else FewOperatorLayer
         replacement = kind(layer, calls[0], scales_angles=scales_angles).eval()
         actual = replacement(hidden, **arguments)
@@ -260,7 +273,7 @@ def _replacement(layer: Any, calls: list[_Call], *, scales_angles: bool) -> Deco
 
 def _require_parts(layer: nn.Module) -> None:
     """Raise _Unlike if `layer` is not a layer of the Llama kind, or if its weights cannot be joined."""
-    if _weighted(layer) != _PARTS or _weighted(layer.get_submodule("mlp")) != _MLP:
+    if not _has_parts(layer):
         raise _Unlike
     own: Any = layer.get_submodule("self_attn")
     if _weighted(own) - _HEAD_NORMS != _PROJECTIONS or _weighted(own) & _HEAD_NORMS not in (set(), _HEAD_NORMS):
@@ -272,10 +285,9 @@ def _require_parts(layer: nn.Module) -> None:
         raise _Unlike  # the norm extends over all heads
     if len(own.q_proj.weight) != own.o_proj.weight.shape[1] or _rotates_parts(own.config):
         raise _Unlike  # the projection of the queries also computes a gate, or a part of each head is not rotated
-    linears = [
-        layer.get_submodule(name)
-        for name in (*(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in _MLP))
-    ]
+    in_mlp = () if _is_mixture(layer.get_submodule("mlp")) else _MLP
+    names = *(f"self_attn.{name}" for name in _PROJECTIONS), *(f"mlp.{name}" for name in in_mlp)
+    linears = [layer.get_submodule(name) for name in names]
     if any(type(linear) is not nn.Linear or not _supports(linear.weight) for linear in linears):
         raise _Unlike
     for part in layer.modules():
@@ -283,6 +295,24 @@ def _require_parts(layer: nn.Module) -> None:
             raise _Unlike
         if "forward" in vars(part) and not (part in linears and _is_shared(part)):
             raise _Unlike
+
+
+def _has_parts(layer: nn.Module) -> bool:
+    if _weighted(layer) != _PARTS:
+        return False
+    mlp = layer.get_submodule("mlp")
+    return _is_mixture(mlp) or _weighted(mlp) == _MLP
+
+
+def _is_mixture(mlp: nn.Module) -> bool:
+    """Return whether `mlp` has experts that `nn/experts.py` has arranged."""
+    return any(isinstance(part, Experts | JoinedExperts) for part in mlp.modules())
+
+
+def _mixed(mixture: nn.Module, rows: Tensor) -> Tensor:
+    """Return the output of a mixture of experts, which takes a batch axis, for rows [T, hidden]."""
+    mixed: Tensor = mixture(rows.unsqueeze(0))
+    return mixed.view(rows.shape)
 
 
 def _rotates_parts(config: Any) -> bool:

@@ -102,6 +102,9 @@ class TestQwen3VLMoe(FamilyContract):
         )
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
+    def test_layers_with_experts_run_few_operators(self, model):
+        assert model.runs_layers
+
     def test_routers_that_do_not_divide_by_the_sum_are_refused(self, path, tmp_path):
         shutil.copytree(path, tmp_path, dirs_exist_ok=True)
         config = json.loads((path / "config.json").read_text())

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from mindie_mm.device import Uploads
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.kernels import Rows
-from mindie_mm.nn import attention
+from mindie_mm.nn import attention, experts
 from mindie_mm.nn.decoder_layer import DecoderLayer, fuse
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer, PagedCache
@@ -40,7 +40,8 @@ def text_model(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -
     model = getattr(transformers, f"{name}Model")(config).eval().requires_grad_(False)
     for weight in model.parameters():
         weight.add_(torch.randn_like(weight) * 0.05)
-    return model.to(dtype)
+    experts.arrange(model.to(dtype))
+    return model
 
 
 def states(model: Any, paged: PagedBatch, positions: Tensor) -> Tensor:
@@ -66,6 +67,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "mistral with a window": ("Mistral", {"sliding_window": WINDOW}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "experts in every other layer": ("Qwen3Moe", {"mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 2}),
 }
 
 
