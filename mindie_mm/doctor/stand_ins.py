@@ -18,8 +18,11 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-_REPLACED = ("torch", "av", "transformers.activations")
-"""Modules that are replaced, together with all modules below them. av decodes media, and its import is slow, too."""
+_REPLACED = ("torch", "transformers.activations", "av", "jinja2", "httpx", "httpx2")
+"""Modules that are replaced, together with all modules below them.
+
+The others than torch and transformers are not needed without media, templates and downloads, and their imports are slow, too.
+"""
 
 
 class _Type(ABCMeta):
