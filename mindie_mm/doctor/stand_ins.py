@@ -21,7 +21,7 @@ from typing import Any
 _REPLACED = ("torch", "transformers.activations", "av", "jinja2", "httpx", "httpx2")
 """Modules that are replaced, together with all modules below them.
 
-The others than torch and transformers are not needed without media, templates and downloads, and their imports are slow, too.
+Without media, templates and downloads, the others than torch are not needed either, and their imports are slow, too.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.cli import judging
 from tests.cli.shell import run_warm
+from tests.models.contract import FamilyContract
 from tests.models.golden import GOLDEN
 from tests.published.checkpoints import FOLDER, write_small
 
@@ -31,31 +33,35 @@ OWN = {
 """Folders with a config.json for the families that have no configuration class in transformers."""
 
 
-# Settings that each published config.json has, and without which the default configuration is refused.
-STATED = {
-    "blip_2": {"image_token_index": 50265},
-    "pixtral": {
-        "vision_config": {"model_type": "pixtral"},
-        "vision_feature_select_strategy": "full",
-        "vision_feature_layer": -1,
-    },
-    "smolvlm": {"vision_config": {"image_size": 384, "patch_size": 14}, "scale_factor": 3},
-}
+STATED = {"gemma4": {"vision_config": {}}}
+"""Arguments of configuration classes whose defaults are those of a text model."""
 
 
-def _write_config(name: str, folder: Path) -> Path:
-    """Write a config.json, published or of default values, for a family into a new folder, and no other file."""
+def _write_config(name: str, folder: Path, whole: Path) -> Path:
+    """Write a config.json of a family into the new directory `folder`, and no other file.
+
+    It is a published one, or has the defaults of the configuration class. If these are not supported, it is the
+    config.json of the small checkpoint that the tests of the family write to `whole`.
+    """
     folder.mkdir(parents=True)
     family = family_named(name)
     published = [FOLDER / other / "config.json" for other in PUBLISHED]
     own = [file for file in published if family.serves(json.loads(file.read_text()))]
     if name in OWN:
         shutil.copyfile(OWN[name] / "config.json", folder / "config.json")
-    elif own and name not in STATED:
+        return folder
+    if own:
         shutil.copyfile(own[-1], folder / "config.json")
-    else:
-        stated = family.config_class()(**STATED.get(name, {})).to_dict()
-        (folder / "config.json").write_text(json.dumps({**stated, "model_type": family.model_types[0]}))
+        return folder
+    stated = {**family.config_class()(**STATED.get(name, {})).to_dict(), "model_type": family.model_types[0]}
+    (folder / "config.json").write_text(json.dumps(stated))
+    (judged, *_) = judge(folder, None, (64, 64))
+    if judged.status == "error" or f"family {name}," not in judged.found:
+        module = importlib.import_module(f"tests.models.test_{name}")
+        contracts = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, FamilyContract)]
+        whole.mkdir(parents=True)
+        next(one for one in contracts if getattr(one, "name", None) == name).write_checkpoint(whole)
+        shutil.copyfile(whole / "config.json", folder / "config.json")
     return folder
 
 
@@ -63,7 +69,10 @@ def _write_config(name: str, folder: Path) -> Path:
 def judged(tmp_path_factory):
     """Judge a config.json of each family and of each published checkpoint, in one process without torch."""
     root = tmp_path_factory.mktemp("only")
-    folders = {f"family {name}": _write_config(name, root / "families" / name) for name in family_names()}
+    folders = {
+        f"family {name}": _write_config(name, root / "families" / name, root / "whole" / name)
+        for name in family_names()
+    }
     for name in PUBLISHED:
         (root / name).mkdir()
         shutil.copyfile(FOLDER / name / "config.json", root / name / "config.json")

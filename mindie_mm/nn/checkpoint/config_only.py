@@ -17,6 +17,7 @@ _OF_THE_TOWER: Mapping[str, str] = {
     "patch_size": "patch_size",
     "temporal_patch_size": "temporal_patch_size",
     "merge_size": "spatial_merge_size",
+    "pooling_kernel_size": "pooling_kernel_size",
     "feature_size": "num_mel_bins",
 }
 """Preprocessing settings that must equal settings of the tower, with the names of the latter in config.json."""
