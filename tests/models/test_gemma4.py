@@ -21,12 +21,14 @@ from transformers import (
     Gemma4VideoProcessor,
 )
 
+from mindie_mm.engine.core import Engine
 from mindie_mm.errors import InputError, MediaError
 from mindie_mm.inputs import Media
 from mindie_mm.models import load_model
 from mindie_mm.nn.paged_cache import KVLayer, SharedLayer
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture, refusals
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture, refusals, run
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
 from tests.sound_samples import tone
@@ -92,8 +94,6 @@ AUDIO = {
     "output_proj_dims": 48,
     "subsampling_conv_channels": [64, 8],
 }
-BIG = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-"""Settings of models without embeddings per layer and without shared keys."""
 PIXELS = {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 2}
 
 
@@ -164,7 +164,7 @@ class Reference(BaseReference):
 
 
 PROMPTS = {
-    **PICTURES,
+    **{name: PICTURES[name] for name in ("text", "one image", "a long picture")},
     "a video": [{"text": "Watch: "}, {"video": clip(3, 60, 80)}, {"text": "What happens?"}],
     "an audio clip": [{"audio": tone(0.61)}, {"text": "What is said?"}],
     "everything": [
@@ -203,33 +203,33 @@ class TestGemma4(ExtremeShapes, FamilyContract):
             assert mask.sum() == item.shape.grid[0]
             assert torch.equal(torch.from_numpy(item.view["input_features"].copy()), rows[: item.shape.grid[0]])
 
-    @pytest.mark.parametrize(
-        "settings",
-        [
-            {"text": {**BIG, "attention_k_eq_v": True, "num_global_key_value_heads": 1}},
-            {
-                "text": {
-                    "use_bidirectional_attention": "vision",
-                    "hidden_size_per_layer_input": 0,
-                    "num_kv_shared_layers": 0,
-                }
-            },
-            {
-                "text": {
-                    "enable_moe_block": True,
-                    "num_experts": 4,
-                    "top_k_experts": 2,
-                    "moe_intermediate_size": 32,
-                    "use_double_wide_mlp": False,
-                },
-                "vision": {"standardize": True},
-            },
-        ],
-        ids=str,
-    )
-    def test_logits_under_other_settings_equal_the_references(self, settings, tmp_path, path_file):
-        write(tmp_path, **settings)
-        self.assert_same(tmp_path, Reference(tmp_path), path_file)
+    def test_settings_of_the_large_models_without_audio(self, tmp_path, path_file):
+        """Their keys are values, too, and images are bidirectional in layers with a window. One is a mixture."""
+        text = {
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "hidden_size_per_layer_input": 0,
+            "moe_intermediate_size": 32,
+            "num_experts": 4,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 0,
+            "top_k_experts": 2,
+            "use_bidirectional_attention": "vision",
+            "use_double_wide_mlp": False,
+        }
+        write(tmp_path, text, {"standardize": True}, audio_config=None)
+        self.prompts = {name: PROMPTS[name] for name in ("one image", "a video")}
+        reference, model = Reference(tmp_path), load_model(tmp_path, device="cpu", dtype="float32")
+        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
+            tokenized = {name: tokenizer.tokenize(items, path_file) for name, items in self.prompts.items()}
+            self.test_ids_and_arrays_equal_the_references(reference, model, tokenized)
+            self.test_logits_equal_the_references(reference, model, tokenized)
+            engine = Engine(model, EngineConfig(max_num_batched_tokens=160))
+            outputs, errors = run(engine, [*tokenized.values()], max_tokens=8)
+            assert not errors
+            assert [*outputs.values()] == [reference.generate(items, 8) for items in self.prompts.values()]
+            with pytest.raises(InputError, match="does not accept audio inputs; it accepts image, video"):
+                tokenizer.tokenize(PROMPTS["an audio clip"], path_file)
 
     def test_weights_of_layers_that_read_other_keys_are_not_needed(self, path, reference, path_file, tmp_path):
         """Published checkpoints contain them."""
@@ -239,6 +239,7 @@ class TestGemma4(ExtremeShapes, FamilyContract):
         assert names
         weights |= {name.replace("layers.1", "layers.3"): weights[name].clone() for name in names}
         save_file(weights, out / "model.safetensors", {"format": "pt"})
+        self.prompts = {"text": PROMPTS["text"]}
         self.assert_same(out, reference, path_file)
 
     def test_layers_have_their_own_keys_or_those_of_an_earlier_layer(self, model):
@@ -249,16 +250,6 @@ class TestGemma4(ExtremeShapes, FamilyContract):
         assert cache.keys[2] is cache.keys[0]
         assert cache.values[3] is cache.values[1]
         assert model.spec.kv_token_bytes == 4 * 2 * 2 * (16 + 32)
-
-    def test_a_checkpoint_without_an_audio_tower_serves_images_and_videos(self, tmp_path, path_file):
-        write(tmp_path, audio_config=None)
-        model = load_model(tmp_path, device="cpu", dtype="float32")
-        expected = Reference(tmp_path).logits(PROMPTS["a video"])
-        with Tokenizer.from_pretrained(tmp_path) as tokenizer:
-            logits = model.logits(tokenizer.tokenize(PROMPTS["a video"], path_file))
-            with pytest.raises(InputError, match="audio"):
-                tokenizer.tokenize(PROMPTS["an audio clip"], path_file)
-        assert (logits - expected).abs().max() <= self.tolerance
 
     def test_a_clip_shorter_than_a_frame_is_refused(self, processor, reference):
         frames = []

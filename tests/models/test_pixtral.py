@@ -45,6 +45,7 @@ class TestPixtral(PixtralContract):
 
     def test_states_of_several_layers_are_joined(self, tmp_path, path_file):
         self.write_checkpoint(tmp_path, vision_feature_layer=[0, -1])
+        self.prompts = {"two images": self.prompts["two images"]}
         self.assert_same(tmp_path, PixtralReference(tmp_path), path_file)
 
     def test_the_tower_distinguishes_the_family_from_llava(self, path, tmp_path):

@@ -224,9 +224,10 @@ def load_pretrained(
     layers = _layers(checkpoint, module.config.get_text_config(), states or {})
     # No mask function is registered, so transformers builds no mask. Building one would wait for the positions.
     AttentionInterface.register(attention.NAME, attention.attend)
-    # A single name instead of a mapping would also switch the towers, which must keep the attention that they have.
+    # A single name instead of a mapping would also switch the towers, which must keep sdpa, or eager if they lack sdpa.
     sections = {name: getattr(module.config, name, None) for name in module.config.sub_configs}
-    parts = {name: part._attn_implementation for name, part in sections.items() if part is not None}  # noqa: SLF001
+    eager = {type(part.config) for part in module.modules() if not getattr(part, "_supports_sdpa", True)}
+    parts = {name: "eager" if type(part) in eager else "sdpa" for name, part in sections.items() if part is not None}
     parts["text_config" if "text_config" in parts else ""] = attention.NAME
     module.set_attn_implementation(parts)
     return module, _spec(checkpoint, module.config.get_text_config(), layers, device, dtype)
