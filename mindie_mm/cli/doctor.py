@@ -28,7 +28,7 @@ class _Size(click.ParamType[tuple[int, int]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         if isinstance(value, tuple):
             return value
-        if not (match := re.fullmatch(r"(\d{1,5})x(\d{1,5})", value)) or "0" in match.groups():
+        if not (match := re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", value)):
             self.fail(f"{value!r} is not a width and height in pixels, such as 1280x720", param, ctx)
         return int(match[1]), int(match[2])
 

@@ -127,7 +127,7 @@ def _image(checkpoint: ConfigOnly, family: type[Family], processor: Processor, s
                 "image", "ok", f"{width}x{height}: {_cost(processor, width, height)}", _assumption(checkpoint)
             )
     except MindieMMError as error:
-        return Finding("image", "error", f"an image of {width}x{height} cannot be planned", str(error))
+        return Finding("image", "warning", f"an image of {width}x{height} is refused", str(error))
 
 
 def _cost(processor: Processor, width: int, height: int) -> str:

@@ -107,7 +107,7 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
     entries = _entries()
     if name is not None:
         named = _named_of(name, entries)
-        if checkpoint.config.get("model_type") is None or named.serves(checkpoint.config):
+        if checkpoint.config.get("model_type") is None or _serves(named, checkpoint):
             return named
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} has {_stated_type(checkpoint)} in its config.json, which the family {name} does not "
@@ -120,7 +120,7 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
         except InputError as error:  # a broken family must not prevent others from serving the checkpoint
             broken = broken or error
             continue
-        if family.serves(checkpoint.config):
+        if _serves(family, checkpoint):
             return family
     if broken is not None:
         raise broken
@@ -133,6 +133,13 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> type[Family]:
         f"{checkpoint.path} has {_stated_type(checkpoint)} in its config.json, and no family supports such a "
         f"checkpoint{_nearest(checkpoint)}; {_LIST}, and docs/adding-a-model.md describes how to add another family"
     )
+
+
+def _serves(family: type[Family], checkpoint: Checkpoint) -> bool:
+    try:
+        return family.serves(checkpoint.config)
+    except (AttributeError, TypeError):  # a section of config.json is not an object
+        return False
 
 
 def _stated_type(checkpoint: Checkpoint) -> str:

@@ -26,6 +26,7 @@ OTHER_KEYS = (
     "text_config.mlp_only_layers",
     "text_config.mtp_num_hidden_layers",
     "text_config.mtp_use_dedicated_embeddings",
+    "text_config.partial_rotary_factor",
     "vision_config.deepstack_visual_indexes",
 )
 """Keys of published config.json files that transformers' classes lack.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mindie_mm.models._delta_net import LAYER_TYPE, delta_net_state
+from mindie_mm.models._delta_net import LAYER_TYPE, OTHER_KEYS, delta_net_state
 from mindie_mm.models._minicpmv4_6_base import MiniCPMVModel, MiniCPMVProcessor
 from mindie_mm.nn.family import PretrainedFamily
 
@@ -28,3 +28,4 @@ class MiniCPMV46(PretrainedFamily):
     module_name = "MiniCPMV4_6ForConditionalGeneration"
     model_class = MiniCPMVModel
     states: ClassVar = {LAYER_TYPE: delta_net_state}
+    other_keys = OTHER_KEYS

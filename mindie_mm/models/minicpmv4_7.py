@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mindie_mm.models._delta_net import LAYER_TYPE, delta_net_state
+from mindie_mm.models._delta_net import LAYER_TYPE, OTHER_KEYS, delta_net_state
 from mindie_mm.models._minicpmv4_6_base import MiniCPMVModel, MiniCPMVProcessor
 from mindie_mm.models._minicpmv4_6_crops import Crops
 from mindie_mm.models._mrope import Block, positions_of
@@ -109,3 +109,4 @@ class MiniCPMV47(PretrainedFamily):
     module_name = "MiniCPMV4_7ForConditionalGeneration"
     model_class = MiniCPMV47Model
     states: ClassVar = {LAYER_TYPE: delta_net_state}
+    other_keys = OTHER_KEYS

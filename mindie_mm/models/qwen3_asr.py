@@ -104,7 +104,7 @@ class Qwen3ASR(PretrainedFamily):
     other_keys = (
         *("support_languages", "audio_start_token_id", "audio_end_token_id"),
         # The original code ignores these keys, most of which belong to mixtures of experts.
-        *("audio_config.max_source_positions", "audio_config.conv_chunksize"),
+        *("audio_config.max_source_positions", "audio_config.conv_chunksize", "audio_config.tie_word_embeddings"),
         *(f"text_config.{name}" for name in ("decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size")),
         *(f"text_config.{name}" for name in ("norm_topk_prob", "num_experts", "num_experts_per_tok")),
         *(f"text_config.{name}" for name in ("output_router_logits", "router_aux_loss_coef")),

@@ -164,6 +164,7 @@ class Whisper(PretrainedFamily):
     kinds = ("audio",)
     processor = WhisperProcessor
     module_name = "WhisperForConditionalGeneration"
+    other_keys = ("forced_decoder_ids",)  # the prompt's language and task replace these ids
 
     @classmethod
     def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> WhisperModel:

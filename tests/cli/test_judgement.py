@@ -167,6 +167,39 @@ def test_unsupported_settings_and_quantization_are_errors(tmp_path):
     assert "error" in {one.status for one in judge(tmp_path, None, (64, 64))}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f'{{"model_type": "{name}", "vision_config": "clip"}}' for name in ("llava", "pixtral", "deepseek_vl_v2")),
+        '{"model_type": "zz", "architectures": 5}',
+        '{"model_type": ["llava"], "vision_config": null}',
+        f'{{"model_type": "llava", "deep": {"[" * 100_000}{"]" * 100_000}}}',
+        "[]",
+        "{",
+    ],
+    ids=lambda text: text[:40],
+)
+def test_an_odd_config_is_refused_without_a_traceback(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    (found, *_) = judge(tmp_path, None, (64, 64))
+    assert found.status == "error"
+    assert found.advice
+
+
+def test_a_whisper_with_other_bands_is_judged_by_its_config_alone(tmp_path):
+    config = json.loads((FOLDER / "whisper_base" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_mel_bins": 128}))
+    (found, *_) = judge(tmp_path, None, (64, 64))
+    assert found.found.startswith("family whisper, served")
+
+
+def test_an_image_that_is_refused_does_not_prevent_the_service_from_starting(tmp_path):
+    shutil.copyfile(FOLDER / "qwen3_vl_cosmos2" / "config.json", tmp_path / "config.json")
+    found = {one.subject: one for one in judge(tmp_path, None, (1, 9999))}
+    assert found["image"].status == "warning"
+    assert "at most 200 times" in found["image"].advice
+
+
 @pytest.mark.parametrize("name", [None, "gemma3_medgemma27b", "idefics3_granite_docling"])
 def test_the_cost_of_an_image_is_that_of_a_prompt(name, tmp_path):
     path = Checkpoint.open().path

@@ -237,7 +237,7 @@ def _check_rate(rate: int) -> int:
 def _too_long(length_s: float, limit_s: float) -> LimitExceeded:
     return LimitExceeded(
         f"the audio clip lasts {length_text(length_s, limit_s)}; the limit of this model is {limit_s:g} s. Cut the "
-        "clip into parts of at most this length, and send each part as an audio item"
+        "clip into parts of at most this length"
     )
 
 

@@ -144,7 +144,7 @@ class ConfigOnly(Checkpoint):
         """Return the defaults of a preprocessing class with the sizes of the tower in config.json."""
         fitted = dict(defaults)
         for name, stated in _OF_THE_TOWER.items():
-            value = next(_in_sections(self.config, stated), None)
+            value = self.stated_anywhere(stated)
             if isinstance(value, int) and not isinstance(fitted.get(name), Mapping):
                 fitted[name] = value
         sides = [fitted[name] for name in _SIDES if isinstance(fitted.get(name), Mapping)]

@@ -337,7 +337,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
             value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnsupportedCheckpoint(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise UnsupportedCheckpoint(f"{file} does not contain a JSON object")
