@@ -15,7 +15,6 @@ import click
 from mindie_mm.cli.console import print_table
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
-from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.interrupts import importing
 from mindie_mm.settings.config import EngineConfig, WorkerConfig
 
@@ -95,5 +94,7 @@ def _findings(
 
 def _has_weights(path: Path) -> bool | None:
     """Return whether a checkpoint directory, or the directory of a config.json, has weights. None if there is none."""
+    from mindie_mm.nn.checkpoint.directory import Checkpoint  # late, because `mindie-mm --help` imports this module
+
     folder = path.parent if path.name == "config.json" else path
     return bool(Checkpoint(folder, {}).weight_files()) if (folder / "config.json").is_file() else None

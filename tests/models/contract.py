@@ -916,7 +916,8 @@ class FamilyContract:
             return len(literal_eval(re.search(r"\[.*?\]", planned(**options).settings)[0]))
 
         assert [taken(num_frames=count) for count in (2, 4, 6)] == [2, 4, 6]
-        assert [taken(max_frames=count) for count in (2, 4)] == [min(count, taken()) for count in (2, 4)]
+        most = taken() if encoded else len(frames)  # a model may refuse more frames than it samples itself
+        assert [taken(max_frames=count) for count in (2, 4)] == [min(count, most) for count in (2, 4)]
         assert taken(min_frames=4, max_frames=6) >= 4
         with pytest.raises(InputError, match="num_frames is 21; the video has only 20 frames"):
             planned(num_frames=21)
