@@ -162,7 +162,7 @@ def _nearest(checkpoint: Checkpoint) -> str:
     scores: dict[str, float] = {}
     for name in sorted(_own_names()):
         with suppress(InputError):  # a broken family has no model types
-            family = family_named(name)
+            family = _named_of(name, {})  # without the slow search for families of other packages
             known = [name, *family.model_types, getattr(family, "module_name", "")]
             scores[name] = max((_similarity(own, other) for own in stated for other in known), default=0.0)
     nearest = max(scores, key=lambda name: scores[name])
