@@ -8,8 +8,11 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
+from mindie_mm.device.cpu import CPU
+from mindie_mm.engine.process.largest_step import WorstCase
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.models import load_model
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.tokenize import Tokenizer
 from tests.models.contract import refusals, run
 from tests.models.seq2seq_contract import Seq2SeqContract, Seq2SeqReference
@@ -208,3 +211,12 @@ class TestWhisper(Seq2SeqContract):
         other = changed(path, tmp_path / "other", "generation_config", {"language": "klingon"})
         self.assert_refused(other, "language is 'klingon'")
         load_model(path, device="cpu")
+
+    def test_a_context_without_room_for_a_clip_is_logged(self, model, processor, caplog):
+        if model.spec.device.type != "cpu":
+            pytest.skip("other devices run the step")
+        WorstCase(model, processor, CPU(), EngineConfig(max_model_len=FEATURES - 1)).step(("audio",))
+        assert f"no audio fits in {FEATURES - 1} tokens" in caplog.text
+        caplog.clear()
+        WorstCase(model, processor, CPU(), EngineConfig(max_model_len=FEATURES)).step(("audio",))
+        assert not caplog.messages

@@ -263,6 +263,12 @@ class WorstCase:
         settings = "max_tower_tokens, max_tower_bytes or max_model_len"
         largest = self._largest_plan(kind)
         if largest is None:
+            if self._ranks.number == 0:
+                _log.warning(
+                    "no %s fits in %d tokens, so that every request with one will be refused; raise max_model_len",
+                    kind,
+                    self._max_model_len,
+                )
             return Part(name, 0, settings)
         plan, _ = largest
         config = self._config
