@@ -3,19 +3,23 @@
 import random
 import re
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 
 from mindie_mm.device.cpu import CPU
+from mindie_mm.device.cpu.step_memory import allocated_peak_bytes
 from mindie_mm.engine.cache.block_pool import BlockPool
 from mindie_mm.engine.cache.kv_cache_size import cache_sizes, useful_bytes
 from mindie_mm.engine.cache.state_pool import StatePool
 from mindie_mm.engine.core import Engine
+from mindie_mm.engine.process.largest_step import WorstCase
 from mindie_mm.engine.requests.engine_messages import Abort, Add
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import DeviceError
 from mindie_mm.models import load_model
+from mindie_mm.models._delta_net import GatedDeltaNet
 from mindie_mm.settings.config import EngineConfig
 from tests.models import test_qwen3_5
 from tests.models.contract import run
@@ -243,3 +247,28 @@ def test_requests_with_the_same_beginning_do_not_wait_for_each_other(model):
     while engine.has_work():
         engine.step()
     assert engine.stats.prefix_cache_hits == 2 * len(SYSTEM)
+
+
+class LargeStates(test_qwen3_5.TestQwen35):
+    """Writer of a checkpoint whose states are larger than the tensors of a prefill."""
+
+    __test__ = False
+    text: ClassVar = {**test_qwen3_5.TEXT, "linear_key_head_dim": 64, "linear_value_head_dim": 128}
+
+
+def test_the_computed_memory_includes_the_copies_of_states_in_a_decode_step(tmp_path):
+    LargeStates.write_checkpoint(tmp_path)
+    model = load_model(tmp_path, device="cpu")
+    config = EngineConfig(kv_block_size=BLOCK, max_num_seqs=64, max_num_batched_tokens=64)
+    worst = WorstCase(model, None, CPU(), config)
+    cache = model.spec.allocate_cache(1, BLOCK, 1, is_shared=True)
+    allocated = allocated_peak_bytes(worst._decode(model, cache, 64, 1))
+    part = worst._decoder(())
+    assert part.name == "a decode step of 64 requests"
+    assert part.num_bytes >= allocated > 64 * model.spec.state_bytes // 2
+
+
+def test_prompts_are_computed_in_plain_torch_even_if_kernels_for_gpus_are_installed(model):
+    layers = [part for part in model.module.modules() if isinstance(part, GatedDeltaNet)]
+    assert len(layers) == 2
+    assert not any(hasattr(layer.delta_rule, "__wrapped__") for layer in layers)
