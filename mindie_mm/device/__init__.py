@@ -13,6 +13,7 @@ from mindie_mm.device.alive import require_alive
 from mindie_mm.device.base import Device, default_num_threads
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cuda import CUDA
+from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels, Rows, block_table
 from mindie_mm.device.npu import NPU
 from mindie_mm.device.transfer import Download, Uploads, download, overwrite, upload
@@ -135,6 +136,7 @@ __all__ = [
     "SLOW_DTYPE",
     "Device",
     "Download",
+    "ExpertWeights",
     "Kernels",
     "Rows",
     "Uploads",

@@ -15,6 +15,7 @@ from torch.nn.functional import grouped_mm
 
 from mindie_mm.device import joined_experts
 from mindie_mm.device.base import Device, allocator_peak_bytes
+from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvmap")
@@ -28,25 +29,16 @@ _GROUPED_STEP = 8
 class CUDAKernels(Kernels):
     """The fused operators of a GPU."""
 
-    def experts(
-        self,
-        hidden: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        first: Tensor,
-        second: Tensor,
-        activate: Callable[[Tensor], Tensor],
-        *,
-        is_share: bool = False,
-    ) -> Tensor:
+    def experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+        first, second = experts.first, experts.second
         widths = *first.shape[1:], *second.shape[1:]
         if hidden.dtype != torch.bfloat16 or any(width % _GROUPED_STEP for width in widths) or not _groups(hidden):
-            return super().experts(hidden, chosen, weights, first, second, activate, is_share=is_share)
+            return super().experts(hidden, chosen, weights, experts)
         order, counts = joined_experts.sort_rows(chosen, len(first))
         stops = counts[:-1].cumsum(0, dtype=torch.int32)  # rows after the last are not computed
-        inner = activate(grouped_mm(hidden[order // chosen.shape[1]], first.transpose(1, 2), offs=stops))
+        inner = experts.activate(grouped_mm(hidden[order // chosen.shape[1]], first.transpose(1, 2), offs=stops))
         passed = joined_experts.unsort_rows(grouped_mm(inner, second.transpose(1, 2), offs=stops), order, chosen)
-        if is_share:
+        if experts.is_share:
             passed = joined_experts.without_others(passed, chosen, len(first))
         return joined_experts.weighted_sum(passed, weights)
 

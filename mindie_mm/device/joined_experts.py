@@ -3,16 +3,14 @@
 A copy of the selection to the host would wait for the device in every layer. Small batches therefore select the experts
 on the device.
 
-`first` and `second` are the weights of the two products, [experts, outputs, inputs] each. `activate` maps the outputs
-of the first product to the inputs of the second. `chosen`, int64 [T, count], are the experts of each row of `hidden`,
-[T, width]. The results are the outputs of these experts, [T, count, width].
-
-With several ranks, `chosen` has the value `len(first)` for the experts of other ranks. Their outputs are zeros.
+`chosen`, int64 [T, count], are the experts of each row of `hidden`, [T, width]. The results are the outputs of these
+experts, [T, count, width].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,37 +25,38 @@ _GATHERING_COST = 3
 """Memory traffic of a gathered expert, as a multiple of its size. Its weights are read, written, and read again."""
 
 
-def run(
-    hidden: Tensor,
-    chosen: Tensor,
-    first: Tensor,
-    second: Tensor,
-    activate: Callable[[Tensor], Tensor],
-    *,
-    is_share: bool = False,
-) -> Tensor:
-    """Run the chosen experts in the way that is fastest for the number of rows.
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts of a layer, or a rank's share of them."""
 
-    `is_share` states whether other ranks have experts, too.
-    """
+    first: Tensor
+    """Weights of the first product of all experts, [experts, outputs, width]."""
+    second: Tensor
+    """Weights of the second product of all experts, [experts, width, inner]."""
+    activate: Callable[[Tensor], Tensor]
+    """Function from the outputs of the first product, [..., outputs], to [..., inner]."""
+    is_share: bool = False
+    """Whether other ranks have experts, too. `chosen` is `len(first)` for these, and their outputs are zeros."""
+
+
+def run(hidden: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
+    """Run the chosen experts in the way that is fastest for the number of rows."""
+    count = len(experts.first)
     if len(hidden) > _MOST_UNSORTED:
-        return by_sorting(hidden, chosen, first, second, activate)
-    way = by_gathering if _GATHERING_COST * chosen.numel() <= len(first) else by_all
-    if not is_share:
-        return way(hidden, chosen, first, second, activate)
-    passed = way(hidden, chosen.clamp(max=len(first) - 1), first, second, activate)
-    return without_others(passed, chosen, len(first))
+        return by_sorting(hidden, chosen, experts)
+    way = by_gathering if _GATHERING_COST * chosen.numel() <= count else by_all
+    if not experts.is_share:
+        return way(hidden, chosen, experts)
+    return without_others(way(hidden, chosen.clamp(max=count - 1), experts), chosen, count)
 
 
-def by_sorting(
-    hidden: Tensor, chosen: Tensor, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]
-) -> Tensor:
+def by_sorting(hidden: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
     """Run one expert after another. The host waits for the number of rows of each expert."""
 
     def passed_by(expert: int, rows: Tensor) -> Tensor:
-        return linear(activate(linear(rows, first[expert])), second[expert])
+        return linear(experts.activate(linear(rows, experts.first[expert])), experts.second[expert])
 
-    return one_by_one(hidden, chosen, len(first), passed_by)
+    return one_by_one(hidden, chosen, len(experts.first), passed_by)
 
 
 def one_by_one(hidden: Tensor, chosen: Tensor, num_experts: int, passed_by: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -70,21 +69,18 @@ def one_by_one(hidden: Tensor, chosen: Tensor, num_experts: int, passed_by: Call
     return unsort_rows(torch.cat(passed), order, chosen)
 
 
-def by_gathering(
-    hidden: Tensor, chosen: Tensor, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]
-) -> Tensor:
+def by_gathering(hidden: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
     """Multiply each row by copies of its experts' weights."""
-    into, back = (weight.index_select(0, chosen.flatten()) for weight in (first, second))
+    into, back = (weight.index_select(0, chosen.flatten()) for weight in (experts.first, experts.second))
     rows = hidden.unsqueeze(1).expand(-1, chosen.shape[1], -1).reshape(-1, hidden.shape[1], 1)
-    passed: Tensor = back @ activate((into @ rows).squeeze(2)).unsqueeze(2)
+    passed: Tensor = back @ experts.activate((into @ rows).squeeze(2)).unsqueeze(2)
     return passed.view(*chosen.shape, -1)
 
 
-def by_all(
-    hidden: Tensor, chosen: Tensor, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor]
-) -> Tensor:
+def by_all(hidden: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
     """Run all rows through all experts and keep the chosen outputs."""
-    passed = activate(hidden @ first.transpose(1, 2)) @ second.transpose(1, 2)  # (experts, T, width)
+    inner = experts.activate(hidden @ experts.first.transpose(1, 2))
+    passed = inner @ experts.second.transpose(1, 2)  # (experts, T, width)
     return passed[chosen, torch.arange(len(hidden), device=hidden.device).unsqueeze(1)]
 
 
@@ -112,7 +108,10 @@ def without_others(passed: Tensor, chosen: Tensor, num_experts: int) -> Tensor:
 
 
 def on_rank(chosen: Tensor, start: int, num_experts: int) -> Tensor:
-    """Return the indices of experts on the rank that has `num_experts` experts from `start` on."""
+    """Return the indices of experts on the rank that has `num_experts` experts from `start` on.
+
+    Experts of other ranks become `num_experts`.
+    """
     own = chosen - start
     return own.where((own >= 0) & (own < num_experts), num_experts)
 

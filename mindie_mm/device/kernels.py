@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from mindie_mm.device import joined_experts
+from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.transfer import Uploads
 
 
@@ -199,17 +200,7 @@ class Kernels:
         gate, up = joined.chunk(2, -1)
         return silu(gate) * up
 
-    def experts(
-        self,
-        hidden: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        first: Tensor,
-        second: Tensor,
-        activate: Callable[[Tensor], Tensor],
-        *,
-        is_share: bool = False,
-    ) -> Tensor:
+    def experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
         """Return the weighted sum of the outputs of each row's experts, [T, width].
 
         The sum of a row does not depend on the other rows, up to rounding.
@@ -218,15 +209,10 @@ class Kernels:
             hidden: [T, width].
             chosen: The experts of each row, int64 [T, count].
             weights: The weights of the experts' outputs, [T, count], of any float dtype.
-            first: Weights of the first product of all experts, [experts, outputs, width].
-            second: Weights of the second product of all experts, [experts, width, inner].
-            activate: Function from the outputs of the first product to [..., inner].
-            is_share: Whether other ranks have experts, too. `chosen` is `len(first)` for these, and their outputs count
-                as zero.
+            experts: The experts of the layer, or of this rank.
 
         """
-        passed = joined_experts.run(hidden, chosen, first, second, activate, is_share=is_share)
-        return joined_experts.weighted_sum(passed, weights)
+        return joined_experts.weighted_sum(joined_experts.run(hidden, chosen, experts), weights)
 
 
 def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

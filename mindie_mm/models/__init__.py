@@ -40,10 +40,7 @@ _NO_TEMPLATE = (
     "its authors publish a tokenizer and prompt format (tekken.json) that only the package mistral-common reads, "
     "instead of a tokenizer.json and a chat template"
 )
-_NO_TOWER = (
-    "transformers takes its vision tower from the package timm, which requires torchvision. Use a Gemma 4 checkpoint"
-)
-_REFUSED = {"voxtral": _NO_TEMPLATE, "voxtral_realtime": _NO_TEMPLATE, "gemma3n": _NO_TOWER}
+_REFUSED = {"voxtral": _NO_TEMPLATE, "voxtral_realtime": _NO_TEMPLATE}
 """Reasons why checkpoints are not supported although transformers has their classes, by `model_type`."""
 
 

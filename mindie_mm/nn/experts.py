@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from mindie_mm.device import joined_experts, kernels_of
+from mindie_mm.device import ExpertWeights, joined_experts, kernels_of
 from mindie_mm.nn.layers import is_silu
 
 NAME = "mindie_mm"
@@ -80,7 +80,7 @@ class JoinedExperts(nn.Module):
     def __init__(
         self, first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor], start: int | None = None
     ) -> None:
-        """Create the layer. The first arguments are those of `Kernels.experts`, and `start` is that of `Experts`."""
+        """Create the layer. The first arguments are those of `ExpertWeights`, and `start` is that of `Experts`."""
         super().__init__()
         self.first = nn.Parameter(first.detach(), requires_grad=False)
         self.second = nn.Parameter(second.detach(), requires_grad=False)
@@ -89,10 +89,10 @@ class JoinedExperts(nn.Module):
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each row's experts, [T, width], as `Kernels.experts` does."""
-        experts, is_share = kernels_of(hidden.device).experts, self.start is not None
         if self.start is not None:
             chosen = joined_experts.on_rank(chosen, self.start, len(self.first))
-        return experts(hidden, chosen, weights, self.first, self.second, self.activate, is_share=is_share)
+        own = ExpertWeights(self.first, self.second, self.activate, is_share=self.start is not None)
+        return kernels_of(hidden.device).experts(hidden, chosen, weights, own)
 
 
 def run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -173,8 +173,8 @@ def _joined(experts: Experts) -> JoinedExperts:
     gate = parts[0][0]
     inner, width = gate.shape
     first, second = gate.new_empty(len(parts), 2 * inner, width), gate.new_empty(len(parts), width, inner)
-    for (gate, up, down), into, back in zip(parts, first, second, strict=True):
-        into[:inner].copy_(gate)
+    for (one, up, down), into, back in zip(parts, first, second, strict=True):
+        into[:inner].copy_(one)
         into[inner:].copy_(up)
         back.copy_(down)
     return JoinedExperts(first, second, kernels_of(gate.device).swiglu)

@@ -13,7 +13,7 @@ from transformers.integrations import use_experts_implementation
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from mindie_mm.device import joined_experts
+from mindie_mm.device import ExpertWeights, joined_experts
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.packed_linear import PackedLinear, can_pack, pack
 from mindie_mm.nn import experts
@@ -100,7 +100,7 @@ def test_each_token_uses_its_own_experts_only(way):
     expected = model.experts(hidden, chosen, weights)
     model.experts.down_proj[3] = torch.inf
     first, second = model.experts.gate_up_proj, model.experts.down_proj
-    passed = getattr(joined_experts, way)(hidden, chosen, first, second, CPUKernels().swiglu)
+    passed = getattr(joined_experts, way)(hidden, chosen, ExpertWeights(first, second, CPUKernels().swiglu))
     torch.testing.assert_close(joined_experts.weighted_sum(passed, weights), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -109,7 +109,8 @@ def test_the_cheapest_way_is_chosen_for_a_number_of_rows(rows, way, monkeypatch)
     taken = []
     for name in ("by_sorting", "by_gathering", "by_all"):
         monkeypatch.setattr(joined_experts, name, lambda *_, name=name: taken.append(name))
-    joined_experts.run(torch.zeros(rows, WIDTH), CHOSEN[:1].expand(rows, -1), torch.zeros(12, 1), None, None)
+    layer = ExpertWeights(torch.zeros(12, 1), None, None)
+    joined_experts.run(torch.zeros(rows, WIDTH), CHOSEN[:1].expand(rows, -1), layer)
     assert taken == [way]
 
 

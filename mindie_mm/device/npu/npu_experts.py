@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from mindie_mm.device import joined_experts
+from mindie_mm.device.joined_experts import ExpertWeights
 
 NAME = "npu_grouped_matmul"
 _MAX_EXPERTS = 1024
@@ -17,34 +16,27 @@ _ROUTED = {"drop_pad_mode": 0, "expert_tokens_num_type": 1, "expert_tokens_num_f
 quantized."""
 
 
-def supports(first: Tensor, second: Tensor) -> bool:
+def supports(experts: ExpertWeights) -> bool:
     """Return whether the documentation of the operators allows these weights."""
-    return 1 < len(first) <= _MAX_EXPERTS and max(*first.shape[1:], *second.shape[1:]) <= _MAX_WIDTH
+    widths = *experts.first.shape[1:], *experts.second.shape[1:]
+    return 1 < len(experts.first) <= _MAX_EXPERTS and max(widths) <= _MAX_WIDTH
 
 
-def run(
-    hidden: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    first: Tensor,
-    second: Tensor,
-    activate: Callable[[Tensor], Tensor],
-    *,
-    is_share: bool = False,
-) -> Tensor:
+def run(hidden: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
     """Return the weighted sum of the outputs of each row's experts, with the arguments of `Kernels.experts`."""
+    count = len(experts.first)
     rows, places, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
         hidden,
         chosen.int(),
         active_num=chosen.numel(),
-        expert_num=len(first) + is_share,
-        active_expert_range=[0, len(first)],
+        expert_num=count + experts.is_share,
+        active_expert_range=[0, count],
         **_ROUTED,
     )
-    passed = _product(activate(_product(rows, first, counts)), second, counts)
-    if is_share:  # rows after the last expert are undefined, and their places are -1
+    passed = _product(experts.activate(_product(rows, experts.first, counts)), experts.second, counts)
+    if experts.is_share:  # rows after the last expert are undefined, and their places are -1
         passed = passed.index_select(0, places.clamp(min=0)).view(*chosen.shape, -1)
-        return joined_experts.weighted_sum(joined_experts.without_others(passed, chosen, len(first)), weights)
+        return joined_experts.weighted_sum(joined_experts.without_others(passed, chosen, count), weights)
     mixed: Tensor = torch.ops.npu.npu_moe_token_unpermute(passed, places, weights.to(passed.dtype))
     return mixed
 

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mindie_mm.device.alive import require_alive
 from mindie_mm.device.finding import Finding
+from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels, Rows
 from mindie_mm.device.npu import npu_experts, npu_rows, packed_attention, trials
 from mindie_mm.device.transfer import upload
@@ -138,21 +139,10 @@ class NPUKernels(Kernels):
         fused = works(_SWIGLU, joined.device, joined.dtype, joined.shape[-1])
         return npu_rows.swiglu(joined) if fused else super().swiglu(joined)
 
-    def experts(
-        self,
-        hidden: Tensor,
-        chosen: Tensor,
-        weights: Tensor,
-        first: Tensor,
-        second: Tensor,
-        activate: Callable[[Tensor], Tensor],
-        *,
-        is_share: bool = False,
-    ) -> Tensor:
-        kind = hidden.device, hidden.dtype, *first.shape[1:], second.shape[2]
-        fused = hidden.dtype in HALF and npu_experts.supports(first, second) and works(npu_experts.NAME, *kind)
-        run = npu_experts.run if fused else super().experts
-        return run(hidden, chosen, weights, first, second, activate, is_share=is_share)
+    def experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
+        kind = hidden.device, hidden.dtype, *experts.first.shape[1:], experts.second.shape[2]
+        fused = hidden.dtype in HALF and npu_experts.supports(experts) and works(npu_experts.NAME, *kind)
+        return (npu_experts.run if fused else super().experts)(hidden, chosen, weights, experts)
 
 
 def _packs(query: Tensor, keys: Tensor, num_sequences: int) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels, Rows
 from mindie_mm.device.transfer import Uploads
 
@@ -227,8 +228,8 @@ def experts(
     for count in (6, 4):
         kernels, is_share, own = Kernels(), count < len(first), chosen.clamp(max=count)
         activate: Callable[[Tensor], Tensor] = kernels.swiglu if outputs == 2 * inner else silu
-        given = (part.to(device) for part in (hidden, own, weights, first[:count], second[:count]))
-        outs.append(run(*given, activate, is_share=is_share))
-        x, w, into, back = (part.float() for part in (hidden, weights, first[:count], second[:count]))
-        expected.append(kernels.experts(x, own, w, into, back, activate, is_share=is_share))
+        layer = ExpertWeights(first[:count].to(device), second[:count].to(device), activate, is_share)
+        outs.append(run(*(part.to(device) for part in (hidden, own, weights)), layer))
+        layer = ExpertWeights(first[:count].float(), second[:count].float(), activate, is_share)
+        expected.append(kernels.experts(hidden.float(), own, weights.float(), layer))
     return torch.cat(outs), torch.cat(expected)
