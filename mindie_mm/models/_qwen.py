@@ -122,14 +122,18 @@ class QwenProcessor(Processor):
         return {name: ArraySpec((math.prod(grid[:3]), patch_bytes), "uint8")}
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        patches = math.prod(grid[:3])
         is_possible = (
             len(grid) == 3 + self.further_numbers(kind, grid)
+            and min(grid[:3]) > 0
             and min(grid) >= 0
-            and patches == num_features * self.image.merge_size**2
             and not any(side % self.image.merge_size for side in grid[1:3])
+            and num_features == self.num_features(kind, grid)
         )
         return Spelling() if is_possible else None
+
+    def num_features(self, kind: Kind, grid: tuple[int, ...]) -> int:
+        """Return the number of features of an item of this kind and grid."""
+        return math.prod(grid[:3]) // self.image.merge_size**2
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         """Return how many numbers follow (t, h, w) in a grid of `kind`."""
@@ -198,7 +202,7 @@ class QwenProcessor(Processor):
                 arrays[_GRIDS["image"]][...] = grid
 
         plan = Plan(
-            num_features=math.prod(grid) // merge**2,
+            num_features=self.num_features("image", grid),
             specs=self.specs_of("image", grid),
             settings=f"image {height}x{width}, patch {patch}, merge {merge}",
             grid=grid,
@@ -244,7 +248,7 @@ class QwenProcessor(Processor):
         specs = self.specs_of("video", grid)
         (patches,) = specs.values()
         plan = Plan(
-            num_features=math.prod(grid) // merge**2,
+            num_features=self.num_features("video", grid),
             specs=specs,
             settings=f"video {indices} {height}x{width}, patch {temporal} {patch}, merge {merge}",
             grid=self.video_grid(grid, video, indices, options),

@@ -251,6 +251,7 @@ ALSO_SHARED = (
     "glm4v",
     "glm4v_moe",
     "glm_ocr",
+    "hunyuan_vl",
     "idefics3",
     "internvl",
     "llava",

@@ -93,10 +93,18 @@ def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
     another. They equal the default frequencies up to `max_position_embeddings`, and no sequence is longer. However,
     the temporal positions of M-RoPE may be larger, and model-specific settings may change the frequencies. Dynamic
     frequencies with M-RoPE or with such settings are therefore refused.
+
+    With `alpha`, frequencies that are called dynamic do not depend on the batch, as in vLLM: `alpha` changes their
+    base.
     """
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
     for entry in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         rope_type = entry.get("rope_type")
+        if rope_type == "dynamic" and entry.get("alpha"):
+            width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            entry["rope_theta"] *= entry.pop("alpha") ** (width / (width - 2))
+            entry["rope_type"] = rope_type = "default"
         if rope_type == "longrope" or (rope_type == "dynamic" and entry.keys() - _PLAIN_ROPE):
             raise UnsupportedCheckpoint(
                 f"{checkpoint.path} has rope_type {rope_type!r}, whose frequencies depend on the longest "
