@@ -245,6 +245,7 @@ def test_all_processes_end_when_the_service_is_killed(random_checkpoint):
 
 SHARED = ("gemma3", "gemma4", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 ALSO_SHARED = (
+    "aria",
     "deepseek_ocr2",
     "deepseek_vl",
     "deepseek_vl_hybrid",

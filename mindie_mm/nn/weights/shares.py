@@ -127,7 +127,10 @@ def _with_whole_experts(plan: Mapping[str, str], text: Any) -> dict[str, str]:
     The products of whole experts are larger. The plan stays as it is if the experts cannot be divided evenly, or have
     weights that `nn/experts.py` does not support.
     """
-    counts = (getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    counts = (
+        getattr(text, name, None)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    )
     count = next((count for count in counts if isinstance(count, int)), 0)
     changed = dict(plan)
     for layer in (name for name, style in plan.items() if style == "moe_tp_experts"):
