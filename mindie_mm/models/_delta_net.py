@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, softplus
+from torch.nn.functional import softplus
 
+from mindie_mm.models._causal_conv import causal_conv
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.paged_cache import StateLayer
 
@@ -88,50 +89,29 @@ class GatedDeltaNet(nn.Module):
             [1, T, hidden].
 
         """
-        hidden = hidden_states[0]
-        mixed = self.in_proj_qkv(hidden)
+        hidden, states = hidden_states[0], paged.states
+        kept = None if paged.cache is None else paged.cache.states[self.layer]
+        inputs = None if kept is None else kept[0]
+        activated = causal_conv(self.conv1d, self.in_proj_qkv(hidden), states, inputs, self.activate)
         beta = self.in_proj_b(hidden).sigmoid()
         decay = -self.A_log.float().exp() * softplus(self.in_proj_a(hidden).float() + self.dt_bias)
-        out = mixed.new_empty(len(hidden), self.num_value_heads, self.value_dim)
-        states = paged.states
-        kept = None if paged.cache is None else paged.cache.states[self.layer]
+        out = activated.new_empty(len(hidden), self.num_value_heads, self.value_dim)
         for prefill in states.prefills:
             rows = prefill.rows
-            inputs = state = None
-            if kept is not None and prefill.reads is not None:
-                inputs, state = kept[0][prefill.reads], kept[1][prefill.reads].unsqueeze(0)
-            activated, inputs = self._convolve(mixed[rows], inputs)
-            out[rows], state = self._scan(activated, decay[rows], beta[rows], state)
+            state = None if kept is None or prefill.reads is None else kept[1][prefill.reads].unsqueeze(0)
+            out[rows], state = self._scan(activated[rows], decay[rows], beta[rows], state)
             if kept is not None:
-                kept[0][prefill.writes] = inputs
                 kept[1][prefill.writes] = state
         if kept is not None and len(states.rows):
             if states.prefills:  # otherwise, the rows are all rows in order
-                mixed, decay, beta = (part.index_select(0, states.rows) for part in (mixed, decay, beta))
-            inputs, state = (part.index_select(0, states.reads) for part in kept)
-            window = torch.cat([inputs, mixed.unsqueeze(-1)], dim=-1)
-            convolved = (window.float() * self.conv1d.weight.squeeze(1).float()).sum(-1).to(mixed.dtype)
-            stepped, state = self._step(self.activate(convolved), decay, beta, state)
+                activated, decay, beta = (part.index_select(0, states.rows) for part in (activated, decay, beta))
+            stepped, state = self._step(activated, decay, beta, kept[1].index_select(0, states.reads))
             out.index_copy_(0, states.rows, stepped)
-            for part, new in zip(kept, (window[..., 1:], state), strict=True):
-                part.index_copy_(0, states.writes, new)
+            kept[1].index_copy_(0, states.writes, state)
         gate = self.in_proj_z(hidden).view(-1, self.value_dim)
         normed = self.norm(out.flatten(0, 1), gate).view(len(hidden), -1)
         projected: Tensor = self.out_proj(normed)
         return projected.unsqueeze(0)
-
-    def _convolve(self, rows: Tensor, inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Convolve the consecutive rows [n, channels] of one sequence.
-
-        `inputs` are the rows before them, [channels, kernel - 1], or None at the start of the sequence. Return the
-        activated rows, and the last rows for the next call.
-        """
-        weight = self.conv1d.weight
-        if inputs is None:
-            inputs = rows.new_zeros(rows.shape[1], weight.shape[-1] - 1)
-        window = torch.cat([inputs, rows.t()], dim=1)
-        out = conv1d(window.unsqueeze(0), weight, groups=len(window))[0]
-        return self.activate(out).t(), window[:, len(rows) :]
 
     def _heads(self, activated: Tensor) -> list[Tensor]:
         """Split rows [n, channels] into queries, keys and values, [n, heads, width] each."""
