@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d
@@ -11,9 +9,7 @@ from torch.nn.functional import conv1d
 from mindie_mm.nn.paged_batch import States
 
 
-def causal_conv(
-    conv: nn.Conv1d, rows: Tensor, states: States, kept: Tensor | None, activate: Callable[[Tensor], Tensor]
-) -> Tensor:
+def causal_conv(conv: nn.Conv1d, rows: Tensor, states: States, kept: Tensor | None) -> Tensor:
     """Convolve each sequence of a flat batch, and keep its last inputs for the next step.
 
     Args:
@@ -21,7 +17,6 @@ def causal_conv(
         rows: Inputs, [T, channels].
         states: The slots that the sequences read and write.
         kept: Last inputs of the sequences in their slots, [slots, channels, kernel - 1]. None without a cache.
-        activate: Function that is applied to the results.
 
     Returns:
         [T, channels].
@@ -37,7 +32,7 @@ def causal_conv(
         steps = (convolved if conv.bias is None else convolved + conv.bias).to(rows.dtype)
         kept.index_copy_(0, states.writes, window[..., 1:])
         if not states.prefills:
-            return activate(steps)
+            return steps
     out = torch.empty_like(rows)
     for prefill in states.prefills:
         own = rows[prefill.rows].t()
@@ -51,4 +46,4 @@ def causal_conv(
             kept[prefill.writes] = window[:, own.shape[1] :]
     if steps is not None:
         out.index_copy_(0, states.rows, steps)
-    return activate(out)
+    return out

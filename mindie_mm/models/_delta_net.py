@@ -92,7 +92,7 @@ class GatedDeltaNet(nn.Module):
         hidden, states = hidden_states[0], paged.states
         kept = None if paged.cache is None else paged.cache.states[self.layer]
         inputs = None if kept is None else kept[0]
-        activated = causal_conv(self.conv1d, self.in_proj_qkv(hidden), states, inputs, self.activate)
+        activated = self.activate(causal_conv(self.conv1d, self.in_proj_qkv(hidden), states, inputs))
         beta = self.in_proj_b(hidden).sigmoid()
         decay = -self.A_log.float().exp() * softplus(self.in_proj_a(hidden).float() + self.dt_bias)
         out = activated.new_empty(len(hidden), self.num_value_heads, self.value_dim)

@@ -361,7 +361,7 @@ class PretrainedFamily(Family):
     default_theta: ClassVar[float | None] = None
     """Base of the rotary frequencies if config.json has none. None means the default of the installed transformers."""
     tp_plan: ClassVar[Mapping[str, str] | None] = None
-    """Tensor-parallel plan of the text model if transformers has none."""
+    """Tensor-parallel plan for layers of the text model for which transformers has none."""
     other_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of config.json that the transformers class lacks. The family reads them, or they do not affect answers."""
     states: ClassVar[Mapping[str, Callable[[Any], StateLayer]]] = {}

@@ -243,7 +243,7 @@ def test_all_processes_end_when_the_service_is_killed(random_checkpoint):
     assert_gone(processes)
 
 
-SHARED = ("gemma3", "gemma4", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+SHARED = ("gemma3", "gemma4", "lfm2_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 ALSO_SHARED = (
     "aria",
     "deepseek_ocr2",

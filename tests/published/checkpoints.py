@@ -87,7 +87,7 @@ ELSEWHERE: Mapping[str, str] = {
 }
 """Checkpoints whose layouts are tested in the tests of their families."""
 ONLY_CONFIGS = frozenset(
-    {"minicpmv4_6", "mistral_small_3", "qwen3_5_moe_35b", "qwen3_asr", "qwen3_vl_30b_a3b", "whisper_base"}
+    {"lfm2_vl_3b", "minicpmv4_6", "mistral_small_3", "qwen3_5_moe_35b", "qwen3_asr", "qwen3_vl_30b_a3b", "whisper_base"}
 )
 """Folders with a config.json, but without a tokenizer's files.
 
@@ -108,6 +108,15 @@ TOKENS: Mapping[str, Mapping[str, int]] = {
         "<end_of_image>": 256000,
     },
     "deepseek_ocr2": {"<image>": 128815},
+    "lfm2_vl_3b": {
+        "<|pad|>": 0,
+        "<|startoftext|>": 1,
+        "<|im_end|>": 7,
+        "<image>": 396,
+        "<|image_start|>": 498,
+        "<|image_end|>": 499,
+        "<|img_thumbnail|>": 497,
+    },
     "llava15": {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": 32000, "<pad>": 32001},
     "whisper_base": {
         "<|endoftext|>": 50257,

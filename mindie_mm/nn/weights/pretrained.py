@@ -203,7 +203,7 @@ def load_pretrained(
         device: Where the module runs.
         dtype: The dtype of the weights.
         unused: Patterns (fnmatch) for names of weights that the checkpoint may have in addition to the model's own.
-        tp_plan: Tensor-parallel plan of the text model if transformers has none.
+        tp_plan: Tensor-parallel plan for layers of the text model for which transformers has none.
         renamed: Weights of a translated checkpoint. None if the checkpoint was not translated.
         default_theta: Has the same meaning as in `settle`.
         states: Functions from the text model's configuration to what a layer of a recurrent type keeps, by type.

@@ -63,7 +63,7 @@ def shared(
         checkpoint: Where the weights are.
         config: Configuration of the whole model, in which the plans are changed.
         device: Device of this rank.
-        tp_plan: Plan to use if transformers has none for the text model.
+        tp_plan: Plan for layers of the text model for which transformers has none.
 
     Returns:
         A subclass of `cls`, and keyword arguments.
@@ -78,10 +78,10 @@ def shared(
     from transformers.distributed.utils import TransformersDeviceMesh
 
     shares, text = num_shares(), config.get_text_config()
-    if (plan := text.base_model_tp_plan or tp_plan) is None:
+    if not (plan := {**(tp_plan or {}), **(text.base_model_tp_plan or {})}):
         refuse_shares(checkpoint, f"has a text model of type {text.model_type!r}, which has no tensor-parallel plan")
     _drop_plans(config)
-    text.base_model_tp_plan = _with_whole_experts(plan or {}, text)
+    text.base_model_tp_plan = _with_whole_experts(plan, text)
     heads = {("attention", text.num_attention_heads)} | {
         ("key-value", getattr(layer, "num_key_value_heads", None) or text.num_attention_heads)
         for layer in layer_configs(text)
