@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -80,6 +80,8 @@ class QwenProcessor(Processor):
     video_types: ClassVar[Sequence[str]] = ()
     """Names of the video processor classes in transformers. Empty if the family has no videos."""
     video_defaults: ClassVar[Mapping[str, Any]] = VIDEO_DEFAULTS
+    temporal_merge: ClassVar[int] = 1
+    """Number of temporal patches of a video that become one token. The last frame fills up the last token."""
     groups_patches: ClassVar[bool] = True
     """Whether the patches that become one token are adjacent. Otherwise, patches are stored row by row."""
 
@@ -88,7 +90,7 @@ class QwenProcessor(Processor):
         self.feature_width = read.get_text_config().hidden_size
         image = checkpoint.preprocessor("image", dict.fromkeys(self.image_types, self.image_defaults))
         self.image = self.image_settings(image, f"{checkpoint.path} (images)")
-        temporal = read.vision_config.temporal_patch_size if self.video_types else 1
+        temporal = getattr(read.vision_config, "temporal_patch_size", 1) if self.video_types else 1
         _check_tower(self.image, read.vision_config, temporal, f"{checkpoint.path} (images)")
         before = (getattr(read, "vision_start_token_id", 151652),)
         after = (getattr(read, "vision_end_token_id", 151653),)
@@ -103,7 +105,7 @@ class QwenProcessor(Processor):
     def max_tokens(self, kind: Kind) -> int:
         if kind == "image":
             return self.image.max_pixels // self.image.factor**2
-        groups = -(-self.video.max_frames // self.video.temporal_patch_size)
+        groups = -(-self.video.max_frames // (self.video.temporal_patch_size * self.temporal_merge))
         return groups * (self.video.max_pixels // self.video.factor**2)
 
     def worst_case(self, kind: Kind) -> Data:
@@ -127,13 +129,15 @@ class QwenProcessor(Processor):
             and min(grid[:3]) > 0
             and min(grid) >= 0
             and not any(side % self.image.merge_size for side in grid[1:3])
+            and not (kind == "video" and grid[0] % self.temporal_merge)
             and num_features == self.num_features(kind, grid)
         )
         return Spelling() if is_possible else None
 
     def num_features(self, kind: Kind, grid: tuple[int, ...]) -> int:
         """Return the number of features of an item of this kind and grid."""
-        return math.prod(grid[:3]) // self.image.merge_size**2
+        merged = self.image.merge_size**2 * (self.temporal_merge if kind == "video" else 1)
+        return math.prod(grid[:3]) // merged
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         """Return how many numbers follow (t, h, w) in a grid of `kind`."""
@@ -161,6 +165,10 @@ class QwenProcessor(Processor):
         Raise LimitExceeded if one side is more than 200 times as long as the other.
         """
         return smart_resize(height, width, settings)
+
+    def frames(self, video: Video, indices: Sequence[int]) -> Iterator[Pixels]:
+        """Yield the sampled frames before they are resized."""
+        return video.decode(indices)
 
     def frame_size(self, video: Video, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
         """Return the height and width of the resized frames. `num_frames` is the number of sampled frames.
@@ -229,18 +237,19 @@ class QwenProcessor(Processor):
         video.count(indices)
         height, width = self.frame_size(video, len(indices), settings)
         patch, merge, temporal = settings.patch_size, settings.merge_size, settings.temporal_patch_size
-        grid = (-(-len(indices) // temporal), height // patch, width // patch)
+        groups = -(-len(indices) // (temporal * self.temporal_merge)) * self.temporal_merge
+        grid = (groups, height // patch, width // patch)
         # If the caller supplies frames without a rate, assume that they were sampled at MindIE's default rate.
         fps = DEFAULT_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             patches = _frames(arrays, "video", patch)
-            groups = patches.reshape(grid[0], grid[1] * grid[2], *patches.shape[1:])
-            for index, frame in enumerate(video.decode(indices)):
-                group, place = divmod(index, temporal)
-                patchify(resize(frame, height, width), groups[group, :, place], patch, merge)
-            if filled := len(indices) % temporal:  # the last frame fills up the last group
-                groups[-1, :, filled:] = groups[-1, :, filled - 1 : filled]
+            frames = patches.reshape(groups, grid[1] * grid[2], *patches.shape[1:]).swapaxes(1, 2)
+            places = [frames[divmod(index, temporal)] for index in range(groups * temporal)]
+            for place, frame in zip(places, self.frames(video, indices), strict=False):
+                patchify(resize(frame, height, width), place, patch, merge)
+            for place in places[len(indices) :]:
+                place[...] = places[len(indices) - 1]
             if PLANES in arrays:
                 arrays[_GRIDS["video"]][...] = grid
                 arrays[_SECONDS][...] = temporal / fps
@@ -297,8 +306,8 @@ class QwenModel(PretrainedModel):
     """
 
     traits = Traits(mindie_layouts=_MINDIE, vision_parts=("model.visual",), projector_parts=("model.visual.merger",))
-    patch_projection: ClassVar[str] = "model.visual.patch_embed.proj"
-    """Name of the tower's first layer, a convolution over patches."""
+    patch_projection: ClassVar[str | None] = "model.visual.patch_embed.proj"
+    """Name of the tower's first layer, a convolution over patches. None if it is a linear layer."""
 
     def __init__(self, module: Any, spec: ModelSpec, processor: QwenProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
@@ -308,7 +317,9 @@ class QwenModel(PretrainedModel):
         self._tokens = {kind: processor.placeholders[kind].token for kind in self._pixels}
         self._merge: int = module.config.vision_config.spatial_merge_size
         self._group = processor.group
-        module.set_submodule(self.patch_projection, PatchProjection(module.get_submodule(self.patch_projection)))
+        self._temporal_merge = processor.temporal_merge
+        if (name := self.patch_projection) is not None:
+            module.set_submodule(name, PatchProjection(module.get_submodule(name)))
 
     def describe_segments(self, view: SegmentsView) -> MediaShape:
         for kind, name in _GRIDS.items():
@@ -328,6 +339,7 @@ class QwenModel(PretrainedModel):
         spans = []
         for item in items:
             t, h, w = item.shape.grid[:3]
+            t //= self._temporal_merge if item.shape.kind == "video" else 1
             spans.append((item.start, item.stop, (t, h // self._merge, w // self._merge)))
         return mrope_positions(length, spans, [self.interval(item.shape) for item in items])
 

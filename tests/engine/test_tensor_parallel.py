@@ -249,6 +249,7 @@ ALSO_SHARED = (
     "deepseek_ocr2",
     "deepseek_vl",
     "deepseek_vl_hybrid",
+    "ernie4_5_vl_moe",
     "glm4v",
     "glm4v_moe",
     "glm_ocr",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -101,13 +102,13 @@ def evenly(total: int, count: int) -> list[int]:
     return [index * total // count for index in range(count)]
 
 
-def stepped(total: int, count: int, first: float = 0) -> list[int]:
+def stepped(total: int, count: float, first: float = 0) -> list[int]:
     """Return the ascending indices of `count` frames out of `total` frames, at a distance of `total / count`.
 
     The indices equal `torch.arange(first, total, total / count)` truncated to integers, as in transformers. If the step
     is rounded down, this range has an additional index, which is `total`. transformers then fails, for example for 14
     of 17 frames. This function omits the additional index. If `first` is larger than the step, it returns fewer than
-    `count` indices.
+    `count` indices. A fractional `count` is rounded up.
     """
-    indices: list[int] = torch.arange(first, total, total / count).int()[:count].tolist()
+    indices: list[int] = torch.arange(first, total, total / count).int()[: math.ceil(count)].tolist()
     return indices

@@ -94,6 +94,12 @@ class ConfigOnly(Checkpoint):
             return {key: value for key in _OF_THE_PROCESSOR if (value := self.stated_anywhere(key)) is not None}
         return super().json(name)
 
+    def binary(self, name: str) -> bytes:
+        if super().has(name):
+            return super().binary(name)
+        self.assumed.add(name)
+        return b""
+
     def require(self, name: str, keys: Collection[str]) -> dict[str, Any]:
         if super().has(name):
             return super().require(name, keys)

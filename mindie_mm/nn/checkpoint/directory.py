@@ -174,6 +174,13 @@ class Checkpoint:
             )
         return settings
 
+    def binary(self, name: str) -> bytes:
+        """Return the contents of a file that is not JSON. Raise UnsupportedCheckpoint if it cannot be read."""
+        if not self.has(name):
+            raise UnsupportedCheckpoint(f"{self.path} has no {name}. Copy it from the original repository")
+        with os_errors_as(UnsupportedCheckpoint, f"{self.path / name} cannot be read"):
+            return (self.path / name).read_bytes()
+
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has the file. Raise UnsupportedCheckpoint if the folder cannot be searched."""
         return bool(self._files.get(name)) or _is_file(self.path / name)
