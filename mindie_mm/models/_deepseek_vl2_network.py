@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
+from mindie_mm.models._latent_attention import LatentAttention
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.experts import Experts, GatedMLP
 from mindie_mm.nn.layers import RMSNorm, rotate, split_heads
 from mindie_mm.nn.paged_batch import PagedBatch
-
-_LATENT_EPS = 1e-6  # epsilon of the latent's norm, which no setting changes
 
 
 class _TowerBlock(nn.Module):
@@ -97,57 +96,6 @@ class _Attention(nn.Module):
         return projected
 
 
-class _LatentAttention(nn.Module):
-    """Multi-head latent attention, which caches one short latent for the keys and values of all heads.
-
-    The projections of the heads are applied to the query and to the result instead of to the latent. The KV cache
-    therefore has a single key head of width rotary + latent, and its value is the latent.
-    """
-
-    def __init__(self, layer: int, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        width, self.heads = config["hidden_size"], config["num_attention_heads"]
-        self.layer = layer
-        self.latent: int = config["kv_lora_rank"]
-        self.plain: int = config["qk_nope_head_dim"]
-        self.rotary_width: int = config["qk_rope_head_dim"]
-        value, query_width = config["v_head_dim"], self.heads * (self.plain + self.rotary_width)
-        rank = config["q_lora_rank"]
-        if rank is None:
-            self.q_proj = nn.Linear(width, query_width, bias=False)
-        else:
-            self.q_a_proj = nn.Linear(width, rank, bias=False)
-            self.q_a_layernorm = RMSNorm(rank, _LATENT_EPS)
-            self.q_b_proj = nn.Linear(rank, query_width, bias=False)
-        self.low_rank = rank is not None
-        self.kv_a_proj_with_mqa = nn.Linear(width, self.latent + self.rotary_width, bias=False)
-        self.kv_a_layernorm = RMSNorm(self.latent, _LATENT_EPS)
-        self.kv_b_proj = nn.Module()  # a module without forward, because its weight is split before use
-        self.kv_b_proj.register_parameter(
-            "weight", nn.Parameter(torch.empty(self.heads * (self.plain + value), self.latent))
-        )
-        self.o_proj = nn.Linear(self.heads * value, width, bias=False)
-
-    def forward(self, hidden: Tensor, angles: tuple[Tensor, Tensor], paged: PagedBatch) -> Tensor:
-        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden))) if self.low_rank else self.q_proj(hidden)
-        plain, rotated = split_heads(query, self.plain + self.rotary_width).split([self.plain, self.rotary_width], -1)
-        latent, shared = self.kv_a_proj_with_mqa(hidden).split([self.latent, self.rotary_width], -1)
-        latent = self.kv_a_layernorm(latent).unsqueeze(0)
-        by_head = self.kv_b_proj.get_parameter("weight").unflatten(0, (self.heads, -1))
-        of_keys, of_values = by_head.tensor_split([self.plain], dim=1)
-        query = torch.cat([rotate(_by_halves(rotated), *angles), plain @ of_keys], -1)
-        key = torch.cat([rotate(_by_halves(shared.unsqueeze(0)), *angles), latent], -1)
-        scaling = (self.plain + self.rotary_width) ** -0.5
-        mixed = paged_attention(self.layer, query, key, latent, paged, scaling).transpose(0, 1)
-        projected: Tensor = self.o_proj((mixed @ of_values.transpose(1, 2)).transpose(0, 1).flatten(1))
-        return projected
-
-
-def _by_halves(values: Tensor) -> Tensor:
-    """Reorder interleaved pairs on the last axis: first elements of all pairs, then second elements."""
-    return torch.cat([values[..., ::2], values[..., 1::2]], dim=-1)
-
-
 class Gate(nn.Module):
     """The router, which chooses the experts of each token. It computes in float32."""
 
@@ -215,7 +163,7 @@ class _Block(nn.Module):
             and layer % config["moe_layer_freq"] == 0
         )
         self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = (_LatentAttention if config["use_mla"] else _Attention)(layer, config)
+        self.self_attn = (LatentAttention if config["use_mla"] else _Attention)(layer, config)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MixtureOfExperts(config) if sparse else GatedMLP(width, config["intermediate_size"])
 

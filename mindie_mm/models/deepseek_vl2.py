@@ -20,6 +20,7 @@ from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.media.image.tiles import CanvasSize, best_canvas
 from mindie_mm.models._deepseek_original import tagged_tokenizer
 from mindie_mm.models._deepseek_vl2_network import Network
+from mindie_mm.models._latent_attention import latent_layer
 from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
@@ -349,17 +350,16 @@ class DeepseekVL2(Family):
         language = config["language_config"]
         network = build(lambda: Network(config), checkpoint, device, dtype, unused=("vision.attn_pool.*",))
         heads: int = language["num_attention_heads"]
-        if language["use_mla"]:
-            widths = (language["qk_rope_head_dim"] + language["kv_lora_rank"], language["kv_lora_rank"])
-            kv_heads = 1
-        else:
-            widths = (language["hidden_size"] // heads,) * 2
-            kv_heads = language["num_key_value_heads"] or heads
+        layer = (
+            latent_layer(language)
+            if language["use_mla"]
+            else KVLayer(language["num_key_value_heads"] or heads, language["hidden_size"] // heads)
+        )
         spec = ModelSpec(
             vocab_size=language["vocab_size"],
             hidden_size=language["hidden_size"],
             max_model_len=language["max_position_embeddings"],
-            layers=(KVLayer(kv_heads, *widths),) * language["num_hidden_layers"],
+            layers=(layer,) * language["num_hidden_layers"],
             eos_token_ids=eos_token_ids(checkpoint) or (language.get("eos_token_id", 1),),
             device=device.torch_device,
             dtype=dtype,

@@ -5,7 +5,6 @@ Source: arXiv 2308.12966. Token ids, pixels and logits match the code that came 
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +19,10 @@ from mindie_mm.errors import CorruptReference, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.models._qwen_vl_network import Network
+from mindie_mm.models._tiktoken import bpe_tokenizer, read_ranks
 from mindie_mm.nn.checkpoint.config_keys import Keys, Required, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
-from mindie_mm.nn.checkpoint.folder_errors import check_pointer
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Write
 from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.mindie import InSegment, Layout
@@ -290,8 +289,7 @@ class QwenVL(Family):
                     f"from the original repository, such as {cls.published}"
                 )
             return super().tokenizer(checkpoint)
-        check_pointer(file)
-        return fast_tokenizer(_read_ranks(file.read_bytes(), checkpoint), checkpoint)
+        return fast_tokenizer(read_ranks(file), checkpoint)
 
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -329,45 +327,13 @@ def _stop_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return tuple(sorted({*own, end_of_text, end_of_text + 1, end_of_text + 2}))
 
 
-def _read_ranks(data: bytes, checkpoint: Checkpoint) -> dict[bytes, int]:
-    """Return the ids of the BPE tokens. Raise UnsupportedCheckpoint unless they are 0 to n - 1."""
-    try:
-        pairs = [line.split() for line in data.splitlines() if line]
-        ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    except ValueError as error:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} has an unreadable qwen.tiktoken: {error}") from error
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path}: the ranks in qwen.tiktoken are not the numbers from 0 to {len(ranks) - 1}"
-        )
-    return ranks
-
-
-def fast_tokenizer(ranks: Mapping[bytes, int], checkpoint: Checkpoint) -> Any:
+def fast_tokenizer(ranks: dict[bytes, int], checkpoint: Checkpoint) -> Any:
     """Build transformers' fast tokenizer from BPE `ranks`. The ids of added tokens follow the ranks."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, normalizers
     from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    letters = bytes_to_unicode()
-    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    # List all splits of a token into two other tokens, lowest rank first. tiktoken merges tokens in the same order.
-    merges = [
-        (spelled[token[:cut]], spelled[token[cut:]])
-        for token in sorted(ranks, key=ranks.__getitem__)
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-    vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    backend = bpe_tokenizer(ranks, _PATTERN)
     backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
     backend.add_tokens(
         [AddedToken(token, special=token not in _TAGS, normalized=False) for token in (*_CONTROL, *_TAGS, *_IMAGE)]
     )

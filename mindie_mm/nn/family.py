@@ -25,7 +25,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import settle
 from mindie_mm.nn.checkpoint.unused_keys import original_keys, unused_keys
 from mindie_mm.nn.model import Model
-from mindie_mm.nn.paged_cache import StateLayer
+from mindie_mm.nn.paged_cache import Layer
 from mindie_mm.nn.pixels import as_bytes
 from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.traits import Traits
@@ -364,8 +364,11 @@ class PretrainedFamily(Family):
     """Tensor-parallel plan for layers of the text model for which transformers has none."""
     other_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of config.json that the transformers class lacks. The family reads them, or they do not affect answers."""
-    states: ClassVar[Mapping[str, Callable[[Any], StateLayer]]] = {}
-    """Functions from the text model's configuration to what a recurrent layer keeps, by its type in `layer_types`."""
+    states: ClassVar[Mapping[str, Callable[[Any], Layer]]] = {}
+    """Functions from the text model's configuration to what a layer keeps, by its type in `layer_types`.
+
+    Layers of other types keep the keys and values that the configuration describes.
+    """
 
     def __init_subclass__(cls) -> None:
         """Set `reference` to the transformers class unless the subclass sets it."""

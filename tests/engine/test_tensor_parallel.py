@@ -256,6 +256,7 @@ ALSO_SHARED = (
     "hunyuan_vl",
     "idefics3",
     "internvl",
+    "kimi_k25",
     "llava",
     "llava_next",
     "llava_onevision",

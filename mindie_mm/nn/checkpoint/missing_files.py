@@ -7,7 +7,7 @@ from pathlib import Path
 
 VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
-    *("vocab.json", "vocab.txt", "vocab.bpe", "qwen.tiktoken"),
+    *("vocab.json", "vocab.txt", "vocab.bpe", "qwen.tiktoken", "tiktoken.model"),
 )
 """Files from which transformers builds a tokenizer, in order of precedence."""
 _ONE_OF = (

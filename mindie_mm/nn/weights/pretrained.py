@@ -28,7 +28,7 @@ from mindie_mm.nn.decoder_layer import TOLERANCES, DecoderLayer, fuse
 from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
-from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, SharedLayer, StateLayer
+from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, SharedLayer
 from mindie_mm.nn.weights.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.weights.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.weights.quantized import check_quantization, method_of, quantization, try_layers
@@ -193,7 +193,7 @@ def load_pretrained(
     tp_plan: Mapping[str, str] | None = None,
     renamed: RenamedWeights | None = None,
     default_theta: float | None = None,
-    states: Mapping[str, Callable[[Any], StateLayer]] | None = None,
+    states: Mapping[str, Callable[[Any], Layer]] | None = None,
 ) -> tuple[Any, ModelSpec]:
     """Load a transformers model for inference, and switch its text layers to paged attention.
 
@@ -206,7 +206,7 @@ def load_pretrained(
         tp_plan: Tensor-parallel plan for layers of the text model for which transformers has none.
         renamed: Weights of a translated checkpoint. None if the checkpoint was not translated.
         default_theta: Has the same meaning as in `settle`.
-        states: Functions from the text model's configuration to what a layer of a recurrent type keeps, by type.
+        states: Functions from the text model's configuration to what a layer keeps, by its type.
 
     Returns:
         The module, and the sizes of its text model. With tensor parallelism, these are the sizes of this rank's share.
@@ -376,7 +376,7 @@ def check_weights(
         )
 
 
-def _layers(checkpoint: Checkpoint, text: Any, states: Mapping[str, Callable[[Any], StateLayer]]) -> tuple[Layer, ...]:
+def _layers(checkpoint: Checkpoint, text: Any, states: Mapping[str, Callable[[Any], Layer]]) -> tuple[Layer, ...]:
     """Return what each layer of a text model keeps between steps, on this rank."""
     types = getattr(text, "layer_types", None) or ("full_attention",) * text.num_hidden_layers
     if other := set(types) - _LAYERS - states.keys():
