@@ -263,6 +263,7 @@ ALSO_SHARED = (
     "minicpmv4_6",
     "minicpmv4_7",
     "mistral3",
+    "ovis2",
     "paddleocr_vl",
     "pixtral",
     "qwen2_5_vl",

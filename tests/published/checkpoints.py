@@ -87,7 +87,16 @@ ELSEWHERE: Mapping[str, str] = {
 }
 """Checkpoints whose layouts are tested in the tests of their families."""
 ONLY_CONFIGS = frozenset(
-    {"lfm2_vl_3b", "minicpmv4_6", "mistral_small_3", "qwen3_5_moe_35b", "qwen3_asr", "qwen3_vl_30b_a3b", "whisper_base"}
+    {
+        "lfm2_vl_3b",
+        "minicpmv4_6",
+        "mistral_small_3",
+        "ovis2_2b",
+        "qwen3_5_moe_35b",
+        "qwen3_asr",
+        "qwen3_vl_30b_a3b",
+        "whisper_base",
+    }
 )
 """Folders with a config.json, but without a tokenizer's files.
 

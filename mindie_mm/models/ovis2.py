@@ -1,0 +1,244 @@
+"""Ovis2: tiles and a thumbnail, whose patches become mixtures of the embeddings of a visual vocabulary.
+
+Source: arXiv 2405.20797. Token ids, pixels and logits match transformers' `ovis2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mindie_mm.device import upload
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.image.encoded_image import Data, open_image, resize
+from mindie_mm.media.image.preprocess import Size, check_output_size, check_settings, resample_of
+from mindie_mm.media.image.tiles import closest_grid, cut
+from mindie_mm.nn.checkpoint.config_keys import words
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pictures import PictureModel
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
+from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.traits import Traits
+from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
+from mindie_mm.shm import ArraySpec
+
+_DEFAULTS: Mapping[str, Any] = {
+    "resample": 3,
+    "size": {"height": 384, "width": 384},
+    "image_mean": CLIP_MEAN,
+    "image_std": CLIP_STD,
+    "crop_to_patches": False,
+    "min_patches": 1,
+    "max_patches": 12,
+    "use_covering_area_grid": True,
+}
+_TOKENIZE = ("softmax", "st_argmax")
+"""Values of `tokenize_function`. The third, gumbel_argmax, would draw other features each time."""
+_MARKER, _ATOM = "<image>", "<IMG_ATOM>"
+_INDICATORS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+_COVERED = 0.9
+"""Part of an image that the tiles of its grid must cover without being shrunk."""
+_TILES = 4
+"""Tiles per call of the tower. The probabilities of the visual vocabulary take 67 MB per tile in float32."""
+
+
+class Ovis2Processor(Processor):
+    """Processor for Ovis2.
+
+    A block contains `pixel_values`, uint8 [tiles, side, side, 3]: the whole image and, if the image is cut, its tiles
+    row by row. The grid is the number of tiles (rows, columns). It is (1, 1) for an image that is not cut.
+    """
+
+    traits = Traits(grids={"image": "the numbers of rows and columns of tiles, not counting the whole image"})
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        where = str(checkpoint.path)
+        config = read_config("Ovis2Config", checkpoint)
+        self.feature_width = config.get_text_config().hidden_size
+        self.side, self.tile_features = _tile(config.vision_config, where)
+        settings = checkpoint.preprocessor("image", {"Ovis2ImageProcessor": _DEFAULTS})
+        check_settings(
+            {"image_seq_length": 256, **checkpoint.json("processor_config.json")},
+            {"image_seq_length": self.tile_features},
+            where,
+        )
+        check_settings(settings, {"do_resize": True, "do_center_crop": False}, where)
+        check_output_size(Size.read(settings["size"], where).fixed, self.side, where)
+        self._least: int = settings["min_patches"]
+        self._most: int = settings["max_patches"] if settings["crop_to_patches"] else 1
+        self._covers: bool = settings["use_covering_area_grid"]
+        self._resample = resample_of(settings, where)
+        self.normalizations: Mapping[Kind, Normalization] = {"image": Normalization.read(settings)}
+        stated = (config.image_token_id, *config.visual_indicator_token_ids)
+        found = tuple(map(checkpoint.token_id, (_ATOM, *_INDICATORS)))
+        if found != stated:
+            raise UnsupportedCheckpoint(
+                f"{where}: image_token_id and visual_indicator_token_ids are {stated}, but the tokenizer's ids of "
+                f"{_ATOM}, {', '.join(_INDICATORS)} are {found}"
+            )
+        self.indicators = found[1:]
+        self.placeholders = {"image": Placeholder((), found[0], (), _MARKER, control_ids=self.indicators)}
+
+    def max_tokens(self, kind: Kind) -> int:
+        return (self._most + 1 if self._most > 1 else 1) * self.tile_features
+
+    def worst_case(self, kind: Kind) -> Data:
+        # An image of which only tiles in one row or in one column cover enough.
+        return np.zeros((self.side, self._most * self.side, 3), np.uint8)
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        if len(grid) != 2 or min(grid) < 1 or not 1 <= grid[0] * grid[1] <= self._most:
+            return None
+        rows, columns = grid
+        tiles = _num_tiles(grid)
+        if tiles * self.tile_features != num_features:
+            return None
+        start, whole, column, row, end = _INDICATORS
+        cells = row.join([column.join([_ATOM] * columns)] * rows) if tiles > 1 else ""
+        token = self.placeholders["image"].token
+        return Spelling(f"{start}{_ATOM}{whole}{cells}{end}", [(token,) * self.tile_features] * tiles)
+
+    def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...] | None:
+        return (1, 1) if num_features == self.tile_features else None
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
+        image = open_image(data)
+        side, resample = self.side, self._resample
+        grid = rows, columns = self._grid(image.height, image.width)
+
+        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+            rgb, tiles = image.decode(), arrays["pixel_values"]
+            tiles[0] = resize(rgb, side, side, resample)
+            if len(tiles) > 1:
+                cut(resize(rgb, rows * side, columns * side, resample), tiles[1:])
+
+        num_features = _num_tiles(grid) * self.tile_features
+        specs = self.specs_of(media.kind, grid)
+        return Plan(num_features, specs, f"{rows}x{columns} tiles of {side}, {resample}", grid), write
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        return {"pixel_values": ArraySpec((_num_tiles(grid), self.side, self.side, 3), "uint8")}
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the numbers of rows and columns of tiles of an image."""
+        if self._most == 1:
+            return 1, 1
+        if self._covers:
+            return _covering_grid(height, width, self.side, self._most)
+        return closest_grid(height, width, self.side, self._least, self._most)
+
+
+def _tile(vision: Any, where: str) -> tuple[int, int]:
+    """Return the side of a tile in pixels and its number of features.
+
+    Raise UnsupportedCheckpoint if the tower is not supported.
+    """
+    if not isinstance(vision.image_size, int) or not isinstance(vision.patch_size, int):
+        raise UnsupportedCheckpoint(
+            f"{where}: image_size is {vision.image_size} and patch_size is {vision.patch_size}; only one number each "
+            "is supported"
+        )
+    if vision.tokenize_function not in _TOKENIZE:
+        raise UnsupportedCheckpoint(
+            f"{where}: tokenize_function is {vision.tokenize_function!r}; only {', '.join(_TOKENIZE)} are supported"
+        )
+    if vision.num_visual_indicator_tokens != len(_INDICATORS):
+        raise UnsupportedCheckpoint(
+            f"{where}: num_visual_indicator_tokens is {vision.num_visual_indicator_tokens}; only {len(_INDICATORS)} is "
+            "supported"
+        )
+    rows = vision.image_size // vision.patch_size
+    if rows % vision.hidden_stride:
+        raise UnsupportedCheckpoint(
+            f"{where}: hidden_stride is {vision.hidden_stride}, which does not divide the {rows}x{rows} patches of a "
+            "tile"
+        )
+    return vision.image_size, (rows // vision.hidden_stride) ** 2
+
+
+def _num_tiles(grid: Sequence[int]) -> int:
+    """Return the number of tiles, including the whole image."""
+    tiles = grid[0] * grid[1]
+    return tiles + 1 if tiles > 1 else 1
+
+
+def _covering_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]:
+    """Return the numbers of rows and columns of the smallest grid of tiles that covers enough of an image.
+
+    If no grid covers enough, return the grid that covers the most. As in the reference, the rows of a grid are compared
+    with the columns of the image.
+    """
+    covered = [(grid, _covered(height, width, grid, side)) for grid in _grids(most)]
+    if enough := [one for one in covered if one[1] > _COVERED]:
+        return min(enough, key=lambda one: (one[0][0] * one[0][1], -one[1]))[0]
+    return min(covered, key=lambda one: (-one[1], one[0][0] * one[0][1]))[0]
+
+
+@cache
+def _grids(most: int) -> list[tuple[int, int]]:
+    """Return all grids (rows, columns) of at most this number of tiles, sorted by this number."""
+    sides = range(1, most + 1)
+    grids = [(rows, columns) for columns in sides for rows in sides if rows * columns <= most]
+    return sorted(grids, key=lambda grid: grid[0] * grid[1])
+
+
+def _covered(height: int, width: int, grid: tuple[int, int], side: int) -> float:
+    """Return the part of an image that is left if each cell of a grid is shrunk to fit a tile."""
+    across, down = grid
+    row_height, column_width = height // down, width // across
+    total = 0.0
+    for row in range(down):
+        cell_height = row_height if row < down - 1 else height - row * row_height
+        for column in range(across):
+            cell_width = column_width if column < across - 1 else width - column * column_width
+            long, short = max(cell_width, cell_height), min(cell_width, cell_height)
+            total += long * short if long <= side else side * (short / long * side)
+    return total / (height * width)
+
+
+class Ovis2Model(PictureModel, PretrainedModel):
+    """The Ovis2 model. `module` is transformers' `Ovis2ForConditionalGeneration`."""
+
+    traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.visual_embeddings_table",))
+
+    def __init__(self, module: Any, spec: ModelSpec, processor: Ovis2Processor) -> None:
+        super().__init__(module, spec, module.model.language_model, module.lm_head)
+        self.normalizations = processor.normalizations
+        self._indicators = upload(torch.tensor(processor.indicators), spec.device)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embed tokens. The tokens between tiles have their embeddings in the last rows of the visual table."""
+        hidden = super().embed(input_ids)
+        table: Tensor = self.module.model.visual_embeddings_table.weight
+        is_indicator = input_ids.unsqueeze(1) == self._indicators
+        rows = is_indicator.to(hidden.dtype) @ table[-len(self._indicators) :].to(hidden)
+        return torch.where(is_indicator.any(1, keepdim=True), rows, hidden)
+
+    def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        parts = self.pixels(items).split(_TILES)
+        features = [self.module.model.get_image_features(part).pooler_output for part in parts]
+        return split_features(torch.cat(features), items)
+
+
+class Ovis2(PretrainedFamily):
+    """Ovis2 (AIDC, 2025, arXiv 2405.20797), run by transformers' modules."""
+
+    model_types = ("ovis2",)
+    published = "thisisiron/Ovis2-2B-hf"
+    kinds = ("image",)
+    processor = Ovis2Processor
+    module_name = "Ovis2ForConditionalGeneration"
+    model_class = Ovis2Model
+    # Keys of the original tower, which transformers' class repeats or lacks.
+    other_keys = tuple(
+        f"vision_config.{key}"
+        for key in words("backbone_config backbone_kwargs depths drop_cls_token tau tie_word_embeddings use_indicators")
+    )
