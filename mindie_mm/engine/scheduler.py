@@ -206,6 +206,10 @@ class Scheduler(BaseScheduler):
         """Schedule a running request. If blocks run out, preempt other requests first, and this request last."""
         if request.awaits_last_token:
             return None
+        if request.lengthen():
+            self.running.remove(request)
+            self._preempt(request)  # the keys in the cache depend on the positions
+            return None
         stop = self._stop(request, request.num_computed, budget)
         if stop == request.num_computed:
             return None
@@ -219,6 +223,7 @@ class Scheduler(BaseScheduler):
         return self._take(request, stop, budget)
 
     def _admit(self, request: Request, budget: _Budget) -> Scheduled | None:
+        request.lengthen()
         extend_keys(request, self._blocks.block_size, request.num_tokens - 1)  # the last token is always computed
         shared = [] if request.params.prompt_logprobs is not None else self._blocks.find(request.keys)
         if self._states is not None:

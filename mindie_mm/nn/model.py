@@ -107,6 +107,11 @@ class Positions:
     """Difference between the position and the index of each token after the prompt."""
     held_axes: int = 0
     """Number of trailing axes whose position stays fixed after the prompt."""
+    longer: Positions | None = None
+    """Positions of all tokens if prompt and output have more than `most_tokens` tokens. None means that they stay the
+    same."""
+    most_tokens: int = 0
+    """Number of tokens of prompt and output up to which these positions are valid. Only used with `longer`."""
 
     def of(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the positions of tokens [start, stop) of prompt and output, int64 [axes, stop - start]."""

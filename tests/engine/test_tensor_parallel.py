@@ -271,7 +271,7 @@ ALSO_SHARED = (
     "qwen2_vl",
     "smolvlm",
 )
-REFUSED = ("blip_2", "chameleon", "florence2", "fuyu", "molmo2")
+REFUSED = ("blip_2", "chameleon", "florence2", "fuyu", "molmo2", "phi4_multimodal")
 
 
 def contract_of(name):

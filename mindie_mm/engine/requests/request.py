@@ -147,6 +147,15 @@ class Request:
         """Return the positions of tokens [start, stop), int64 [axes, stop - start]."""
         return self.prompt_positions.of(start, stop)
 
+    def lengthen(self) -> bool:
+        """Replace the positions of all tokens if there are too many tokens for them. Return whether this was so."""
+        positions = self.prompt_positions
+        if positions.longer is None or self.num_tokens <= positions.most_tokens:
+            return False
+        self.prompt_positions = positions.longer
+        self.keys.clear()  # they depend on the positions
+        return True
+
     def refused(self, vocab_size: int) -> NDArray[np.bool_]:
         """Return which ids are not among `allowed_token_ids`, bool [vocab_size]."""
         if self._refused is None:

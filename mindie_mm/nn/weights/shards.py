@@ -17,6 +17,8 @@ _NAMES = ("model.safetensors", "pytorch_model.bin")
 .index.json."""
 _MOST_HEADER_BYTES = 100_000_000
 """Largest header that safetensors reads."""
+_WRAPPED = ".base_layer."
+"""Part of the name of a weight that peft has wrapped in an adapter."""
 _OTHER_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
 
 
@@ -119,8 +121,13 @@ def _check_torch(file: Path) -> None:
 
 
 def _refuse_adapters(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Raise UnsupportedCheckpoint for a model saved with an unmerged adapter. peft renames weights in that case."""
-    if name := next((name for name in names if ".base_layer." in name or ".lora_A." in name), None):
+    """Raise UnsupportedCheckpoint for a model saved with an unmerged adapter. peft renames weights in that case.
+
+    The layouts of some authors have such weights. The rules for the names in these layouts contain the layer's name.
+    """
+    if any(_WRAPPED in renaming.published for renaming in checkpoint.renamings or ()):
+        return
+    if name := next((name for name in names if _WRAPPED in name or ".lora_A." in name), None):
         raise UnsupportedCheckpoint(
             f"{checkpoint.path} was saved with an active adapter: its weights have names such as {name}. Merge "
             "the adapter into the model with peft's merge_and_unload, save the merged model, and give its "
