@@ -22,6 +22,7 @@
         |-- TooManyErrors           more rows of a batch run failed than the caller allows
         |-- DeviceError             the accelerator is absent, or has failed
         |-- QueueFull               the maximum number of requests is in progress
+        |   `-- QuotaExceeded       the API key has used its quota; a request may succeed later
         |-- RequestTimeout          the request did not finish before its deadline
         |-- RequestAborted          the request was aborted before it finished
         |-- ServiceStopping         the service is stopping
@@ -139,6 +140,15 @@ class DeviceError(OperationalError):
 
 class QueueFull(OperationalError):
     """The maximum number of requests is already in progress."""
+
+
+class QuotaExceeded(QueueFull):
+    """The API key of the request has used its quota."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        """Create an error. `retry_after_s` is the time in seconds after which a request may succeed."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RequestTimeout(OperationalError):

@@ -27,6 +27,7 @@ from mindie_mm.shm.spool import require_locks
 from mindie_mm.worker.worker import Worker
 from service.http import errors, page
 from service.http.access import Access, OwnHost, is_loopback
+from service.http.clients import Clients
 from service.middleware import Middleware
 from service.request.admission import Admission
 from service.request.chat_dialect import ChatDialect, require_formats
@@ -61,6 +62,8 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     admission = Admission(config.max_concurrent_requests, config.request_timeout_s, config.max_held_logprobs)
     metrics = Metrics(model_names[0])
     chat_dialect = ChatDialect.of(worker, config)
+    clients = Clients(config)
+    metrics.watch_clients(lambda: clients.named)
     metrics.watch(lambda: [engine.stats for engine in worker.engine.engines])
     metrics.watch_processes(worker)
     metrics.watch_arenas(lambda: arenas_of(worker.tokenizer_stage.pids))
@@ -77,6 +80,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 media=MediaPolicy(config),
                 kept=KeptMedia(config.media_uuid_bytes),
                 spool_probe=SpoolProbe(spool),
+                clients=clients,
                 admission=admission,
                 metrics=metrics,
                 tokens=TokenTexts(worker.tokenizer),
@@ -96,23 +100,28 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         redoc_url=None,
         redirect_slashes=False,  # behind a TLS proxy, a redirect would make clients repeat the body over http
     )
-    add_front(app, config, admission, metrics, tracer)
+    add_front(app, config, clients, admission, metrics, tracer)
     errors.install(app)
     for module in (chat, completions, infer, generate, models, tokens, health, admin):
         app.include_router(module.router, responses=errors.RESPONSES)
     if config.web_page:
         app.include_router(page.router)
-    describe(app, _EVENTS, keys=bool(config.api_key))
+    describe(app, _EVENTS, keys=config.has_keys)
     return app
 
 
 def add_front(
-    app: FastAPI, config: ServiceConfig, admission: Admission, metrics: Metrics, tracer: Tracer | None = None
+    app: FastAPI,
+    config: ServiceConfig,
+    clients: Clients,
+    admission: Admission,
+    metrics: Metrics,
+    tracer: Tracer | None = None,
 ) -> None:
     """Add the middleware that every request passes before it reaches a route: limits, access control and CORS."""
     # The middleware that is added last is the outermost. CORS must be outside Access, because a preflight has no key.
-    if config.api_key:
-        app.add_middleware(Access, keys=config.api_key)
+    if clients:
+        app.add_middleware(Access, clients=clients)
     elif is_loopback(config.host):
         app.add_middleware(OwnHost)
     if config.cors_origin:
@@ -125,7 +134,7 @@ def add_front(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(Middleware, config=config, admission=admission, metrics=metrics, tracer=tracer)
+    app.add_middleware(Middleware, config=config, clients=clients, admission=admission, metrics=metrics, tracer=tracer)
 
 
 @asynccontextmanager
@@ -168,11 +177,12 @@ def _any_port(origins: Sequence[str]) -> str | None:
 
 
 def require_places(config: ServiceConfig) -> None:
-    """Create the spool if it is missing, and check the media folder, media domains and formats of `config`.
+    """Create the spool if it is missing, and check the API keys, media folder, media domains and formats of `config`.
 
     Raises:
         SharedMemoryError: The spool cannot be used.
-        InputError: The spool's name, the media folder, a media domain or the name of a format is not valid.
+        InputError: The spool's name, the file of API keys, the media folder, a media domain or the name of a format is
+            not valid.
 
     """
     spool = config.spool or default_spool()
@@ -185,6 +195,7 @@ def require_places(config: ServiceConfig) -> None:
     with os_errors_as(SharedMemoryError, f"spool {spool} cannot be written"):
         tempfile.TemporaryDirectory(dir=spool).cleanup()
         require_locks(spool)
+    Clients(config)
     require_media_dir(config)
     require_formats(config)
     for domain in config.allowed_media_domains:

@@ -17,7 +17,8 @@ from mindie_mm import logs
 from mindie_mm.errors import MindieMMError
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.settings.sources import MASK
-from service.http.errors import error_response, status_of
+from service.http.clients import Clients
+from service.http.errors import error_response, retry_after, status_of
 from service.request.admission import Admission
 from service.telemetry import tracing
 from service.telemetry.metrics import Metrics
@@ -49,6 +50,7 @@ class Middleware:
     - The id of a request is stored in `scope["state"]["request_id"]` and returned in the header X-Request-Id. If the
       client sent an X-Request-Id itself, the client's id is returned instead, and both ids are logged.
     - `scope["state"]["arrived"]` is the time at which the request's head arrived, from `time.perf_counter`.
+    - `scope["state"]["client"]` is the `Client` whose API key the request carries, if the service has keys.
     - If an error aborts a response that has started, the responder stores the name of the error's class in
       `scope["state"]["error"]`, for the log. The reason of a refusal is in `scope["state"]["reason"]`.
     - HEAD is routed as GET, because load balancers use HEAD for health checks. The server omits the body.
@@ -59,12 +61,14 @@ class Middleware:
         app: ASGIApp,
         *,
         config: ServiceConfig,
+        clients: Clients,
         admission: Admission,
         metrics: Metrics,
         tracer: tracing.Tracer | None = None,
     ) -> None:
         self._app = app
         self._config = config
+        self._clients = clients
         self.admission = admission
         self._metrics = metrics
         self._tracer = tracer
@@ -120,7 +124,7 @@ class Middleware:
 
     def _shown_path(self, path: str) -> str | None:
         """Return a path that no route has, with API keys masked, for the log. None if the path may contain text."""
-        for key in filter(None, (*self._config.api_key, self._config.admin_key)):
+        for key in filter(None, (*self._clients.keys, self._config.admin_key)):
             path = path.replace(key, MASK)
         return path if _PATH.fullmatch(path.replace(MASK, "")) else None
 
@@ -143,6 +147,7 @@ def _log_access(
     fields = {"method": method, "route": route, "status": status, "duration_s": round(duration_s, 6)}
     fields |= {"path": path} if path is not None else {}
     fields |= {"client_request_id": given} if given else {}
+    fields |= {"client": client.name} if (client := state.get("client")) is not None and client.name else {}
     fields |= {"error": error_name} if error_name else {}
     fields |= {"reason": reason} if reason else {}
     named = (f" as {given}" if given else "") + (f", aborted: {error_name}" if error_name else "")
@@ -175,6 +180,7 @@ class _Body:
             for name, value in scope["headers"]
             if name in _CODINGS and value.strip().lower() not in _PLAIN
         }
+        self._scope = scope
         self._receive = receive
         self._middleware = middleware
         self._config = config
@@ -205,9 +211,9 @@ class _Body:
             raise HTTPException(415, text, headers={"Accept-Encoding": "identity", "Connection": "close"})
         self._check(self._announced)
         try:
-            self._middleware.admission.require_room()
+            self._middleware.admission.require_room(self._scope["state"].get("client"))
         except MindieMMError as error:  # FastAPI would report any other exception as an invalid body
-            raise HTTPException(status_of(error), str(error), headers={"Retry-After": "1"}) from error
+            raise HTTPException(status_of(error), str(error), headers=retry_after(error)) from error
         idle_until = asyncio.get_running_loop().time() + BODY_IDLE_S
         try:
             async with asyncio.timeout_at(min(idle_until, self._deadline)):

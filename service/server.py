@@ -10,7 +10,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -187,7 +187,7 @@ class _Server(uvicorn.Server):
         )
         self._app = app
         self._settings = config
-        self._reloading: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def ask_to_stop(self) -> None:
         """Start the shutdown as uvicorn does on a signal, but exit with status 0. A second call ends the grace time."""
@@ -199,13 +199,16 @@ class _Server(uvicorn.Server):
         """Start replacing the engines one by one, unless the service is stopping."""
         if not self.started or self.should_exit:
             return
-        task = asyncio.create_task(self._reload())
-        self._reloading.add(task)
-        task.add_done_callback(self._reloading.discard)
+        self._start(self._reload())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _reload(self) -> None:
         with logged("the engines were not all replaced"):
-            await self._service.worker.engine.reload(self._settings.grace_s)
+            await self._service.reload()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -216,6 +219,8 @@ class _Server(uvicorn.Server):
         """Start listening, and print the service's URL, model, device, data type and free memory."""
         await super().startup(sockets)
         assert sockets is not None
+        clients = self._service.clients
+        self._start(clients.watched.watch(clients.reload))
         if is_open(self._settings):
             # The warning is logged at every log level.
             _log.log(max(logging.WARNING, logging.root.level), "%s", OPEN_WARNING % self._settings.host)
@@ -244,6 +249,8 @@ class _Server(uvicorn.Server):
         _log.info("stopping; %d requests are running, with %g s to finish", len(admission), grace_s)
         await admission.stop(grace_s)
         faults.point("stopping")
+        for task in self._tasks:
+            task.cancel()
         await super().shutdown(sockets)
 
     @property

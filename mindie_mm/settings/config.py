@@ -273,6 +273,9 @@ class ServiceConfig:
     user."""
     api_key: tuple[str, ...] = field(default=(), metadata={"secret": True})
     """API key that requests must send as `Authorization: Bearer KEY`. Repeatable. Default: requests need no key."""
+    api_key_file: Path | None = None
+    """TOML file with further API keys, each with a name and quotas. The service reads the file again when it changes.
+    Default: no file."""
     admin_key: str | None = field(default=None, metadata={"secret": True})
     """Key for /admin/reload, which takes this key in place of an API key. Default: /admin/reload is accepted only on
     the socket of --uds."""
@@ -390,19 +393,24 @@ class ServiceConfig:
             raise InputError("accept_handles is on, but uds is not set; set uds, or leave accept_handles out")
         if self.max_spool_bytes < self.max_media_bytes:
             raise InputError(f"max_spool_bytes is {self.max_spool_bytes}; it must be at least {self.max_media_bytes}")
-        if not all(map(_is_key, self.api_key)):
+        if not all(map(is_key, self.api_key)):
             raise InputError(
                 "an api_key is empty or has a character that an HTTP header cannot have; use printable ASCII"
             )
-        if self.admin_key is not None and not _is_key(self.admin_key):
+        if self.admin_key is not None and not is_key(self.admin_key):
             raise InputError("admin_key has a character that an HTTP header cannot have; use printable ASCII")
         for origin in self.cors_origin:
             _require_origin(origin)
         if self.otlp_endpoint is not None:
             _require_url("otlp_endpoint", self.otlp_endpoint)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests need an API key."""
+        return bool(self.api_key or self.api_key_file)
 
-def _is_key(key: str) -> bool:
+
+def is_key(key: str) -> bool:
     """Return whether an HTTP header can contain the key."""
     return key.isascii() and key.isprintable() and key.strip() == key != ""
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from hashlib import sha256
-from hmac import compare_digest
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers
@@ -14,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mindie_mm.errors import InputError
 from mindie_mm.settings.config import ServiceConfig
 from service.http import page
+from service.http.clients import Clients
 from service.http.errors import error_body
 from service.http.host import host_name
 from service.http.json_response import JSONResponse
@@ -34,27 +33,30 @@ OPEN_WARNING = (
 
 
 class Access:
-    """ASGI middleware that answers 401 unless the request carries one of `keys` as a bearer token."""
+    """ASGI middleware that answers 401 unless the request carries the key of one of `clients` as a bearer token.
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+    It stores the client in `scope["state"]["client"]`.
+    """
+
+    def __init__(self, app: ASGIApp, *, clients: Clients) -> None:
         self._app = app
-        self._digests = [sha256(key.encode()).digest() for key in keys]
+        self._clients = clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request as an ASGI application."""
-        if scope["type"] != "http" or scope["path"] in {*OPEN_PATHS, RELOAD} or self._may(Headers(scope=scope)):
+        if scope["type"] != "http" or scope["path"] in {*OPEN_PATHS, RELOAD}:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        client = self._clients.find(key_digest(headers))
+        if client is not None and headers.get("authorization", "").partition(" ")[0].lower() == "bearer":
+            scope.setdefault("state", {})["client"] = client
             await self._app(scope, receive, send)
             return
         message = "the request has no valid API key; send the header Authorization: Bearer KEY"
         scope.setdefault("state", {})["reason"] = message
         answer = JSONResponse(error_body(message, 401), status_code=401, headers={"WWW-Authenticate": "Bearer"})
         await answer(scope, receive, send)
-
-    def _may(self, headers: Headers) -> bool:
-        scheme, given = headers.get("authorization", "").partition(" ")[0], key_digest(headers)
-        # All digests have the same length, and all are compared, so the response time reveals nothing about the keys.
-        known = [compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(known)
 
 
 def key_digest(headers: Headers) -> bytes:
@@ -102,7 +104,7 @@ def is_loopback(host: str) -> bool:
 
 def is_open(config: ServiceConfig) -> bool:
     """Return whether a service with this configuration answers anybody who can reach this machine."""
-    return not config.api_key and not is_loopback(config.host)
+    return not config.has_keys and not is_loopback(config.host)
 
 
 def require_key(config: ServiceConfig) -> None:
@@ -110,7 +112,8 @@ def require_key(config: ServiceConfig) -> None:
     if is_open(config) and not config.allow_open:
         raise InputError(
             f"the service would listen on {config.host} without an API key, so that anybody who can reach this machine "
-            "could use it; set MINDIE_MM_API_KEY, or set MINDIE_MM_ALLOW_OPEN=1 if this is intended"
+            "could use it; set MINDIE_MM_API_KEY or MINDIE_MM_API_KEY_FILE, or set MINDIE_MM_ALLOW_OPEN=1 if this is "
+            "intended"
         )
 
 

@@ -134,8 +134,13 @@ def error_response(error: Exception) -> Response:
         # The message of an error from another library may quote the client's input.
         text = error if isinstance(error, errors.MindieMMError) else "internal error"
         _log.error("request failed: %s: %s", type(error).__name__, text)
-    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    headers = retry_after(error) if status in (429, 503) else None
     return JSONResponse(error_object(error), status_code=status, headers=headers)
+
+
+def retry_after(error: Exception) -> dict[str, str]:
+    """Return the header that says when to send a request again that failed with status 429 or 503."""
+    return {"Retry-After": str(error.retry_after_s if isinstance(error, errors.QuotaExceeded) else 1)}
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -33,6 +33,7 @@ from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from service.app import add_front, checkpoint_name
 from service.http import errors
 from service.http.access import OPEN_PATHS, RELOAD, key_digest, require_key
+from service.http.clients import Clients
 from service.ray.content import Route, route_of
 from service.ray.metrics import merged
 from service.ray.plan import LOST, calling, configuration_of
@@ -79,7 +80,7 @@ class Ingress:
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         # Requests are admitted by workers. The ingress bounds only the bodies that it holds.
         admission = Admission(2**31, config.request_timeout_s)
-        add_front(app, config, admission, Metrics(model_name))
+        add_front(app, config, Clients(config), admission, Metrics(model_name))
         errors.install(app)
         app.mount("", self._forward)
         self._app = app

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from mindie_mm.errors import InputError, NoProcess
+from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.settings.sources import PARTS, Configuration, checked_settings, configuration
 from mindie_mm.shm.format import layout
 
@@ -61,6 +62,15 @@ def refusal_of(scope: Mapping[str, Any]) -> NoProcess | None:
     )
 
 
+def require_supported(config: ServiceConfig) -> None:
+    """Raise InputError if a setting of the service has no effect with Ray Serve, whose own server listens."""
+    if config.api_key_file is not None:
+        raise InputError(
+            "api_key_file is not supported with Ray, because each ingress replica would count the quotas for itself; "
+            "set api_key"
+        )
+
+
 def plan_of(settings: Mapping[str, Any]) -> bytes:
     """Return a plan with `settings`, by name.
 
@@ -90,7 +100,7 @@ def configuration_of(plan: bytes) -> Configuration:
     Settings that the plan does not contain are read from the environment of this node.
 
     Raises:
-        InputError: A setting is invalid, or the plan is from a version with another wire format.
+        InputError: A setting is invalid or not supported, or the plan is from a version with another wire format.
 
     """
     theirs, ours = msgspec.json.decode(plan, type=_Versions), versions()
@@ -100,4 +110,6 @@ def configuration_of(plan: bytes) -> Configuration:
             "version of mindie_mm on all nodes"
         )
     settings = msgspec.json.decode(plan, type=_Plan).settings
-    return configuration(checked_settings("the application", settings)).for_service()
+    found = configuration(checked_settings("the application", settings)).for_service()
+    require_supported(found.service)
+    return found

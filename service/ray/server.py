@@ -55,9 +55,10 @@ def serve_on_ray(given: Configuration, address: str, replicas: int) -> None:
         raise InputError(f"Ray Serve cannot be imported ({error}): pip install 'mindie_mm[{EXTRA}]'") from error
     from service.app import checkpoint_name
     from service.ray.application import Arguments, application
-    from service.ray.plan import given_settings, plan_of
+    from service.ray.plan import given_settings, plan_of, require_supported
     from service.ray.running import failure_of, require_free
 
+    require_supported(config)
     require_free(NAME, address)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP

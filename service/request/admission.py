@@ -13,6 +13,7 @@ from typing import Self
 from starlette.types import Receive
 
 from mindie_mm.errors import MindieMMError, QueueFull, RequestAborted, RequestTimeout, ServiceStopping
+from service.http.clients import Client
 
 
 class Admission:
@@ -35,12 +36,14 @@ class Admission:
     def __len__(self) -> int:
         return len(self._live)
 
-    def require_room(self) -> None:
-        """Raise QueueFull or ServiceStopping if no further request can be admitted."""
+    def require_room(self, client: Client | None = None) -> None:
+        """Raise QueueFull, QuotaExceeded or ServiceStopping if no further request of `client` can be admitted."""
         if self.stopping:
             raise ServiceStopping("the service is stopping")
         if len(self._live) >= self._limit:
             raise QueueFull(f"{len(self._live)} requests are in progress; the limit is {self._limit}")
+        if client is not None:
+            client.require_room()
 
     def hold_logprobs(self, count: int) -> None:
         """Count `count` log-probabilities of the current request's answer until the request ends.
@@ -63,7 +66,9 @@ class Admission:
         request.num_logprobs = count
 
     @asynccontextmanager
-    async def admit(self, receive: Receive, timeout_s: float | None = None) -> AsyncIterator[None]:
+    async def admit(
+        self, receive: Receive, timeout_s: float | None = None, client: Client | None = None
+    ) -> AsyncIterator[None]:
         """Admit a request for the duration of the `with` block.
 
         The block is canceled if the client disconnects, the deadline passes or the service stops. The context manager
@@ -72,33 +77,39 @@ class Admission:
         Args:
             receive: The request's ASGI callable. It must have returned the whole body already.
             timeout_s: Maximum time in seconds for this request. The service's limit applies if it is shorter.
+            client: Client whose API key the request carries.
 
         Raises:
             QueueFull: Too many requests are being answered.
+            QuotaExceeded: The client has used its quota.
             ServiceStopping: The service is stopping, or stopped while the block ran.
             RequestAborted: The client disconnected.
             RequestTimeout: The request took too long.
 
         """
-        self.require_room()
+        self.require_room(client)
         limit_s = min(self._timeout_s, timeout_s or self._timeout_s)
         request = _Endable()
         _current.set(request)
         deadline = asyncio.get_running_loop().call_later(
             limit_s, request.end, RequestTimeout(f"the request took longer than the limit of {limit_s:g} s")
         )
-        client = asyncio.create_task(_watch(receive, request))
+        watching = asyncio.create_task(_watch(receive, request))
         self._live.add(request)
         self._idle.clear()
+        if client is not None:
+            client.begin()
         try:
             async with request:
                 yield
         finally:
             self._live.discard(request)
+            if client is not None:
+                client.end()
             if not self._live:
                 self._idle.set()
             deadline.cancel()
-            client.cancel()
+            watching.cancel()
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, and wait until all requests have ended. After `grace_s` seconds, end the rest."""

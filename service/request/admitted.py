@@ -64,16 +64,15 @@ class Admitted(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
-            async with self._admission.admit(receive, self._timeout_s):
+            client = scope.setdefault("state", {}).get("client")
+            async with self._admission.admit(receive, self._timeout_s, client):
                 last = await self._answer(sending)
                 if started:
                     await sending(b"")  # waits until the client has received nearly all bytes
         except Exception as error:
             if not started:
                 raise
-            scope.setdefault("state", {})["error"] = type(
-                error
-            ).__name__  # for the access log, because the status was 200
+            scope["state"]["error"] = type(error).__name__  # for the access log, because the status was 200
             if isinstance(error, RequestAborted):
                 return
             _note(error)

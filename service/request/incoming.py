@@ -15,6 +15,7 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.worker.beam_search import check_beams
 from service.http.access import key_digest
+from service.http.clients import Client
 from service.request.admitted import DONE, EventStream, SendEvent, WholeAnswer
 from service.request.call import Call
 from service.request.meter import Meter
@@ -47,6 +48,8 @@ class Incoming:
     clock: Clock
     owner: bytes
     """Digest of the API key that the request carries."""
+    client: Client | None
+    """Client whose API key the request carries, if the service has keys."""
     accepts_handles: bool
     """See `Call.accepts_handles`."""
 
@@ -98,7 +101,7 @@ class Incoming:
         except InputError as error:
             error.param = settings.field or error.param
             raise
-        meter = Meter(self.service.metrics, self.clock.arrived)
+        meter = Meter(self.service.metrics, self.clock.arrived, self.client)
         field = structure.field if structure is not None else None
         timed = bool(settings.timings)
         return Call(
@@ -143,6 +146,7 @@ async def _incoming(request: Request, service: ServiceDep) -> Incoming:
         state.request_id,
         Clock(state.arrived),
         key_digest(request.headers),
+        getattr(state, "client", None),
         accepts_handles=service.config.accept_handles and getattr(state, "unix_socket", False) is True,
     )
 

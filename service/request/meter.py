@@ -11,6 +11,7 @@ from mindie_mm.engine.requests.engine_messages import Timings
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, RequestAborted
 from mindie_mm.worker.deltas import Delta
+from service.http.clients import Client
 from service.request.admission import cause_of_end
 from service.telemetry import tracing
 from service.telemetry.metrics import Metrics
@@ -19,9 +20,17 @@ from service.telemetry.metrics import Metrics
 class Meter:
     """Counts, times and traces the choices of one request."""
 
-    def __init__(self, metrics: Metrics, arrived: float) -> None:
-        """Create a meter. `arrived` is the time at which the request's head arrived, from `time.perf_counter`."""
+    def __init__(self, metrics: Metrics, arrived: float, client: Client | None = None) -> None:
+        """Create a meter.
+
+        Args:
+            metrics: Metrics of the service.
+            arrived: Time at which the request's head arrived, from `time.perf_counter`.
+            client: Client whose API key the request carries, and to whose quota the tokens count.
+
+        """
         self.metrics = metrics
+        self.client = client
         self.arrived = arrived
         self.failed: str | None = None
         """Reason that the metrics record for the first failed choice."""
@@ -48,6 +57,8 @@ class Meter:
         self._n, self._num_unfinished = n, len(prompt_lengths) * n
         for length in prompt_lengths:
             self.metrics.count_prompt(length, n, params.max_tokens)
+        if self.client is not None:
+            self.client.count_tokens(prompt=sum(prompt_lengths))
         if (trace := tracing.current.get()) is not None:
             trace.asked(params, n, sum(prompt_lengths))
 
@@ -101,6 +112,8 @@ class ChoiceMeter:
         self._num_drawn += len(delta.token_ids)
         self.num_tokens += len(delta.token_ids)
         metrics.count_tokens(len(delta.token_ids))
+        if self._meter.client is not None:
+            self._meter.client.count_tokens(generated=len(delta.token_ids))
         self._reason = delta.finish_reason or ""
         self._timings = delta.timings
 

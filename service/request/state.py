@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from mindie_mm.errors import ModelNotFound, ServiceStopping
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.worker.worker import Worker
+from service.http.clients import Clients
 from service.request.admission import Admission
 from service.request.chat_dialect import ChatDialect
 from service.request.kept_media import KeptMedia
@@ -41,6 +42,7 @@ class Service:
     media: MediaPolicy
     kept: KeptMedia
     """Media by `uuid`."""
+    clients: Clients
     admission: Admission
     metrics: Metrics
     tokens: TokenTexts
@@ -61,6 +63,17 @@ class Service:
             raise ServiceStopping("the service is stopping")
         self.worker.check()
         await self.spool_probe.check()
+
+    async def reload(self) -> None:
+        """Read the file of API keys again, and replace the engines one by one (`EngineReplicas.reload`).
+
+        Raises:
+            InputError: The file is invalid. The keys and engines are not replaced.
+            ProcessDied: Not all engines were replaced.
+
+        """
+        self.clients.reload()
+        await self.worker.engine.reload(self.config.grace_s)
 
     @property
     def model_name(self) -> str:

@@ -1,4 +1,4 @@
-"""POST /admin/reload: replacement of the engine processes."""
+"""POST /admin/reload: replacement of the engine processes and of the API keys."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ class Reloaded(TypedDict):
 async def reload(request: Request, service: ServiceDep) -> Response:
     """Replace the engines one by one, and answer when all are replaced. New engines read the checkpoint again.
 
+    The file of `--api-key-file` is read again before. If it is invalid, nothing is replaced.
+
     An engine that is replaced gets no new requests. Its running requests may finish within `--grace-s`, and are then
     sent to another engine.
     """
     _require_admin(request, service.config)
     if service.admission.stopping:
         raise ServiceStopping("the service is stopping")
-    engine = service.worker.engine
     try:
-        await engine.reload(service.config.grace_s)
+        await service.reload()
     except asyncio.CancelledError:
         if service.admission.stopping:  # the server cancels the requests that remain after the grace time
             raise ServiceStopping("the service stopped before all engines were replaced") from None
         raise
-    answer: Reloaded = {"reloaded": len(engine.engines)}
+    answer: Reloaded = {"reloaded": len(service.worker.engine.engines)}
     return JSONResponse(answer)
 
 

@@ -20,6 +20,7 @@ from mindie_mm.shm.dev_shm import ShmSpace
 from mindie_mm.shm.format.layout import ArenaStats
 from mindie_mm.shm.reclaim import totals
 from mindie_mm.worker.worker import Worker
+from service.http.clients import Client
 
 PREFIX = "mindie_mm:"
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -164,6 +165,10 @@ class Metrics:
         """Add metrics of the worker's processes and their restarts, software versions, and KV cache settings."""
         self.registry.register(_Processes(worker, self.model_name))
 
+    def watch_clients(self, clients: Callable[[], Sequence[Client]]) -> None:
+        """Add metrics of the API keys with names. Each scrape calls `clients`."""
+        self.registry.register(_Clients(clients, self.model_name))
+
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format. Inspecting the arenas may take milliseconds."""
         return generate_latest(self.registry)
@@ -189,6 +194,21 @@ class _EngineGauges(Collector):
                 metric = family(PREFIX + name, text, labels=_engine_labels(len(several)))
                 for number, stats in enumerate(several):
                     metric.add_metric((self._model_name, str(number)), value(stats))
+                yield metric
+
+
+class _Clients(Collector):
+    def __init__(self, clients: Callable[[], Sequence[Client]], model_name: str) -> None:
+        self._clients = clients
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        clients = self._clients()
+        for family, rows in ((GaugeMetricFamily, _CLIENT_GAUGES), (CounterMetricFamily, _CLIENT_COUNTERS)):
+            for name, text, value in rows:
+                metric = family(f"{PREFIX}client_{name}", text, labels=("model_name", "client"))
+                for client in clients:
+                    metric.add_metric((self._model_name, client.name), value(client))
                 yield metric
 
 
@@ -321,6 +341,20 @@ _ENGINE_COUNTERS: _EngineValues = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda stats: stats.prefix_cache_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_cache_hits),
     ("num_preemptions", "Requests preempted to free KV cache.", lambda stats: stats.preemptions),
+)
+
+
+_ClientValues = Sequence[tuple[str, str, Callable[[Client], float]]]
+"""Name, description and function for the value of metrics that have one series per API key with a name."""
+
+_CLIENT_GAUGES: _ClientValues = (
+    ("requests_running", "Requests in progress, by API key.", lambda client: client.num_running),
+)
+_CLIENT_COUNTERS: _ClientValues = (
+    ("requests", "Requests to the model, by API key.", lambda client: client.num_requests),
+    ("requests_refused", "Requests refused because of the quota of their key.", lambda client: client.num_refused),
+    ("prompt_tokens", "Prompt tokens, by API key.", lambda client: client.num_prompt_tokens),
+    ("generation_tokens", "Generated tokens, by API key.", lambda client: client.num_generated_tokens),
 )
 
 

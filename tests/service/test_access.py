@@ -16,6 +16,14 @@ from tests.watching import wait_until
 from tools.serving import RunningService
 
 KEYS = ("first-key", "second key with spaces")
+NAMED = """
+[alice]
+key = "alices-key"
+["bob@example.org"]
+key = "bobs-key"
+requests_per_minute = 2
+"""
+"""File of API keys with names."""
 ORIGIN = "https://example.org"
 ORIGINS = (ORIGIN, "http://localhost:*", "https://[::1]:*")
 
@@ -23,12 +31,22 @@ ORIGINS = (ORIGIN, "http://localhost:*", "https://[::1]:*")
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("guarded")
-    more = {"spool": folder / "spool"}
-    environment = {"MINDIE_MM_API_KEY": ",".join(KEYS), "MINDIE_MM_CORS_ORIGIN": ",".join(ORIGINS)}
+    (folder / "keys.toml").write_text(NAMED)
+    more = {
+        "spool": folder / "spool",
+        "api_key_file": folder / "keys.toml",
+        "uds": folder / "socket",
+        "log_level": "debug",
+    }
+    environment = {
+        "MINDIE_MM_API_KEY": ",".join(KEYS),
+        "MINDIE_MM_CORS_ORIGIN": ",".join(ORIGINS),
+    }
     with running_service(settings | more, folder / "log", environment=environment) as running:
         yield running
         assert running.stop() == 0
-    assert not any(key in (folder / "log").read_text() for key in KEYS)
+    log = (folder / "log").read_text()
+    assert not any(key in log for key in (*KEYS, "alices-key", "bobs-key", "carols-key"))
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +59,58 @@ def test_each_api_key_is_accepted(guarded: RunningService) -> None:
     for key in KEYS:
         with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0) as client:
             assert client.models.list().data[0].id == "tiny"
+
+
+def ask(client: httpx2.Client, key: str) -> httpx2.Response:
+    """Request an answer of 4 tokens to a prompt of 3 tokens."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+    return client.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+
+
+def counts(client: httpx2.Client, name: str) -> dict[str, float]:
+    """Return the metrics of the key with this name."""
+    pattern = rf'^mindie_mm:client_(\w+){{client="{name}",model_name="tiny"}} (\S+)$'
+    return {metric: float(value) for metric, value in re.findall(pattern, client.get("/metrics").text, re.MULTILINE)}
+
+
+def test_requests_and_tokens_are_counted_by_the_name_of_their_key(guarded: RunningService, bare: httpx2.Client) -> None:
+    assert ask(bare, "alices-key").status_code == 200
+    assert counts(bare, "alice") == {
+        "requests_running": 0,
+        "requests_total": 1,
+        "requests_refused_total": 0,
+        "prompt_tokens_total": 3,
+        "generation_tokens_total": 4,
+    }
+    assert not any(key in bare.get("/metrics").text for key in ("alices-key", KEYS[0]))
+
+
+def test_a_key_that_has_used_its_quota_gets_429_with_the_time_to_wait(bare: httpx2.Client) -> None:
+    assert [ask(bare, "bobs-key").status_code for _ in range(2)] == [200, 200]
+    refused = ask(bare, "bobs-key")
+    assert refused.status_code == 429
+    assert refused.json()["error"]["type"] == "RateLimitError"
+    assert "named bob@example.org has made 2 requests in a minute" in refused.json()["error"]["message"]
+    assert 25 <= int(refused.headers["Retry-After"]) <= 31
+    assert counts(bare, "bob@example.org")["requests_refused_total"] == 1
+    assert ask(bare, "alices-key").status_code == 200
+    listing = bare.get("/v1/models", headers={"Authorization": "Bearer bobs-key"})
+    assert listing.status_code == 200, "only requests to the model count"
+
+
+def test_the_file_of_keys_is_read_again_when_it_changes_and_on_a_reload(
+    guarded: RunningService, bare: httpx2.Client
+) -> None:
+    file = guarded.log.with_name("keys.toml")
+    file.write_text("[carol]\nkey = 'carols-key'\n")
+    wait_until(lambda: ask(bare, "carols-key").status_code == 200)
+    assert ask(bare, "alices-key").status_code == 401
+    file.write_text("[carol]\nkey = 'carols-key'\n[dave]\n")
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(file.with_name("socket"))), timeout=300) as unix:
+        answer = unix.post("http://localhost/admin/reload")
+    assert answer.status_code == 400
+    assert "[dave]: Object missing required field `key`" in answer.json()["error"]["message"]
+    assert ask(bare, "carols-key").status_code == 200
 
 
 def test_media_by_uuid_belong_to_their_key(bare: httpx2.Client, red_square: str) -> None:

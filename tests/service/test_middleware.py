@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mindie_mm.settings.config import ServiceConfig
+from service.http.clients import Clients
 from service.middleware import Middleware
 from service.request.admission import Admission
 from service.telemetry.metrics import Metrics
@@ -45,6 +46,7 @@ async def test_the_bodies_of_all_requests_share_a_limit(announced: bool) -> None
     middleware = Middleware(
         inside,
         config=ServiceConfig(max_request_bytes=100, max_held_bytes=150),
+        clients=Clients(ServiceConfig()),
         admission=ADMISSION,
         metrics=Metrics("x"),
     )
@@ -64,7 +66,9 @@ async def test_the_bodies_of_all_requests_share_a_limit(announced: bool) -> None
 
 async def test_refused_bodies_are_not_held() -> None:
     config = ServiceConfig(max_request_bytes=100, max_request_values=10)
-    middleware = Middleware(Inside(), config=config, admission=ADMISSION, metrics=Metrics("x"))
+    middleware = Middleware(
+        Inside(), config=config, clients=Clients(ServiceConfig()), admission=ADMISSION, metrics=Metrics("x")
+    )
     for body, limit in ((b"," * 11, "JSON values than the limit of 10"), (bytes(101), "the limit is 100")):
         with pytest.raises(HTTPException, match=limit):
             await call(middleware, body)
@@ -80,7 +84,11 @@ async def test_a_body_that_does_not_arrive_in_time_is_408() -> None:
         raise AssertionError(message)
 
     middleware = Middleware(
-        Inside(), config=ServiceConfig(request_timeout_s=0.05), admission=ADMISSION, metrics=Metrics("x")
+        Inside(),
+        config=ServiceConfig(request_timeout_s=0.05),
+        clients=Clients(ServiceConfig()),
+        admission=ADMISSION,
+        metrics=Metrics("x"),
     )
     with pytest.raises(HTTPException, match=r"limit of 0\.05 s") as caught:
         await middleware({"type": "http", "method": "POST", "path": "/none", "headers": []}, never, send)

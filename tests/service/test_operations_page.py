@@ -120,6 +120,9 @@ def metric_names(http: Any) -> set[str]:
     names: set[str] = set()
     for family in text_string_to_metric_families(http.get("/metrics").text):
         names |= {family.name, *(sample.name for sample in family.samples)}
+        names |= (
+            {f"{family.name}_total"} if family.type == "counter" else set()
+        )  # without API keys, some have no sample
     return {name.removeprefix("mindie_mm:") for name in names}
 
 
