@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,9 @@ def judge(path: Path, family_name: str | None, size: tuple[int, int]) -> Iterato
     name = family.__module__.rpartition(".")[2]
     try:
         with reading(checkpoint, family):
-            processor = family.processor(family.translated(checkpoint))
+            translated = family.translated(checkpoint)
+            processor = family.processor(translated)
+            config = family.configuration(translated) if issubclass(family, PretrainedFamily) else None
     except UnsupportedCheckpoint as error:
         yield Finding("family", "error", f"family {name}, which does not support this checkpoint", str(error))
         return
@@ -52,7 +55,7 @@ def judge(path: Path, family_name: str | None, size: tuple[int, int]) -> Iterato
     yield _served(name, listed(sorted(missing)))
     yield _settings(checkpoint, family)
     yield _quantization(checkpoint, family)
-    yield _context(checkpoint, family)
+    yield _context(checkpoint, config)
     yield _image(checkpoint, family, processor, size)
 
 
@@ -95,26 +98,19 @@ def _quantization(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
     return Finding("quantization", "ok", f"{method}, supported {where}")
 
 
-def _context(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
-    try:
-        with reading(checkpoint, family):
-            positions = _positions(checkpoint, family)
-    except UnsupportedCheckpoint as error:
-        return Finding("context", "error", "the context length cannot be read", str(error))
+def _context(checkpoint: ConfigOnly, config: Any) -> Finding:
+    """Return a finding about the context. `config` is transformers' configuration, or None if there is none."""
+    positions = checkpoint.stated_anywhere("max_position_embeddings") if config is None else _positions(config)
     if positions is None:
         return Finding("context", "warning", "unknown: config.json does not state max_position_embeddings")
     return Finding("context", "ok", f"{positions} tokens")
 
 
-def _positions(checkpoint: ConfigOnly, family: type[Family]) -> int | None:
-    """Return the maximum number of positions of the text model, or None if config.json does not state it."""
-    if issubclass(family, PretrainedFamily):
-        text = family.configuration(family.translated(checkpoint)).get_text_config()
-        if not hasattr(text, "max_position_embeddings"):  # a decoder of an encoder-decoder has another name for it
-            return getattr(text, "max_target_positions", None)
-        return context_length(text)
-    stated: int | None = checkpoint.stated_anywhere("max_position_embeddings")
-    return stated
+def _positions(config: Any) -> int | None:
+    text = config.get_text_config()
+    if not hasattr(text, "max_position_embeddings"):  # a decoder of an encoder-decoder has another name for it
+        return getattr(text, "max_target_positions", None)
+    return context_length(text)
 
 
 def _image(checkpoint: ConfigOnly, family: type[Family], processor: Processor, size: tuple[int, int]) -> Finding:

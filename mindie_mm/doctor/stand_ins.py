@@ -18,7 +18,10 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-_REPLACED = ("torch", "transformers.activations", "av", "jinja2", "httpx", "httpx2")
+_REPLACED = (
+    *("torch", "transformers.integrations.hub_kernels", "av", "jinja2"),
+    *("huggingface_hub.hf_api", "httpx", "httpx2", "httpcore", "httpcore2"),
+)
 """Modules that are replaced, together with all modules below them.
 
 Without media, templates and downloads, the others than torch are not needed either, and their imports are slow, too.
@@ -74,7 +77,6 @@ class _Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == "torch":
             module.__dict__["__version__"] = version("torch")
-        module.__dict__["ACT2FN"] = {}  # as in transformers itself without torch
 
 
 class _Package(ModuleType):

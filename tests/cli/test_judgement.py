@@ -186,6 +186,32 @@ def test_an_odd_config_is_refused_without_a_traceback(text, tmp_path):
     assert found.advice
 
 
+@pytest.mark.parametrize(
+    ("section", "changes", "reason"),
+    [
+        ("text_config", {"hidden_act": "zz"}, "hidden_act is 'zz'; the activation functions are gelu"),
+        ("vision_config", {"hidden_act": "zz"}, "hidden_act is 'zz'; the activation functions are gelu"),
+        ("text_config", {"rope_scaling": {"rope_type": "zz", "mrope_section": [24, 20, 20]}}, "rope_type 'zz'"),
+        ("text_config", {"layer_types": ["zz"]}, "layer_types"),
+        ("text_config", {"hidden_size": "4096"}, "hidden_size"),
+    ],
+)
+def test_a_value_that_no_model_can_be_built_with_is_refused(section, changes, reason, tmp_path):
+    config = json.loads((FOLDER / "qwen3_vl_cosmos2" / "config.json").read_text())
+    config[section] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (found,) = judge(tmp_path, None, (64, 64))
+    assert (found.status, found.found) == ("error", "family qwen3_vl, which does not support this checkpoint")
+    assert reason in found.advice
+
+
+def test_a_huge_config_is_refused_without_reading_it(tmp_path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1024 * 1024 + 1)
+    (found,) = judge(tmp_path, None, (64, 64))
+    assert "has 1048577 bytes; the limit is 1048576" in found.advice
+
+
 def test_a_whisper_with_other_bands_is_judged_by_its_config_alone(tmp_path):
     config = json.loads((FOLDER / "whisper_base" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_mel_bins": 128}))

@@ -43,6 +43,8 @@ _CLASS_KEYS: Mapping[Kind, str] = {
     "audio": "feature_extractor_type",
 }
 """Key that names the transformers class for the preprocessing settings of each kind."""
+_MAX_CONFIG_BYTES = 1024 * 1024
+"""Maximum size of config.json. Published files have some kilobytes, or some hundred with a list of quantized layers."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt")
@@ -69,8 +71,8 @@ class Checkpoint:
         """Open a checkpoint and read its config.json. None opens the embedded checkpoint.
 
         Raises:
-            UnsupportedCheckpoint: There is no readable config.json, there is an adapter beside it, or the name of the
-                directory is not UTF-8.
+            UnsupportedCheckpoint: There is no readable config.json, it is too large, there is an adapter beside it, or
+                the name of the directory is not UTF-8.
             InputError: The path is relative, and the working directory was removed.
 
         """
@@ -80,6 +82,7 @@ class Checkpoint:
         if not _is_file(file):
             raise no_checkpoint(root)
         check_adapter(root)
+        _require_small(file)
         return cls(root, _read(file))
 
     def translated(
@@ -318,6 +321,16 @@ def _require_utf8(root: Path) -> None:
         raise UnsupportedCheckpoint(
             f"the name of the checkpoint directory, {name!r}, is not UTF-8, or Python does not use UTF-8 for "
             "file names. Rename the directory, or start Python with PYTHONUTF8=1"
+        )
+
+
+def _require_small(file: Path) -> None:
+    """Raise UnsupportedCheckpoint if a config.json is too large to be one."""
+    with os_errors_as(UnsupportedCheckpoint, f"{file} cannot be read"):
+        size = file.stat().st_size
+    if size > _MAX_CONFIG_BYTES:
+        raise UnsupportedCheckpoint(
+            f"{file} has {size} bytes; the limit is {_MAX_CONFIG_BYTES}. Copy config.json from the original repository"
         )
 
 

@@ -6,6 +6,7 @@ interpretation is correct, because the weights were trained with it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,14 +29,30 @@ def settle(checkpoint: Checkpoint, config: Any, default_theta: float | None = No
             of transformers 5.
 
     Raises:
-        UnsupportedCheckpoint: Rotary frequencies depend on the batch, or have settings that would be ignored.
+        UnsupportedCheckpoint: Rotary frequencies depend on the batch, or have settings that would be ignored. A value
+            cannot belong to a model of transformers.
 
     """
+    _check_values(checkpoint, config)
     if default_theta is not None:
         _settle_theta(checkpoint.config, config.get_text_config(), default_theta)
     _settle_ties(checkpoint.config, config)
     _check_layered_rope(checkpoint, config.get_text_config())
     _settle_rope(checkpoint, config)
+
+
+def _check_values(checkpoint: Checkpoint, config: Any) -> None:
+    """Raise UnsupportedCheckpoint for a value that transformers would refuse only when it builds the model."""
+    from transformers.activations import ACT2FN  # imported late: the tokenizer imports the families
+
+    for field in dataclasses.fields(config):
+        if "act" in field.name and field.default in ACT2FN and (value := getattr(config, field.name)) not in ACT2FN:
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path}: {field.name} is {value!r}; the activation functions are {', '.join(ACT2FN)}"
+            )
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            _check_values(checkpoint, part)
 
 
 def _settle_theta(stated: Mapping[str, Any], text: Any, default_theta: float) -> None:
@@ -97,10 +114,16 @@ def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
     With `alpha`, frequencies that are called dynamic do not depend on the batch, as in vLLM: `alpha` changes their
     base.
     """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
     for entry in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         rope_type = entry.get("rope_type")
+        if rope_type not in (None, "default", *ROPE_INIT_FUNCTIONS):
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path} has rope_type {rope_type!r}; it must be default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+            )
         if rope_type == "dynamic" and entry.get("alpha"):
             width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
             entry["rope_theta"] *= entry.pop("alpha") ** (width / (width - 2))
