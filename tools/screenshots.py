@@ -22,6 +22,7 @@ FOLDER = Path("docs/images")
 ARENA_BYTES = 2**20
 COPIES = (1, 4, 2, 3)
 WIDTH = 1320
+HEIGHT = 900
 SECONDS = 15
 
 
@@ -36,18 +37,16 @@ def main() -> None:
         media = write_media(folder)
         settings = {"spool": folder / "spool", "arena_bytes": ARENA_BYTES, "decoders": 2}
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": WIDTH, "height": 1330})
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         with running_service(settings, folder / "log", start_timeout_s=240) as service:
             page.goto(service.url)
             converse(page, media)
             with load(service):
                 page.wait_for_timeout(SECONDS * 1000)
-                page.get_by_text("Blocks as a table").click()
-                expect(page.locator("#block-rows tr")).to_have_count(sum(COPIES))
-                page.screenshot(path=FOLDER / "web-page.png", full_page=True)
+                page.screenshot(path=FOLDER / "web-page.png")
                 page.emulate_media(color_scheme="dark")
                 page.get_by_role("combobox", name="Colors").select_option("by request")
-                page.screenshot(path=FOLDER / "web-page-dark.png", full_page=True)
+                page.screenshot(path=FOLDER / "web-page-dark.png")
         browser.close()
 
 
@@ -67,6 +66,8 @@ def converse(page: Page, media: list[Path]) -> None:
         page.fill("#question", question)
         page.press("#question", "Enter")
         expect(page.locator("#status")).to_contain_text("Answered in", timeout=30_000)
+    page.get_by_role("button", name="Time and tokens").last.click()
+    page.get_by_role("button", name="Service diagrams").click()
 
 
 @contextmanager

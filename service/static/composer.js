@@ -10,13 +10,15 @@ export class Composer {
   #status = byId("status");
   #items = new Items(byId("items"), (text) => this.say(text));
   #recorders;
+  #settings;
   #busy = null;
 
   /**
    * Create the form. `ask` is an async function of a question, its items and an AbortSignal. If it returns false, the
-   * form restores the question.
+   * form restores the question. Nothing is sent while `settings` are invalid.
    */
-  constructor(ask) {
+  constructor(settings, ask) {
+    this.#settings = settings;
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit(ask);
@@ -27,6 +29,9 @@ export class Composer {
       this.#form.requestSubmit();
     });
     byId("stop").addEventListener("click", () => this.#busy?.abort());
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !event.defaultPrevented && !document.querySelector("dialog[open]")) this.#busy?.abort();
+    });
     const files = byId("files");
     files.addEventListener("change", () => {
       this.#items.add(files.files);
@@ -54,15 +59,6 @@ export class Composer {
     this.#status.textContent = text;
   }
 
-  /** Values of the options. */
-  get options() {
-    return {
-      max_tokens: byId("max-tokens").valueAsNumber || undefined,
-      temperature: byId("temperature").valueAsNumber || 0,
-      earlier: byId("earlier").checked,
-    };
-  }
-
   #takeFrom(event, transfer) {
     if (!transfer?.files.length) return;
     event.preventDefault();
@@ -70,20 +66,35 @@ export class Composer {
     this.#question.focus();
   }
 
-  async #submit(ask) {
+  /** Whether an answer is arriving. */
+  get busy() {
+    return this.#busy !== null;
+  }
+
+  /** Call `work` with an AbortSignal of the Stop button, unless an answer is arriving. Return the result, or null. */
+  async run(work) {
     if (this.#busy) {
       this.say("The previous answer is not finished. Press Stop to end it.");
-      return;
+      return null;
     }
-    if (!this.#check()) return;
+    if (!this.#settings.check()) return null;
     this.#showBusy(new AbortController());
-    const question = this.#question.value.trim();
-    this.#question.value = "";
-    await Promise.all(this.#recorders.map((recorder) => recorder.stop()));
-    const items = await this.#items.take();
-    if (!question && !items.length) this.say("There is nothing to ask yet. Write a question, or attach a file.");
-    else if (!(await ask(question, items, this.#busy.signal))) this.#putBack(question, items);
-    this.#showBusy(null);
+    try {
+      return await work(this.#busy.signal);
+    } finally {
+      this.#showBusy(null);
+    }
+  }
+
+  #submit(ask) {
+    return this.run(async (signal) => {
+      const question = this.#question.value.trim();
+      this.#question.value = "";
+      await Promise.all(this.#recorders.map((recorder) => recorder.stop()));
+      const items = await this.#items.take();
+      if (!question && !items.length) this.say("There is nothing to ask yet. Write a question, or attach a file.");
+      else if (!(await ask(question, items, signal))) this.#putBack(question, items);
+    });
   }
 
   /** Restore a question that was not answered, so that nothing is lost. A recording, for example, has no other copy. */
@@ -93,19 +104,6 @@ export class Composer {
     if (!since) this.#question.value = question;
     else if (question) this.#question.setRangeText(`${question}\n`, 0, 0, "preserve"); // keep the caret in place
     this.say(`${this.#status.textContent} The question is back in the form.`.trim());
-  }
-
-  /** Return whether all options are valid. The browser's own messages would only appear while the options are open. */
-  #check() {
-    const wrong = this.#form.querySelector("input:invalid");
-    if (!wrong) return true;
-    wrong.closest("details").open = true;
-    wrong.focus();
-    const { min, max, step, value } = wrong;
-    const number = step === "any" ? "a number" : "a whole number";
-    const range = max ? `from ${min} to ${max}` : `of at least ${min}`;
-    this.say(`${wrong.labels[0].textContent} must be ${number} ${range}${value && `, not ${value}`}.`);
-    return false;
   }
 
   #showBusy(busy) {

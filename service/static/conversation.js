@@ -1,95 +1,113 @@
-// The conversation: a log of questions and answers.
+// A conversation: a tree of turns, because a question that is asked again in other words starts a new branch.
 
-import { element } from "./dom.js";
-import { timingsFigure } from "./timings.js";
-import { tokensFigure } from "./tokens.js";
+import { Item } from "./items.js";
 
-/** A question and its growing answer. */
-class Turn {
-  #text = element("p", { class: "answer", "aria-busy": "true" });
-  #article;
-  answer = "";
-  /** Whether the turn has an answer, which may be partial, and belongs to the conversation. Otherwise the form has the
-   * question again. */
-  answered = false;
+const TITLE_CHARACTERS = 60;
 
-  constructor(number, question, items) {
-    this.question = question;
-    this.items = items;
-    this.#article = element(
-      "article",
-      { "aria-label": `Question ${number}` },
-      element("div", { class: "items" }, ...items.map((item) => item.view())),
-      element("p", { class: "question" }, question),
-      this.#text,
-    );
-  }
-
-  get element() {
-    return this.#article;
-  }
-
-  /** Append text to the answer. */
-  add(text) {
-    this.answer += text;
-    this.#text.append(text);
-  }
-
-  /** Finish the answer, which may have been stopped. */
-  end({ reason, usage, spans, timings, names }) {
-    this.#text.removeAttribute("aria-busy");
-    this.answered = reason !== "stopped" || this.answer !== "";
-    if (reason === "length") this.#note("The answer ended at the maximum number of tokens.");
-    if (reason === "stopped") this.#note("Stopped.");
-    if (timings) this.#article.append(timingsFigure(timings));
-    if (usage) this.#article.append(tokensFigure(usage, spans, names));
-  }
-
-  fail(message) {
-    this.#text.removeAttribute("aria-busy");
-    if (!this.answer) this.#text.remove();
-    this.#article.append(element("p", { class: "error", role: "alert" }, message));
-  }
-
-  /** Return the turn as chat messages. */
-  async messages() {
-    const parts = await Promise.all(this.items.map((item) => item.part()));
-    if (this.question) parts.push({ type: "text", text: this.question });
-    const asked = { role: "user", content: parts };
-    return this.answered ? [asked, { role: "assistant", content: this.answer }] : [asked];
-  }
-
-  #note(text) {
-    this.#article.append(element("p", { class: "quiet" }, text));
-  }
-}
+export const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
 
 export class Conversation {
-  #log;
-  #empty;
-  turns = [];
+  id;
+  title;
+  system;
+  turns;
+  /** Items by id. */
+  items;
+  /** The id of the selected turn, by the id of its parent. */
+  #chosen;
 
-  constructor(log) {
-    this.#log = log;
-    this.#empty = log.firstElementChild;
+  /** Create a conversation, from a record of the store if there is one. */
+  constructor({ id = newId(), title = "", system = "", turns = [], items = [], chosen = {} } = {}) {
+    this.id = id;
+    this.title = title;
+    this.system = system;
+    this.turns = turns.sort((one, other) => one.created - other.created);
+    this.items = new Map(items.map(({ id: key, file, kind }) => [key, new Item(file, kind, key)]));
+    this.#chosen = chosen;
   }
 
-  /** Turns with an answer. Only these are sent to the model. */
-  get answered() {
-    return this.turns.filter((turn) => turn.answered);
+  /** The conversation for the store, without its turns and items. */
+  get record() {
+    const { id, title, system } = this;
+    return { id, title, system, chosen: this.#chosen, changed: Date.now() };
   }
 
-  add(question, items) {
-    this.#empty.remove();
-    const turn = new Turn(this.turns.length + 1, question, items);
+  /** The selected turns, from the first to the last. */
+  get path() {
+    const path = [];
+    for (let parent = null; ; ) {
+      const { turns, at } = this.siblings(parent);
+      if (!turns.length) return path;
+      path.push(turns[at]);
+      parent = turns[at].id;
+    }
+  }
+
+  /** Return the turns that follow the turn `parent`, and the index of the selected one. */
+  siblings(parent) {
+    const turns = this.turns.filter((turn) => turn.parent === parent);
+    const at = turns.findIndex(({ id }) => id === this.#chosen[parent]);
+    return { turns, at: at < 0 ? turns.length - 1 : at };
+  }
+
+  /** Select a turn among its siblings. */
+  choose(turn) {
+    this.#chosen[turn.parent] = turn.id;
+  }
+
+  /** Add a turn after the turn `parent`, and select it. `asked` has the question and the items, or results of tools. */
+  add(parent, { question = "", items = [], results = null }) {
+    for (const item of items) this.items.set(item.id, item);
+    const turn = {
+      id: newId(),
+      conversation: this.id,
+      parent,
+      created: Date.now(),
+      question,
+      items: items.map((item) => item.id),
+      results,
+      answer: "",
+      reasoning: "",
+      calls: [],
+      end: null,
+    };
     this.turns.push(turn);
-    this.#log.append(turn.element);
+    this.choose(turn);
+    this.title ||= question.slice(0, TITLE_CHARACTERS) || items[0]?.name || "";
     return turn;
   }
 
-  clear() {
-    for (const item of this.turns.flatMap((turn) => turn.items)) URL.revokeObjectURL(item.url);
-    this.turns = [];
-    this.#log.replaceChildren(this.#empty);
+  /** Remove a turn that has no answer. */
+  remove(turn) {
+    this.turns = this.turns.filter((one) => one !== turn);
+  }
+
+  itemsOf(turn) {
+    return turn.items.map((id) => this.items.get(id));
+  }
+
+  /** Return turns as chat messages, after the system prompt. */
+  async messages(turns) {
+    const system = this.system ? [{ role: "system", content: this.system }] : [];
+    return [...system, ...(await Promise.all(turns.map((turn) => this.#messages(turn)))).flat()];
+  }
+
+  async #messages(turn) {
+    const asked = turn.results?.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content })) ?? [await this.#question(turn)];
+    if (!turn.end) return asked;
+    const calls = turn.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
+    const answer = { role: "assistant", content: turn.answer || (calls.length ? null : "") };
+    return [...asked, calls.length ? { ...answer, tool_calls: calls } : answer];
+  }
+
+  async #question(turn) {
+    const parts = await Promise.all(this.itemsOf(turn).map((item) => item.part()));
+    if (turn.question) parts.push({ type: "text", text: turn.question });
+    return { role: "user", content: parts };
+  }
+
+  /** Release the memory of the items' URLs. */
+  close() {
+    for (const item of this.items.values()) URL.revokeObjectURL(item.url);
   }
 }

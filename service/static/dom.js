@@ -12,6 +12,14 @@ export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** Return a button with only an icon. `name` is its accessible name. */
+export function iconButton(icon, name, action) {
+  const picture = svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `static/icons.svg#${icon}` }));
+  const button = element("button", { type: "button", class: "plain", "aria-label": name, title: name }, picture);
+  button.addEventListener("click", action);
+  return button;
+}
+
 export const byId = (id) => document.getElementById(id);
 
 function filled(made, attributes, children) {

@@ -1,5 +1,6 @@
-// Media for the next question: files that were chosen, dropped, pasted or recorded.
+// Media and documents of a question: files that were chosen, dropped, pasted or recorded.
 
+import { newId } from "./conversation.js";
 import { element } from "./dom.js";
 import { bytes } from "./format.js";
 
@@ -11,13 +12,20 @@ const BY_ENDING = {
 };
 const PART = { image: "image_url", video: "video_url", audio: "audio_url" };
 
-/** A media item. */
+/** A media item, or a document of kind "file". */
 export class Item {
-  constructor(file, kind) {
+  constructor(file, kind, id = newId()) {
+    this.id = id;
     this.file = file;
     this.kind = kind;
     this.name = file.name || kind;
     this.url = URL.createObjectURL(file);
+  }
+
+  /** The item for the store. */
+  get record() {
+    const { id, kind, file } = this;
+    return { id, kind, file };
   }
 
   /** Return the item as a part of a chat message. */

@@ -1,38 +1,53 @@
-// The page: it sends questions, shows the answers, and watches the service.
+// The page: it connects the chat, the list of conversations, the settings and the diagrams.
 
-import { chat, getJSON } from "./api.js";
+import { getJSON } from "./api.js";
+import { Chat } from "./chat.js";
+import { Chats } from "./chats.js";
 import { Composer } from "./composer.js";
 import { Conversation } from "./conversation.js";
 import { byId } from "./dom.js";
+import { connect, isWide, onWidth } from "./drawer.js";
 import { End } from "./end.js";
-import { seconds, short } from "./format.js";
-import { historyText } from "./history.js";
+import { download } from "./export.js";
+import { short } from "./format.js";
 import { KeyForm } from "./key.js";
+import { Settings } from "./settings.js";
+import { Store } from "./store.js";
 import { Watch } from "./watch.js";
 
-const conversation = new Conversation(byId("turns"));
-const composer = new Composer(ask);
-const end = new End(document.querySelector("main"), byId("clear"));
+const settings = new Settings();
+const store = new Store();
+const end = new End(byId("log"), byId("turns"));
 const keyForm = new KeyForm(introduce);
+const composer = new Composer(settings, (...asked) => chat.ask(...asked));
 const watch = new Watch(
   () => keyForm.ask(false),
   () => introduce(false),
 );
+const chat = new Chat({ composer, settings, store, watch, end, copy, kept: list, refused: () => keyForm.ask() });
+const chats = new Chats({ rename, download: exported, remove });
+const running = new Map(); // conversations whose answer may still arrive
 
-introduce();
-byId("copy").addEventListener("click", copy);
-byId("clear").addEventListener("click", () => {
-  conversation.clear();
-  allow();
-  byId("question").focus();
-  composer.say("The conversation is cleared.");
+const showChats = connect(byId("chats-button"), byId("sidebar"));
+connect(byId("service-button"), byId("service"), () => watch.now());
+showChats(isWide());
+onWidth(() => showChats(isWide()));
+byId("new").addEventListener("click", startNew);
+addEventListener("hashchange", open);
+document.addEventListener("keydown", (event) => {
+  if (!event.shiftKey || !(event.ctrlKey || event.metaKey) || event.code !== "KeyO") return;
+  event.preventDefault();
+  startNew();
 });
+introduce();
+open();
 
 /** Show the served model, or ask for a key if the service requires one. `focus` states whether to focus that form. */
 async function introduce(focus = true) {
   try {
     const [model] = (await getJSON("v1/models")).data;
     byId("model").textContent = `${model.id}, ${short(model.max_model_len)} tokens of context`;
+    byId("note").textContent = model.note ?? "";
     document.title = `${model.id} – mindie_mm`;
     watch.locked = false;
     watch.now();
@@ -43,72 +58,60 @@ async function introduce(focus = true) {
   }
 }
 
-/** Send a question and show the answer as it arrives. Return whether there is an answer. */
-async function ask(question, items, signal) {
-  const { earlier, ...options } = composer.options;
-  const before = earlier ? conversation.answered : [];
-  const turn = conversation.add(question, items);
-  const turns = [...before, turn];
-  const names = turns.flatMap((one) => one.items.map((item) => item.name));
-  const told = { reason: null, usage: null, spans: [], timings: null, names };
-  watch.asking = true;
-  watch.now();
-  composer.say("Asking.");
-  allow();
-  end.go();
-  try {
-    const messages = (await Promise.all(turns.map((one) => one.messages()))).flat();
-    const body = { messages, ...options, timings: true, media_spans: true, stream_options: { include_usage: true } };
-    for await (const chunk of chat(body, signal)) {
-      if (chunk.media_spans) {
-        told.spans = chunk.media_spans;
-        watch.memory.own(told.spans.map((span) => span.block));
-        watch.now();
-      }
-      const [choice] = chunk.choices;
-      if (choice?.delta.content) turn.add(choice.delta.content);
-      told.reason = choice?.finish_reason ?? told.reason;
-      told.usage = chunk.usage ?? told.usage;
-      told.timings = chunk.timings ?? told.timings;
-    }
-    turn.end(told);
-    composer.say(told.timings ? `Answered in ${seconds(told.timings.total_s)}.` : "Answered.");
-  } catch (error) {
-    if (error.name === "AbortError") {
-      turn.end({ ...told, reason: "stopped" });
-      composer.say("Stopped.");
-    } else {
-      turn.fail(error.message);
-      composer.say("");
-      if (error.status === 401) keyForm.ask();
-    }
-  }
-  watch.asking = false;
-  watch.memory.own([]);
-  allow();
-  return turn.answered;
+/** Open the conversation that the address names, or a new one. */
+async function open() {
+  const id = location.hash.slice(1);
+  if (id === chat.conversation.id) return;
+  if (composer.busy) running.set(chat.conversation.id, chat.conversation);
+  else running.clear();
+  const record = id && !running.has(id) ? await store.conversation(id).catch(() => null) : null;
+  const conversation = running.get(id) ?? new Conversation(record ?? { system: settings.system });
+  if (record) settings.system = conversation.system;
+  chat.open(conversation);
+  list();
 }
 
-/** Enable the buttons that apply to the conversation in its current state. */
-function allow() {
-  byId("copy").disabled = watch.asking || !conversation.answered.length;
-  byId("clear").disabled = watch.asking || !conversation.turns.length;
+function startNew() {
+  if (location.hash) location.hash = "";
+  else if (chat.conversation.turns.length) open();
+  if (!isWide()) showChats(false);
+  byId("question").focus();
 }
 
-async function copy() {
-  let text, named;
+/** Show the list of conversations. */
+async function list() {
+  const { id, turns } = chat.conversation;
+  if (turns.some((turn) => turn.end)) history.replaceState(null, "", `#${id}`);
   try {
-    [text, named] = await historyText(conversation.answered);
+    chats.show(await store.conversations(), id);
   } catch (error) {
-    composer.say(`The history cannot be copied: ${error.message}`);
-    return;
+    byId("no-chats").textContent = `The browser keeps no conversations: ${error.message}`;
   }
+}
+
+async function rename(record, title) {
+  if (record.id === chat.conversation.id) chat.conversation.title = title;
+  await store.put({ conversations: [{ ...record, title }] });
+  list();
+}
+
+async function remove(record) {
+  if (!confirm(`Delete “${record.title}” from this browser?`)) return;
+  await store.delete(record.id);
+  if (record.id === chat.conversation.id) startNew(); // which lists the others
+  else list();
+}
+
+async function exported({ id }) {
+  download(id === chat.conversation.id ? chat.conversation : new Conversation(await store.conversation(id)));
+}
+
+async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
-    const only = named.length ? ` For these items, only the names are copied: ${named.join(", ")}.` : "";
-    composer.say(`The history is copied: ${short(text.length)} characters.${only}`);
+    composer.say("Copied.");
   } catch {
-    // Pages from other machines need TLS for the clipboard. Safari also refuses access long after the click.
+    // Pages from other machines need TLS for the clipboard.
     byId("copy-text").value = text;
     byId("copy-dialog").showModal();
     byId("copy-text").select();

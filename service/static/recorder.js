@@ -10,6 +10,7 @@ const TYPES = {
 export class Recorder {
   #kind;
   #button;
+  #label;
   #title;
   #done;
   #say;
@@ -21,7 +22,8 @@ export class Recorder {
   constructor(kind, button, done, say) {
     this.#kind = kind;
     this.#button = button;
-    this.#title = button.textContent;
+    this.#label = button.querySelector("span");
+    this.#title = this.#label.textContent;
     this.#done = done;
     this.#say = say;
     if (!navigator.mediaDevices || !window.MediaRecorder) {
@@ -73,7 +75,7 @@ export class Recorder {
       clearInterval(clock);
       stream.getTracks().forEach((track) => track.stop());
       this.#recorder = null;
-      this.#button.textContent = this.#title;
+      this.#label.textContent = this.#title;
       this.#button.classList.remove("recording");
       this.#number += 1;
       const [type] = recorder.mimeType.split(";"); // drop the codecs, whose comma would end the header of a data: URL
@@ -81,11 +83,11 @@ export class Recorder {
     };
     recorder.start();
     const show = () => {
-      this.#button.textContent = `Stop recording, ${seconds(Math.round((performance.now() - started) / 1000))}`;
+      this.#label.textContent = `Stop recording, ${seconds(Math.round((performance.now() - started) / 1000))}`;
     };
     const clock = setInterval(show, 1000);
     this.#recorder = recorder;
     this.#button.classList.add("recording");
-    this.#button.textContent = "Stop recording";
+    this.#label.textContent = "Stop recording";
   }
 }

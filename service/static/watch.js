@@ -1,4 +1,4 @@
-// Polling of the service while the page is visible and live updates are on.
+// Polling of the service while the page is visible: its health, and the diagrams while their panel is open.
 
 import { getJSON, getText } from "./api.js";
 import { byId } from "./dom.js";
@@ -10,12 +10,12 @@ const ASKING_MS = 100; // shorter during a request, because blocks live only as 
 const SELDOM_MS = 900; // for health, queue and throughput, and for any part after an error
 
 export class Watch {
-  #live = byId("live");
+  #panel = byId("service");
   #health = byId("health");
   #back;
   #wake = () => {};
-  memory = new Memory();
-  asking = false;
+  #memory = new Memory();
+  #asking = false;
   /** Whether the service requires a key and has not accepted one. */
   locked = false;
 
@@ -24,17 +24,35 @@ export class Watch {
     this.#back = back;
     const load = new Load();
     const health = part([], SELDOM_MS, () => getJSON("health").then(() => this.#show("Ready", "good")));
-    const memory = part(["arenas"], 0, async () => this.memory.update(await getJSON("shm?blocks=true")));
+    const memory = part(["arenas"], 0, async () => this.#memory.update(await getJSON("shm?blocks=true")));
     const metrics = part(["queue", "throughput"], SELDOM_MS, async (at) => load.update(await getText("metrics"), at));
-    this.#live.addEventListener("change", () => this.now());
     document.addEventListener("visibilitychange", () => this.now());
     this.#run(async () => {
-      const [sick, barred] = await Promise.all([health(), this.locked ? null : memory(), metrics()]);
+      const parts = this.#panel.hidden ? [] : [this.locked ? null : memory(), metrics()];
+      const [sick, barred] = await Promise.all([health(), ...parts]);
       if (sick) this.#show(sick.status ? sick.message : "No answer", "bad");
       if (barred?.status !== 401) return;
       this.locked = true;
       refused();
     });
+  }
+
+  /** Poll more often from now on, because blocks live only as long as requests. */
+  start() {
+    this.#asking = true;
+    this.now();
+  }
+
+  /** Poll at the usual rate again. */
+  stop() {
+    this.#asking = false;
+    this.#memory.own([]);
+  }
+
+  /** Mark the blocks of this page's own request, which the service lists in `spans`. */
+  own(spans) {
+    this.#memory.own(spans.map((span) => span.block));
+    this.now();
   }
 
   /** Poll immediately. */
@@ -44,10 +62,10 @@ export class Watch {
 
   async #run(look) {
     for (;;) {
-      if (this.#live.checked && !document.hidden) await look();
+      if (!document.hidden) await look();
       await new Promise((resolve) => {
         this.#wake = resolve;
-        setTimeout(resolve, this.asking ? ASKING_MS : IDLE_MS);
+        setTimeout(resolve, this.#asking ? ASKING_MS : IDLE_MS);
       });
     }
   }

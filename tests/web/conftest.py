@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
@@ -110,17 +113,44 @@ def opened(browser: Browser, url: str, noted: Noted, **context: object) -> Page:
     return page
 
 
+COMPLETIONS = "**/v1/chat/completions"
+
+
+def submit(page: Page, question: str) -> None:
+    """Ask a question, and return at once."""
+    page.get_by_label("Question", exact=True).fill(question)
+    page.get_by_label("Question", exact=True).press("Enter")
+
+
 def ask(page: Page, question: str) -> Locator:
     """Ask a question, wait for the end of the answer, and return the turn with the question and the answer."""
-    page.get_by_label("Question", exact=True).fill(question)
-    page.get_by_role("button", name="Ask").click()
-    expect(page.locator("#status")).to_contain_text("Answered in")
+    submit(page, question)
+    expect(page.locator("#status")).to_have_text(re.compile("^Answered"))
     return page.locator("article").last
+
+
+def answer_with(page: Page, *chunks: dict[str, Any], end: str = "\n\n") -> None:
+    """Answer the next question with `chunks` instead of the service's answer. `end` terminates each event."""
+    events = [f"data: {json.dumps(chunk)}" for chunk in chunks]
+    body = "".join(event + end for event in [*events, "data: [DONE]"])
+    page.route(COMPLETIONS, lambda route: route.fulfill(content_type="text/event-stream", body=body), times=1)
+
+
+def chunk_of(reason: str | None = "stop", /, **delta: object) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
 
 
 def attach(page: Page, *paths: Path) -> None:
     page.get_by_label("Attach files").set_input_files(paths)
     expect(page.locator("#items li")).to_have_count(len(paths))
+
+
+def set_in_settings(page: Page, values: dict[str, str]) -> None:
+    """Fill fields of the settings, which are named by their labels."""
+    page.get_by_role("button", name="Settings").click()
+    for label, value in values.items():
+        page.get_by_label(label).fill(value)
+    page.get_by_role("dialog").get_by_role("button", name="Close").click()
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import av
-import pytest
 from playwright.sync_api import Page, expect
 
-from tests.web.conftest import ask, attach
+from tests.web.conftest import ask, attach, submit
 from tools.demo import write_sound
 
 # Script that makes the browser grant the microphone only when `window.allow` is called, and collects all streams in
@@ -29,87 +28,68 @@ ASKED_FIRST = """() => {
 TRACKS = "window.streams.flatMap((stream) => stream.getTracks()).map((track) => track.readyState)"
 
 
-@pytest.mark.parametrize(("button", "kind"), [("Record sound", "audio"), ("Record video", "video")])
-def test_a_recording_is_attached_and_answered(page: Page, button: str, kind: str) -> None:
-    page.get_by_role("button", name=button).click()
-    expect(page.locator("#status")).to_contain_text("Recording")
-    stop = page.get_by_role("button", name="Stop recording")
-    expect(stop).to_contain_text("1 s")
-    stop.click()
-    expect(page.locator("#items li")).to_contain_text("recording 1.webm")
-    turn = ask(page, "How many beeps do you hear?" if kind == "audio" else "Which way does the shape move?")
-    expect(turn.locator(".answer")).not_to_be_empty()
-    expect(turn.get_by_text(f"{kind} recording 1.webm")).to_be_visible()
+def test_recordings_are_attached_and_answered(page: Page) -> None:
+    questions = {"audio": "How many beeps do you hear?", "video": "Which way does the shape move?"}
+    for number, (kind, name) in enumerate((("audio", "Record sound"), ("video", "Record video"))):
+        page.get_by_role("button", name=name).click()
+        expect(page.locator("#status")).to_contain_text("Recording")
+        stop = page.get_by_role("button", name="Stop recording")
+        expect(stop).to_contain_text("1 s")
+        stop.click()
+        expect(page.locator("#items li")).to_contain_text("recording 1.webm")
+        turn = ask(page, questions[kind])
+        expect(turn.locator(".answer")).not_to_be_empty()
+        turn.get_by_role("button", name="Time and tokens").click()
+        expect(turn.get_by_text(f"{kind} recording 1.webm")).to_be_visible()
+        expect(page.locator("article")).to_have_count(number + 1)
 
 
-@pytest.mark.parametrize("way", ["double click", "Enter twice"])
-def test_a_second_press_starts_no_second_recording(page: Page, way: str) -> None:
-    """A second press is ignored while the browser asks for permission. After the recording, the microphone is off."""
+def test_a_second_press_starts_no_second_recording(page: Page) -> None:
+    """A second press is ignored while the browser asks for permission. Asking ends and attaches a recording."""
     page.evaluate(ASKED_FIRST)
-    button = page.get_by_role("button", name="Record sound")
-    if way == "double click":
-        button.dblclick()
-    else:
-        button.press("Enter")
-        button.press("Enter")
+    page.get_by_role("button", name="Record sound").dblclick()
     expect(page.locator("#status")).to_have_text("The browser asks whether this page may use the microphone.")
     assert page.evaluate("window.asked") == 1
     page.evaluate("window.allow()")
     expect(page.locator("#status")).to_have_text("Recording sound.")
     assert page.evaluate(TRACKS) == ["live"]
-    page.get_by_role("button", name="Stop recording").click()
-    expect(page.locator("#items li")).to_have_count(1)
+    expect(page.get_by_role("button", name="Stop recording")).to_contain_text("1 s")
+    turn = ask(page, "How many beeps do you hear?")
+    expect(turn.locator("audio")).to_have_count(1)
+    expect(page.get_by_role("button", name="Record sound")).to_be_visible()
     assert page.evaluate(TRACKS) == ["ended"]
 
 
-@pytest.mark.parametrize("step", ["constructor", "start"])
-def test_a_recorder_that_fails_leaves_the_microphone_off(page: Page, step: str) -> None:
+def test_a_recorder_that_fails_leaves_the_microphone_off(page: Page) -> None:
+    """Without any of the formats that the page prefers, it uses the browser's default format."""
     page.evaluate(ASKED_FIRST)
     page.evaluate("window.allow()")
-    page.evaluate(
-        """(step) => {
-            const real = window.MediaRecorder;
-            const fail = () => { throw new DOMException("no encoder", "NotSupportedError"); };
-            window.MediaRecorder = class extends real {
-                constructor(...given) {
-                    if (step === "constructor") fail();
-                    super(...given);
-                }
-                start() { fail(); }
-            };
-            window.mend = () => (window.MediaRecorder = real);
-        }""",
-        step,
-    )
     button = page.get_by_role("button", name="Record sound")
-    button.click()
-    expect(page.locator("#status")).to_have_text("The microphone cannot be used: no encoder")
-    assert page.evaluate(TRACKS) == ["ended"]
-    page.evaluate("void window.mend()")
-    button.click()
-    expect(page.locator("#status")).to_have_text("Recording sound.")
-    page.get_by_role("button", name="Stop recording").click()
-    expect(page.locator("#items li")).to_contain_text("recording 1.webm")
-
-
-def test_recording_works_without_any_preferred_format(page: Page) -> None:
-    """If the browser supports none of the formats that the page prefers, the page uses the browser's default format."""
+    for number, step in enumerate(("constructor", "start"), 1):
+        page.evaluate(
+            """(step) => {
+                const real = window.MediaRecorder;
+                const fail = () => { throw new DOMException("no encoder", "NotSupportedError"); };
+                window.MediaRecorder = class extends real {
+                    constructor(...given) {
+                        if (step === "constructor") fail();
+                        super(...given);
+                    }
+                    start() { fail(); }
+                };
+                window.mend = () => (window.MediaRecorder = real);
+            }""",
+            step,
+        )
+        button.click()
+        expect(page.locator("#status")).to_have_text("The microphone cannot be used: no encoder")
+        assert page.evaluate(TRACKS) == ["ended"] * number
+        page.evaluate("void window.mend()")
     page.evaluate("MediaRecorder.isTypeSupported = () => false")
-    page.get_by_role("button", name="Record sound").click()
+    button.click()
     expect(page.locator("#status")).to_have_text("Recording sound.")
     page.get_by_role("button", name="Stop recording").click()
     expect(page.locator("#items li")).to_contain_text("recording 1.webm audio")
-
-
-def test_asking_ends_and_attaches_a_running_recording(page: Page) -> None:
-    page.evaluate(ASKED_FIRST)
-    page.evaluate("window.allow()")
-    page.get_by_role("button", name="Record sound").click()
-    expect(page.get_by_role("button", name="Stop recording")).to_contain_text("1 s")
-    turn = ask(page, "How many beeps do you hear?")
-    expect(turn.get_by_text("audio recording 1.webm")).to_be_visible()
-    expect(page.get_by_role("button", name="Record sound")).to_be_visible()
-    assert page.evaluate(TRACKS) == ["ended"]
 
 
 def test_a_video_may_be_attached_as_sound(page: Page, tmp_path: Path) -> None:
@@ -121,10 +101,9 @@ def test_a_video_may_be_attached_as_sound(page: Page, tmp_path: Path) -> None:
             clip.mux(stream.encode(frame))
         clip.mux(stream.encode(None))
     attach(page, tmp_path / "voice.mp4")
-    page.get_by_label("Question", exact=True).fill("How many beeps do you hear?")
-    page.keyboard.press("Enter")
+    submit(page, "How many beeps do you hear?")
     expect(page.get_by_role("alert")).to_contain_text("the file has no video stream")
     page.get_by_label("Send only the sound").check()
     turn = ask(page, "How many beeps do you hear?")
-    expect(turn.get_by_text("audio voice.mp4")).to_be_visible()
+    expect(turn.locator("audio")).to_have_count(1)
     expect(turn.locator(".answer")).to_have_text("2")

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.warm import running_service
 from tests.watching import stopped_engine
-from tests.web.conftest import START_TIMEOUT_S, TIMEOUT_MS, TINY, Noted, opened
+from tests.web.conftest import START_TIMEOUT_S, TIMEOUT_MS, TINY, Noted, ask, opened
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
@@ -52,7 +52,13 @@ def held(service: RunningService) -> Iterator[ExitStack]:
         yield stack
 
 
+def open_panel(page: Page) -> None:
+    page.get_by_role("button", name="Service diagrams").click()
+    expect(page.locator("#arenas figure")).to_have_count(1)
+
+
 def test_shared_memory_is_shown_while_it_is_used(page: Page, service: RunningService, held: ExitStack) -> None:
+    open_panel(page)
     page.get_by_text("Blocks as a table").click()
     rows = page.locator("#block-rows tr")
     expect(rows).to_have_count(2)
@@ -86,6 +92,7 @@ def test_shared_memory_is_shown_while_it_is_used(page: Page, service: RunningSer
 
 
 def test_the_queue_and_the_throughput_are_shown(page: Page, busy: ExitStack) -> None:
+    open_panel(page)
     expect(page.locator("#queue .legend")).to_contain_text("Running 2")
     expect(page.get_by_role("img", name="The last two minutes: Running 2")).to_be_visible()
     assert len(str(page.locator("#queue polyline").first.get_attribute("points"))) > 0
@@ -98,21 +105,22 @@ def test_the_queue_and_the_throughput_are_shown(page: Page, busy: ExitStack) -> 
     expect(chart).to_have_attribute("aria-label", re.compile(r"Answer tokens \S+, peak [1-9]"))
 
 
-def test_unchecking_live_pauses_polling(page: Page, noted: Noted) -> None:
-    page.get_by_label("Live").uncheck()
-    for _ in range(TIMEOUT_MS // 1500):  # a request that has already started may still be recorded
-        before = len(noted.requests)
-        page.wait_for_timeout(1500)
-        if len(noted.requests) == before:
-            break
-    else:
-        pytest.fail("it goes on looking")
+def test_the_diagrams_are_polled_while_their_panel_is_open(page: Page, noted: Noted) -> None:
+    page.wait_for_timeout(1500)
+    assert {url.rpartition("/")[2] for url in noted.requests}.isdisjoint({"shm?blocks=true", "metrics"})
     with page.expect_response("**/metrics"):
-        page.get_by_label("Live").check()
+        open_panel(page)
+    page.get_by_role("button", name="Close the diagrams").click()
+    expect(page.get_by_role("button", name="Service diagrams")).to_be_focused()
+    page.wait_for_timeout(500)  # a request that has already started may still be recorded
+    before = len(noted.requests)
+    page.wait_for_timeout(1500)
+    assert {url.rpartition("/")[2] for url in noted.requests[before:]} <= {"health"}
 
 
 def test_a_question_triggers_polling_at_once(page: Page) -> None:
     """The page polls before the first token arrives, without its polling timer, which the test disables."""
+    open_panel(page)
     page.evaluate("() => void (window.setTimeout = () => 0)")
     page.wait_for_timeout(1500)  # until a timer that is already running has expired
     page.route("**/v1/chat/completions", lambda _: None)
@@ -123,6 +131,7 @@ def test_a_question_triggers_polling_at_once(page: Page) -> None:
 
 def test_a_part_that_cannot_be_polled_is_marked_stale(page: Page) -> None:
     """Each part is marked separately, and the other parts are still updated. Only /health changes the badge."""
+    open_panel(page)
     memory, queue = (page.locator("section", has=page.locator(one)) for one in ("#arenas", "#queue"))
     page.evaluate("""() => {
         window.badges = [];
@@ -144,6 +153,7 @@ def test_a_part_that_cannot_be_polled_is_marked_stale(page: Page) -> None:
 
 def test_an_unhealthy_service_is_not_polled_more_often(page: Page, noted: Noted) -> None:
     """While a question waits, /health and /metrics are polled at the usual rate, and /shm is polled more often."""
+    open_panel(page)
     words = "the engine process died, and another one is being started"
     page.route("**/health", lambda route: route.fulfill(status=503, json={"error": {"message": words}}))
     page.route("**/v1/chat/completions", lambda _: None)
@@ -163,12 +173,13 @@ def test_an_unhealthy_service_is_not_polled_more_often(page: Page, noted: Noted)
 
 def test_the_model_is_updated_when_a_service_returns(page: Page) -> None:
     expect(page.locator("#model")).to_contain_text("tiny")
-    model = {"data": [{"id": "other", "max_model_len": 2048}]}
+    model = {"data": [{"id": "other", "max_model_len": 2048, "note": "demo model"}]}
     page.route("**/v1/models", lambda route: route.fulfill(json=model))
     page.route("**/health", lambda route: route.abort())
     expect(page.locator("#health")).to_have_text("No answer")
     page.unroute("**/health")
     expect(page.locator("#model")).to_have_text("other, 2,048 tokens of context")
+    expect(page.locator("#note")).to_have_text("demo model")
 
 
 @pytest.mark.slow  # axe-core sometimes keeps Chromium busy for many minutes
@@ -179,21 +190,34 @@ def test_axe_finds_no_violation(
     """axe-core checks the page on a wide and a narrow screen, with an answer and with every section unfolded."""
     page = opened(browser, service.url, noted, color_scheme=scheme, reduced_motion="reduce")
     expect(page.locator("#health")).to_have_text("Ready")
-    page.get_by_label("Attach files").set_input_files([files / "scene.png", files / "right.mp4", files / "beeps.wav"])
-    page.get_by_label("Question", exact=True).fill("What do you see and hear?")
-    page.keyboard.press("Enter")
-    expect(page.locator("#status")).to_contain_text("Answered in")
-    page.get_by_label("Attach files").set_input_files(files / "star.jpg")
-    page.get_by_role("button", name="API key").click()
-    expect(page.get_by_label("API key", exact=True)).to_be_focused()
-    for summary in page.locator("summary").all():
-        summary.click()
     axe = Axe()
-    for width in (1280, 360):
-        page.set_viewport_size({"width": width, "height": 800})
-        results = axe.run(page, options={"resultTypes": ["violations"]})
-        assert not results.violations_count, results.generate_report()
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+    def check() -> None:
+        for width in (1280, 390):
+            page.set_viewport_size({"width": width, "height": 800})
+            results = axe.run(page, options={"resultTypes": ["violations"]})
+            assert not results.violations_count, results.generate_report()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.set_viewport_size({"width": 1280, "height": 800})
+
+    check()
+    page.get_by_label("Attach files").set_input_files([files / "scene.png", files / "right.mp4", files / "beeps.wav"])
+    ask(page, "What do you see and hear?")
+    page.get_by_label("Attach files").set_input_files(files / "star.jpg")
+    page.get_by_role("button", name="Regenerate answer").click()
+    expect(page.get_by_text("2 of 2")).to_be_visible()
+    expect(page.locator("#status")).to_contain_text("Answered in")
+    page.get_by_role("button", name="Time and tokens").click()
+    page.get_by_role("button", name="API key", exact=True).click()
+    expect(page.locator("#key")).to_be_focused()
+    open_panel(page)
+    for summary in page.locator("aside summary").all():
+        summary.click()
+    check()
+    page.get_by_role("button", name="Close the diagrams").click()
+    page.get_by_role("button", name="Edit question").click()
+    page.get_by_role("button", name="Settings").click()
+    check()
     page.context.close()
     assert not noted.complaints
 
@@ -206,10 +230,11 @@ def test_long_names_fit_a_narrow_screen(page: Page, files: Path, tmp_path: Path)
             (files / ("scene.png" if ending == "png" else "right.mp4")).read_bytes()
         )
     (tmp_path / f"{name}.zip").write_bytes(b"")
-    page.set_viewport_size({"width": 360, "height": 640})
+    page.set_viewport_size({"width": 390, "height": 640})
     fits = "document.documentElement.scrollWidth <= innerWidth"
     page.get_by_label("Attach files").set_input_files([tmp_path / f"{name}.{one}" for one in ("png", "mp4", "zip")])
     expect(page.locator("#status")).to_contain_text(f"{name}.zip")
+    expect(page.get_by_label("Question", exact=True)).to_be_in_viewport()
     assert page.evaluate(fits)
     refusal = {"error": {"message": name * 3, "code": 400}}
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json=refusal), times=1)
@@ -255,7 +280,7 @@ def test_the_api_key_is_requested_and_kept_in_the_tab_only(
     browser: Browser, guarded: RunningService, noted: Noted
 ) -> None:
     page = opened(browser, guarded.url, noted)
-    field = page.get_by_label("API key", exact=True)
+    field = page.locator("#key")
     expect(field).to_be_focused()
     expect(page.locator("#key-why")).to_contain_text("requires an API key")
     field.fill("another")
@@ -266,14 +291,14 @@ def test_the_api_key_is_requested_and_kept_in_the_tab_only(
     page.keyboard.press("Enter")
     expect(page.locator("#key-form")).to_be_hidden()
     expect(page.locator("#model")).to_contain_text("tiny")
-    expect(page.locator("#arenas figure")).to_have_count(1)
+    open_panel(page)
     page.get_by_label("Question", exact=True).fill("Hello!")
     page.keyboard.press("Enter")
     page.get_by_label("Question", exact=True).press("Enter")
     expect(page.locator(".answer")).not_to_be_empty()
     # The key is only in the tab's session storage, which the browser deletes when the tab is closed.
     assert page.evaluate("Object.values(sessionStorage)") == [KEY]
-    assert page.evaluate("localStorage.length") == 0
+    assert page.evaluate("Object.values(localStorage)") == ["{}"]  # the settings
     assert page.evaluate("document.cookie") == ""
     assert not any(KEY in url for url in noted.requests)
     page.context.close()
@@ -285,7 +310,7 @@ def test_a_key_that_is_no_valid_header_value_is_refused(
 ) -> None:
     """The key contains a zero-width space, which a user may copy from a web page by accident."""
     page = opened(browser, guarded.url, noted)
-    field = page.get_by_label("API key", exact=True)
+    field = page.locator("#key")
     expect(field).to_be_focused()
     field.fill(f"{KEY}\u200b")
     page.keyboard.press("Enter")
@@ -302,9 +327,10 @@ def test_a_key_that_is_no_valid_header_value_is_refused(
 def test_a_late_request_for_the_key_does_not_move_the_focus(page: Page) -> None:
     """The focus stays in the question that the user is writing."""
     question = page.get_by_label("Question", exact=True)
+    open_panel(page)
     question.focus()
     refusal = {"error": {"message": "no key", "code": 401}}
     page.route("**/shm?blocks=true", lambda route: route.fulfill(status=401, json=refusal))
-    expect(page.get_by_label("API key", exact=True)).to_be_visible()
+    expect(page.locator("#key")).to_be_visible()
     expect(page.locator("#key-why")).to_contain_text("requires an API key")
     expect(question).to_be_focused()

@@ -1,0 +1,159 @@
+// The chat: it shows a conversation, sends questions, and keeps the answers.
+
+import { chat as stream } from "./api.js";
+import { Conversation } from "./conversation.js";
+import { byId } from "./dom.js";
+import { seconds } from "./format.js";
+import { TurnView } from "./turn.js";
+
+const MERGED = ["answer", "reasoning"];
+
+export class Chat {
+  conversation = new Conversation();
+  #log = byId("turns");
+  #empty = byId("empty");
+  #views = new Map();
+  #outside;
+  #actions;
+
+  /**
+   * Create the chat. `outside` has what it needs from the page: `composer`, `settings`, `store`, `watch`, `end`,
+   * `copy`, a function of a text, `kept`, which is called after a change in the store, and `refused`, which is called
+   * if the service requires a key.
+   */
+  constructor(outside) {
+    this.#outside = outside;
+    this.#actions = {
+      copy: outside.copy,
+      edit: async (turn) => {
+        if (await this.#keep(turn)) outside.composer.say("Saved.");
+      },
+      ask: (turn, question) => this.#run(turn.parent, { question, items: this.conversation.itemsOf(turn) }, turn),
+      regenerate: (turn) =>
+        this.#run(turn.parent, { question: turn.question, items: this.conversation.itemsOf(turn), results: turn.results }, turn),
+      results: (turn, results) => this.#run(turn.id, { results }, turn),
+      choose: (turn) => {
+        this.conversation.choose(turn);
+        this.show();
+        this.#keep();
+      },
+    };
+  }
+
+  /** Show another conversation. An answer that is still arriving continues in the background. */
+  open(conversation) {
+    if (conversation === this.conversation) return;
+    if (!this.#outside.composer.busy) {
+      this.conversation.close();
+      this.#views.clear();
+    }
+    this.conversation = conversation;
+    this.show();
+    this.#outside.end.go();
+  }
+
+  /** Show the selected turns of the conversation. */
+  show() {
+    const path = this.conversation.path;
+    this.#log.replaceChildren(...(path.length ? path.map((turn, at) => this.#view(turn, at).element) : [this.#empty]));
+  }
+
+  /** Send a question, and show the answer as it arrives. Return whether there is an answer. */
+  async ask(question, items, signal) {
+    return !(await this.#send(this.conversation.path.at(-1)?.id ?? null, { question, items }, signal));
+  }
+
+  #view(turn, at) {
+    const view = this.#views.get(turn) ?? new TurnView(turn, this.conversation.itemsOf(turn), at + 1, this.#actions);
+    this.#views.set(turn, view);
+    view.showVersions(this.conversation.siblings(turn.parent));
+    return view;
+  }
+
+  /** Send what a button of the turn `from` asks. If there is no answer, show that turn again. */
+  async #run(parent, asked, from) {
+    const { conversation } = this;
+    const failure = await this.#outside.composer.run((signal) => this.#send(parent, asked, signal));
+    if (!failure) return;
+    conversation.choose(from);
+    this.show();
+    this.#outside.composer.say(failure);
+  }
+
+  /** Send a turn and return an empty text, or why there is no answer. */
+  async #send(parent, asked, signal) {
+    const { composer, settings, watch, end, refused } = this.#outside;
+    const { conversation } = this;
+    conversation.system = settings.system;
+    const turn = conversation.add(parent, asked);
+    this.show();
+    end.go();
+    const path = conversation.path;
+    const view = this.#view(turn, path.length - 1);
+    const names = path.flatMap((one) => conversation.itemsOf(one).filter(({ kind }) => kind !== "file").map(({ name }) => name));
+    const told = { reason: null, usage: null, spans: [], timings: null, names };
+    watch.start();
+    composer.say("Asking.");
+    try {
+      const turns = settings.earlier ? path : path.slice(-1);
+      const messages = await conversation.messages(turns);
+      const body = { ...settings.fields, messages, timings: true, media_spans: true, stream_options: { include_usage: true } };
+      for await (const chunk of stream(body, signal)) {
+        if (chunk.media_spans) watch.own(chunk.media_spans);
+        take(chunk, turn, told);
+        view.draw();
+      }
+      composer.say(told.timings ? `Answered in ${seconds(told.timings.total_s)}.` : "Answered.");
+    } catch (error) {
+      const stopped = error.name === "AbortError";
+      composer.say(stopped ? "Stopped." : "");
+      if (stopped) told.reason = "stopped";
+      else told.error = error.message;
+      if (error.status === 401) refused();
+    }
+    watch.stop();
+    const failure = told.error ?? (told.reason === "stopped" ? "Stopped." : "");
+    if (failure && !turn.answer && !turn.reasoning) {
+      conversation.remove(turn);
+      view.fail(failure);
+      return failure;
+    }
+    turn.end = told;
+    view.end();
+    await this.#keep(turn, conversation);
+    return "";
+  }
+
+  /** Keep the conversation in the store, and a turn with its items if one has changed. Return whether this worked. */
+  async #keep(turn = null, conversation = this.conversation) {
+    const { store, composer, kept } = this.#outside;
+    try {
+      const { id, record } = conversation;
+      const items = turn ? conversation.itemsOf(turn).map((item) => ({ ...item.record, conversation: id })) : [];
+      await store.put({ conversations: [record], turns: turn ? [turn] : [], items });
+      kept();
+      return true;
+    } catch (error) {
+      composer.say(`The browser does not keep this conversation after you close the page: ${error.message}`);
+      return false;
+    }
+  }
+}
+
+/** Add a chunk of the stream to the turn and to the facts about its answer. */
+function take(chunk, turn, told) {
+  told.spans = chunk.media_spans ?? told.spans;
+  told.usage = chunk.usage ?? told.usage;
+  told.timings = chunk.timings ?? told.timings;
+  const [choice] = chunk.choices;
+  if (!choice) return;
+  told.reason = choice.finish_reason ?? told.reason;
+  const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta;
+  MERGED.forEach((name, at) => (turn[name] += [content, reasoning][at] ?? ""));
+  for (const { index, id, function: called } of calls ?? []) {
+    const call = (turn.calls[index] ??= { id: "", name: "", text: "" });
+    call.id ||= id ?? "";
+    call.name += called?.name ?? "";
+    call.text += called?.arguments ?? "";
+  }
+}

@@ -1,0 +1,97 @@
+"""Tests of what the page keeps in the browser: conversations, their branches and media."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from playwright.sync_api import Page, expect
+
+from tests.web.conftest import COMPLETIONS, ask, attach
+from tests.web.test_asking_again import LOADED
+
+
+def test_conversations_are_listed_renamed_exported_and_deleted(page: Page, files: Path) -> None:
+    """They survive a reload with their media, and media are sent again with the next question."""
+    rows = page.locator("#chats li")
+    attach(page, files / "scene.png", files / "beeps.wav")
+    ask(page, "What is in the image?")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("article")).to_have_count(0)
+    ask(page, "Hello!")
+    expect(rows).to_have_text(["Hello!", "What is in the image?"])
+    page.get_by_role("link", name="What is in the image?").click()
+    expect(page.get_by_role("link", name="What is in the image?")).to_have_attribute("aria-current", "page")
+    page.reload()
+    turn = page.locator("article")
+    expect(turn.locator(".answer")).to_have_text(re.compile("red square"))
+    expect(turn.get_by_role("img", name="scene.png")).to_have_js_property("naturalWidth", 160)
+    assert turn.locator("audio").evaluate(LOADED)
+    turn.get_by_role("button", name="Time and tokens").click()
+    expect(turn.locator("figure")).to_have_count(2)
+    expect(ask(page, "What color is it?").locator(".answer")).to_have_text("red")
+
+    page.get_by_role("button", name="Rename What is in the image?").click()
+    page.get_by_label("Title", exact=True).fill("Red")
+    page.keyboard.press("Enter")
+    expect(rows).to_have_text(["Red", "Hello!"])
+    page.get_by_label("Search titles").fill("re")
+    expect(rows).to_have_text(["Red"])
+    with page.expect_download() as caught:
+        page.get_by_role("button", name="Export Red").click()
+    assert caught.value.suggested_filename == "Red.json"
+    messages = json.loads(Path(caught.value.path()).read_text(encoding="utf-8"))["messages"]
+    assert [one["role"] for one in messages] == ["user", "assistant"] * 2
+    assert messages[0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete Red").click()
+    expect(page.locator("article")).to_have_count(0)
+    expect(page.get_by_text("No conversations.")).to_be_visible()
+    page.get_by_label("Search titles").fill("")
+    expect(rows).to_have_text(["Hello!"])
+
+
+def test_edited_and_regenerated_turns_are_versions(page: Page, files: Path) -> None:
+    """Each version has the turns that followed it. An edited answer is sent as it is shown."""
+    attach(page, files / "scene.png")
+    ask(page, "What is in the image?")
+    ask(page, "What color is it?")
+    first = page.locator("article").first
+    first.get_by_role("button", name="Edit question").click()
+    page.get_by_label("Question to ask instead").fill("Which shape is it?")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer")).to_have_text(["square"])
+    expect(first.get_by_text("2 of 2")).to_be_visible()
+    page.get_by_role("button", name="Previous version").click()
+    expect(page.locator(".answer")).to_have_text(["red square", "red"])
+    page.get_by_role("button", name="Regenerate answer").last.click()
+    expect(page.locator("article").last.get_by_text("2 of 2")).to_be_visible()
+    expect(page.locator(".answer")).to_have_text(["red square", "red"])
+    first.get_by_role("button", name="Edit answer").click()
+    page.get_by_label("Answer", exact=True).fill("blue square")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#status")).to_have_text("Saved.")
+    page.reload()
+    expect(page.locator(".answer")).to_have_text(["blue square", "red"])
+    with page.expect_request(COMPLETIONS) as caught:
+        ask(page, "Hello!")
+    assert caught.value.post_data_json["messages"][1]["content"] == "blue square"
+
+
+def test_the_page_works_without_a_place_to_keep_conversations(page: Page) -> None:
+    """Browsers may refuse IndexedDB and the clipboard, for example on pages from other machines."""
+    page.evaluate("""() => {
+        IDBDatabase.prototype.transaction = () => { throw new DOMException("no room", "QuotaExceededError"); };
+        Object.defineProperty(navigator, "clipboard", {value: undefined});
+    }""")
+    page.get_by_label("Question", exact=True).fill("Hello!")
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_contain_text("The browser does not keep this conversation")
+    turn = page.locator("article")
+    turn.get_by_role("button", name="Copy answer").click()
+    shown = page.locator("#copy-text")
+    expect(shown).to_be_focused()
+    expect(shown).to_have_value(str(turn.locator(".answer").text_content()))
+    page.keyboard.press("Escape")
+    expect(shown).to_be_hidden()
