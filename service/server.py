@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from mindie_mm import logs
 from mindie_mm.errors import OperationalError, os_errors_as
+from mindie_mm.nn.checkpoint.demo import demo_note
 from mindie_mm.processes import faults
 from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.progress import LoadingText, repeating
@@ -231,6 +232,8 @@ class _Server(uvicorn.Server):
             line += f" and on the socket {self._settings.uds}"
         info = self._service.worker.engine.info
         line += f" on {info.device} in {info.dtype}, with {info.free_bytes / GiB:.1f} GiB free"
+        if note := demo_note(self._service.worker.config.model):
+            line += f"\n{note}"
         threading.Thread(target=_print, args=(line,), name="ready", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

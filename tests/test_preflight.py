@@ -14,7 +14,7 @@ from mindie_mm.worker.llm import LLM
 from mindie_mm.worker.preflight import check_before_loading
 
 HUB_NAME = "Qwen/Qwen2-VL-2B-Instruct"
-DOWNLOAD = f"hf download {HUB_NAME} --local-dir"
+DOWNLOAD = f"there is no folder {HUB_NAME} here. To download https://huggingface.co/{HUB_NAME}, set download: "
 without_cuda = pytest.mark.skipif(CUDA.missing() is None, reason="this machine has a CUDA device")
 COMMANDS = [
     ["serve", HUB_NAME],

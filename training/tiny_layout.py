@@ -233,6 +233,7 @@ def write_layout(path: Path) -> Tokenizer:
             "eos_token_id": [config["eos_token_id"], config["bos_token_id"]],
             "pad_token_id": config["pad_token_id"],
             "do_sample": False,
+            "max_new_tokens": 256,
         },
         "preprocessor_config.json": _pixels("image", IMAGE_PIXELS),
         "video_preprocessor_config.json": video,

@@ -43,12 +43,15 @@ def command(
         import msgspec
 
         from mindie_mm.engine.requests.default_sampling import effective
+        from mindie_mm.nn.checkpoint.demo import demo_note
         from mindie_mm.tokenize.requests import request_of_items
         from mindie_mm.worker.deltas import Answer
 
     items: list[dict[str, Any]] = [{kind: str(path)} for kind, paths in media.items() for path in paths]
     request = request_of_items([*items, {"text": question}], webui=webui_images)
     answer = Answer()
+    if note := demo_note(config.model, "mindie-mm ask --model"):
+        click.echo(note, err=True)
     with Session(config) as session:
         session.answer(request, params, answer, silent=as_json)
     if as_json:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
+from mindie_mm.cli.hub import with_local_model
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.progress import loading_shown, progress_shown
 from mindie_mm.cli.settings import configured
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 _OPTIONS = (
-    click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]"),
+    click.option("--model", type=PATH, help="Checkpoint directory, or the name of a repository on the Hugging Face "
+                 "Hub.  [default: the embedded checkpoint]"),
+    click.option("--revision", help="Branch, tag or commit of the repository.  [default: main]"),
+    click.option("--download", is_flag=True, default=None,
+                 help="Download the repository without a question. A terminal is asked otherwise."),
     click.option(
         "--family",
         help="Model family.  [default: the family in config.json]",
@@ -84,7 +89,7 @@ def prepared(
         from mindie_mm import logs
         from mindie_mm.worker.preflight import check_before_loading
 
-    settings = configured(model, flags)
+    settings = with_local_model(configured(model, flags))
     check_before_loading(settings.worker)
     with importing():
         from mindie_mm.engine.requests.default_sampling import defaults_of

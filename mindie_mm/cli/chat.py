@@ -44,6 +44,7 @@ def command(*, webui_images: bool, **flags: Any) -> None:
     config, params = prepared("chat", **flags)
     check_media(config, {})
     with importing():
+        from mindie_mm.nn.checkpoint.demo import demo_note
         from mindie_mm.nn.checkpoint.directory import EMBEDDED
 
     with Session(config) as session:
@@ -53,6 +54,8 @@ def command(*, webui_images: bool, **flags: Any) -> None:
             click.echo(
                 f"{name} runs on {info.device} in {info.dtype}. /help lists the commands, and Ctrl-D ends the chat."
             )
+        if note := demo_note(config.model, "mindie-mm chat --model"):
+            click.echo(note, err=True)
         for line in _lines():
             if line == "/exit":
                 break

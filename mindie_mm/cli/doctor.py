@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from mindie_mm.cli.console import print_table
+from mindie_mm.cli.hub import with_local_model
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.processes.interrupts import importing
@@ -50,7 +51,8 @@ def command(
 ) -> None:
     """Check whether this machine can serve the checkpoint PATH, and say how to fix each problem.
 
-    PATH is a checkpoint directory. Without PATH, the embedded checkpoint is checked. Give the same options as to
+    PATH is a checkpoint directory, or the name of a repository on the Hugging Face Hub, of which every file but the
+    weights is downloaded. Without PATH, the embedded checkpoint is checked. Give the same options as to
     `mindie-mm serve`.
 
     If PATH has no weights, only the checkpoint is judged, before its download: the family, the quantization, the
@@ -70,7 +72,8 @@ def _findings(
     path: Path | None, image_size: tuple[int, int], operators: bool, root: Path, flags: dict[str, Any]
 ) -> Iterator[Any]:
     """Yield the findings about the checkpoint, and about the machine unless the checkpoint has no weights."""
-    configuration = configured(path, flags)
+    configuration = with_local_model(configured(path, flags), weights=False)
+    path = path and configuration.worker.model
     has_weights = path is None or _has_weights(path)
     if path is not None and has_weights is not None:
         with importing():

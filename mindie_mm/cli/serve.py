@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from mindie_mm.cli.hub import with_local_model
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.errors import InputError
@@ -28,13 +29,15 @@ _log = logging.getLogger("mindie_mm.settings")
 def command(path: Path | None, ray_address: str | None, **flags: Any) -> None:
     """Serve the checkpoint in folder PATH over HTTP. Without PATH, serve the embedded checkpoint.
 
+    PATH may also be the name of a repository on the Hugging Face Hub, such as Qwen/Qwen2-VL-2B-Instruct.
+
     When the service is ready, it prints one line with its URL, model, device, data type and free memory. Ctrl-C stops
     the service.
 
     You can also set each option in the environment, as MINDIE_MM_<OPTION>, or in the file of --config. When the service
     starts, it logs the settings that are not at their default, and where they come from.
     """
-    configuration = configured(path, flags).for_service()
+    configuration = with_local_model(configured(path, flags).for_service())
     with stderr_without_waiting():
         _serve(configuration, ray_address)
 

@@ -189,7 +189,13 @@ class WorkerConfig:
     """
 
     model: Path | None = None
-    """Checkpoint directory. Default: the embedded checkpoint."""
+    """Checkpoint directory, or the name of a repository on the Hugging Face Hub, such as `Qwen/Qwen2-VL-2B-Instruct`.
+    Default: the embedded checkpoint."""
+    revision: str | None = None
+    """Branch, tag or commit of a repository on the Hugging Face Hub. Default: the branch main."""
+    download: bool = False
+    """Whether to download the files of a repository that the Hugging Face cache lacks. On a terminal, the commands
+    ask."""
     family: str | None = None
     """Model family of the checkpoint. Default: the family that config.json specifies."""
     generation_config: str = "auto"

@@ -15,6 +15,7 @@ from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, Tok
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, OperationalError
 from mindie_mm.inputs import Embeddings, require_switches, type_of
+from mindie_mm.nn.checkpoint.hub import downloaded, repository_name
 from mindie_mm.processes.loop_thread import LoopThread
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
@@ -65,19 +66,23 @@ class LLM:
         family: str | None = None,
         decoders: int = 0,
         limit_mm_per_prompt: PromptLimits | None = None,
+        download: bool = False,
     ) -> None:
         """Start a worker.
 
         This method raises the same errors as `Worker.start`.
 
         Args:
-            path: Checkpoint directory. If it is None, `config.model` or the embedded checkpoint is used.
+            path: Checkpoint directory, or the name of a repository on the Hugging Face Hub, of which the revision
+                `config.revision` is used. If it is None, `config.model` or the embedded checkpoint is used.
             config: Settings of the worker, or None for defaults.
             family: Family of the checkpoint, by default `config.family`.
             decoders: Number of processes that decode the items of a prompt in parallel, by default `config.decoders`.
                 If both are 0, a thread of this process decodes.
             limit_mm_per_prompt: Maximum number of items in one prompt, such as {"image": 4, "video": 1}, by default
                 `config.limit_mm_per_prompt`.
+            download: Whether to download the files of a repository that the Hugging Face cache lacks, by default
+                `config.download`.
 
         """
         config = WorkerConfig() if config is None else config
@@ -87,6 +92,9 @@ class LLM:
         given |= {"model": None if path is None else absolute(path)}
         given |= {"decoders": None if type(decoders) is int and decoders == 0 else decoders}
         config = replace(config, **{name: value for name, value in given.items() if value is not None})
+        if config.model is not None and (name := repository_name(config.model)) is not None:
+            agrees = (lambda _: True) if download or config.download else None
+            config = replace(config, model=downloaded(name, config.revision, agrees))
         self._loop = LoopThread("LLM")
         try:
             self._worker = self._loop.run(Worker.start(config, in_process=True))

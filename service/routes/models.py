@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
+from mindie_mm.nn.checkpoint.demo import demo_note
 from service.http.json_response import JSONResponse
 from service.request.state import Service, ServiceDep
 from service.schemas.description import answered
@@ -26,6 +27,8 @@ class ModelCard(TypedDict):
     root: str
     parent: None
     max_model_len: int
+    note: str | None
+    """What users should know about the model: what the embedded model can do, or null for other models."""
 
 
 class ModelList(TypedDict):
@@ -58,4 +61,5 @@ def _card(service: Service, name: str) -> ModelCard:
         "root": service.model_name,
         "parent": None,
         "max_model_len": service.worker.engine.info.max_model_len,
+        "note": demo_note(service.worker.config.model),
     }

@@ -132,6 +132,12 @@ def test_ask_logs_only_warnings_by_default(random_checkpoint):
     assert " INFO " in verbose.stderr
 
 
+def test_ask_says_what_the_embedded_model_can_do():
+    asked = warm.run([BIN, "ask", "Hello!", "--max-tokens", 1], timeout=TIMEOUT_S)
+    note = "demo model: drawn shapes and simple sounds only. For a real model: mindie-mm ask --model Qwen/"
+    assert asked.stderr.startswith(note)
+
+
 def test_serve_help_names_every_setting():
     import dataclasses
 

@@ -86,6 +86,7 @@ def test_models_lists_the_loaded_model(client: openai.OpenAI) -> None:
     assert model.id == "tiny"
     assert model.object == "model"
     assert model.max_model_len > 0  # type: ignore[attr-defined]
+    assert model.note.startswith("demo model: ")  # type: ignore[attr-defined]
     assert client.models.retrieve("tiny") == model
 
 

@@ -69,7 +69,7 @@ def test_a_path_file_may_be_relative(folder, monkeypatch):
 
 def test_a_name_of_the_hub_is_recognized(folder):
     with pytest.raises(
-        UnsupportedCheckpoint, match=r"the Hugging Face Hub are not accepted\. If Qwen/Qwen2-VL is such a name"
+        UnsupportedCheckpoint, match="If Qwen/Qwen2-VL is a repository on the Hugging Face Hub, download it"
     ):
         Checkpoint.open(WorkerConfig(model=Path("Qwen/Qwen2-VL")).model)
     with pytest.raises(

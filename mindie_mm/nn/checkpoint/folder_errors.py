@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
+from mindie_mm.nn.checkpoint.hub import repository_name
 from mindie_mm.nn.checkpoint.missing_files import also_missing
-from mindie_mm.settings.paths import working_directory
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 """Beginning of the file that Git-LFS leaves in place of a large file."""
-_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
-"""Pattern of a repository name on the Hugging Face Hub, owner/name. A relative path may also match."""
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 """Pattern of a repository's folder in the Hugging Face cache."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -98,14 +96,12 @@ def _incomplete(root: Path, names: list[str]) -> str | None:
 
 
 def _download(root: Path) -> str:
-    """Return advice for a missing path that may be the name of a repository, or otherwise an empty string."""
-    # The settings made the path absolute, so recover the relative path that the user may have given.
-    relative = str(root).removeprefix(f"{working_directory()}/")
-    if not _REPOSITORY.fullmatch(relative):
+    """Return advice if `root` may be the name of a repository, or otherwise an empty string."""
+    if (name := repository_name(root)) is None:
         return ""
     return (
-        f". Names on the Hugging Face Hub are not accepted. If {relative} is such a name, download the "
-        f"repository and give its folder: hf download {relative} --local-dir {root.name}"
+        f". If {name} is a repository on the Hugging Face Hub, download it and give its folder: hf download {name} "
+        f"--local-dir {root.name}"
     )
 
 

@@ -1,0 +1,46 @@
+"""Models that a command names as on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import click
+
+from mindie_mm.nn.checkpoint.hub import downloaded, repository_name
+from mindie_mm.settings.sources import Configuration
+
+
+def with_local_model(configuration: Configuration, *, weights: bool = True) -> Configuration:
+    """Return the settings with the folder of the model, which is downloaded if it is named as on the Hugging Face Hub.
+
+    A terminal is asked first. Without a terminal, weights are only downloaded if the setting `download` is on.
+
+    Args:
+        configuration: Settings, whose `model` may be a name on the Hub.
+        weights: Whether the command needs the weights. Other files are small, and are downloaded without a question.
+
+    Raises:
+        UnsupportedCheckpoint: A download is necessary, and is not allowed.
+
+    """
+    worker = configuration.worker
+    if worker.model is None or (name := repository_name(worker.model)) is None:
+        return configuration
+
+    if worker.download or not weights:
+        agrees: Callable[[str], bool] | None = _announced
+    else:
+        agrees = _confirmed if sys.stdin.isatty() else None
+    folder = downloaded(name, worker.revision, agrees, weights=weights)
+    return replace(configuration, worker=replace(worker, model=folder))
+
+
+def _announced(download: str) -> bool:
+    click.echo(f"Downloading {download}", err=True)
+    return True
+
+
+def _confirmed(download: str) -> bool:
+    return click.confirm(f"Download {download}?", err=True)
