@@ -17,8 +17,11 @@ _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model")
 _SAFETENSORS = ("*.safetensors",)
 _PICKLED = ("*.bin", "*.pt", "*.pth")
-_UNUSED = ("*/*", "consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*")
-"""Files in subfolders, weights in the layout of Mistral, and the state of a training run."""
+_UNUSED = (
+    *("onnx/*", "openvino/*", "original/*", "metal/*", "checkpoint-*", ".*"),
+    *("consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*"),
+)
+"""Weights for other programs, and the state of a training run. Some checkpoints need other subfolders."""
 _GB = 1e9
 
 
