@@ -17,6 +17,8 @@ from mindie_mm.nn.paged_batch import Decode, PagedBatch, Prefill
 
 NAME = "mindie_mm_paged"
 """Name under which `attend` is registered with transformers. Only the text config uses it, because towers keep sdpa."""
+CHUNKED = "chunked_attention"
+"""Type of layers, in `layer_types` of a configuration, that compute attention within chunks (`KVLayer.chunk_size`)."""
 
 
 def attend(
@@ -35,6 +37,8 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of each row to its own sequence, with the signature of transformers' AttentionInterface.
+
+    A token of a layer whose type is `CHUNKED` attends only to the tokens of its own chunk.
 
     Args:
         module: The attention layer.
@@ -63,8 +67,17 @@ def attend(
             f"{type(module).__name__} has attention sinks or softcapped scores, which are not supported"
         )
     spans = sliding_window is not None or not only_local_spans
-    out = paged_attention(layer, query[0], key[0], value[0], paged, scaling, sliding_window, spans=spans)
+    parts = query[0], key[0], value[0]
+    size = chunk_size_of(module)
+    out = paged_attention(layer, *parts, paged, scaling, sliding_window, spans=spans, chunk_size=size)
     return out.unsqueeze(0), None
+
+
+def chunk_size_of(module: torch.nn.Module) -> int | None:
+    """Return the number of tokens of a chunk of an attention layer, or None if the layer has no chunks."""
+    config: Any = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    return config.attention_chunk_size if types and types[module.layer_idx] == CHUNKED else None
 
 
 def paged_attention(
@@ -77,6 +90,7 @@ def paged_attention(
     sliding_window: int | None = None,
     *,
     spans: bool = True,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Compute the attention of each row to its own sequence, and store the new keys and values in the cache.
 
@@ -91,11 +105,14 @@ def paged_attention(
         scaling: Factor by which the attention scores are multiplied.
         sliding_window: Has the same meaning as in `attend`.
         spans: Whether attention within bidirectional spans is bidirectional.
+        chunk_size: Has the same meaning as in `KVLayer`.
 
     Returns:
         [T, heads, value_head_dim].
 
     """
+    if chunk_size is not None:
+        paged = paged.cut(chunk_size)
     cached = None
     if paged.cache is not None and paged.slots is not None:
         cached = paged.cache.keys[layer], paged.cache.values[layer]

@@ -48,6 +48,7 @@ class _Call:
     layer: int
     scaling: float
     sliding_window: int | None
+    chunk_size: int | None
 
 
 class _Unlike(Exception):
@@ -127,13 +128,16 @@ class DecoderLayer(nn.Module, ABC):
     def ignores_rest(self, cache: PagedCache) -> bool:
         """Return whether the layer never reads the rest of a KV block after the end of its sequence."""
         keys, values = cache.keys[self.call.layer], cache.values[self.call.layer]
-        is_plain = self.call.sliding_window is None and keys.shape == values.shape
+        has_window = self.call.sliding_window is not None or self.call.chunk_size is not None
+        is_plain = not has_window and keys.shape == values.shape
         return is_plain and kernels_of(keys.device).ignores_rest(keys, self.num_heads)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, paged: PagedBatch) -> Tensor:
         """Return the attention of rows [T, heads, head_dim] as [T, heads * head_dim]."""
+        call = self.call
         q, k, v = (part.transpose(0, 1) for part in (query, key, value))
-        return paged_attention(self.call.layer, q, k, v, paged, self.call.scaling, self.call.sliding_window).flatten(1)
+        window, size = call.sliding_window, call.chunk_size
+        return paged_attention(call.layer, q, k, v, paged, call.scaling, window, chunk_size=size).flatten(1)
 
 
 class FewOperatorLayer(DecoderLayer):
@@ -220,7 +224,7 @@ def fuse(module: nn.Module) -> int:
 
     def probe(module: nn.Module, *args: Any, scaling: float, sliding_window: int | None = None, **kwargs: Any) -> Any:
         layer: Any = module.layer_idx
-        calls.append(_Call(layer, scaling, sliding_window))
+        calls.append(_Call(layer, scaling, sliding_window, attention.chunk_size_of(module)))
         return attention.attend(module, *args, scaling=scaling, sliding_window=sliding_window, **kwargs)
 
     AttentionInterface.register(_PROBE, probe)

@@ -134,6 +134,7 @@ class PagedBatch:
         self.has_rows = True
         """Whether fused attention may read `rows`."""
         self._chunks = chunks
+        self._cuts: dict[int, PagedBatch] = {}
         self._device = device
         self._uploads = uploads or Uploads(device)
         self._slots = None if cache is None else self._uploads.add(_slots(chunks, cache.block_size))
@@ -142,6 +143,23 @@ class PagedBatch:
         self._decode_states = self._uploads.add(self._decode_slots()) if cache is not None and cache.states else None
         self.is_causal = all(not _is_in_span(chunk) for chunk in chunks)
         """Whether no row attends to a later row."""
+
+    def cut(self, size: int) -> PagedBatch:
+        """Return the batch with each sequence cut into sequences of `size` tokens, for attention within chunks.
+
+        `KVLayer.chunk_size` is such a size.
+        """
+        if size not in self._cuts:
+            self._cuts[size] = self._cut(size)
+        return self._cuts[size]
+
+    def _cut(self, size: int) -> PagedBatch:
+        if all(chunk.stop <= size for chunk in self._chunks):
+            return self
+        assert self.is_causal
+        num_blocks = 0 if self.cache is None else size // self.cache.block_size
+        parts = [part for chunk in self._chunks for part in _parts(chunk, size, num_blocks)]
+        return PagedBatch(parts, self.cache, self._device, uploads=self._uploads)
 
     @cached_property
     def slots(self) -> Tensor | None:
@@ -239,6 +257,19 @@ class GraphBatch(PagedBatch):
         self._lengths = lengths
         self._host_lengths = host_lengths
         self._state_slots = state_slots
+        self._cuts = {}
+
+    def _cut(self, size: int) -> PagedBatch:
+        assert self.cache is not None
+        num_blocks = size // self.cache.block_size
+        if self._blocks.shape[1] <= num_blocks:
+            return self
+        before = (self._lengths - 1) // size
+        columns = before.unsqueeze(1) * num_blocks + torch.arange(num_blocks, device=self._blocks.device)
+        blocks = self._blocks.gather(1, columns.clamp_(max=self._blocks.shape[1] - 1))
+        cut = GraphBatch(self.cache, self._slots(), blocks, self._lengths - before * size, (), self._state_slots)
+        cut.has_rows = False  # a launch of the graph replaces the lengths of `Rows` by those of the whole sequences
+        return cut
 
     @cached_property
     def states(self) -> States:
@@ -281,6 +312,14 @@ def _slots(chunks: Sequence[Chunk], block_size: int) -> NDArray[np.int64]:
             places = np.add.outer(own * block_size, np.arange(block_size)).ravel()
             slots.append(places[within : within + chunk.stop - chunk.start])
     return np.concatenate(slots)
+
+
+def _parts(chunk: Chunk, size: int, num_blocks: int) -> Iterator[Chunk]:
+    """Yield the parts of a chunk in consecutive sequences of `size` tokens, which have `num_blocks` KV blocks each."""
+    for number in range(chunk.start // size, -(-chunk.stop // size)):
+        first = number * size
+        blocks = chunk.blocks[number * num_blocks : (number + 1) * num_blocks]
+        yield Chunk(max(chunk.start - first, 0), min(chunk.stop - first, size), blocks)
 
 
 def _is_in_span(chunk: Chunk) -> bool:

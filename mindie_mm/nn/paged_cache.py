@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mindie_mm.device import zeros
+from mindie_mm.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,11 @@ class KVLayer:
     head_dim: int
     value_head_dim: int | None = None
     """Width of the values. None means `head_dim`, the width of the keys."""
+    chunk_size: int | None = None
+    """Number of tokens of a chunk, a multiple of the block size, if a token attends only to tokens of its own chunk.
+
+    None means that a token attends to all earlier tokens.
+    """
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -104,7 +110,16 @@ class PagedCache:
             is_shared: Whether layers of equal sizes use the same memory. The cache then has the right shapes only, for
                 measurements in memory that may be too small for all layers.
 
+        Raises:
+            InputError: A chunk of a layer is not a multiple of a block.
+
         """
+        for layer in layers:
+            if isinstance(layer, KVLayer) and layer.chunk_size is not None and layer.chunk_size % block_size:
+                raise InputError(
+                    f"kv_block_size is {block_size}; it must divide {layer.chunk_size}, the size of the chunks in which "
+                    "this model computes attention"
+                )
         wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (layer, 0 for keys or 1 for values) by size
         for index, layer in enumerate(layers):
             if isinstance(layer, KVLayer):

@@ -31,7 +31,9 @@ class Recorder:
         return Mode()
 
 
-def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str) -> dict:
+def attention(
+    heads: int, kv_heads: int, width: int, block_size: int, dtype: str, chunk_size: int | None = None
+) -> dict:
     """Run three steps on CPU and NPU: whole prompts, a chunk of a prompt and single tokens, and only single tokens."""
     import torch
 
@@ -74,7 +76,8 @@ def attention(heads: int, kv_heads: int, width: int, block_size: int, dtype: str
         for device, cache in zip(devices, caches, strict=True):
             with Recorder() as recorder:
                 batch = PagedBatch(chunks, cache, device)
-                out = paged_attention(0, *(part.to(device) for part in rows), batch, width**-0.5)
+                own = (part.to(device) for part in rows)
+                out = paged_attention(0, *own, batch, width**-0.5, chunk_size=chunk_size)
             outs.append(out.float().cpu())
         names.append(recorder.names)
         worst = max(worst, float((outs[0] - outs[1]).abs().max()))
@@ -106,6 +109,12 @@ def test_attention_over_pages_equals_plain_torch(shape, calls):
     found = call(attention, *shape)
     assert found["worst"] < (1e-5 if shape[-1] == "float32" else HALF_TOLERANCE)
     assert found["names"] == [STORE + own for own in calls]
+
+
+def test_attention_within_chunks_uses_the_same_operators():
+    found = call(attention, 4, 2, 128, 128, "bfloat16", 128)
+    assert found["worst"] < HALF_TOLERANCE
+    assert found["names"] == [[*STORE, FUSED]] * 3
 
 
 def layers() -> dict:

@@ -1,15 +1,16 @@
 """Tests of paged attention in a flat batch, against ordinary attention of each sequence alone."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.nn.attention import attend
-from mindie_mm.nn.paged_batch import Chunk, PagedBatch
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
+from mindie_mm.nn.attention import CHUNKED, attend, chunk_size_of
+from mindie_mm.nn.paged_batch import Chunk, GraphBatch, PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer, PagedCache
 
 HEADS, HEAD_DIM, BLOCK = 6, 16, 4
@@ -20,7 +21,11 @@ class Layer(torch.nn.Module):
     layer_idx = 0
 
 
-def reference(query, key, value, window=None, span_ids=None):
+class ChunkedLayer(Layer):
+    config = SimpleNamespace(layer_types=[CHUNKED], attention_chunk_size=8)
+
+
+def reference(query, key, value, window=None, span_ids=None, chunk_size=None):
     """Compute the attention of one whole sequence. The tensors have shape [heads, T, head_dim]."""
     length = query.shape[1]
     at, to = torch.arange(length)[:, None], torch.arange(length)
@@ -29,6 +34,8 @@ def reference(query, key, value, window=None, span_ids=None):
         mask = mask | ((span_ids[:, None] == span_ids) & (span_ids >= 0))
     if window is not None:
         mask = mask & (to > at - window)
+    if chunk_size is not None:
+        mask = mask & (to // chunk_size == at // chunk_size)
     key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], 0) for x in (key, value))
     return scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
@@ -44,14 +51,15 @@ def chunks_of(lengths, generator):
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
-@pytest.mark.parametrize("window", [None, 5])
-def test_chunks_and_decodes_equal_whole_sequences(kv_heads, window):
+@pytest.mark.parametrize(("layer", "window"), [(Layer(), None), (Layer(), 5), (ChunkedLayer(), None)])
+def test_chunks_and_decodes_equal_whole_sequences(kv_heads, layer, window):
     generator = torch.Generator().manual_seed(kv_heads)
     lengths = [5, 23, 12, 37, 4]
     query = [torch.randn(HEADS, n, HEAD_DIM, generator=generator) for n in lengths]
     key = [torch.randn(kv_heads, n, HEAD_DIM, generator=generator) for n in lengths]
     value = [torch.randn(kv_heads, n, HEAD_DIM, generator=generator) for n in lengths]
-    expected = [reference(*parts, window) for parts in zip(query, key, value, strict=True)]
+    size = chunk_size_of(layer)
+    expected = [reference(*parts, window, None, size) for parts in zip(query, key, value, strict=True)]
 
     cache = PagedCache.allocate(
         [KVLayer(kv_heads, HEAD_DIM)],
@@ -73,7 +81,7 @@ def test_chunks_and_decodes_equal_whole_sequences(kv_heads, window):
             for source in (query, key, value)
         ]
         batch = PagedBatch(chunks, cache, CPU)
-        out, _ = attend(Layer(), *flat, None, scaling=HEAD_DIM**-0.5, paged=batch, sliding_window=window)
+        out, _ = attend(layer, *flat, None, scaling=HEAD_DIM**-0.5, paged=batch, sliding_window=window)
         row = 0
         for i, start, stop in step:
             torch.testing.assert_close(
@@ -82,14 +90,62 @@ def test_chunks_and_decodes_equal_whole_sequences(kv_heads, window):
             row += stop - start
 
 
-def test_a_batch_without_a_cache_equals_whole_sequences():
+@pytest.mark.parametrize("lengths", [[5], [8], [9], [23], [16, 1, 17, 24, 3, 40]])
+@pytest.mark.parametrize("as_graph", [True, False])
+def test_decodes_within_chunks_equal_whole_sequences(lengths, as_graph):
+    """Each sequence has consecutive KV blocks, which the attention of the CPU reads without copies."""
     generator = torch.Generator().manual_seed(0)
-    lengths = [3, 9, 1]
+    num_blocks = 10
+    cache = PagedCache.allocate(
+        [KVLayer(HEADS, HEAD_DIM)],
+        num_blocks=num_blocks * len(lengths),
+        block_size=BLOCK,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    table = torch.arange(num_blocks * len(lengths)).view(-1, num_blocks)
+    query, key, value = (
+        [torch.randn(HEADS, length, HEAD_DIM, generator=generator) for length in lengths] for _ in range(3)
+    )
+    for pages, parts in ((cache.keys[0], key), (cache.values[0], value)):
+        for blocks, part in zip(table, parts, strict=True):
+            pages.flatten(0, 1)[blocks[0] * BLOCK : blocks[0] * BLOCK + part.shape[1]] = part.transpose(0, 1)
+    stops = torch.tensor(lengths)
+    if as_graph:
+        slots = table[:, 0] * BLOCK + stops - 1
+        batch = GraphBatch(cache, slots, table, stops, lengths, torch.zeros(2, len(lengths), dtype=torch.int64))
+    else:
+        batch = PagedBatch([Chunk(n - 1, n, own.tolist()) for n, own in zip(lengths, table, strict=True)], cache, CPU)
+    flat = [torch.stack([one[:, -1] for one in part], dim=1)[None] for part in (query, key, value)]
+    out, _ = attend(ChunkedLayer(), *flat, None, scaling=HEAD_DIM**-0.5, paged=batch)
+    for row, parts in zip(out[0], zip(query, key, value, strict=True), strict=True):
+        torch.testing.assert_close(row, reference(*parts, chunk_size=8)[:, -1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_shorter_than_a_chunk_is_not_cut():
+    batch = PagedBatch([Chunk(0, 8, ()), Chunk(0, 3, ())], None, CPU)
+    assert batch.cut(8) is batch
+    assert batch.cut(4) is batch.cut(4) is not batch
+
+
+def test_blocks_that_do_not_divide_a_chunk_are_refused():
+    layers = [KVLayer(2, HEAD_DIM), KVLayer(2, HEAD_DIM, chunk_size=8)]
+    sizes = {"num_blocks": 2, "dtype": torch.float32, "device": CPU}
+    PagedCache.allocate(layers, block_size=8, **sizes)
+    with pytest.raises(InputError, match="kv_block_size is 3; it must divide 8, the size of the chunks"):
+        PagedCache.allocate(layers, block_size=3, **sizes)
+
+
+@pytest.mark.parametrize("layer", [Layer(), ChunkedLayer()])
+def test_a_batch_without_a_cache_equals_whole_sequences(layer):
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 19, 1]
     query, key, value = (torch.randn(HEADS, sum(lengths), HEAD_DIM, generator=generator) for _ in range(3))
     batch = PagedBatch([Chunk(0, n, ()) for n in lengths], None, CPU)
-    out, _ = attend(Layer(), query[None], key[None], value[None], None, scaling=HEAD_DIM**-0.5, paged=batch)
+    out, _ = attend(layer, query[None], key[None], value[None], None, scaling=HEAD_DIM**-0.5, paged=batch)
     parts = zip(*(x.split(lengths, dim=1) for x in (query, key, value)), strict=True)
-    torch.testing.assert_close(out[0].transpose(0, 1), torch.cat([reference(*p) for p in parts], dim=1))
+    expected = [reference(*p, chunk_size=chunk_size_of(layer)) for p in parts]
+    torch.testing.assert_close(out[0].transpose(0, 1), torch.cat(expected, dim=1))
 
 
 @pytest.mark.parametrize("window", [None, 3, 5, 30])

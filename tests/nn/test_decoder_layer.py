@@ -62,6 +62,7 @@ def whole(model: Any) -> Tensor:
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": False}),
+    "llama with chunks": ("Llama", {"layer_types": [attention.CHUNKED, "full_attention"], "attention_chunk_size": 4}),
     "qwen2": ("Qwen2", {}),
     "qwen2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {}),

@@ -36,7 +36,7 @@ from mindie_mm.nn.weights.shards import weight_files
 from mindie_mm.nn.weights.shares import layer_configs, localize, num_shares, refuse_shares, shared
 from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
 
-_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_LAYERS = frozenset({"full_attention", "sliding_attention", attention.CHUNKED})
 """Types of layers that attend to the KV cache or a window of it."""
 
 
@@ -386,16 +386,18 @@ def _layers(checkpoint: Checkpoint, text: Any, states: Mapping[str, Callable[[An
         if mode == "reuse":
             layers.append(SharedLayer(stored[kind]))
         else:
-            layers.append(states[kind](text) if kind in states else _kv_layer(config))
+            layers.append(states[kind](text) if kind in states else _kv_layer(config, kind))
         if mode == "store":
             stored[kind] = index
     return tuple(layers)
 
 
-def _kv_layer(config: Any) -> KVLayer:
+def _kv_layer(config: Any, kind: str) -> KVLayer:
     heads: int = config.num_attention_heads
     num_kv_heads = (getattr(config, "num_key_value_heads", None) or heads) // num_shares()
-    return KVLayer(num_kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads)
+    chunk_size = config.attention_chunk_size if kind == attention.CHUNKED else None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return KVLayer(num_kv_heads, head_dim, chunk_size=chunk_size)
 
 
 def _spec(
