@@ -95,6 +95,15 @@ class JoinedExperts(nn.Module):
         return kernels_of(hidden.device).experts(hidden, chosen, weights, own)
 
 
+def experts_of(
+    first: Tensor, second: Tensor, activate: Callable[[Tensor], Tensor], start: int | None
+) -> Experts | JoinedExperts:
+    """Return a layer for the device of the weights. The arguments are those of `JoinedExperts`."""
+    if kernels_of(first.device).joins_experts:
+        return JoinedExperts(first, second, activate, start)
+    return Experts((Expert(*both, activate) for both in zip(first, second, strict=True)), start)
+
+
 def run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Run the experts of a transformers layer, which `arrange` has prepared."""
     mixed: Tensor = module.arranged(hidden, chosen, weights)
@@ -142,10 +151,7 @@ def _arrange_theirs(part: Any) -> None:
     del part.down_proj
     # transformers sets this attribute if a plan of `weights/shares.py` divides the experts among ranks.
     start = dist.get_rank() * len(first) if part._is_expert_parallel else None  # noqa: SLF001
-    if kernels_of(first.device).joins_experts:
-        part.arranged = JoinedExperts(first, second, activate, start)
-    else:
-        part.arranged = Experts((Expert(*both, activate) for both in zip(first, second, strict=True)), start)
+    part.arranged = experts_of(first, second, activate, start)
 
 
 def _activation(part: Any, weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -330,23 +330,28 @@ class Family(ABC):
             UnsupportedCheckpoint: The checkpoint has no readable tokenizer, or no fast tokenizer.
 
         """
-        from transformers import AutoTokenizer  # imported late: the import takes a second, and clients do not need it
+        return read_tokenizer(checkpoint)
 
-        checkpoint.check_tokenizer()
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                checkpoint.path, local_files_only=True, trust_remote_code=False
-            )  # None would ask on a terminal
-        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-            checkpoint.json("tokenizer.json")  # raises an error that names the file if it is truncated
-            raise UnsupportedCheckpoint(f"{checkpoint.path} has no readable tokenizer: {error}") from error
-        if not tokenizer.is_fast:
-            checkpoint.tokenizer_json()  # raises an error with advice if the file is missing
-            raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: its tokenizer, {type(tokenizer).__name__}, does not read tokenizer.json; correct "
-                "tokenizer_class in tokenizer_config.json"
-            )
-        return tokenizer
+
+def read_tokenizer(checkpoint: Checkpoint, config: Any = None) -> Any:
+    """Implement `Family.tokenizer`. `config` is the model's configuration. None means that transformers reads it."""
+    from transformers import AutoTokenizer  # imported late: the import takes a second, and clients do not need it
+
+    checkpoint.check_tokenizer()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.path, config=config, local_files_only=True, trust_remote_code=False
+        )  # None would ask on a terminal
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        checkpoint.json("tokenizer.json")  # raises an error that names the file if it is truncated
+        raise UnsupportedCheckpoint(f"{checkpoint.path} has no readable tokenizer: {error}") from error
+    if not tokenizer.is_fast:
+        checkpoint.tokenizer_json()  # raises an error with advice if the file is missing
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path}: its tokenizer, {type(tokenizer).__name__}, does not read tokenizer.json; correct "
+            "tokenizer_class in tokenizer_config.json"
+        )
+    return tokenizer
 
 
 class PretrainedFamily(Family):

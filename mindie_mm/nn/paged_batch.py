@@ -261,13 +261,14 @@ class GraphBatch(PagedBatch):
 
     def _cut(self, size: int) -> PagedBatch:
         assert self.cache is not None
+        assert self.slots is not None
         num_blocks = size // self.cache.block_size
         if self._blocks.shape[1] <= num_blocks:
             return self
         before = (self._lengths - 1) // size
         columns = before.unsqueeze(1) * num_blocks + torch.arange(num_blocks, device=self._blocks.device)
         blocks = self._blocks.gather(1, columns.clamp_(max=self._blocks.shape[1] - 1))
-        cut = GraphBatch(self.cache, self._slots(), blocks, self._lengths - before * size, (), self._state_slots)
+        cut = GraphBatch(self.cache, self.slots, blocks, self._lengths - before * size, (), self._state_slots)
         cut.has_rows = False  # a launch of the graph replaces the lengths of `Rows` by those of the whole sequences
         return cut
 

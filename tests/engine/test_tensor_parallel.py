@@ -257,6 +257,7 @@ ALSO_SHARED = (
     "idefics3",
     "internvl",
     "kimi_k25",
+    "llama4",
     "llava",
     "llava_next",
     "llava_onevision",

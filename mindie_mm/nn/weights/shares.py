@@ -153,10 +153,9 @@ def localize(module: nn.Module) -> None:
             start = dist.get_rank() * -(-layer.weight.shape[0] // dist.get_world_size())
             layer.weight = nn.Parameter(layer.weight.to_local(), requires_grad=False)
             layer.forward = partial(_embed, layer.weight, start)  # type: ignore[method-assign]
-        if isinstance(layer, nn.Linear) or hasattr(layer, "has_post_expert_norm"):
-            for name, weight in layer.named_parameters(recurse=False):
-                if isinstance(weight, DTensor):
-                    setattr(layer, name, nn.Parameter(weight.to_local(), requires_grad=False))
+        for name, weight in layer.named_parameters(recurse=False):
+            if isinstance(weight, DTensor) and (isinstance(layer, nn.Linear) or weight.dim() == 3):
+                setattr(layer, name, nn.Parameter(weight.to_local(), requires_grad=False))
 
 
 def _embed(weight: Tensor, start: int, ids: Tensor) -> Tensor:
