@@ -1,4 +1,4 @@
-"""Log-mel spectrograms of audio clips, shared by several families."""
+"""Log-mel spectrograms of audio clips, and the processor of families that take only audio clips."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from mindie_mm.errors import MediaError
-from mindie_mm.inputs import Media
+from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.audio.encoded_audio import open_audio
 from mindie_mm.media.audio.mel import MelSettings, write_log_mel
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.image.preprocess import check_settings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Plan, Spelling, Write
+from mindie_mm.nn.family import Plan, Processor, Spelling, Write
 from mindie_mm.shm import ArraySpec
 
 SPECTROGRAM = "input_features"
@@ -101,6 +101,30 @@ class Clips:
         if grid:
             is_possible = len(grid) == 1 and self.is_possible(grid[0]) and self.num_features(grid[0]) == num_features
         return Spelling() if is_possible else None
+
+
+class ClipProcessor(Processor):
+    """Processor of a family that takes only audio clips.
+
+    The block of a clip contains `input_features`, float32 [bins, frames]. The grid is (frames,).
+    """
+
+    clips: Clips
+
+    def max_tokens(self, kind: Kind) -> int:
+        return self.clips.max_tokens
+
+    def worst_case(self, kind: Kind) -> Data:
+        return self.clips.worst_case()
+
+    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
+        return self.clips.plan(media, data)
+
+    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
+        return self.clips.spelling(num_features, grid)
+
+    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
+        return self.clips.specs(grid)
 
 
 def read_mel(checkpoint: Checkpoint, tower: Any, classes: Mapping[str, Mapping[str, Any]]) -> MelSettings:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models._frame_times import FrameTimesModel, FrameTimesProcessor, spread
-from mindie_mm.models._qwen import THW, interpolation
+from mindie_mm.models._qwen import THW
 from mindie_mm.models._qwen_pixels import PixelSettings, joint_resize
+from mindie_mm.models._tower_places import interpolation
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder
 from mindie_mm.nn.layers import PatchProjection

@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
-import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
-from mindie_mm.device import Device, upload
+from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, naming
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.audio.encoded_audio import num_sound_tracks
@@ -31,7 +30,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
 from mindie_mm.nn.model import ModelSpec, Positions
 from mindie_mm.nn.splice import ItemView, MediaItem
-from mindie_mm.nn.weights.pretrained import load_pretrained, read_config
+from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
 
@@ -204,15 +203,11 @@ class OmniFamily(PretrainedFamily):
     @classmethod
     def unknown_keys(cls, checkpoint: Checkpoint) -> list[str]:
         prefix = f"{_THINKER}." if _THINKER in checkpoint.config else ""
-        return [prefix + name for name in super().unknown_keys(thinker(checkpoint))]
+        return [prefix + name for name in super().unknown_keys(checkpoint)]
 
     @classmethod
-    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> OmniModel:
-        module, spec = load_pretrained(
-            cls.module_class(), thinker(checkpoint), device, dtype, unused=cls.unused_weights
-        )
-        model: OmniModel = cls.model_class(module, spec, processor)
-        return model
+    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
+        return thinker(checkpoint)
 
 
 def thinker(checkpoint: Checkpoint) -> Checkpoint:

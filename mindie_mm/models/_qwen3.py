@@ -23,8 +23,9 @@ from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.models._delta_net import replace_delta_nets
 from mindie_mm.models._frame_times import FrameTimesModel, FrameTimesProcessor, spread
-from mindie_mm.models._qwen import THW, QwenModel, QwenProcessor, interpolation
+from mindie_mm.models._qwen import THW, QwenModel, QwenProcessor
 from mindie_mm.models._qwen_pixels import PixelSettings
+from mindie_mm.models._tower_places import interpolation
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Plan, Write
 from mindie_mm.nn.mindie import NORMALIZED, PLANES, Joined, PromptLayout

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mindie_mm.models._qwen import QwenModel, QwenProcessor, interpolation
+from mindie_mm.models._qwen import QwenModel, QwenProcessor
 from mindie_mm.models._qwen_pixels import PixelSettings, check_aspect_ratio, smart_resize
+from mindie_mm.models._tower_places import interpolation
 from mindie_mm.nn.checkpoint.config_keys import words
 from mindie_mm.nn.family import PretrainedFamily
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mindie_mm.device import upload
 from mindie_mm.models._clips import SPECTROGRAM
 from mindie_mm.models._omni import OmniFamily, OmniModel, OmniProcessor
-from mindie_mm.models._qwen import window_places
+from mindie_mm.models._tower_places import window_places
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mindie_mm.inputs import Kind, MediaOptions
 from mindie_mm.media.video.encoded_video import Video
-from mindie_mm.models._qwen import INTERVAL_GRIDS, PICOSECONDS, QwenModel, QwenProcessor, window_places
+from mindie_mm.models._qwen import INTERVAL_GRIDS, PICOSECONDS, QwenModel, QwenProcessor
+from mindie_mm.models._tower_places import window_places
 from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.shm.format.item import MediaShape

@@ -19,9 +19,9 @@ from mindie_mm.device import upload
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch, TokenOutOfRange
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
-from mindie_mm.models._clips import SPECTROGRAM, Clips, encoder_length, read_mel
+from mindie_mm.models._clips import SPECTROGRAM, ClipProcessor, Clips, encoder_length, read_mel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Write
 from mindie_mm.nn.mindie import Joined, OfPrompt, PromptLayout, mindie_pad
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.splice import MediaItem
@@ -60,10 +60,8 @@ _CHAT_TEMPLATE = (
 """Chat template of the reference for checkpoints without a template."""
 
 
-class Qwen2AudioProcessor(Processor):
+class Qwen2AudioProcessor(ClipProcessor):
     """Processor for Qwen2-Audio.
-
-    The block of a clip contains `input_features`, float32 [bins, frames]. The grid is (frames,).
 
     In MindIE's wire format, all clips of a prompt share `input_features`, float32 [clips, bins, frames of 30 s], and
     `feature_attention_mask`, int64 [clips, frames of 30 s]. The ids of the prompt are in a segment, too.
@@ -87,17 +85,8 @@ class Qwen2AudioProcessor(Processor):
         """
         return own or _CHAT_TEMPLATE
 
-    def max_tokens(self, kind: Kind) -> int:
-        return self.clips.max_tokens
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        return self.clips.spelling(num_features, grid)
-
-    def worst_case(self, kind: Kind) -> Data:
-        return self.clips.worst_case()
-
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
-        plan, write_spectrogram = self.clips.plan(media, data)
+        plan, write_spectrogram = super().plan(media, data, counts)
         bins, frames = self.clips.mel.num_bins, self.clips.mel.max_frames
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -107,9 +96,6 @@ class Qwen2AudioProcessor(Processor):
 
         specs = {SPECTROGRAM: ArraySpec((1, bins, frames), "float32"), _MASK: ArraySpec((1, frames), "int64")}
         return msgspec.structs.replace(plan, mindie_specs=specs), write
-
-    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
-        return self.clips.specs(grid)
 
 
 class Qwen2AudioModel(PretrainedModel):

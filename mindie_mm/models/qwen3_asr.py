@@ -15,19 +15,16 @@ from typing import Any
 from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.models._chunked_encoder import check_encoder, chunked_length, encode_clips, longest_clip
-from mindie_mm.models._clips import SPECTROGRAM, Clips, read_mel
+from mindie_mm.models._clips import SPECTROGRAM, ClipProcessor, Clips, read_mel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import Renaming
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
-from mindie_mm.shm import ArraySpec
 
 _DEFAULTS: Mapping[str, Any] = {"feature_size": 128, "min_length": 8000}
 _THINKER = "thinker_config"
@@ -41,11 +38,8 @@ _RENAMINGS = (
 )
 
 
-class Qwen3ASRProcessor(Processor):
-    """Processor for Qwen3-ASR.
-
-    The block of a clip contains `input_features`, float32 [bins, frames]. The grid is (frames,).
-    """
+class Qwen3ASRProcessor(ClipProcessor):
+    """Processor for Qwen3-ASR."""
 
     traits = Traits(max_items={"audio": 1})
 
@@ -60,21 +54,6 @@ class Qwen3ASRProcessor(Processor):
         self.feature_width = config.text_config.hidden_size
         before, after = (_marker_id(checkpoint, end) for end in ("start", "end"))
         self.placeholders = {"audio": Placeholder((before,), config.audio_token_id, (after,))}
-
-    def max_tokens(self, kind: Kind) -> int:
-        return self.clips.max_tokens
-
-    def worst_case(self, kind: Kind) -> Data:
-        return self.clips.worst_case()
-
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
-        return self.clips.plan(media, data)
-
-    def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        return self.clips.spelling(num_features, grid)
-
-    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
-        return self.clips.specs(grid)
 
 
 class Qwen3ASRModel(PretrainedModel):

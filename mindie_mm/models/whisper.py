@@ -22,11 +22,10 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mindie_mm.device import Device, upload
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
-from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.image.encoded_image import Data
-from mindie_mm.models._clips import SPECTROGRAM, Clips, read_mel
+from mindie_mm.inputs import Kind
+from mindie_mm.models._clips import SPECTROGRAM, ClipProcessor, Clips, read_mel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
+from mindie_mm.nn.family import Placeholder, PretrainedFamily, Spelling
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.seq2seq import Decoding, Seq2SeqModel, load_seq2seq
@@ -34,7 +33,6 @@ from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import read_config
-from mindie_mm.shm import ArraySpec
 
 _EXTRACTORS = {"WhisperFeatureExtractor": {"feature_size": 80}}
 _FURTHER_FRAMES = 3
@@ -48,10 +46,8 @@ _CHAT_TEMPLATE = (
 )
 
 
-class WhisperProcessor(Processor):
+class WhisperProcessor(ClipProcessor):
     """Processor for Whisper.
-
-    The block of a clip contains `input_features`, float32 [bins, frames]. The grid is (frames,).
 
     A text is the transcript before the clip. It may also contain the token of a language and the token of a task, such
     as <|de|><|translate|>.
@@ -82,20 +78,8 @@ class WhisperProcessor(Processor):
         self._control = {self.start, self.no_timestamps, self._previous, config.eos_token_id}
         self._control |= self.languages | self._tasks
 
-    def max_tokens(self, kind: Kind) -> int:
-        return self.num_features
-
-    def worst_case(self, kind: Kind) -> Data:
-        return self.clips.worst_case()
-
-    def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
-        return self.clips.plan(media, data)
-
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
-        return self.clips.spelling(num_features, grid) if num_features == self.num_features else None
-
-    def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
-        return self.clips.specs(grid)
+        return super().spelling(kind, num_features, grid) if num_features == self.num_features else None
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """Return the decoder's first tokens. The language is missing if the decoder must detect it.
