@@ -53,6 +53,7 @@ class Middleware:
     - `scope["state"]["client"]` is the `Client` whose API key the request carries, if the service has keys.
     - If an error aborts a response that has started, the responder stores the name of the error's class in
       `scope["state"]["error"]`, for the log. The reason of a refusal is in `scope["state"]["reason"]`.
+    - The setting `root_path` is removed from the path of a request, unless the proxy has removed it already.
     - HEAD is routed as GET, because load balancers use HEAD for health checks. The server omits the body.
     """
 
@@ -80,6 +81,9 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (root := self._config.root_path) is not None:
+            inner = scope["path"].removeprefix(root)
+            scope = {**scope, "root_path": root, "path": inner if inner.startswith("/") else scope["path"]}
         method = scope["method"]
         if method == "HEAD":
             scope = {

@@ -31,7 +31,8 @@ from mindie_mm.settings.environment import fault_folder
 from mindie_mm.worker.worker import Worker
 from service.app import create_app, require_places
 from service.http.access import OPEN_WARNING, is_open, require_key
-from service.http.connection import Connection
+from service.http.certificate import Certificate
+from service.http.connection import HEAD_TIMEOUT_S, Connection
 from service.http.unix_socket import bound_unix_socket
 from service.request.state import Service
 from service.telemetry.tracing import Tracer
@@ -101,6 +102,7 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, forks: Fork
     for number in signals:
         loop.add_signal_handler(number, cancel)
     with _bound(config) as listeners:
+        certificate = Certificate.of(config)
         require_places(config)  # before the model is loaded, which takes minutes
         model, device = worker_config.model or "the embedded checkpoint", worker_config.engine.device
         num = worker_config.num_decoders
@@ -111,7 +113,7 @@ async def _serve(worker_config: WorkerConfig, config: ServiceConfig, forks: Fork
             with repeating(lambda: _log.info("%s", loading)):
                 starting = await Worker.start(worker_config, loading=loading, forks=forks)
             async with starting as worker:
-                server = _Server(create_app(worker, config, tracer), config)
+                server = _Server(create_app(worker, config, tracer), config, certificate)
                 with _listening_errors(config):
                     for listener in listeners:
                         listener.listen(server.config.backlog)
@@ -171,7 +173,7 @@ def _print(line: str) -> None:
 class _Server(uvicorn.Server):
     """A uvicorn server without signal handlers. It ends all requests before it waits for connections to close."""
 
-    def __init__(self, app: FastAPI, config: ServiceConfig) -> None:
+    def __init__(self, app: FastAPI, config: ServiceConfig, certificate: Certificate | None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -188,6 +190,7 @@ class _Server(uvicorn.Server):
         )
         self._app = app
         self._settings = config
+        self._certificate = certificate
         self._tasks: set[asyncio.Task[None]] = set()
 
     def ask_to_stop(self) -> None:
@@ -218,16 +221,20 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening, and print the service's URL, model, device, data type and free memory."""
-        await super().startup(sockets)
         assert sockets is not None
-        clients = self._service.clients
+        await super().startup([])  # it would encrypt the Unix socket, too
+        self.servers = [await self._listen(listener) for listener in sockets]
+        clients, certificate = self._service.clients, self._certificate
         self._start(clients.watched.watch(clients.reload))
+        if certificate is not None:
+            self._start(certificate.watched.watch(certificate.reload))
         if is_open(self._settings):
             # The warning is logged at every log level.
             _log.log(max(logging.WARNING, logging.root.level), "%s", OPEN_WARNING % self._settings.host)
         host, port = sockets[0].getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        line = f"mindie_mm serves {self._service.model_name} at http://{host}:{port}"
+        scheme = "http" if certificate is None else "https"
+        line = f"mindie_mm serves {self._service.model_name} at {scheme}://{host}:{port}"
         if self._settings.uds is not None:
             line += f" and on the socket {self._settings.uds}"
         info = self._service.worker.engine.info
@@ -235,6 +242,18 @@ class _Server(uvicorn.Server):
         if note := demo_note(self._service.worker.config.model):
             line += f"\n{note}"
         threading.Thread(target=_print, args=(line,), name="ready", daemon=True).start()
+
+    async def _listen(self, listener: socket.socket) -> asyncio.Server:
+        """Accept connections as `uvicorn.Server.startup` does, but encrypt only those of the port."""
+        tls: dict[str, Any] = {}
+        if self._certificate is not None and listener.family != socket.AF_UNIX:
+            tls = {"ssl": self._certificate.context, "ssl_handshake_timeout": HEAD_TIMEOUT_S}
+
+        def connection() -> Connection:
+            return Connection(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(connection, sock=listener, backlog=self.config.backlog, **tls)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, let running requests finish within the grace time, end the rest, and close.

@@ -19,7 +19,7 @@ from typing import Any
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 120.0
-_READY = re.compile(r"mindie_mm serves (\S+) at (http://\S+)")
+_READY = re.compile(r"mindie_mm serves (\S+) at (https?://\S+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ MAX_IMAGE_PIXELS = 178_956_970
 MAX_SOURCE_BYTES = 512 * MiB
 """Maximum size of one encoded media item in bytes."""
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}|\*))?")
+_ROOT_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 _MOST_DECODERS = 8
 """Maximum number of decoders if no setting states a number."""
 SERVICE_PROMPT_LIMITS: PromptLimits = {"image": 32, "video": 8, "audio": 8}
@@ -285,6 +286,14 @@ class ServiceConfig:
     admin_key: str | None = field(default=None, metadata={"secret": True})
     """Key for /admin/reload, which takes this key in place of an API key. Default: /admin/reload is accepted only on
     the socket of --uds."""
+    ssl_certfile: Path | None = None
+    """PEM file with the certificate and its chain, to serve HTTPS. The service reads the file again when it changes.
+    Default: the service serves HTTP."""
+    ssl_keyfile: Path | None = None
+    """PEM file with the key of the certificate, without a password. Default: the key is in ssl_certfile."""
+    root_path: str | None = None
+    """Path under which a proxy publishes the service, such as /mm. The proxy may remove it from requests or not.
+    Default: the root."""
     allow_open: bool = True
     """Without an API key, start with a warning if the service listens on an address other than loopback. Off, as in the
     images: do not start in this case."""
@@ -405,6 +414,7 @@ class ServiceConfig:
             )
         if self.admin_key is not None and not is_key(self.admin_key):
             raise InputError("admin_key has a character that an HTTP header cannot have; use printable ASCII")
+        _require_front(self)
         for origin in self.cors_origin:
             _require_origin(origin)
         if self.otlp_endpoint is not None:
@@ -419,6 +429,17 @@ class ServiceConfig:
 def is_key(key: str) -> bool:
     """Return whether an HTTP header can contain the key."""
     return key.isascii() and key.isprintable() and key.strip() == key != ""
+
+
+def _require_front(config: ServiceConfig) -> None:
+    """Raise InputError if the settings of the certificate or of the path behind a proxy are not valid."""
+    if config.ssl_keyfile is not None and config.ssl_certfile is None:
+        raise InputError("ssl_keyfile is set, but ssl_certfile is not; set both")
+    if config.root_path is not None and not _ROOT_PATH.fullmatch(config.root_path):
+        raise InputError(
+            f"root_path is {config.root_path!r}; it must begin with a slash and end without one, such as /mm, and "
+            "have letters, digits and . _ ~ -"
+        )
 
 
 def _require_origin(origin: str) -> None:

@@ -20,7 +20,10 @@ from service.http.host import set_host
 from service.http.json_response import JSONResponse
 
 HEAD_TIMEOUT_S = 10.0
-"""Maximum time in seconds for a request's head, counted from the start of the connection or from the first byte."""
+"""Maximum time in seconds for a request's head, counted from the start of the connection or from the first byte.
+
+A TLS handshake may take as long, and precedes this time.
+"""
 MAX_HEAD_BYTES = 64 * 2**10
 """Maximum size of a request's head with its URL, and of the trailers of a chunked body."""
 MAX_HEADERS = 256
@@ -299,7 +302,8 @@ class Connection(HttpToolsProtocol):
         headers = [*self.server_state.default_headers, *answer.raw_headers, (b"connection", b"close")]
         lines = [b"%s: %s\r\n" % header for header in headers]
         self.transport.write(b"".join((STATUS_LINE[status], *lines, b"\r\n", bytes(answer.body))))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # a TLS connection cannot be closed in one direction
+            self.transport.write_eof()
         self._linger()
 
     def _linger(self) -> None:

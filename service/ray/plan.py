@@ -64,6 +64,9 @@ def refusal_of(scope: Mapping[str, Any]) -> NoProcess | None:
 
 def require_supported(config: ServiceConfig) -> None:
     """Raise InputError if a setting of the service has no effect with Ray Serve, whose own server listens."""
+    for name in ("ssl_certfile", "root_path"):
+        if getattr(config, name) is not None:
+            raise InputError(f"{name} is not supported with Ray, whose proxies receive the requests; set it in a proxy")
     if config.api_key_file is not None:
         raise InputError(
             "api_key_file is not supported with Ray, because each ingress replica would count the quotas for itself; "

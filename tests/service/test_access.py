@@ -2,6 +2,7 @@
 
 import re
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ import openai
 import pytest
 
 from service.http.access import is_loopback
+from tests.certificates import write_certificate
 from tests.warm import running_service
 from tests.watching import wait_until
 from tools.serving import RunningService
@@ -32,9 +34,13 @@ ORIGINS = (ORIGIN, "http://localhost:*", "https://[::1]:*")
 def guarded(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object]) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "keys.toml").write_text(NAMED)
+    write_certificate(folder / "cert.pem", folder / "key.pem")
     more = {
         "spool": folder / "spool",
         "api_key_file": folder / "keys.toml",
+        "ssl_certfile": folder / "cert.pem",
+        "ssl_keyfile": folder / "key.pem",
+        "root_path": "/mm",
         "uds": folder / "socket",
         "log_level": "debug",
     }
@@ -51,13 +57,21 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
 
 @pytest.fixture(scope="module")
 def bare(guarded: RunningService) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=guarded.url, timeout=300) as client:
+    with trusting(guarded) as client:
         yield client
+
+
+def trusting(guarded: RunningService) -> httpx2.Client:
+    """Return a client that trusts the present certificate of the service."""
+    trusted = ssl.create_default_context(cafile=str(guarded.log.with_name("cert.pem")))
+    return httpx2.Client(base_url=guarded.url, timeout=300, verify=trusted)
 
 
 def test_each_api_key_is_accepted(guarded: RunningService) -> None:
     for key in KEYS:
-        with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0) as client:
+        with openai.OpenAI(
+            base_url=f"{guarded.url}/v1", api_key=key, max_retries=0, http_client=trusting(guarded)
+        ) as client:
             assert client.models.list().data[0].id == "tiny"
 
 
@@ -113,6 +127,57 @@ def test_the_file_of_keys_is_read_again_when_it_changes_and_on_a_reload(
     assert ask(bare, "carols-key").status_code == 200
 
 
+def test_the_service_encrypts_the_port_and_not_the_unix_socket(guarded: RunningService) -> None:
+    assert guarded.url.startswith("https://127.0.0.1:")
+    with pytest.raises(httpx2.HTTPError):
+        httpx2.get(guarded.url.replace("https", "http"))
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(guarded.log.with_name("socket")))) as unix:
+        assert unix.get("http://localhost/health").status_code == 200
+
+
+def test_a_malformed_request_over_tls_is_answered(guarded: RunningService) -> None:
+    url = urlsplit(guarded.url)
+    trusted = ssl.create_default_context(cafile=str(guarded.log.with_name("cert.pem")))
+    with (
+        socket.create_connection((url.hostname, url.port), timeout=300) as raw,
+        trusted.wrap_socket(raw, server_hostname=url.hostname) as encrypted,
+    ):
+        encrypted.sendall(b"no HTTP\r\n\r\n")
+        assert encrypted.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_new_certificate_is_used_for_new_connections(guarded: RunningService, bare: httpx2.Client) -> None:
+    def is_accepted() -> bool:
+        with trusting(guarded) as client:
+            try:
+                return client.get("/health").status_code == 200
+            except httpx2.ConnectError:
+                return False
+
+    files = [guarded.log.with_name(name) for name in ("cert.pem", "key.pem")]
+    former = [file.read_bytes() for file in files]
+    assert is_accepted()
+    write_certificate(*files)
+    assert not is_accepted()
+    wait_until(is_accepted)
+    assert bare.get("/health").status_code == 200, "a connection that is open goes on"
+    for file, content in zip(files, former, strict=True):
+        file.write_bytes(content)
+    wait_until(is_accepted)
+
+
+def test_the_root_path_may_be_in_the_path_of_a_request(bare: httpx2.Client) -> None:
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    for root in ("", "/mm"):
+        assert bare.get(f"{root}/health").status_code == 200
+        assert bare.get(f"{root}/").headers["content-type"].startswith("text/html")
+        assert bare.get(f"{root}/v1/models").status_code == 401
+        assert bare.get(f"{root}/v1/models", headers=headers).status_code == 200
+        assert bare.get(f"{root}/openapi.json", headers=headers).json()["servers"] == [{"url": "/mm"}]
+    assert bare.get("/mmhealth", headers=headers).status_code == 404
+    assert bare.get("/mm/mm/health").status_code == 401
+
+
 def test_media_by_uuid_belong_to_their_key(bare: httpx2.Client, red_square: str) -> None:
     def status(key: str, url: str | None) -> int:
         part = {"type": "image_url", "image_url": {"url": url}, "uuid": "a picture"}
@@ -125,7 +190,9 @@ def test_media_by_uuid_belong_to_their_key(bare: httpx2.Client, red_square: str)
 
 def test_an_unknown_api_key_is_refused(guarded: RunningService) -> None:
     with (
-        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="third-key", max_retries=0) as client,
+        openai.OpenAI(
+            base_url=f"{guarded.url}/v1", api_key="third-key", max_retries=0, http_client=trusting(guarded)
+        ) as client,
         pytest.raises(openai.AuthenticationError) as caught,
     ):
         client.models.list()
