@@ -109,7 +109,8 @@ class Lfm2VLProcessor(Processor):
         self.placeholders = {"image": Placeholder((), token, ())}
 
     def max_tokens(self, kind: Kind) -> int:
-        return self._num_features(self._grid(*self._largest()))
+        tiles = max(self._tiles, default=0) * (self._side // self._cell) ** 2
+        return max(tiles + self._most * self._has_thumbnail, self._most)
 
     def worst_case(self, kind: Kind) -> Data:
         return np.zeros((*self._largest(), 3), np.uint8)
