@@ -40,7 +40,15 @@ _NO_TEMPLATE = (
     "its authors publish a tokenizer and prompt format (tekken.json) that only the package mistral-common reads, "
     "instead of a tokenizer.json and a chat template"
 )
-_REFUSED = {"voxtral": _NO_TEMPLATE, "voxtral_realtime": _NO_TEMPLATE}
+_REMOTE_TOKENIZER = (
+    "this layout has a tokenizer that needs remote code; download a revision in transformers' layout instead, such as "
+    "refs/pr/11 of baidu/ERNIE-4.5-VL-28B-A3B-PT"
+)
+_REFUSED = {
+    "ernie4_5_moe_vl": _REMOTE_TOKENIZER,
+    "voxtral": _NO_TEMPLATE,
+    "voxtral_realtime": _NO_TEMPLATE,
+}
 """Reasons why checkpoints are not supported although transformers has their classes, by `model_type`."""
 
 

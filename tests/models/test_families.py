@@ -105,11 +105,16 @@ def test_a_refusal_names_the_nearest_model_type_or_architecture(config, nearest)
         family_of(Checkpoint(Path("/nowhere"), config))
 
 
-@pytest.mark.parametrize("model_type", ["voxtral", "voxtral_realtime"])
-def test_a_model_type_that_needs_another_package_is_refused_with_the_reason(renamed, model_type):
-    with pytest.raises(
-        UnsupportedCheckpoint, match=rf"model_type '{model_type}'.*not supported, because .* only the package mistral-"
-    ):
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("voxtral", "only the package mistral-common"),
+        ("voxtral_realtime", "only the package mistral-common"),
+        ("ernie4_5_moe_vl", "a tokenizer that needs remote code; download a revision in transformers' layout"),
+    ],
+)
+def test_a_model_type_that_is_not_supported_is_refused_with_the_reason(renamed, model_type, reason):
+    with pytest.raises(UnsupportedCheckpoint, match=rf"model_type '{model_type}'.*not supported, because .*{reason}"):
         family_of(Checkpoint.open(renamed(model_type)))
 
 
