@@ -23,12 +23,12 @@ install: .venv/installed
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(MAKE) --no-print-directory python3-venv
 	$(PYTHON) -m venv .venv
 	@$(MAKE) --no-print-directory torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 torch:
-	@if $(HAS_CPU_INDEX) && $(BIN)/pip install --quiet --index-url $(CPU_INDEX) $(TORCH); then :; \
-	else $(BIN)/pip install --quiet $(TORCH); fi
+	@if $(HAS_CPU_INDEX) && $(BIN)/pip install --index-url $(CPU_INDEX) $(TORCH); then :; \
+	else $(BIN)/pip install $(TORCH); fi
 
 # The NPU's code on the real torch_npu, over a simulated CANN (tests/ascend): in an environment of its own, as torch_npu
 # is found and loaded by whoever imports torch or transformers beside it. All else comes from .venv, which it looks into.

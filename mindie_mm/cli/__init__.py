@@ -7,6 +7,7 @@ commands for shared memory start quickly. The options of `serve` are the fields 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import signal
@@ -16,12 +17,17 @@ from typing import Any
 
 import click
 
+from mindie_mm.cli.foreign_options import FOREIGN_OPTIONS
 from mindie_mm.errors import InputError, MindieMMError, SharedMemoryError
 from mindie_mm.processes.interrupts import INTERRUPTED, importing, interruptible
 from mindie_mm.processes.standard_streams import has_terminal, use_utf8
 from mindie_mm.settings.environment import keep_backends_out, restart_in_utf8
 
 COMMANDS = ("serve", "ask", "chat", "tokenize", "generate", "inspect", "models", "shm", "doctor")
+
+
+_WIDEST_HELP = 160
+"""Number of columns of help texts on wider terminals."""
 
 
 class _Mistake(click.ClickException):
@@ -59,6 +65,8 @@ class _Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] == "serve":
             context.with_resource(_ending_at_once())
+        if args[0] not in COMMANDS and (near := difflib.get_close_matches(args[0], COMMANDS, n=1)):
+            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", context)
         return super().resolve_command(context, args)
 
     def invoke(self, context: click.Context) -> Any:
@@ -66,6 +74,10 @@ class _Commands(click.Group):
         try:
             interruptible()
             return super().invoke(context)
+        except click.NoSuchOption as error:
+            if (advice := FOREIGN_OPTIONS.get(error.option_name)) is None:
+                raise
+            raise click.UsageError(f"No such option {error.option_name!r}. {advice}.", error.ctx) from error
         except MindieMMError as error:
             mistake = isinstance(error, InputError | SharedMemoryError)
             raise (_Mistake if mistake else click.ClickException)(str(error)) from error
@@ -97,7 +109,10 @@ def _ending_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST_HELP},
+)
 @click.version_option(package_name="mindie_mm")
 def main() -> None:
     """Serve multimodal models, and prepare and inspect their inputs.

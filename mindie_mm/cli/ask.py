@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
-from mindie_mm.cli.asking import Session, check_media, model_options, prepared, webui_option
-from mindie_mm.cli.paths import READABLE_FILE, TEXT
+from mindie_mm.cli.asking import Session, Source, check_media, items_of, model_options, prepared, webui_option
+from mindie_mm.cli.paths import MEDIA_FILE, TEXT
 from mindie_mm.processes.interrupts import importing
 
 
 @click.command("ask", short_help="Ask one question and print the answer.")
 @click.argument("question", type=TEXT)
-@click.option("--image", "images", multiple=True, type=READABLE_FILE, help="Image to ask about. Repeatable.")
-@click.option("--video", "videos", multiple=True, type=READABLE_FILE, help="Video to ask about. Repeatable.")
-@click.option("--audio", "sounds", multiple=True, type=READABLE_FILE, help="Audio clip to ask about. Repeatable.")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=MEDIA_FILE,
+    help="Image to ask about: a file, a URL, or - for standard input. Repeatable.",
+)
+@click.option("--video", "videos", multiple=True, type=MEDIA_FILE, help="Video to ask about. Repeatable.")
+@click.option("--audio", "sounds", multiple=True, type=MEDIA_FILE, help="Audio clip to ask about. Repeatable.")
 @webui_option
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="Print text, token ids, finish reason, timings and "
               "the sampling parameters that were used, as JSON.")  # fmt: skip
 def command(
     question: str,
-    images: tuple[Path, ...],
-    videos: tuple[Path, ...],
-    sounds: tuple[Path, ...],
+    images: tuple[Source, ...],
+    videos: tuple[Source, ...],
+    sounds: tuple[Source, ...],
     *,
     webui_images: bool,
     as_json: bool,
@@ -47,8 +52,7 @@ def command(
         from mindie_mm.tokenize.requests import request_of_items
         from mindie_mm.worker.deltas import Answer
 
-    items: list[dict[str, Any]] = [{kind: str(path)} for kind, paths in media.items() for path in paths]
-    request = request_of_items([*items, {"text": question}], webui=webui_images)
+    request = request_of_items([*items_of(media), {"text": question}], webui=webui_images)
     answer = Answer()
     if note := demo_note(config.model, "mindie-mm ask --model"):
         click.echo(note, err=True)

@@ -14,10 +14,10 @@ import click
 
 from mindie_mm.cli.hub import with_local_model
 from mindie_mm.cli.paths import PATH
-from mindie_mm.cli.progress import loading_shown, progress_shown
 from mindie_mm.cli.settings import configured
 from mindie_mm.errors import InputError, naming
 from mindie_mm.processes.interrupts import importing
+from mindie_mm.processes.shown_progress import loading_shown, progress_shown
 from mindie_mm.settings.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from mindie_mm.worker.deltas import Answer
 
 Command = Callable[..., Any]
+Source = Path | str | bytes
+"""A media file, a URL, or the contents of standard input."""
 
 _OPTIONS = (
     click.option("--model", type=PATH, help="Checkpoint directory, or the name of a repository on the Hugging Face "
@@ -103,14 +105,23 @@ def prepared(
     return settings.worker, params
 
 
+def items_of(given: Mapping[str, Sequence[Source]]) -> list[dict[str, Any]]:
+    """Return media as items of a `List[Dict]`."""
+    return [
+        {kind: str(source) if isinstance(source, Path) else source}
+        for kind, sources in given.items()
+        for source in sources
+    ]
+
+
 def check_media(
-    config: WorkerConfig, given: Mapping[str, Sequence[Path]], sign: str = "--", *, earlier: Sequence[Any] = ()
+    config: WorkerConfig, given: Mapping[str, Sequence[Source]], sign: str = "--", *, earlier: Sequence[Any] = ()
 ) -> None:
     """Check media files by their headers, without loading weights.
 
     Args:
         config: Settings of the worker.
-        given: Paths of the files of each kind of media.
+        given: Media of each kind. URLs are not fetched.
         sign: Text before the kind in the option or command, such as `--` in `--image`.
         earlier: Other items of the same prompt, which have been checked.
 
@@ -127,18 +138,17 @@ def check_media(
 
     checkpoint = Checkpoint.open(config.model)
     kinds = family_of(checkpoint, config.family).kinds
-    for kind in (kind for kind, paths in given.items() if paths):
+    for kind in (kind for kind, sources in given.items() if sources):
         if kind not in kinds:
             raise InputError(
                 f"{sign}{kind}: {checkpoint.path} does not accept {kind} inputs; it accepts {', '.join(kinds)}"
             )
-    items = [*earlier, *({kind: str(path)} for kind, paths in given.items() for path in paths)]
+    own = items_of(given)
+    items = [*earlier, *own]
     if not items:
         return
     require_within(media_of(parse_inputs(items)), config.limit_mm_per_prompt)
-    # A pipe can be read only once, so it cannot be checked in advance.
-    files = [(kind, path) for kind, paths in given.items() for path in paths if path.is_file()]
-    if not files:
+    if not any(map(_is_readable_again, own)):
         return
 
     async def plan(items: Sequence[Any]) -> None:
@@ -146,12 +156,19 @@ def check_media(
             await media.plan([media_of(parse_inputs(items))])
 
     with Tokenizer.from_pretrained(config.model, family=config.family, caps=config.media) as tokenizer:
-        for kind, path in files:
-            with naming(f"{sign}{kind} {path}"):
-                tokenizer.run(plan([{kind: str(path)}]))
-        together = [item for item in items if Path(next(iter(item.values()))).is_file()]
+        for item in filter(_is_readable_again, own):
+            ((kind, source),) = item.items()
+            with naming(f"{sign}{kind} {'-' if isinstance(source, bytes) else source}"):
+                tokenizer.run(plan([item]))
+        together = list(filter(_is_readable_again, items))
         if len(together) > 1:  # the model may limit their number, or mix no kinds
             tokenizer.run(plan(together))
+
+
+def _is_readable_again(item: Mapping[str, str | bytes]) -> bool:
+    """Return whether an item can be checked in advance. A pipe can be read only once, and a URL would be fetched."""
+    (source,) = item.values()
+    return isinstance(source, bytes) or Path(source).is_file()
 
 
 class Session:

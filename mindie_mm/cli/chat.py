@@ -69,7 +69,11 @@ def _lines() -> Iterator[str]:
         yield from filter(None, map(str.strip, sys.stdin))
         return
     with suppress(ImportError):
-        import readline  # noqa: F401 - lets users of `input` edit a line and recall earlier lines
+        import readline  # lets users of `input` edit a line and recall earlier lines
+
+        readline.set_completer_delims("")  # a path may contain spaces
+        readline.set_completer(lambda line, index: [*completions(line), None][index])
+        readline.parse_and_bind("tab: complete")
     while True:
         try:
             line = input(PROMPT).strip()
@@ -81,6 +85,25 @@ def _lines() -> Iterator[str]:
             continue
         if line:
             yield line
+
+
+def completions(line: str) -> list[str]:
+    """Return the lines that the Tab key offers for the beginning of a line: commands, or paths of files."""
+    command, space, start = line.partition(" ")
+    if not space:
+        names = [f"/{kind} " for kind in _KINDS] + ["/clear", "/help", "/exit"]
+        return [name for name in names if name.startswith(line)] if line else []
+    if command.removeprefix("/") not in _KINDS:
+        return []
+    folder = Path(start if start.endswith("/") else Path(start).parent).expanduser()
+    beginning = start.rpartition("/")[2]
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    shown = start.removesuffix(beginning)
+    return [
+        f"{command} {shown}{path.name}{'/' if path.is_dir() else ''}"
+        for path in found
+        if path.name.startswith(beginning)
+    ]
 
 
 class _Chat:

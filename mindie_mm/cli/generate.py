@@ -9,10 +9,10 @@ from pathlib import Path
 import click
 
 from mindie_mm.cli.paths import PATH
-from mindie_mm.cli.progress import loading_shown
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import configured
 from mindie_mm.processes.interrupts import importing
+from mindie_mm.processes.shown_progress import loading_shown
 
 
 @click.command("generate", short_help="Run the model on tokenized rows.")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from mindie_mm.errors import InputError
+from mindie_mm.settings.config import MAX_SOURCE_BYTES
 from mindie_mm.settings.environment import text_of
+
+_URLS = ("http://", "https://")
 
 
 class _Path(click.Path):
@@ -36,9 +40,23 @@ class _Text(click.ParamType[str]):
             self.fail(str(error), param, ctx)
 
 
+class _MediaFile(_Path):
+    """The type of a media file: the path of a file, an http(s) URL, or - for standard input."""
+
+    name = "file|url|-"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-":
+            return sys.stdin.buffer.read(MAX_SOURCE_BYTES + 1)
+        if isinstance(value, str) and value.startswith(_URLS):
+            return value
+        return super().convert(value, param, ctx)
+
+
 PATH = _Path(path_type=Path)
 """Type of options and arguments that are paths."""
-READABLE_FILE = _Path(path_type=Path, exists=True, dir_okay=False, readable=True)
-"""Type of options that are files to read. If such a file cannot be read, parsing the command line fails."""
+MEDIA_FILE = _MediaFile(path_type=Path, exists=True, dir_okay=False, readable=True)
+"""Type of options that are media. If a file cannot be read, parsing the command line fails. A URL is a string, and
+standard input is read as bytes."""
 TEXT = _Text()
 """Type of options and arguments that are texts."""

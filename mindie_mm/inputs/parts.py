@@ -43,6 +43,17 @@ _TEXTS = ("text", "refusal")
 """Keys of a text. OpenAI uses `refusal` in earlier turns of the assistant."""
 _DECLARED: Mapping[str, str] = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
 """Other values of `type` and the values that they stand for. OpenAI's Responses API uses them."""
+_AS_URL = '; send {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}} or the URL of an image'
+_FOREIGN: Mapping[str, str] = {
+    "source": f"Anthropic's API{_AS_URL}",
+    **dict.fromkeys(("inline_data", "inlineData", "file_data", "fileData"), f"Gemini's API{_AS_URL}"),
+    "file_id": "OpenAI's API, but no files are kept here; send the file itself in the request",
+    **dict.fromkeys(
+        ("tool_use_id", "input"),
+        'Anthropic\'s API; send tool calls as "tool_calls" of the assistant, and results as messages of role "tool"',
+    ),
+}
+"""Keys of parts in other APIs, with the API and what to send instead."""
 _FILE = "file"
 """Key of a text file or a PDF in OpenAI's messages."""
 _TYPES = (*_TEXTS, *dict.fromkeys((*KINDS, *_SOURCES)), _FILE, *_DECLARED)
@@ -170,8 +181,16 @@ def _declared(part: Mapping[str, Any], where: str) -> str | None:
     if not isinstance(declared, str):
         raise InputError(f"{where}.type is {type_of(declared)}; it must be a string")
     if declared not in _TYPES:
+        _refuse_foreign(part, where)
         raise InputError(f"{where}.type is {declared[:_MAX_TYPE]!r}; it must be one of {', '.join(_TYPES)}")
     return _DECLARED.get(declared, declared)
+
+
+def _refuse_foreign(part: Mapping[str, Any], where: str) -> None:
+    """Raise InputError if a part has the form of another API."""
+    for key in part:
+        if key in _FOREIGN:
+            raise InputError(f"{where} has {key!r}, as in {_FOREIGN[key]}")
 
 
 def _without_data(part: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
@@ -194,6 +213,8 @@ def _key(part: Mapping[str, Any], declared: str | None, where: str, *, may_lack_
         keys = [key for key in nulls if key in _SOURCES] or [*filter(_SOURCES.__contains__, [declared or ""])]
     if len(keys) == 1:
         return keys[0]
+    if not keys:
+        _refuse_foreign(part, where)
     present = " and ".join(map(repr, keys)) if keys else f"none of them in {sorted(map(str, given))}"
     present += f", and null in {sorted(map(str, nulls))}" if nulls else ""
     if part.get("uuid") and not keys and not may_lack_data:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from mindie_mm.errors import ArenaFull, InputError, MindieMMError, OperationalEr
 from mindie_mm.inputs import Embeddings, require_switches, type_of
 from mindie_mm.nn.checkpoint.hub import downloaded, repository_name
 from mindie_mm.processes.loop_thread import LoopThread
+from mindie_mm.processes.shown_progress import loading_shown
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.settings.paths import absolute, working_directory
@@ -97,7 +100,9 @@ class LLM:
             config = replace(config, model=downloaded(name, config.revision, agrees))
         self._loop = LoopThread("LLM")
         try:
-            self._worker = self._loop.run(Worker.start(config, in_process=True))
+            # A terminal shows how much is loaded. The standard error of other scripts is theirs.
+            with loading_shown() if sys.stderr.isatty() else nullcontext() as loading:
+                self._worker = self._loop.run(Worker.start(config, in_process=True, loading=loading))
         except BaseException:
             self._loop.close()
             raise

@@ -167,7 +167,8 @@ def _param(detail: Mapping[str, Any]) -> str | None:
 def _detail(detail: Mapping[str, Any]) -> str:
     """Describe one validation error. The value is quoted only if it is short, because it may be an image."""
     if detail["type"] == "json_invalid":
-        return "the body is not valid JSON"
+        (_, position), reason = detail["loc"], detail["ctx"]["error"]
+        return f"the body is not valid JSON: {reason} at character {position}"
     where = ".".join(str(part) for part in detail["loc"][1:])
     message = f"{where}: {detail['msg']}" if where else _OF_THE_BODY.get(detail["type"], detail["msg"])
     value = detail["input"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mindie_mm.cli.chat import completions
 from tests import warm
 from tests.cli.shell import BIN, TIMEOUT_S
 from tools.demo import picture
@@ -139,6 +140,18 @@ def test_a_terminal_has_a_prompt_history_and_commands(red: Path) -> None:
         screen.wait_for_end()
         assert process.wait(TIMEOUT_S) == 0
     assert "Traceback" not in screen.text
+
+
+def test_the_tab_key_completes_commands_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my pictures").mkdir()
+    (tmp_path / "my pictures" / "a red.png").touch()
+    assert completions("/i") == ["/image "]
+    assert completions("/image m") == ["/image my pictures/"]
+    assert completions("/image my pictures/") == ["/image my pictures/a red.png"]
+    assert completions(f"/image {tmp_path}/my") == [f"/image {tmp_path}/my pictures/"]
+    assert completions("/image ") == ["/image my pictures/"]
+    assert completions("/video missing/x") == completions("What is") == completions("") == []
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import base64
 import importlib.util
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from click.testing import CliRunner
 from PIL import Image
 
 from mindie_mm.cli import main
+from mindie_mm.cli.foreign_options import FOREIGN_OPTIONS
+from mindie_mm.cli.serve import command as serve
 from mindie_mm.lockdown import support
 from tests import warm
 from tests.cli.shell import BIN, TIMEOUT_S, run_warm
+from tools.demo import picture
 
 SUBJECTS = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files", "decoders", "spool")
 """Subjects that `doctor` reports on every machine."""
@@ -130,6 +134,44 @@ def test_ask_logs_only_warnings_by_default(random_checkpoint):
     assert " INFO " not in warm.run(asked, timeout=TIMEOUT_S).stderr
     verbose = warm.run(asked, timeout=TIMEOUT_S, env=os.environ | {"MINDIE_MM_LOG_LEVEL": "info"})
     assert " INFO " in verbose.stderr
+
+
+def test_ask_reads_standard_input(tmp_path):
+    file = tmp_path / "red.png"
+    picture("red", (220, 40, 40), "square", x=0.35).save(file)
+    with file.open("rb") as given, (tmp_path / "out").open("w+") as out, (tmp_path / "errors").open("w+") as errors:
+        command = [str(BIN), "ask", "What color is it?", "--image", "-"]
+        assert warm.Popen(command, stdin=given.fileno(), stdout=out, stderr=errors).wait(TIMEOUT_S) == 0
+        out.seek(0)
+        assert out.read() == "red\n"
+
+
+def test_ask_fetches_only_from_public_addresses():
+    refused = run_warm("ask", "What is it?", "--image", "http://127.0.0.1:9/a.png", status=2)
+    assert refused.endswith("could not fetch from 127.0.0.1: its address is not public\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["srve"], "No such command 'srve'. Did you mean 'serve'?"),
+        (["serve", "--gpu-memory-utilization", "0.9"], "Use --memory-share, a share of the free memory"),
+        (["serve", "--model", "folder"], "Give the model as the argument"),
+        (["doctor", "--trust-remote-code"], "Code in a checkpoint is never run."),
+        (["serve", "--tensor-parallel-size=2"], "Use --tensor-parallel."),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_a_misspelt_command_or_an_option_of_another_server_is_named(arguments, advice):
+    refused = CliRunner().invoke(main, arguments)
+    assert refused.exit_code == 2
+    assert advice in refused.stderr
+
+
+def test_the_advice_names_options_that_exist():
+    options = {option for parameter in serve.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert set(re.findall(r"Use (--[a-z-]+)", " ".join(FOREIGN_OPTIONS.values()))) <= options
+    assert not FOREIGN_OPTIONS.keys() & options
 
 
 def test_ask_says_what_the_embedded_model_can_do():

@@ -47,7 +47,12 @@ def test_the_reason_of_a_refusal_is_in_the_access_line(reason: Any) -> None:
         (CHAT, HELLO | {"model": "gpt-4o"}, 404, "does not exist; this service serves"),
         ("/detokenize", {"tokens": [-1]}, 400, "token id -1 is outside the vocabulary"),
         ("/infer", {"inputs": ""}, 400, "inputs is empty"),
-        ("/generate", b"{", 400, "the body is not valid JSON"),
+        (
+            "/generate",
+            b'{"inputs": "a"',
+            400,
+            "the body is not valid JSON: Expecting '[...]' delimiter at character 14",
+        ),
         (CHAT + "x", {}, 404, "there is no path"),
     ):
         got, line = reason(path, body)

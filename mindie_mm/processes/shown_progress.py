@@ -1,4 +1,4 @@
-"""Progress of commands on standard error: a live line on a terminal, and otherwise a new line every 10 s."""
+"""Progress on standard error: a live line on a terminal, and otherwise a new line every 10 s."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-
-import click
 
 from mindie_mm.processes.progress import LOG_INTERVAL_S, LoadingText, repeating
 
@@ -25,7 +23,7 @@ def progress_shown(text: Callable[[], str], interval_s: float = LOG_INTERVAL_S) 
 
     """
     if not sys.stderr.isatty():
-        with repeating(lambda: click.echo(text(), err=True), interval_s):
+        with repeating(lambda: print(text(), file=sys.stderr, flush=True), interval_s):
             yield
         return
     with ExitStack() as drawing, repeating(_Live(drawing, text).update, _FRAME_S):
