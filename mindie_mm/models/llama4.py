@@ -22,7 +22,7 @@ from mindie_mm.media.image.tiles import CanvasSize, cut
 from mindie_mm.models._llama4_layers import replace_layers
 from mindie_mm.models._llama4_tower import with_real_tower
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write, read_tokenizer
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import HALF, joined
 from mindie_mm.nn.splice import MediaItem, split_features
@@ -235,7 +235,7 @@ class Llama4(PretrainedFamily):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        return read_tokenizer(checkpoint, read_config("Llama4Config", _translated(checkpoint)))
+        return checkpoint.fast_tokenizer(read_config("Llama4Config", _translated(checkpoint)))
 
 
 def _translated(checkpoint: Checkpoint) -> Checkpoint:

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 
 from mindie_mm.device import Device
-from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -40,24 +39,15 @@ class Placeholder:
     """The ids that represent one media item in a prompt: `before`, then `token` once per feature, then `after`."""
 
     before: tuple[int, ...]
-    """Ids before the item, such as `<|vision_start|>`.
-
-    The chat template adds them, or `tokenize` if there is no template.
-    """
+    """Ids before the item, such as `<|vision_start|>`. The chat template adds them, or else `tokenize`."""
     token: int
     """The id repeated once per feature. Handle words replace the first of these ids."""
     after: tuple[int, ...]
     """Ids after the item."""
     marker: str | None = None
-    """Text that represents one item in a rendered prompt: a control token or plain text.
-
-    None means the text of `token`.
-    """
+    """Text of one item in a rendered prompt: a control token or plain text. None means the text of `token`."""
     caption: tuple[str, str] = ("", "")
-    """Text before and after an item in a prompt without a template.
-
-    `{}` is the number of the item among the items of its kind, counted from 1.
-    """
+    """Text before and after an item in a prompt without a template. `{}` is its number in its kind, from 1."""
     control_ids: tuple[int, ...] = ()
     """Ids that text must never encode to, although they are ordinary vocabulary entries, not added tokens."""
 
@@ -273,10 +263,7 @@ class Family(ABC):
     model_types: ClassVar[tuple[str, ...]]
     """Values of `model_type` in config.json that this family supports."""
     published: ClassVar[str] = ""
-    """Hugging Face Hub repository whose layout the family reads.
-
-    Repositories with similar names may have other layouts.
-    """
+    """Hugging Face Hub repository whose layout the family reads. Similar repositories may have other layouts."""
     kinds: ClassVar[tuple[Kind, ...]]
     """Kinds of media that the family supports."""
     reference: ClassVar[str]
@@ -330,28 +317,7 @@ class Family(ABC):
             UnsupportedCheckpoint: The checkpoint has no readable tokenizer, or no fast tokenizer.
 
         """
-        return read_tokenizer(checkpoint)
-
-
-def read_tokenizer(checkpoint: Checkpoint, config: Any = None) -> Any:
-    """Implement `Family.tokenizer`. `config` is the model's configuration. None means that transformers reads it."""
-    from transformers import AutoTokenizer  # imported late: the import takes a second, and clients do not need it
-
-    checkpoint.check_tokenizer()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            checkpoint.path, config=config, local_files_only=True, trust_remote_code=False
-        )  # None would ask on a terminal
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        checkpoint.json("tokenizer.json")  # raises an error that names the file if it is truncated
-        raise UnsupportedCheckpoint(f"{checkpoint.path} has no readable tokenizer: {error}") from error
-    if not tokenizer.is_fast:
-        checkpoint.tokenizer_json()  # raises an error with advice if the file is missing
-        raise UnsupportedCheckpoint(
-            f"{checkpoint.path}: its tokenizer, {type(tokenizer).__name__}, does not read tokenizer.json; correct "
-            "tokenizer_class in tokenizer_config.json"
-        )
-    return tokenizer
+        return checkpoint.fast_tokenizer()
 
 
 class PretrainedFamily(Family):
@@ -396,12 +362,9 @@ class PretrainedFamily(Family):
         """
         from transformers import CONFIG_MAPPING  # imported late, as above
 
-        config_class: type[Any]
-        for model_type in reversed(cls.model_types):  # the last model type belongs to `module_name`
-            if model_type in CONFIG_MAPPING:
-                config_class = CONFIG_MAPPING[model_type]
-                return config_class
-        config_class = cls.module_class().config_class
+        mapped = [model_type for model_type in cls.model_types if model_type in CONFIG_MAPPING]
+        # The last model type belongs to `module_name`.
+        config_class: type[Any] = CONFIG_MAPPING[mapped[-1]] if mapped else cls.module_class().config_class
         return config_class
 
     @classmethod

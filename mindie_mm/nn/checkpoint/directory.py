@@ -258,6 +258,34 @@ class Checkpoint:
         with panics_as(UnsupportedCheckpoint, f"{self.path / 'tokenizer.json'} cannot be read"):
             return Tokenizer.from_str(json.dumps({**described, "added_tokens": added}))
 
+    def fast_tokenizer(self, config: Any = None) -> Any:
+        """Return the tokenizer as a transformers fast tokenizer.
+
+        Args:
+            config: The model's configuration. None means that transformers reads it.
+
+        Raises:
+            UnsupportedCheckpoint: There is no readable tokenizer, or no fast tokenizer.
+
+        """
+        from transformers import AutoTokenizer  # imported late: the import takes a second, and clients do not need it
+
+        self.check_tokenizer()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.path, config=config, local_files_only=True, trust_remote_code=False
+            )  # None would ask on a terminal
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            self.json("tokenizer.json")  # raises an error that names the file if it is truncated
+            raise UnsupportedCheckpoint(f"{self.path} has no readable tokenizer: {error}") from error
+        if not tokenizer.is_fast:
+            self.tokenizer_json()  # raises an error with advice if the file is missing
+            raise UnsupportedCheckpoint(
+                f"{self.path}: its tokenizer, {type(tokenizer).__name__}, does not read tokenizer.json; correct "
+                "tokenizer_class in tokenizer_config.json"
+            )
+        return tokenizer
+
     def special_token(self, name: str) -> str | None:
         """Return the text of the special token under a key of tokenizer_config.json, such as sep_token, or None."""
         config = self.json("tokenizer_config.json")
