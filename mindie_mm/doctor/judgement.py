@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from mindie_mm.device import KINDS
 from mindie_mm.device.finding import Finding
+from mindie_mm.device.host_memory import available_bytes
 from mindie_mm.errors import MindieMMError, UnsupportedCheckpoint
 from mindie_mm.inputs import Media
 from mindie_mm.models import family_of, reading, unknown_keys
@@ -21,7 +22,9 @@ from mindie_mm.nn.family import Family, PretrainedFamily, Processor
 from mindie_mm.nn.weights.build import check_quantized
 from mindie_mm.nn.weights.dequantize import scaling
 from mindie_mm.nn.weights.quantized import method_of, quantization, refuse_mindie
+from mindie_mm.settings.config import GiB
 
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TEXT_TOKEN = re.compile(r"<[^<>]+>|\n+|\w+|[^\w\s]")
 """Pattern of the parts of a text that usually have one token each."""
 
@@ -56,6 +59,7 @@ def judge(path: Path, family_name: str | None, size: tuple[int, int]) -> Iterato
     yield _settings(checkpoint, family)
     yield _quantization(checkpoint, family)
     yield _context(checkpoint, config)
+    yield _weights(checkpoint)
     yield _image(checkpoint, family, processor, size)
 
 
@@ -111,6 +115,21 @@ def _positions(config: Any) -> int | None:
     if not hasattr(text, "max_position_embeddings"):  # a decoder of an encoder-decoder has another name for it
         return getattr(text, "max_target_positions", None)
     return context_length(text)
+
+
+def _weights(checkpoint: ConfigOnly) -> Finding:
+    """Compare the size of the weights with the free memory of this machine."""
+    index: Mapping[str, Any] = next(filter(None, map(checkpoint.json, _INDEXES)), {})
+    stated = (index.get("metadata") or {}).get("total_size")
+    num_bytes = stated or sum(file.stat().st_size for file in checkpoint.weight_files())
+    if not isinstance(num_bytes, int) or not num_bytes:
+        return Finding("weights", "ok", "their size is unknown, because the folder has neither them nor their index")
+    free = available_bytes()
+    found = f"{num_bytes / GiB:.1f} GiB in the files; this machine has {free / GiB:.1f} GiB of free memory"
+    if num_bytes > free:
+        advice = "use an accelerator with enough memory of its own, or a smaller or quantized checkpoint"
+        return Finding("weights", "warning", found, advice)
+    return Finding("weights", "ok", found)
 
 
 def _image(checkpoint: ConfigOnly, family: type[Family], processor: Processor, size: tuple[int, int]) -> Finding:

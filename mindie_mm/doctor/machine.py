@@ -169,17 +169,26 @@ def _shared_memory(config: WorkerConfig) -> Finding:
 
 def _memory(config: WorkerConfig) -> Finding:
     needed = (config.engine.kv_cache_bytes or 0) + config.engine.encoder_cache_bytes
-    what = "the caches need"
+    what = "the weights and caches need"
+    try:
+        needed += sum(file.stat().st_size for file in Checkpoint.open(config.model).weight_files())
+    except MindieMMError:
+        what = "the caches need"  # another finding says what is wrong with the checkpoint
     try:
         free = open_device("cpu").free_bytes()
         if ShmSpace.now().free_bytes is None:
             needed += config.arena_bytes
-            what = "the caches and arenas need"
+            what = what.replace(" and", ",").replace("caches", "caches and arenas")
     except MindieMMError as error:
         return Finding("host memory", "error", "the free memory cannot be read", str(error))
     found = f"{free / GiB:.1f} GiB available; {what} {needed / GiB:.1f} GiB"
     if kind_of_name(config.engine.device) in ("auto", "cpu") and free < needed:
-        return Finding("host memory", "warning", found, "lower --kv-cache-bytes or --encoder-cache-bytes")
+        return Finding(
+            "host memory",
+            "warning",
+            found,
+            "lower --kv-cache-bytes or --encoder-cache-bytes, or use a smaller checkpoint",
+        )
     return Finding("host memory", "ok", found)
 
 

@@ -37,6 +37,18 @@ STATED = {"gemma4": {"vision_config": {}}}
 """Arguments of configuration classes whose defaults are those of a text model."""
 
 
+def test_the_size_of_the_weights_is_compared_with_the_free_memory(tmp_path):
+    folder = shutil.copytree(FOLDER / "qwen25_vl_7b", tmp_path / "model")
+    findings = {one.subject: one for one in judge(folder, None, (64, 64))}
+    assert "their size is unknown" in findings["weights"].found
+    for size, status in ((2**30, "ok"), (2**60, "warning")):
+        index = {"metadata": {"total_size": size}, "weight_map": {}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        findings = {one.subject: one for one in judge(folder, None, (64, 64))}
+        assert findings["weights"].status == status
+        assert f"{size / 2**30:.1f} GiB in the files; this machine has " in findings["weights"].found
+
+
 def _write_config(name: str, folder: Path, whole: Path) -> Path:
     """Write a config.json of a family into the new directory `folder`, and no other file.
 
@@ -126,7 +138,7 @@ def test_a_folder_with_only_a_config_is_judged_and_the_machine_is_not(tmp_path):
     for path in (tmp_path, tmp_path / "config.json"):
         output = run_warm("doctor", path, "--json", "--image-size", "640x480", status=1)
         found = {one["subject"]: one for one in json.loads(output)}
-        assert [*found] == ["family", "settings", "quantization", "context", "image", "machine"]
+        assert [*found] == ["family", "settings", "quantization", "context", "weights", "image", "machine"]
         assert found["family"]["status"] == "ok"
         assert "'gptq'" in found["quantization"]["advice"]
         assert found["image"]["found"].startswith("640x480: 258 tokens, 256 features, ")
