@@ -6,7 +6,7 @@ convert_deepseek_vl_hybrid_weights_to_hf.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -275,23 +275,3 @@ def _framed(described: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]
         "special_tokens": {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in used},
     }
     return {**described, "post_processor": processor}
-
-
-def original_tokenizer(checkpoint: Checkpoint) -> Any:
-    """Return the tokenizer of a checkpoint that `translate` has returned."""
-    return tagged_tokenizer(checkpoint, ())
-
-
-def tagged_tokenizer(checkpoint: Checkpoint, tags: Collection[str]) -> Any:
-    """Return the tokenizer of tokenizer.json, in which the added tokens `tags` are not special."""
-    from transformers import PreTrainedTokenizerFast  # imported late: the import takes a second
-
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    template = checkpoint.path / "chat_template.jinja"
-    return PreTrainedTokenizerFast(
-        tokenizer_object=checkpoint.tokenizer(lambda token: token["special"] and token["content"] not in tags),
-        model_max_length=checkpoint.json("tokenizer_config.json").get("model_max_length", 16384),
-        clean_up_tokenization_spaces=False,
-        chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
-        **{name: token for name in names if (token := checkpoint.special_token(name)) is not None},
-    )

@@ -19,7 +19,7 @@ from mindie_mm.media.image.encoded_image import Data, open_image, resize
 from mindie_mm.media.image.preprocess import Size, check_settings, pad, resample_of
 from mindie_mm.media.image.tiles import closest_grid, cut
 from mindie_mm.models._deepseek_ocr2_original import KEYS, TOWER, translate
-from mindie_mm.models._deepseek_original import tagged_tokenizer
+from mindie_mm.models._original_tokenizer import original_tokenizer
 from mindie_mm.models._sam import keep_positions
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
@@ -210,7 +210,9 @@ class DeepseekOCR2(PretrainedFamily):
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
         return (
-            tagged_tokenizer(checkpoint, _TAGS) if checkpoint.json("tokenizer.json") else super().tokenizer(checkpoint)
+            original_tokenizer(checkpoint, _TAGS)
+            if checkpoint.json("tokenizer.json")
+            else super().tokenizer(checkpoint)
         )
 
 

@@ -21,11 +21,11 @@ from mindie_mm.models._deepseek_original import (
     is_hybrid,
     normalization,
     original_pixels,
-    original_tokenizer,
     siglip_config,
     siglip_renamings,
     translate,
 )
+from mindie_mm.models._original_tokenizer import original_tokenizer
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import Renaming
 from mindie_mm.nn.family import PretrainedFamily

@@ -18,9 +18,9 @@ from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.media.image.tiles import CanvasSize, best_canvas
-from mindie_mm.models._deepseek_original import tagged_tokenizer
 from mindie_mm.models._deepseek_vl2_network import Network
 from mindie_mm.models._latent_attention import latent_layer
+from mindie_mm.models._original_tokenizer import original_tokenizer
 from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
@@ -369,7 +369,9 @@ class DeepseekVL2(Family):
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
         return (
-            tagged_tokenizer(checkpoint, _TAGS) if checkpoint.json("tokenizer.json") else super().tokenizer(checkpoint)
+            original_tokenizer(checkpoint, _TAGS)
+            if checkpoint.json("tokenizer.json")
+            else super().tokenizer(checkpoint)
         )
 
 

@@ -21,6 +21,7 @@ from mindie_mm.media.image.tiles import closest_grid, cut
 from mindie_mm.media.video.encoded_video import open_video
 from mindie_mm.media.video.frames import Sampling, comes_sampled, stepped
 from mindie_mm.models._internvl_original import CHAT_TEMPLATE, ORIGINAL, translated
+from mindie_mm.models._original_tokenizer import original_tokenizer
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
@@ -267,16 +268,5 @@ class InternVL(PretrainedFamily):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        from transformers import PreTrainedTokenizerFast
-
         checkpoint = translated(checkpoint)
-        if checkpoint.renamings is None:
-            return super().tokenizer(checkpoint)
-        names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        template = checkpoint.path / "chat_template.jinja"
-        return PreTrainedTokenizerFast(
-            tokenizer_object=checkpoint.tokenizer(lambda token: token["special"]),
-            clean_up_tokenization_spaces=False,
-            chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
-            **{name: token for name in names if (token := checkpoint.special_token(name)) is not None},
-        )
+        return super().tokenizer(checkpoint) if checkpoint.renamings is None else original_tokenizer(checkpoint)

@@ -1,24 +1,27 @@
 """Ovis2: tiles and a thumbnail, whose patches become mixtures of the embeddings of a visual vocabulary.
 
-Source: arXiv 2405.20797. Token ids, pixels and logits match transformers' `ovis2`.
+Source: arXiv 2405.20797. Token ids, pixels and logits match transformers' `ovis2`. Checkpoints may have transformers'
+layout or the layout of AIDC-AI (`_ovis2_original.py`), whose code pads tiles instead of stretching them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mindie_mm.device import upload
-from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image, resize
 from mindie_mm.media.image.preprocess import Size, check_output_size, check_settings, resample_of
 from mindie_mm.media.image.tiles import closest_grid, cut
+from mindie_mm.models._original_tokenizer import original_tokenizer
+from mindie_mm.models._ovis2_original import ATOM, CHAT_TEMPLATE, INDICATORS, ORIGINAL, OTHER_KEYS, translated
+from mindie_mm.models._ovis2_tiles import covering_grid, num_tiles, padded_tiles, write_padded
 from mindie_mm.nn.checkpoint.config_keys import words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
@@ -26,6 +29,7 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, read_config
 from mindie_mm.shm import ArraySpec
@@ -42,10 +46,9 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 _TOKENIZE = ("softmax", "st_argmax")
 """Values of `tokenize_function`. The third, gumbel_argmax, would draw other features each time."""
-_MARKER, _ATOM = "<image>", "<IMG_ATOM>"
-_INDICATORS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
-_COVERED = 0.9
-"""Part of an image that the tiles of its grid must cover without being shrunk."""
+_MARKER = "<image>"
+_SIZES = "sizes"
+"""Array of a block in AIDC-AI's layout."""
 _TILES = 4
 """Tiles per call of the tower. The probabilities of the visual vocabulary take 67 MB per tile in float32."""
 
@@ -54,13 +57,17 @@ class Ovis2Processor(Processor):
     """Processor for Ovis2.
 
     A block contains `pixel_values`, uint8 [tiles, side, side, 3]: the whole image and, if the image is cut, its tiles
-    row by row. The grid is the number of tiles (rows, columns). It is (1, 1) for an image that is not cut.
+    row by row. The grid is the number of tiles (rows, columns). It is (1, 1) for an image that is not cut. In AIDC-AI's
+    layout, a block also contains `sizes`, int32 [tiles, 2]: the height and width of each tile without its padding.
     """
 
     traits = Traits(grids={"image": "the numbers of rows and columns of tiles, not counting the whole image"})
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        checkpoint = translated(checkpoint)
         where = str(checkpoint.path)
+        self.is_original = checkpoint.renamings is not None
+        """Whether the checkpoint has AIDC-AI's layout, so that images are processed as in AIDC-AI's code."""
         config = read_config("Ovis2Config", checkpoint)
         self.feature_width = config.get_text_config().hidden_size
         self.side, self.tile_features = _tile(config.vision_config, where)
@@ -78,14 +85,21 @@ class Ovis2Processor(Processor):
         self._resample = resample_of(settings, where)
         self.normalizations: Mapping[Kind, Normalization] = {"image": Normalization.read(settings)}
         stated = (config.image_token_id, *config.visual_indicator_token_ids)
-        found = tuple(map(checkpoint.token_id, (_ATOM, *_INDICATORS)))
+        found = tuple(map(checkpoint.token_id, (ATOM, *INDICATORS)))
         if found != stated:
             raise UnsupportedCheckpoint(
                 f"{where}: image_token_id and visual_indicator_token_ids are {stated}, but the tokenizer's ids of "
-                f"{_ATOM}, {', '.join(_INDICATORS)} are {found}"
+                f"{ATOM}, {', '.join(INDICATORS)} are {found}"
             )
         self.indicators = found[1:]
         self.placeholders = {"image": Placeholder((), found[0], (), _MARKER, control_ids=self.indicators)}
+
+    def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
+        """Return the chat template.
+
+        In AIDC-AI's layout, the tokenizer's template is ignored, because it is that of a text model.
+        """
+        return (own or CHAT_TEMPLATE) if self.is_original else super().template(own, tokenizers, kinds)
 
     def max_tokens(self, kind: Kind) -> int:
         return (self._most + 1 if self._most > 1 else 1) * self.tile_features
@@ -98,13 +112,13 @@ class Ovis2Processor(Processor):
         if len(grid) != 2 or min(grid) < 1 or not 1 <= grid[0] * grid[1] <= self._most:
             return None
         rows, columns = grid
-        tiles = _num_tiles(grid)
+        tiles = num_tiles(grid)
         if tiles * self.tile_features != num_features:
             return None
-        start, whole, column, row, end = _INDICATORS
-        cells = row.join([column.join([_ATOM] * columns)] * rows) if tiles > 1 else ""
+        start, whole, column, row, end = INDICATORS
+        cells = row.join([column.join([ATOM] * columns)] * rows) if tiles > 1 else ""
         token = self.placeholders["image"].token
-        return Spelling(f"{start}{_ATOM}{whole}{cells}{end}", [(token,) * self.tile_features] * tiles)
+        return Spelling(f"{start}{ATOM}{whole}{cells}{end}", [(token,) * self.tile_features] * tiles)
 
     def grid_of(self, kind: Kind, num_features: int) -> tuple[int, ...] | None:
         return (1, 1) if num_features == self.tile_features else None
@@ -113,26 +127,38 @@ class Ovis2Processor(Processor):
         image = open_image(data)
         side, resample = self.side, self._resample
         grid = rows, columns = self._grid(image.height, image.width)
+        parts = padded_tiles(image.height, image.width, grid, side) if self.is_original else []
+        if any(0 in size for _, size in parts):
+            raise LimitExceeded(
+                f"the image has {image.width}x{image.height} pixels; one side of a tile would have no pixels when the "
+                f"other is resized to {side}. Crop or pad the image"
+            )
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
             rgb, tiles = image.decode(), arrays["pixel_values"]
+            if parts:
+                write_padded(rgb, parts, tiles, arrays[_SIZES], resample)
+                return
             tiles[0] = resize(rgb, side, side, resample)
             if len(tiles) > 1:
                 cut(resize(rgb, rows * side, columns * side, resample), tiles[1:])
 
-        num_features = _num_tiles(grid) * self.tile_features
-        specs = self.specs_of(media.kind, grid)
-        return Plan(num_features, specs, f"{rows}x{columns} tiles of {side}, {resample}", grid), write
+        num_features = num_tiles(grid) * self.tile_features
+        settings = f"{rows}x{columns} tiles of {side}, {'padded, ' * bool(parts)}{resample}"
+        return Plan(num_features, self.specs_of(media.kind, grid), settings, grid), write
 
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
-        return {"pixel_values": ArraySpec((_num_tiles(grid), self.side, self.side, 3), "uint8")}
+        tiles = num_tiles(grid)
+        specs = {"pixel_values": ArraySpec((tiles, self.side, self.side, 3), "uint8")}
+        return specs | {_SIZES: ArraySpec((tiles, 2), "int32")} if self.is_original else specs
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the numbers of rows and columns of tiles of an image."""
         if self._most == 1:
             return 1, 1
         if self._covers:
-            return _covering_grid(height, width, self.side, self._most)
+            rows, columns = covering_grid(height, width, self.side, self._most)
+            return (rows, columns) if self.is_original else (columns, rows)  # transformers exchanges them
         return closest_grid(height, width, self.side, self._least, self._most)
 
 
@@ -150,9 +176,9 @@ def _tile(vision: Any, where: str) -> tuple[int, int]:
         raise UnsupportedCheckpoint(
             f"{where}: tokenize_function is {vision.tokenize_function!r}; only {', '.join(_TOKENIZE)} are supported"
         )
-    if vision.num_visual_indicator_tokens != len(_INDICATORS):
+    if vision.num_visual_indicator_tokens != len(INDICATORS):
         raise UnsupportedCheckpoint(
-            f"{where}: num_visual_indicator_tokens is {vision.num_visual_indicator_tokens}; only {len(_INDICATORS)} is "
+            f"{where}: num_visual_indicator_tokens is {vision.num_visual_indicator_tokens}; only {len(INDICATORS)} is "
             "supported"
         )
     rows = vision.image_size // vision.patch_size
@@ -164,46 +190,6 @@ def _tile(vision: Any, where: str) -> tuple[int, int]:
     return vision.image_size, (rows // vision.hidden_stride) ** 2
 
 
-def _num_tiles(grid: Sequence[int]) -> int:
-    """Return the number of tiles, including the whole image."""
-    tiles = grid[0] * grid[1]
-    return tiles + 1 if tiles > 1 else 1
-
-
-def _covering_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]:
-    """Return the numbers of rows and columns of the smallest grid of tiles that covers enough of an image.
-
-    If no grid covers enough, return the grid that covers the most. As in the reference, the rows of a grid are compared
-    with the columns of the image.
-    """
-    covered = [(grid, _covered(height, width, grid, side)) for grid in _grids(most)]
-    if enough := [one for one in covered if one[1] > _COVERED]:
-        return min(enough, key=lambda one: (one[0][0] * one[0][1], -one[1]))[0]
-    return min(covered, key=lambda one: (-one[1], one[0][0] * one[0][1]))[0]
-
-
-@cache
-def _grids(most: int) -> list[tuple[int, int]]:
-    """Return all grids (rows, columns) of at most this number of tiles, sorted by this number."""
-    sides = range(1, most + 1)
-    grids = [(rows, columns) for columns in sides for rows in sides if rows * columns <= most]
-    return sorted(grids, key=lambda grid: grid[0] * grid[1])
-
-
-def _covered(height: int, width: int, grid: tuple[int, int], side: int) -> float:
-    """Return the part of an image that is left if each cell of a grid is shrunk to fit a tile."""
-    across, down = grid
-    row_height, column_width = height // down, width // across
-    total = 0.0
-    for row in range(down):
-        cell_height = row_height if row < down - 1 else height - row * row_height
-        for column in range(across):
-            cell_width = column_width if column < across - 1 else width - column * column_width
-            long, short = max(cell_width, cell_height), min(cell_width, cell_height)
-            total += long * short if long <= side else side * (short / long * side)
-    return total / (height * width)
-
-
 class Ovis2Model(PictureModel, PretrainedModel):
     """The Ovis2 model. `module` is transformers' `Ovis2ForConditionalGeneration`."""
 
@@ -213,6 +199,8 @@ class Ovis2Model(PictureModel, PretrainedModel):
         super().__init__(module, spec, module.model.language_model, module.lm_head)
         self.normalizations = processor.normalizations
         self._indicators = upload(torch.tensor(processor.indicators), spec.device)
+        if processor.is_original:  # the original code reads the tower before this norm
+            module.model.vision_tower.transformer.rms_norm = nn.Identity()
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embed tokens. The tokens between tiles have their embeddings in the last rows of the visual table."""
@@ -221,6 +209,16 @@ class Ovis2Model(PictureModel, PretrainedModel):
         is_indicator = input_ids.unsqueeze(1) == self._indicators
         rows = is_indicator.to(hidden.dtype) @ table[-len(self._indicators) :].to(hidden)
         return torch.where(is_indicator.any(1, keepdim=True), rows, hidden)
+
+    def normalized(self, item: MediaItem) -> Tensor:
+        """Return the normalized tiles of an item, float32 [tiles, 3, side, side]. Padding is zero."""
+        planes = super().normalized(item)
+        if _SIZES not in item.view:
+            return planes
+        sizes = to_device(item.view, _SIZES, self.spec.device).unsqueeze(-1)
+        places, starts = torch.arange(planes.shape[-1], device=planes.device), (planes.shape[-1] - sizes) // 2
+        rows, columns = ((places >= starts) & (places < starts + sizes)).unbind(1)  # [tiles, side] each
+        return planes.masked_fill_(~(rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1), 0)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         parts = self.pixels(items).split(_TILES)
@@ -231,14 +229,28 @@ class Ovis2Model(PictureModel, PretrainedModel):
 class Ovis2(PretrainedFamily):
     """Ovis2 (AIDC, 2025, arXiv 2405.20797), run by transformers' modules."""
 
-    model_types = ("ovis2",)
+    model_types = ("ovis2", ORIGINAL)
     published = "thisisiron/Ovis2-2B-hf"
     kinds = ("image",)
     processor = Ovis2Processor
     module_name = "Ovis2ForConditionalGeneration"
     model_class = Ovis2Model
     # Keys of the original tower, which transformers' class repeats or lacks.
-    other_keys = tuple(
-        f"vision_config.{key}"
-        for key in words("backbone_config backbone_kwargs depths drop_cls_token tau tie_word_embeddings use_indicators")
+    other_keys = (
+        *OTHER_KEYS,
+        *(
+            f"vision_config.{key}"
+            for key in words(
+                "backbone_config backbone_kwargs depths drop_cls_token tau tie_word_embeddings use_indicators"
+            )
+        ),
     )
+
+    @classmethod
+    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
+        return translated(checkpoint)
+
+    @classmethod
+    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
+        checkpoint = translated(checkpoint)
+        return super().tokenizer(checkpoint) if checkpoint.renamings is None else original_tokenizer(checkpoint)

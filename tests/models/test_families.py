@@ -93,7 +93,6 @@ def test_a_named_family_serves_a_config_without_a_model_type(renamed):
         ({"model_type": "llava_next_video"}, "llava_next"),
         ({"architectures": ["Idefics2ForConditionalGeneration"]}, "idefics3"),
         ({"model_type": "lfm2-vl"}, "lfm2_vl"),
-        ({"model_type": "ovis", "architectures": ["Ovis"]}, "ovis2"),
         ({"model_type": "minicpmv", "architectures": ["MiniCPMV"]}, "minicpmv4_6"),
     ],
 )

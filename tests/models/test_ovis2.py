@@ -6,7 +6,7 @@ import pytest
 from transformers import Ovis2Config, Ovis2ForConditionalGeneration, Ovis2ImageProcessor, Ovis2Processor
 from transformers.models.ovis2.image_processing_ovis2 import get_min_tile_covering_grid
 
-from mindie_mm.models.ovis2 import _covering_grid
+from mindie_mm.models._ovis2_tiles import covering_grid
 from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, save_json, save_model, save_tokenizer
@@ -68,8 +68,8 @@ class TestOvis2(ExtremeShapes, FamilyContract):
     def test_grids_equal_the_references(self, side, most):
         for height in range(1, 1200, 97):
             for width in range(1, 1200, 61):
-                columns, rows = get_min_tile_covering_grid((height, width), side, most)
-                assert _covering_grid(height, width, side, most) == (rows, columns), (height, width)
+                expected = get_min_tile_covering_grid((height, width), side, most)
+                assert covering_grid(height, width, side, most) == expected, (height, width)
 
     @pytest.mark.parametrize(
         ("pixels", "vision", "features"),
