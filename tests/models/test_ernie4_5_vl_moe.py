@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from PIL import ImageFont
+from PIL import Image, ImageFont
 from safetensors.torch import load_file
 from transformers import Ernie4_5_VLMoeConfig, Ernie4_5_VLMoeForConditionalGeneration
 
@@ -15,6 +15,7 @@ from mindie_mm.inputs import Media
 from mindie_mm.models import family_named
 from mindie_mm.models.ernie4_5_vl_moe import _clock
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.splice import plain_ids
 from tests.models.contract import ExtremeShapes, FamilyContract, clip, picture, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
@@ -49,6 +50,28 @@ VIDEOS = {
     "draw_on_frames": True,
     "font": FONT,
 }
+# As in the published template, which also numbers the items and may open the reasoning.
+TEMPLATE = """\
+{%- set count = namespace(image=0, video=0) -%}
+{{- "<|begin_of_sentence|>" -}}
+{%- for message in messages -%}
+    {{- "User: " if message.role == "user" else "Assistant: " -}}
+    {%- for part in message.content -%}
+        {%- if part.type == "image" -%}
+            {%- set count.image = count.image + 1 -%}
+            Picture {{ count.image }}:<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>
+        {%- elif part.type == "video" -%}
+            {%- set count.video = count.video + 1 -%}
+            Video {{ count.video }}:<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>
+        {%- else -%}
+            {{- part.text -}}
+        {%- endif -%}
+    {%- endfor -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- "\\nAssistant: " -}}
+    {{- "<think>" if enable_thinking is defined and enable_thinking else "<think>\\n\\n</think>\\n\\n" -}}
+{%- endif -%}"""
 TEXT = {
     "vocab_size": 400,
     "hidden_size": 64,
@@ -107,6 +130,7 @@ class TestErnie45VLMoe(ExtremeShapes, FamilyContract):
             bos_token="<|begin_of_sentence|>",
             eos_token="</s>",
             pad_token="<unk>",
+            chat_template=TEMPLATE,
             extra_special_tokens=named,
         ).convert_tokens_to_ids
         (out / FONT).write_bytes(ImageFont.load_default(10).font_bytes)
@@ -115,6 +139,23 @@ class TestErnie45VLMoe(ExtremeShapes, FamilyContract):
             text_config=TEXT, vision_config=VISION, **{f"{name}_id": ids(token) for name, token in named.items()}
         )
         save_model(out, Ernie4_5_VLMoeForConditionalGeneration, config, ids("</s>"), ids("<unk>"))
+
+    def test_a_chat_is_rendered_as_the_reference_does(self, reference, model, tokenizer, path_file):
+        pixels, frames = picture(61, 83), clip(4, 64, 100)
+        content = [
+            {"type": "image", "image": pixels},
+            {"type": "video", "video": frames},
+            {"type": "text", "text": "Which?"},
+        ]
+        messages = [{"role": "user", "content": content}]
+        text = reference.processor.apply_chat_template(messages, chat_template=TEMPLATE, add_generation_prompt=True)
+        assert text.startswith(f"<|begin_of_sentence|>User: Picture 1:{Reference.markers['image']}Video 1:")
+        assert text.endswith("Which?\nAssistant: <think>\n\n</think>\n\n")
+        expected = reference.processor(
+            text=[text], images=[Image.fromarray(pixels)], videos=[frames], do_sample_frames=False, return_tensors="pt"
+        )
+        ids = tokenizer.tokenize_chat(messages, path_file).numpy()
+        assert plain_ids(ids, model.read(ids)).tolist() == expected["input_ids"][0].tolist()
 
     def test_weights_have_their_published_names(self, path):
         """The reference splits the experts of both kinds, and writes them in the published layout, too."""
