@@ -33,6 +33,8 @@ _IMAGE_DEFAULTS: Mapping[str, Any] = {
     "patch_size": 16,
     "temporal_patch_size": 1,
 }
+_ONLY: Mapping[str, Any] = {"mlp_bias": False, "num_experts": 1, "use_cla": False, "use_qk_norm": True}
+"""Values of keys of the first HunyuanOCR that transformers does not read."""
 _BICUBIC = 3
 _MIN_AXES = 3
 
@@ -49,11 +51,9 @@ class HunYuanVLProcessor(QwenProcessor):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
         config = read_config(self.config_name, checkpoint)
-        check_settings(
-            {"cat_extra_token": True, **checkpoint.json("processor_config.json")},
-            {"cat_extra_token": True},
-            f"{checkpoint.path} (processor_config.json)",
-        )
+        check_settings(checkpoint.config, _ONLY, f"{checkpoint.path} (config.json)")
+        processor = checkpoint.json("processor_config.json")
+        check_settings(processor, {"cat_extra_token": True}, f"{checkpoint.path} (processor_config.json)")
         sections = (config.text_config.rope_parameters or {}).get("mrope_section") or ()
         if len(sections) < _MIN_AXES:
             raise UnsupportedCheckpoint(
@@ -144,4 +144,7 @@ class HunYuanVL(PretrainedFamily):
     other_keys = (
         # HunyuanOCR 1.5 has these names of the ids before and after an image, and of one that is not used.
         *words("image_start_token_id image_end_token_id image_newline_token_id"),
+        # Keys of the first HunyuanOCR.
+        *_ONLY,
+        *words("norm_type routed_scaling_factor text_start_id text_end_id vision_config.hidden_dropout"),
     )

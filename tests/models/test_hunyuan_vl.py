@@ -98,7 +98,7 @@ class TestHunYuanVL(ExtremeShapes, FamilyContract):
             "text_config": {**TEXT, "model_type": "hunyuan_vl_text"},
             "vision_config": {**VISION, "model_type": "hunyuan_vl_vision"},
         }
-        save_json(out, preprocessor_config=IMAGES, config=config)
+        save_json(out, preprocessor_config=IMAGES, processor_config={"cat_extra_token": True}, config=config)
         read = HunYuanVLConfig.from_pretrained(out)
         save_model(out, HunYuanVLForConditionalGeneration, read, ids(TOKENS[1]), ids(TOKENS[2]))
         save_json(out, config=config)
@@ -138,5 +138,7 @@ class TestHunYuanVL(ExtremeShapes, FamilyContract):
             ("preprocessor_config", {"temporal_patch_size": 2}, "temporal_patch_size is 2, but the tower .* takes 1"),
             ("preprocessor_config", {"patch_size": 14}, "patch_size is 14, but the tower"),
             ("preprocessor_config", {"do_resize": False}, "do_resize"),
+            ("processor_config", {"cat_extra_token": False}, "cat_extra_token is False; only True"),
+            ("config", {"use_qk_norm": False}, "use_qk_norm is False; only True"),
         ]
     )
