@@ -30,7 +30,9 @@ _TOKENS = 5
 """Number of tokens in a trial."""
 _PARTS = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 _PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-_HEAD_NORMS = frozenset({"q_norm", "k_norm"})
+_HEAD_NORMS = ("q_norm", "k_norm")
+_LATE_NORMS = ("query_layernorm", "key_layernorm")
+"""Norms of the queries and keys of each head after the rotation, instead of before it."""
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """Largest accepted difference of a trial, by dtype."""
@@ -75,6 +77,8 @@ class DecoderLayer(nn.Module, ABC):
         self.num_heads = len(own.q_proj.weight) // self.head_dim
         self.num_kv_heads = len(own.k_proj.weight) // self.head_dim
         self.call = call
+        self.norms_late = hasattr(own, _LATE_NORMS[0])
+        """Whether the norms of the queries and keys of each head follow the rotation."""
         self.attention_type = getattr(layer, "attention_type", None)  # the text models of some families read this
         self.norm = _norm(layer.input_layernorm)
         self.qkv = _joined(own.q_proj, own.k_proj, own.v_proj)
@@ -150,9 +154,10 @@ class FewOperatorLayer(DecoderLayer):
         self.num_rotated = self.num_heads + self.num_kv_heads
         self.head_norm: FewOperatorNorm | None = None
         """Norm of the queries and keys of each head."""
-        if hasattr(own := layer.self_attn, "q_norm"):
-            norms = own.q_norm.weight.expand(self.num_heads, -1), own.k_norm.weight.expand(self.num_kv_heads, -1)
-            self.head_norm = FewOperatorNorm(torch.cat(norms), _eps(own.q_norm))
+        if norms := _head_norms(layer):
+            counts = self.num_heads, self.num_kv_heads
+            weights = [norm.weight.expand(count, -1) for norm, count in zip(norms, counts, strict=True)]
+            self.head_norm = FewOperatorNorm(torch.cat(weights), _eps(norms[0]))
 
     def angles(self, cos: Tensor, sin: Tensor) -> Angles:
         return Angles.of(cos, sin)
@@ -165,9 +170,12 @@ class FewOperatorLayer(DecoderLayer):
         heads = _product(self.qkv, self.norm(hidden)).view(len(hidden), -1, self.head_dim)
         # Tensor.split is written in Python and takes twice as long.
         rotated, value = heads.split_with_sizes((self.num_rotated, self.num_kv_heads), 1)
-        if self.head_norm is not None:
+        if self.head_norm is not None and not self.norms_late:
             rotated = self.head_norm(rotated)
-        query, key = angles.rotate(rotated).split_with_sizes((self.num_heads, self.num_kv_heads), 1)
+        rotated = angles.rotate(rotated)
+        if self.head_norm is not None and self.norms_late:
+            rotated = self.head_norm(rotated)
+        query, key = rotated.split_with_sizes((self.num_heads, self.num_kv_heads), 1)
         hidden = _product(self.output, self.attend(query, key, value, paged), hidden)
         if self.mixture is not None:
             return hidden.add_(_mixed(self.mixture, self.mlp_norm(hidden))), None
@@ -182,9 +190,7 @@ class FusedOperatorLayer(DecoderLayer):
         super().__init__(layer, call)
         self.kernels = kernels_of(self.qkv.weight.device)
         self.widths = [count * self.head_dim for count in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        self.head_norms = [
-            _norm(norm) for name in ("q_norm", "k_norm") if (norm := getattr(layer.self_attn, name, None))
-        ]
+        self.head_norms = [_norm(norm) for norm in _head_norms(layer)]
         # Fused operators require cosines in [-1, 1], but YaRN scales cosines.
         self.rotate = (Kernels() if scales_angles else self.kernels).rotate
         self.is_swiglu = self.mixture is None and is_silu(self.activation, self.qkv.weight)
@@ -199,9 +205,12 @@ class FusedOperatorLayer(DecoderLayer):
         normed, hidden = self.norm.add(hidden, added)
         parts = self.kernels.split(self.qkv(normed), self.widths)
         query, key, value = (part.view(len(hidden), -1, self.head_dim) for part in parts)
-        if self.head_norms:
+        if self.head_norms and not self.norms_late:
             query, key = (norm(part) for norm, part in zip(self.head_norms, (query, key), strict=True))
-        attended = self.attend(*self.rotate(query, key, *angles), value, paged)
+        query, key = self.rotate(query, key, *angles)
+        if self.head_norms and self.norms_late:
+            query, key = (norm(part) for norm, part in zip(self.head_norms, (query, key), strict=True))
+        attended = self.attend(query, key, value, paged)
         normed, hidden = self.mlp_norm.add(hidden, self.output(attended))
         if self.mixture is not None:
             return hidden, _mixed(self.mixture, normed)
@@ -280,12 +289,13 @@ def _require_parts(layer: nn.Module) -> None:
     if not _has_parts(layer):
         raise _Unlike
     own: Any = layer.get_submodule("self_attn")
-    if _weighted(own) - _HEAD_NORMS != _PROJECTIONS or _weighted(own) & _HEAD_NORMS not in (set(), _HEAD_NORMS):
+    norms = _weighted(own) - _PROJECTIONS
+    if not _weighted(own) >= _PROJECTIONS or norms not in (set(), {*_HEAD_NORMS}, {*_LATE_NORMS}):
         raise _Unlike
     implementation = getattr(getattr(own, "config", None), "_attn_implementation", None)
     if implementation != attention.NAME or not isinstance(getattr(own, "head_dim", None), int):
         raise _Unlike
-    if any(own.get_submodule(name).weight.shape != (own.head_dim,) for name in _weighted(own) & _HEAD_NORMS):
+    if any(own.get_submodule(name).weight.shape != (own.head_dim,) for name in norms):
         raise _Unlike  # the norm extends over all heads
     if len(own.q_proj.weight) != own.o_proj.weight.shape[1] or _rotates_parts(own.config):
         raise _Unlike  # the projection of the queries also computes a gate, or a part of each head is not rotated
@@ -306,6 +316,11 @@ def _has_parts(layer: nn.Module) -> bool:
         return False
     mlp = layer.get_submodule("mlp")
     return _is_mixture(mlp) or _weighted(mlp) == _MLP
+
+
+def _head_norms(layer: Any) -> list[Any]:
+    """Return the norms of the queries and keys of each head, or an empty list."""
+    return [norm for name in (*_HEAD_NORMS, *_LATE_NORMS) if (norm := getattr(layer.self_attn, name, None))]
 
 
 def _is_mixture(mlp: nn.Module) -> bool:

@@ -66,6 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {}),
+    "norms after the rotation": ("HunYuanDenseV1", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "mistral with a window": ("Mistral", {"sliding_window": WINDOW}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "experts in every other layer": ("Qwen3Moe", {"mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 2}),
