@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One test process more than there are cores, because tests wait a third of their time for processes that they start.
 WORKERS := $(shell expr $$(nproc) + 1)
 
-.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus
 
 install: .venv/installed
 
@@ -83,6 +83,12 @@ proxies:
 	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends nginx-light haproxy; } \
 	  || echo 'no nginx or no HAProxy: the tests of their configurations will be skipped'
 
+# tests/service/test_monitoring.py needs promtool and Prometheus, and is skipped without them.
+prometheus:
+	@{ command -v promtool && command -v prometheus; } >/dev/null \
+	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends prometheus; } \
+	  || echo 'no Prometheus: the tests of the alerts and of the dashboard will be skipped'
+
 demo: install
 	$(BIN)/python -m tools.demo
 
@@ -92,7 +98,7 @@ test: install browser proxies
 
 # With those that take longest: kills on a Ray cluster, schemathesis over the whole interface, restarts with their pauses, a slice
 # of the soak.
-test-all: install browser proxies
+test-all: install browser proxies prometheus
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m '' --junit-xml=build/tests.xml
 
 # Real clients of OpenAI's interface against the service, each with the packages that a folder of tests/clients pins.

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 FILE = FOLDER / "compose.yaml"
 FOUND = yaml.safe_load(FILE.read_text())
+MONITORING = ("prometheus", "grafana")
 BUILDS = ("docker/Dockerfile.npu", "docs/operate.md")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
@@ -53,7 +54,7 @@ def test_the_schema_refuses_a_misspelt_key(tmp_path: Path) -> None:
 
 
 def test_each_device_has_a_service() -> None:
-    assert FOUND["services"].keys() == {*DEVICES, "npu-a3"}
+    assert FOUND["services"].keys() == {*DEVICES, "npu-a3", *MONITORING}
     for device in DEVICES:
         service = of_device(device)
         assert service["profiles"] == [device]
@@ -122,6 +123,23 @@ def test_the_a3_has_the_base_of_its_chip_and_is_otherwise_like_the_a2() -> None:
     assert a3 == a2 | own | {"build": a2["build"] | own["build"]}
     for file in BUILDS:
         assert f"--build-arg CANN_TAG={tag}" in " ".join((ROOT / file).read_text().split())
+
+
+def test_monitoring_is_a_profile_with_pinned_images_and_files_that_exist() -> None:
+    for name in MONITORING:
+        service = of_device(name)
+        assert service["profiles"] == ["monitoring"]
+        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+        assert all(plain(port).startswith("127.0.0.1:") for port in service["ports"])
+        assert service["cap_drop"] == ["ALL"]
+        own = [volume.split(":")[0] for volume in service["volumes"] if volume.startswith(".")]
+        assert all((FOLDER / path).exists() for path in own)
+
+
+def test_prometheus_scrapes_every_service_of_a_device() -> None:
+    (job,) = yaml.safe_load((FOLDER / "monitoring/prometheus.yml").read_text())["scrape_configs"]
+    (names,) = [found["names"] for found in job["dns_sd_configs"]]
+    assert set(names) == FOUND["services"].keys() - {*MONITORING}
 
 
 def test_cuda_has_its_gpu() -> None:

@@ -24,7 +24,7 @@ from tools.serving import RunningService
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in ("serve", "operate", "monitoring", "security", "npu"))
-ALERTS = (DOCS.parent / "docker/alerts.yaml").read_text()
+ALERTS = (DOCS.parent / "docker/monitoring/alerts.yaml").read_text()
 OTHERS = {
     *(
         "--cpus",
