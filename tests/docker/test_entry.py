@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx2
 import pytest
-import yaml
 
 from tests.docker.dockerfile import FOLDER, healthcheck, last_stage, of, pairs, read
 from tests.docker.image import free_port, ready
@@ -36,11 +36,9 @@ def is_healthy(env: dict[str, str]) -> bool:
 
 
 def probes() -> set[str]:
-    manifest = yaml.safe_load((FOLDER / "kubernetes/base/deployment.yaml").read_text())
-    template = manifest["spec"]["template"]
-    (container,) = template["spec"]["containers"]
-    paths = {probe["httpGet"]["path"] for name, probe in container.items() if name.endswith("Probe")}
-    return paths | {template["metadata"]["annotations"]["prometheus.io/path"]}
+    """Return the paths that Kubernetes and Prometheus request."""
+    template = (FOLDER / "helm/templates/deployment.yaml").read_text()
+    return set(re.findall(r"^ *(?:prometheus\.io/)?path: (/[a-z/]+)$", template, re.MULTILINE))
 
 
 def test_the_entry_point_serves_becomes_healthy_and_stops(tmp_path: Path) -> None:
