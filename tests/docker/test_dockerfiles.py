@@ -65,6 +65,15 @@ def test_bases_are_pinned_by_version(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_dependencies_are_installed_before_the_source_is_copied(device: str) -> None:
+    lines = [f"{one.name} {one.value}" for one in read(device)]
+    (dependencies,) = [index for index, line in enumerate(lines) if "--constraint constraints.txt" in line]
+    (source,) = [index for index, line in enumerate(lines) if line.startswith("COPY mindie_mm ")]
+    assert dependencies < source
+    assert "--no-deps" in lines[source + 2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_last_stage_only_copies_the_build_and_runs_as_a_user(device: str) -> None:
     last = last_stage(read(device))
     assert [one.value for one in of(last, "FROM")] == ["base AS runtime"]
