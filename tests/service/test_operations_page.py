@@ -40,9 +40,9 @@ OTHERS = {
         "--file",
     ),
     *("--read-only", "--cap-drop", "--device", "--gpus", "--group-add", "--build-arg", "--profile", "--build"),
-    *("--set", "--from-literal", "--index-url", "--help", "--unix-socket"),
+    *("--exclude", "--local-dir", "--set", "--from-literal", "--index-url", "--help", "--unix-socket"),
 }
-"""Options of docker, kubectl, helm, pip, click and curl."""
+"""Options of docker, kubectl, helm, hf, pip, click and curl."""
 VLLM = {
     *("num_requests_running", "num_requests_waiting", "num_preemptions_total", "kv_cache_usage_perc"),
     *("cache_config_info", "prefix_cache_queries_total", "prefix_cache_hits_total", "mm_cache_queries_total"),
