@@ -271,6 +271,7 @@ ALSO_SHARED = (
     "qwen2_audio",
     "qwen2_vl",
     "smolvlm",
+    "step3p7",
 )
 REFUSED = ("blip_2", "chameleon", "florence2", "fuyu", "molmo2", "phi4_multimodal")
 

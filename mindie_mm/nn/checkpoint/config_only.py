@@ -15,6 +15,7 @@ _TOKENIZER, _TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _PREPROCESSOR = "preprocessor_config.json"
 _OF_THE_TOWER: Mapping[str, str] = {
     "patch_size": "patch_size",
+    "vision_patch_size": "patch_size",
     "temporal_patch_size": "temporal_patch_size",
     "merge_size": "spatial_merge_size",
     "pooling_kernel_size": "pooling_kernel_size",
@@ -151,6 +152,8 @@ class ConfigOnly(Checkpoint):
         fitted = dict(defaults)
         for name, stated in _OF_THE_TOWER.items():
             value = self.stated_anywhere(stated)
+            if name == "patch_size" and "vision_patch_size" in fitted:  # then it is the side of a crop
+                continue
             if isinstance(value, int) and not isinstance(fitted.get(name), Mapping):
                 fitted[name] = value
         sides = [fitted[name] for name in _SIDES if isinstance(fitted.get(name), Mapping)]

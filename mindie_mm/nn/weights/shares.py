@@ -82,9 +82,13 @@ def shared(
         refuse_shares(checkpoint, f"has a text model of type {text.model_type!r}, which has no tensor-parallel plan")
     _drop_plans(config)
     text.base_model_tp_plan = _with_whole_experts(plan, text)
-    heads = {("attention", text.num_attention_heads)} | {
-        ("key-value", getattr(layer, "num_key_value_heads", None) or text.num_attention_heads)
+    heads = {
+        pair
         for layer in layer_configs(text)
+        for pair in (
+            ("attention", layer.num_attention_heads),
+            ("key-value", getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads),
+        )
     }
     for what, count in sorted(heads):
         if count % shares:
