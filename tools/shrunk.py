@@ -28,7 +28,7 @@ from mindie_mm.nn.checkpoint.config_only import ConfigOnly
 from mindie_mm.nn.checkpoint.missing_files import VOCABULARIES
 from mindie_mm.nn.family import Family, PretrainedFamily
 
-WIDTH, HEADS, INNER, EXPERTS = 32, 2, 64, 4
+WIDTH, HEADS, INNER, EXPERTS = 32, 2, 128, 4
 _HEAD, _PARTLY_ROTATED_HEAD = 16, 32
 _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "width", "n_embed", "input_dim", "output_dim"), WIDTH),
@@ -146,7 +146,7 @@ def shrunk(config: Mapping[str, Any], complete: Mapping[str, Any], scale: int = 
             continue
         if name in config or name != "text_config":
             if sizes := _new_sizes(section, scale):
-                small[name] = {**sizes, **small.get(name, {})}
+                small[name] = {**small.get(name, {}), **sizes}
         else:  # older files have the text model's settings at the top level
             small = {**_new_sizes(section, scale), **small}
     return {**_new_sizes(complete, scale), **small}
@@ -256,7 +256,10 @@ def _asked_tokens(out: Path, known: Mapping[str, int]) -> dict[str, int]:
     if opened.unknown_tokens:
         _write_json(out / "tokenizer_config.json", opened.unknown_tokens)
     free = (index for index in range(5000, 10000) if index not in known.values())
+    stated = {index.stated: text for text, index in opened.unknown_ids.items()}
     asked = {text: known.get(text, index.stated) for text, index in opened.unknown_ids.items()}
+    # A guess of `_stated_tokens` is wrong if the family compares the id with that of another token.
+    asked = {text: index if stated.get(index, text) == text else None for text, index in asked.items()}
     return {text: next(free) if index is None else index for text, index in asked.items()}
 
 

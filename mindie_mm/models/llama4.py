@@ -223,6 +223,11 @@ class Llama4(PretrainedFamily):
     kinds = ("image",)
     processor = Llama4Processor
     module_name = "Llama4ForConditionalGeneration"
+    other_keys = (
+        "text_config.cache_implementation",
+        "text_config.for_llm_compressor",
+        "vision_config.vision_feature_layer",
+    )
     model_class = Llama4Model
 
     @classmethod

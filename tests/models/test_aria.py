@@ -67,17 +67,21 @@ class TestAria(ExtremeShapes, FamilyContract):
     chooses_experts = True
 
     @pytest.mark.parametrize(
-        ("settings", "pixels"),
+        ("name", "settings", "pixels"),
         [
-            ({}, {"split_image": True}),
-            ({"vision_feature_layer": -2}, {"split_image": True, "max_image_size": 980, "min_image_size": 700}),
+            ("a long picture", {}, {"split_image": True}),
+            (
+                "one image",
+                {"vision_feature_layer": -2},
+                {"split_image": True, "max_image_size": 980, "min_image_size": 700},
+            ),
         ],
         ids=str,
     )
-    def test_logits_under_other_settings_equal_the_references(self, settings, pixels, tmp_path, path_file):
+    def test_logits_under_other_settings_equal_the_references(self, name, settings, pixels, tmp_path, path_file):
         """The reference writes as many placeholders for each image as the image with the most tiles needs."""
         write(tmp_path, {**PIXELS, **pixels}, **settings)
-        self.prompts = {name: PICTURES[name] for name in ("one image", "a long picture")}
+        self.prompts = {name: PICTURES[name]}
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     def test_embeddings_with_other_numbers_of_features_are_refused(self, processor):

@@ -114,23 +114,28 @@ class TestLlama4(ExtremeShapes, FamilyContract):
     @pytest.mark.parametrize(
         ("text", "pixels"),
         [
-            ({"use_qk_norm": False, "num_experts_per_tok": 2, "rope_scaling": None}, {"resize_to_max_canvas": True}),
-            ({"attn_temperature_tuning": False, "interleave_moe_layer_step": 1}, {"max_patches": 3, "resample": 3}),
-            ({"no_rope_layers": [0, 1, 0], "moe_layers": []}, {"max_patches": 1, "image_mean": [0.1, 0.2, 0.3]}),
+            (
+                {"use_qk_norm": False, "num_experts_per_tok": 2, "moe_layers": [0, 2], "rope_scaling": None},
+                {"resize_to_max_canvas": True},
+            ),
+            (
+                {"attn_temperature_tuning": False, "no_rope_layers": [0, 1, 0], "moe_layers": []},
+                {"max_patches": 3, "resample": 3, "image_mean": [0.1, 0.2, 0.3]},
+            ),
         ],
         ids=str,
     )
     def test_logits_under_other_settings_equal_the_references(self, text, pixels, tmp_path, path_file):
         write(tmp_path, {**PIXELS, **pixels}, text)
-        self.prompts = {name: PICTURES[name] for name in ("one image", "a long picture")}
+        self.prompts = {"one image": PICTURES["one image"]}
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
     @pytest.mark.parametrize("largest", [False, True])
     def test_sizes_equal_the_references(self, largest):
         side, canvases = 336, find_supported_resolutions(16, SizeDict(height=336, width=336))
         assert _canvases(16, side) == canvases
-        for height in (*range(1, 3000, 97), 335, 336, 337):
-            for width in (*range(1, 3000, 89), 335, 336, 337):
+        for height in (*range(1, 3000, 197), 336, 337):
+            for width in (*range(1, 3000, 189), 336, 337):
                 expected = get_best_fit((height, width), torch.tensor(canvases), largest)
                 assert _best_canvas(height, width, canvases, largest=largest) == tuple(expected.tolist())
                 to = [

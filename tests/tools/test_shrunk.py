@@ -88,3 +88,21 @@ def test_only_sizes_change():
     assert small["vision_config"]["fullatt_block_indexes"] == [0, 1]
     kept = ("rope_theta", "vocab_size", "image_token_id", "rms_norm_eps", "max_position_embeddings", "model_type")
     assert {key: small[key] for key in kept} == {key: config[key] for key in kept}
+
+
+@pytest.mark.slow
+def test_types_of_layers_and_tokens_that_config_json_does_not_name_are_kept(tmp_path):
+    """The type of each layer follows from other settings, and image_token_index is the id of <|patch|>."""
+    config = {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "image_token_index": 200092,
+        "model_type": "llama4",
+        "text_config": {"num_hidden_layers": 8, "model_type": "llama4_text"},
+        "vision_config": {"hidden_size": 1408, "image_size": 336, "vision_output_dim": 4096, "rope_theta": 10000},
+    }
+    (source := tmp_path / "source").mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    out = write_shrunk(source, tmp_path / "out")
+    text = json.loads((out / "config.json").read_text())["text_config"]
+    assert text["layer_types"] == ["chunked_attention"] * 3 + ["full_attention"]
+    assert len(_answer(out, ("image",), tmp_path / "path")) == 2
