@@ -13,9 +13,10 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, Pixels, Resample, open_image, resize
 from mindie_mm.media.image.preprocess import Size, background_of, check_settings, pad, resample_of
-from mindie_mm.models._deepseek_original import CHAT_TEMPLATE, ORIGINAL
+from mindie_mm.models._deepseek_original import CHAT_TEMPLATE, ORIGINAL, UNUSED_WEIGHTS
+from mindie_mm.models._original_tokenizer import original_tokenizer
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.family import Placeholder, Plan, Processor, Write
+from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Write
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
 from mindie_mm.nn.splice import MediaItem
@@ -153,3 +154,20 @@ class DeepseekModel(PretrainedModel):
     def normalized(self, item: MediaItem, name: str) -> Tensor:
         """Return the normalized pixels of the array `name`, float32 [1, 3, side, side], on the device."""
         return self._normalizations[name](to_device(item.view, name, self.spec.device).unsqueeze(0))
+
+
+class DeepseekFamily(PretrainedFamily):
+    """A family whose checkpoints may also have deepseek-ai's layout."""
+
+    kinds = ("image",)
+    processor: ClassVar[type[DeepseekProcessor]]
+    unused_weights = UNUSED_WEIGHTS
+
+    @classmethod
+    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
+        return cls.processor.translated(checkpoint)
+
+    @classmethod
+    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
+        checkpoint = cls.translated(checkpoint)
+        return checkpoint.fast_tokenizer() if checkpoint.renamings is None else original_tokenizer(checkpoint)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.nn.checkpoint.config_keys import Keys, Nullable, words
+from mindie_mm.models._deepseek_original import V2_SIZES
+from mindie_mm.nn.checkpoint.config_keys import Keys, words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 TOWER = "deepencoderv2"
@@ -24,26 +25,7 @@ _ENCODER: Mapping[str, Any] = {
 """Sizes of the tower's second half, which the original code does not read from config.json."""
 # The original code builds the decoder from the top level. Defaults come from its DeepseekV2Config.
 _TEXT = Keys(
-    read={
-        "vocab_size": 102400,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "moe_intermediate_size": 1407,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "n_shared_experts": Nullable(int),
-        "n_routed_experts": Nullable(int),
-        "num_experts_per_tok": Nullable(int),
-        "n_group": Nullable(int),
-        "topk_group": Nullable(int),
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 0,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "topk_method": "greedy",
-    },
+    read={**V2_SIZES, "topk_method": "greedy"},
     only={
         "hidden_act": ("silu",),
         "attention_bias": (False,),

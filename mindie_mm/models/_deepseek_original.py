@@ -11,6 +11,7 @@ from typing import Any
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.media.image.preprocess import background_of, check_settings
+from mindie_mm.nn.checkpoint.config_keys import Nullable
 from mindie_mm.nn.checkpoint.directory import Checkpoint, with_special_tokens
 from mindie_mm.nn.checkpoint.end_tokens import tokenizers_eos
 from mindie_mm.nn.checkpoint.renaming import UNBATCHED, Renaming, third
@@ -31,6 +32,26 @@ _SIGLIPS: Mapping[str, Mapping[str, Any]] = {
     "siglip_so400m_patch14_224": {"width": 1152, "layers": 27, "heads": 16, "patch_size": 14, "mlp_ratio": 3.7362},
 }
 """Sizes of the towers, by name. Sizes that config.json states for a tower take precedence."""
+V2_SIZES: Mapping[str, Any] = {
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "moe_intermediate_size": 1407,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "n_shared_experts": Nullable(int),
+    "n_routed_experts": Nullable(int),
+    "num_experts_per_tok": Nullable(int),
+    "n_group": Nullable(int),
+    "topk_group": Nullable(int),
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 0,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+"""Keys that all families with the decoder of DeepSeek-V2 read, with the defaults of the original code."""
 _IMAGE_TAG = "<image_placeholder>"
 
 

@@ -9,7 +9,12 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 
 
 def original_tokenizer(checkpoint: Checkpoint, tags: Collection[str] = ()) -> Any:
-    """Return the tokenizer of the translated tokenizer.json, in which the added tokens `tags` are not special."""
+    """Return the tokenizer of a tokenizer.json, in which the added tokens `tags` are not special.
+
+    If there is no tokenizer.json, return `Checkpoint.fast_tokenizer`.
+    """
+    if not checkpoint.json("tokenizer.json"):
+        return checkpoint.fast_tokenizer()
     from transformers import PreTrainedTokenizerFast  # imported late: the import takes a second
 
     names = ("bos_token", "eos_token", "unk_token", "pad_token")

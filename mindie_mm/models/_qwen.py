@@ -87,7 +87,9 @@ class QwenProcessor(Processor):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         read = read_config(self.config_name, checkpoint)
-        self.feature_width = read.get_text_config().hidden_size
+        self._hidden_size: int = read.get_text_config().hidden_size
+        # A feature also has the outputs of the tower's deepstack layers, if there are any.
+        self.feature_width = self._hidden_size * (1 + len(getattr(read.vision_config, "deepstack_visual_indexes", ())))
         image = checkpoint.preprocessor("image", dict.fromkeys(self.image_types, self.image_defaults))
         self.image = self.image_settings(image, f"{checkpoint.path} (images)")
         temporal = getattr(read.vision_config, "temporal_patch_size", 1) if self.video_types else 1
@@ -101,6 +103,10 @@ class QwenProcessor(Processor):
             _check_tower(self.video, read.vision_config, temporal, f"{checkpoint.path} (videos)")
             placeholders["video"] = Placeholder(before, read.video_token_id, after)
         self.placeholders = placeholders
+
+    @property
+    def hidden_size(self) -> int:
+        return self._hidden_size
 
     def max_tokens(self, kind: Kind) -> int:
         if kind == "image":

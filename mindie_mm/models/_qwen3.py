@@ -33,7 +33,6 @@ from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
-from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
@@ -83,15 +82,8 @@ class Qwen3Processor(FrameTimesProcessor):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint)
-        self._hidden_size = self.feature_width
-        vision = read_config(self.config_name, checkpoint).vision_config
-        self.feature_width *= 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
         spelled = {"vision_start": "<|vision_start|>", "video": "<|video_pad|>", "vision_end": "<|vision_end|>"}
         self._frame = "".join(checkpoint.special_token(f"{name}_token") or text for name, text in spelled.items())
-
-    @property
-    def hidden_size(self) -> int:
-        return self._hidden_size
 
     def video_settings(self, config: Mapping[str, Any], where: str) -> PixelSettings:
         """Read the video preprocessor's configuration.

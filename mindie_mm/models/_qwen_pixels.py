@@ -168,16 +168,7 @@ def smart_resize(height: int, width: int, settings: PixelSettings, num_frames: i
     factor, min_pixels, max_pixels = settings.factor, settings.min_pixels, settings.max_pixels
     if settings.total_pixels is not None:
         max_pixels = max(min(max_pixels, settings.total_pixels // num_frames), int(min_pixels * 1.05))
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        scale = math.sqrt(height * width / max_pixels)
-        new_height = max(factor, math.floor(height / scale / factor) * factor)
-        new_width = max(factor, math.floor(width / scale / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        scale = math.sqrt(min_pixels / (height * width))
-        new_height = math.ceil(height * scale / factor) * factor
-        new_width = math.ceil(width * scale / factor) * factor
-    return new_height, new_width
+    return _resized(height, width, factor, (min_pixels, max_pixels))
 
 
 def joint_resize(height: int, width: int, num_frames: int, settings: PixelSettings) -> tuple[int, int]:
@@ -204,14 +195,26 @@ def joint_resize(height: int, width: int, num_frames: int, settings: PixelSettin
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     check_aspect_ratio(height, width, own_size)
+    limits = (settings.min_pixels, settings.max_pixels)
+    return _resized(height, width, factor, limits, num_frames, round(num_frames / temporal) * temporal)
+
+
+def _resized(
+    height: int, width: int, factor: int, limits: tuple[int, int], num_frames: int = 1, num_stored: int = 1
+) -> tuple[int, int]:
+    """Return the nearest multiples of `factor` for which the pixels of all frames together are within `limits`.
+
+    As in the references, the pixels are counted with `num_stored` frames, but scaled as those of `num_frames`.
+    """
+    min_pixels, max_pixels = limits
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    pixels = round(num_frames / temporal) * temporal * new_height * new_width
-    if pixels > settings.max_pixels:
-        scale = math.sqrt(num_frames * height * width / settings.max_pixels)
+    pixels = num_stored * new_height * new_width
+    if pixels > max_pixels:
+        scale = math.sqrt(num_frames * height * width / max_pixels)
         new_height = max(factor, math.floor(height / scale / factor) * factor)
         new_width = max(factor, math.floor(width / scale / factor) * factor)
-    elif pixels < settings.min_pixels:
-        scale = math.sqrt(settings.min_pixels / (num_frames * height * width))
+    elif pixels < min_pixels:
+        scale = math.sqrt(min_pixels / (num_frames * height * width))
         new_height = math.ceil(height * scale / factor) * factor
         new_width = math.ceil(width * scale / factor) * factor
     return new_height, new_width

@@ -209,11 +209,7 @@ class DeepseekOCR2(PretrainedFamily):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        return (
-            original_tokenizer(checkpoint, _TAGS)
-            if checkpoint.json("tokenizer.json")
-            else super().tokenizer(checkpoint)
-        )
+        return original_tokenizer(checkpoint, _TAGS)
 
 
 def _is_original(config: Mapping[str, Any]) -> bool:

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mindie_mm.models._deepseek import DeepseekModel, DeepseekProcessor
+from mindie_mm.models._deepseek import DeepseekFamily, DeepseekModel, DeepseekProcessor
 from mindie_mm.models._deepseek_original import (
     LANGUAGE_RENAMINGS,
     ORIGINAL,
-    UNUSED_WEIGHTS,
     check_aligner,
     check_original,
     is_hybrid,
@@ -25,10 +24,8 @@ from mindie_mm.models._deepseek_original import (
     siglip_renamings,
     translate,
 )
-from mindie_mm.models._original_tokenizer import original_tokenizer
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import Renaming
-from mindie_mm.nn.family import PretrainedFamily
 
 _RENAMINGS = (
     *siglip_renamings("vision_model.vision_tower"),
@@ -62,27 +59,16 @@ class DeepseekVLProcessor(DeepseekProcessor):
         return translate(checkpoint, "deepseek_vl", {"vision_config": tower}, settings, _RENAMINGS)
 
 
-class DeepseekVL(PretrainedFamily):
+class DeepseekVL(DeepseekFamily):
     """DeepSeek-VL 1.3B (Lu et al., 2024, arXiv 2403.05525), run by transformers' modules."""
 
     model_types = ("deepseek_vl", ORIGINAL)
     published = "deepseek-community/deepseek-vl-1.3b-chat"
-    kinds = ("image",)
     processor = DeepseekVLProcessor
     module_name = "DeepseekVLForConditionalGeneration"
     model_class = DeepseekModel
-    unused_weights = UNUSED_WEIGHTS
     other_keys = ("vision_config.params.ckpt_path", "vision_config.params.output_dim")
 
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
         return super().serves(config) and not is_hybrid(config)
-
-    @classmethod
-    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
-        return cls.processor.translated(checkpoint)
-
-    @classmethod
-    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        checkpoint = cls.translated(checkpoint)
-        return super().tokenizer(checkpoint) if checkpoint.renamings is None else original_tokenizer(checkpoint)

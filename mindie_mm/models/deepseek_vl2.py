@@ -18,6 +18,7 @@ from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.media.image.tiles import CanvasSize, best_canvas
+from mindie_mm.models._deepseek_original import V2_SIZES
 from mindie_mm.models._deepseek_vl2_network import Network
 from mindie_mm.models._latent_attention import latent_layer
 from mindie_mm.models._original_tokenizer import original_tokenizer
@@ -74,31 +75,15 @@ KEYS = Keys(
         ),
         "language_config": Keys(
             read={
-                "vocab_size": 102400,
-                "hidden_size": 4096,
-                "intermediate_size": 11008,
-                "moe_intermediate_size": 1407,
-                "num_hidden_layers": 30,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 32,
-                "n_shared_experts": Nullable(int),
-                "n_routed_experts": Nullable(int),
-                "num_experts_per_tok": Nullable(int),
-                "n_group": Nullable(int),
-                "topk_group": Nullable(int),
-                "routed_scaling_factor": 1.0,
+                **V2_SIZES,
                 "norm_topk_prob": False,
                 "moe_layer_freq": 1,
-                "first_k_dense_replace": 0,
                 "use_mla": True,
                 "kv_lora_rank": Nullable(int, 512),
                 "q_lora_rank": Nullable(int, 1536),
                 "qk_rope_head_dim": 64,
                 "qk_nope_head_dim": 128,
                 "v_head_dim": 128,
-                "max_position_embeddings": 2048,
-                "rms_norm_eps": 1e-6,
-                "rope_theta": 10000.0,
                 "bos_token_id": Nullable(int, 0),
             },
             only={
@@ -368,11 +353,7 @@ class DeepseekVL2(Family):
 
     @classmethod
     def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        return (
-            original_tokenizer(checkpoint, _TAGS)
-            if checkpoint.json("tokenizer.json")
-            else super().tokenizer(checkpoint)
-        )
+        return original_tokenizer(checkpoint, _TAGS)
 
 
 def configuration(checkpoint: Checkpoint) -> dict[str, Any]:

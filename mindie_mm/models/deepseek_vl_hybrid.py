@@ -16,11 +16,10 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
 from mindie_mm.media.image.encoded_image import Pixels, resize
 from mindie_mm.media.image.preprocess import background_of, check_settings, resample_of
-from mindie_mm.models._deepseek import DEFAULTS, DeepseekModel, DeepseekProcessor
+from mindie_mm.models._deepseek import DEFAULTS, DeepseekFamily, DeepseekModel, DeepseekProcessor
 from mindie_mm.models._deepseek_original import (
     LANGUAGE_RENAMINGS,
     ORIGINAL,
-    UNUSED_WEIGHTS,
     check_aligner,
     check_features,
     check_original,
@@ -31,11 +30,9 @@ from mindie_mm.models._deepseek_original import (
     siglip_renamings,
     translate,
 )
-from mindie_mm.models._original_tokenizer import original_tokenizer
 from mindie_mm.models._sam import keep_positions
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import Renaming
-from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.shm import ArraySpec
@@ -160,16 +157,14 @@ class DeepseekVLHybridModel(DeepseekModel):
         keep_positions(module.model.high_res_vision_model)
 
 
-class DeepseekVLHybrid(PretrainedFamily):
+class DeepseekVLHybrid(DeepseekFamily):
     """DeepSeek-VL 7B (Lu et al., 2024, arXiv 2403.05525), run by transformers' modules."""
 
     model_types = ("deepseek_vl_hybrid", ORIGINAL)
     published = "deepseek-community/deepseek-vl-7b-chat"
-    kinds = ("image",)
     processor = DeepseekVLHybridProcessor
     module_name = "DeepseekVLHybridForConditionalGeneration"
     model_class = DeepseekVLHybridModel
-    unused_weights = UNUSED_WEIGHTS
     other_keys = (
         *(f"vision_config.params.freeze_{part}" for part in ("high", "low")),
         *(
@@ -183,15 +178,6 @@ class DeepseekVLHybrid(PretrainedFamily):
     @classmethod
     def serves(cls, config: Mapping[str, Any]) -> bool:
         return config.get("model_type") == cls.model_types[0] or is_hybrid(config)
-
-    @classmethod
-    def translated(cls, checkpoint: Checkpoint) -> Checkpoint:
-        return cls.processor.translated(checkpoint)
-
-    @classmethod
-    def tokenizer(cls, checkpoint: Checkpoint) -> Any:
-        checkpoint = cls.translated(checkpoint)
-        return super().tokenizer(checkpoint) if checkpoint.renamings is None else original_tokenizer(checkpoint)
 
 
 def _sam_config(params: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from mindie_mm.models._clips import SPECTROGRAM, Clips
 from mindie_mm.models._films import MergedFilmLayout
 from mindie_mm.models._omni import OmniFamily, OmniModel, OmniProcessor
 from mindie_mm.models._qwen3 import DeepstackModel
-from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 
@@ -41,18 +40,8 @@ class Qwen3OmniMoeProcessor(OmniProcessor):
     audio_token = ("audio_token_id", 151646)
     film_layout = MergedFilmLayout
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint)
-        self._hidden_size = self.feature_width
-        self.feature_width *= 1 + self._num_levels
-
-    @property
-    def hidden_size(self) -> int:
-        return self._hidden_size
-
     def clips_of(self, mel: MelSettings, config: Any) -> Clips:
         check_encoder(config.audio_config, "config.json")
-        self._num_levels = len(config.vision_config.deepstack_visual_indexes)
         longest = longest_clip(config.text_config.max_position_embeddings)
         return Clips(replace(mel, pads=False, max_samples=longest * mel.hop), chunked_length, least_frames=2)
 
