@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mindie_mm.settings.config import ServiceConfig, WorkerConfig
+from mindie_mm.settings.config import GiB, MiB, ServiceConfig, WorkerConfig
 from tests.docker.dockerfile import DEVICES, FOLDER, ROOT, args
 from tests.docker.settings import VARIABLES, nbytes, shm_bytes
 
@@ -67,7 +67,9 @@ def test_shm_size_fits_the_arena() -> None:
     service, defaults = of_device("cpu"), WorkerConfig()
     env = {name: plain(value) for name, value in service["environment"].items()}
     assert int(env["MINDIE_MM_ARENA_BYTES"]) == defaults.arena_bytes
-    assert nbytes(plain(service["shm_size"])) == shm_bytes(defaults.arena_bytes)
+    for arena_bytes in (64 * MiB, defaults.arena_bytes, 16 * GiB):
+        size = service["shm_size"].replace("${MINDIE_MM_ARENA_BYTES:-268435456}", str(arena_bytes))
+        assert nbytes(size) >= shm_bytes(arena_bytes)
 
 
 def test_tmpfs_has_twice_the_size_of_the_spool() -> None:
