@@ -236,7 +236,7 @@ def test_its_chat_is_served(installed: Path, checkpoint: Path, tmp_path: Path) -
 
 def test_the_guide_is_taken_from_here() -> None:
     guide = (HERE.parents[1] / "docs/adding-a-model.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    blocks = [one for one in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "LlavaV1" not in one]
     module = (HERE / "mindie_mm_minigpt4.py").read_text(encoding="utf-8")
     assert len(blocks) >= 5
     for block in blocks:
