@@ -35,6 +35,7 @@ from mindie_mm.nn.family import Processor
 from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline
 from mindie_mm.processes.receiving import ReceivingChannel
+from mindie_mm.processes.title import show_title
 from mindie_mm.settings.config import MiB
 from mindie_mm.settings.environment import fault_folder
 
@@ -109,6 +110,7 @@ class Nursery:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:  # the nursery died before PR_SET_PDEATHSIG took effect
                 os._exit(1)
+            show_title("mindie-mm: decoder")
             memory = Scratch(scratch)
             os.dup2(descriptor, _FIRST_DESCRIPTOR)
             gc.freeze()  # keep the nursery's objects, because they own descriptors that `lock_in` closes

@@ -19,6 +19,7 @@ import msgspec
 from mindie_mm import logs
 from mindie_mm.processes.ipc import ChildChannel, Lifeline
 from mindie_mm.processes.standard_streams import use_utf8
+from mindie_mm.processes.title import show_title
 from mindie_mm.settings.paths import working_directory
 
 
@@ -31,7 +32,9 @@ def main() -> None:
 
 def run(descriptor: int, log_settings: logs.LogSettings, module: str, arguments: Sequence[str]) -> None:
     """Run `module.main` in this process, which serves only as this worker."""
-    logs.configure(log_settings, _role(module))
+    role = _role(module)
+    logs.configure(log_settings, role)
+    show_title(f"mindie-mm: {role.replace('_', ' ')}", [module, *arguments])
     if not working_directory():
         os.chdir("/")  # torch cannot be imported in a removed working directory
     # Ctrl-C and a closed terminal send signals to the whole foreground process group. A worker ignores these signals.

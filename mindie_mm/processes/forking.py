@@ -14,7 +14,6 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -172,7 +171,6 @@ def become(fork: Fork, descriptors: Sequence[int], imported: Mapping[str, str]) 
 def _run(channel: int, fork: Fork, imported: Mapping[str, str]) -> NoReturn:
     replace_environment(fork.environment, imported)
     arguments = [*map(os.fsdecode, fork.arguments)]
-    _show_command(fork.module, arguments)
     child.run(channel, fork.log_settings, fork.module, arguments)
     sys.exit()
 
@@ -210,19 +208,3 @@ async def start_spare(module: str, *arguments: str, environment: Mapping[str, st
     worker = await Child.adopt(process, sock)
     worker.channel.send(msgspec.msgpack.encode(Fork.of(module, arguments, environment)))
     return worker
-
-
-def _show_command(module: str, arguments: Sequence[str]) -> None:
-    """Show `module` and `arguments` in this process's command line (proc(5)), as far as there is room.
-
-    The beginning, up to the settings of the log, remains as `ipc.spawn` wrote it.
-    """
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    start, stop = map(int, fields[45:47])
-    words = ctypes.string_at(start, stop - start).split(b"\0")
-    entry = child.__name__.encode()
-    if entry not in words:
-        return
-    kept = words[: words.index(entry) + 3]  # with the descriptor and the settings
-    line = b"\0".join([*kept, module.encode(), *map(os.fsencode, arguments)])[: stop - start - 1]
-    ctypes.memmove(start, line.ljust(stop - start, b"\0"), stop - start)

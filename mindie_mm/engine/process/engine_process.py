@@ -45,6 +45,7 @@ from mindie_mm.nn.seq2seq import Seq2SeqModel
 from mindie_mm.nn.weights.loading import loading_reported
 from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline, Loading
+from mindie_mm.processes.title import show_title
 from mindie_mm.settings.environment import fault_folder
 from mindie_mm.shm import collect, mount
 from mindie_mm.shm.mapped import drop_removed
@@ -76,6 +77,8 @@ def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> Non
 def serve(channel: ChildChannel, ranks: Ranks) -> None:
     """Load the checkpoint given in the first message. Then handle messages until the channel is closed."""
     start = msgspec.msgpack.decode(ranks.broadcast(bytes, channel.recv), type=Start)
+    rank = f" rank {ranks.number}" if ranks.count > 1 else ""
+    show_title(f"mindie-mm: engine {start.replica.number}{rank}")
 
     def send(message: Ready | Failure | Loading | Stepped) -> None:
         if ranks.number == 0:
