@@ -43,9 +43,12 @@ _SIZES: Mapping[str, int] = {
     "block_ff_dim": INNER,
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), WIDTH),
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), EXPERTS),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+    **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), WIDTH),
     "depths": 1,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,  # the few layers that are left may have no layer of the same type before them
 }
 """New values of sizes, by their names in config.json. A list gets this value for each element."""
 _DEPTHS = ("num_hidden_layers", "depth", "layers", "encoder_layers", "decoder_layers", "num_layers")
@@ -194,7 +197,7 @@ def _small_list(name: str, value: list[Any], depth: int, layers: int) -> list[An
 
 
 def _small_number(name: str, value: Any, layers: int, scale: int) -> Any:
-    if value is None or isinstance(value, bool | str):
+    if not value or isinstance(value, bool | str):  # a part whose size is 0 is not there
         return value
     if name in _DEPTHS or name == "max_window_layers":
         return layers
@@ -333,7 +336,7 @@ def _write_weights(family: type[Family], out: Path) -> None:
         save_file(weights, out / "model.safetensors", {"format": "pt"})
         return
     stated = (out / "config.json").read_bytes()
-    family.module_class()(family.config_class().from_dict(deepcopy(dict(checkpoint.config)))).save_pretrained(out)
+    family.module_class()(family.configuration(checkpoint)).save_pretrained(out)
     (out / "config.json").write_bytes(stated)  # save_pretrained has written it in the spelling of this release
 
 

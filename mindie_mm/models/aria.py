@@ -186,3 +186,5 @@ class Aria(PretrainedFamily):
     processor = AriaProcessor
     module_name = "AriaForConditionalGeneration"
     model_class = AriaModel
+    # The first key repeats moe_topk. The second is a wrong name of num_attention_heads, whose default is the same.
+    other_keys = ("text_config.num_experts_per_tok", "vision_config.attention_heads")

@@ -354,5 +354,11 @@ class Gemma4(PretrainedFamily):
     kinds = ("image", "video", "audio")
     processor = Gemma4Processor
     module_name = "Gemma4ForConditionalGeneration"
-    other_keys = ("text_config.num_global_key_value_heads",)  # only read if attention_k_eq_v is set
+    other_keys = (
+        "text_config.num_global_key_value_heads",  # only read if attention_k_eq_v is set
+        "text_config.expert_intermediate_size",  # an earlier name of moe_intermediate_size
+        "vision_config.global_head_dim",  # equal to head_dim
+        # Repetitions of eoa_token_index, and of max_soft_tokens of the preprocessor.
+        *("eoa_token_id", "vision_soft_tokens_per_image", "vision_config.default_output_length"),
+    )
     model_class = Gemma4Model

@@ -24,4 +24,8 @@ class Glm4V(PretrainedFamily):
     kinds = ("image", "video")
     processor = Glm4VProcessor
     module_name = "Glm4vForConditionalGeneration"
+    other_keys = (
+        "text_config.attention_bias",  # true in all published checkpoints. Missing weights of biases would be refused
+        "vision_config.hidden_dropout_prob",  # only read in training
+    )
     model_class = GlmModel

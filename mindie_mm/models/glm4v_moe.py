@@ -27,6 +27,10 @@ class Glm4VMoe(PretrainedFamily):
         "text_config.image_start_token_id",
         "text_config.image_end_token_id",
         "text_config.image_token_id",
+        "text_config.num_nextn_predict_layers",  # layers for speculative decoding, which are not loaded
+        "text_config.partial_rotary_factor",  # rope_parameters repeats this key
+        "text_config.qk_layernorm",  # repeats use_qk_norm
+        "vision_config.hidden_dropout_prob",  # only read in training
         "text_config.use_qk_norm",  # false in all published checkpoints. Weights of such norms would be refused
     )
     model_class = GlmModel

@@ -27,5 +27,6 @@ class GlmOcr(PretrainedFamily):
         "text_config.attention_bias",  # false in the published checkpoint. Weights of biases would be refused
         "text_config.head_dim",  # the network reads this key, although its configuration class does not have it
         "text_config.num_nextn_predict_layers",  # layers for speculative decoding, which are not loaded
+        "vision_config.hidden_dropout_prob",  # only read in training
     )
     model_class = GlmModel

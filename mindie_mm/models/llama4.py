@@ -224,9 +224,8 @@ class Llama4(PretrainedFamily):
     processor = Llama4Processor
     module_name = "Llama4ForConditionalGeneration"
     other_keys = (
-        "text_config.cache_implementation",
-        "text_config.for_llm_compressor",
-        "vision_config.vision_feature_layer",
+        "text_config.for_llm_compressor",  # the layout of experts while they are quantized
+        "vision_config.vision_feature_layer",  # the last layer, which is the only one that the network returns
     )
     model_class = Llama4Model
 

@@ -36,7 +36,7 @@ class Pixtral(PretrainedFamily):
     kinds = ("image",)
     processor = PixtralProcessor
     module_name = "LlavaForConditionalGeneration"
-    other_keys = ("text_config.is_composition", "vision_config.is_composition")
+    other_keys = ("text_config.is_composition", "vision_config.is_composition", "vision_config.tie_word_embeddings")
     model_class = PixtralTowerModel
 
     @classmethod

@@ -88,11 +88,23 @@ ELSEWHERE: Mapping[str, str] = {
 """Checkpoints whose layouts are tested in the tests of their families."""
 ONLY_CONFIGS = frozenset(
     {
+        "aria",
+        "gemma4_26b_a4b",
+        "gemma4_e2b",
+        "glm41v_9b_thinking",
+        "glm46v",
+        "glm46v_flash",
+        "glm_ocr",
         "lfm2_vl_3b",
+        "llama4_scout",
         "minicpmv4_6",
         "mistral_small_3",
         "ovis2_2b",
         "ovis2_2b_original",
+        "paddleocr_vl",
+        "phi4_multimodal",
+        "pixtral_12b",
+        "qwen3_5_0_8b",
         "qwen3_5_moe_35b",
         "qwen3_asr",
         "qwen3_vl_30b_a3b",

@@ -40,13 +40,14 @@ HOUSEKEEPING = words(
     "is_encoder_decoder label2id model_type name_or_path num_labels output_attentions output_hidden_states prefix",
     "pretraining_tp problem_type processor_class pruned_heads return_dict task_specific_params tf_legacy_loss",
     "tie_encoder_decoder tokenizer_class torch_dtype torchscript transformers.js_config transformers_version",
-    "use_bfloat16 use_cache use_return_dict",
+    "unsloth_fixed use_bfloat16 use_cache use_return_dict",
     # Keys that are read by `generate` or by loaders of weights.
-    "bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample",
-    "early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty forced_bos_token_id",
-    "forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups",
-    "num_beams num_return_sequences output_scores pad_token_id quantization_config quantize remove_invalid_values",
-    "repetition_penalty return_dict_in_generate sep_token_id suppress_tokens temperature top_k top_p typical_p",
+    "bad_words_ids begin_suppress_tokens bos_token_id cache_implementation decoder_start_token_id diversity_penalty",
+    "do_sample early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty",
+    "forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size",
+    "num_beam_groups num_beams num_return_sequences output_scores pad_token_id quantization_config quantize",
+    "remove_invalid_values repetition_penalty return_dict_in_generate sep_token_id suppress_tokens temperature",
+    "top_k top_p typical_p",
 )
 """Keys of any transformers configuration that do not change the logits, or are read elsewhere."""
 

@@ -154,6 +154,8 @@ class ConfigOnly(Checkpoint):
             value = self.stated_anywhere(stated)
             if name == "patch_size" and "vision_patch_size" in fitted:  # then it is the side of a crop
                 continue
+            if name == "temporal_patch_size" and fitted.get(name) == 1:  # then the tower's is for videos
+                continue
             if isinstance(value, int) and not isinstance(fitted.get(name), Mapping):
                 fitted[name] = value
         sides = [fitted[name] for name in _SIDES if isinstance(fitted.get(name), Mapping)]
