@@ -14,8 +14,8 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 
 FOLDER = Path(__file__).parents[1] / "static"
 INDEX = "index.html"
-FILES = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _TYPES}
-"""Name and contents of each file of the page. The files are read when the service starts."""
+FILES = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in FOLDER.rglob("*") if path.suffix in _TYPES}
+"""Path below `FOLDER` and contents of each file of the page. The files are read when the service starts."""
 PATHS = frozenset({"/", *(f"/static/{name}" for name in FILES if name != INDEX)})
 """URL paths of the files. The files contain nothing secret."""
 
@@ -40,7 +40,7 @@ async def page() -> Response:
     return _file(INDEX)
 
 
-@router.get("/static/{name}")
+@router.get("/static/{name:path}")
 async def file(name: str) -> Response:
     """Return one of the page's files, or 404 for any other name."""
     if f"/static/{name}" not in PATHS:

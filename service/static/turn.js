@@ -11,9 +11,9 @@ export class TurnView {
   #items;
   #actions;
   #asked = element("div", { class: "asked" });
-  #reasoning = new Text(element("div"));
-  #fold = element("details", { class: "fold", hidden: true }, element("summary", {}, "Reasoning"), this.#reasoning.element);
-  #text = new Text(element("div", { class: "answer", "aria-busy": "true" }));
+  #fold = element("details", { class: "fold", hidden: true }, element("summary", {}, "Reasoning"));
+  #reasoning;
+  #text;
   #calls = element("div", { class: "calls" });
   #foot = element("div", { class: "foot" });
 
@@ -25,6 +25,9 @@ export class TurnView {
     this.#turn = turn;
     this.#items = items;
     this.#actions = actions;
+    this.#reasoning = new Text(element("div"), actions.copy);
+    this.#fold.append(this.#reasoning.element);
+    this.#text = new Text(element("div", { class: "answer", "aria-busy": "true" }), actions.copy);
     const answered = element("div", { class: "answered" }, this.#fold, this.#text.element, this.#calls, this.#foot);
     this.element = element("article", { "aria-label": `Question ${number}` }, this.#asked, answered);
     this.#drawQuestion();

@@ -34,20 +34,12 @@ def transferred(page: Page, path: Path, kind: str) -> Any:
     )
 
 
-def test_answers_grow_and_the_conversation_is_sent(page: Page, files: Path, noted: Noted) -> None:
+def test_the_conversation_is_sent(page: Page, files: Path, noted: Noted) -> None:
     """Markup in a question stays text. A setting sends each question alone."""
     sent: list[Any] = []
     page.on("request", lambda one: sent.append(one.post_data_json) if one.method == "POST" else None)
-    page.evaluate("""() => {
-        window.seen = [];
-        new MutationObserver(() => window.seen.push(document.querySelector(".answer")?.textContent ?? ""))
-            .observe(document.getElementById("turns"), {childList: true, subtree: true, characterData: true});
-    }""")
     turn = ask(page, "Hello!")
     expect(turn.locator(".answer")).to_have_text(CHAT_ANSWERS["hello"])
-    lengths = {len(text) for text in page.evaluate("window.seen")}
-    assert len(lengths) > 3
-    assert max(lengths) == len(CHAT_ANSWERS["hello"])
     attach(page, files / "scene.png")
     ask(page, WHAT)
     expect(ask(page, "What color is it?").locator(".answer")).to_have_text("red")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,12 +15,23 @@ from tests.warm import running_service
 from tests.web.conftest import START_TIMEOUT_S, TINY
 from tools.serving import RunningService
 
-MOST_BYTES = 100_000
+MOST_BYTES = 400_000
 
 
 def test_every_file_of_the_folder_is_served() -> None:
-    assert {path.name for path in page.FOLDER.iterdir()} == page.FILES.keys()
+    files = {path.relative_to(page.FOLDER).as_posix() for path in page.FOLDER.rglob("*") if path.is_file()}
+    assert {name for name in files if not name.endswith((".LICENSE", ".md"))} == page.FILES.keys()
     assert sum(map(len, page.FILES.values())) < MOST_BYTES
+
+
+def test_each_library_has_its_licence_and_is_listed() -> None:
+    vendor = page.FOLDER / "vendor"
+    listed = (vendor / "README.md").read_text()
+    for path in vendor.glob("*.js"):
+        version = re.search(r"\d+\.\d+\.\d+", path.read_text()[:300])
+        assert version
+        assert re.search(rf"`{path.name}` \| \S+ {version[0]} ", listed)
+        assert path.with_suffix(".LICENSE").stat().st_size > 1000
 
 
 def test_each_file_is_served_with_its_type_and_security_headers(service: RunningService) -> None:
@@ -37,7 +49,8 @@ def test_each_file_is_served_with_its_type_and_security_headers(service: Running
                 assert rule in policy.split("; ")
             assert "unsafe" not in policy
             assert answer.headers["x-content-type-options"] == "nosniff"
-            assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), path
+            if "/vendor/" not in path:
+                assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), path
 
 
 OTHERS = (
@@ -48,6 +61,7 @@ OTHERS = (
     "/static/..%2fpage.py",
     "/static//etc/passwd",
     "/static/%2fetc%2fpasswd",
+    "/static/vendor/marked.LICENSE",
     "/static/page.css%00",
     "/static/PAGE.CSS",
 )

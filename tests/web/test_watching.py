@@ -16,7 +16,8 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.warm import running_service
 from tests.watching import stopped_engine
-from tests.web.conftest import START_TIMEOUT_S, TIMEOUT_MS, TINY, Noted, ask, opened
+from tests.web.conftest import START_TIMEOUT_S, TIMEOUT_MS, TINY, Noted, answer_with, ask, chunk_of, opened
+from tests.web.test_answers import ANSWER
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
@@ -208,6 +209,9 @@ def test_axe_finds_no_violation(
     expect(page.get_by_text("2 of 2")).to_be_visible()
     expect(page.locator("#status")).to_contain_text("Answered in")
     page.get_by_role("button", name="Time and tokens").click()
+    answer_with(page, chunk_of(None, reasoning_content="*So*"), chunk_of(content=ANSWER))
+    expect(ask(page, "What?").locator(".hljs-keyword").first).to_be_visible()
+    page.get_by_text("Reasoning").last.click()
     page.get_by_role("button", name="API key", exact=True).click()
     expect(page.locator("#key")).to_be_focused()
     open_panel(page)
@@ -215,7 +219,7 @@ def test_axe_finds_no_violation(
         summary.click()
     check()
     page.get_by_role("button", name="Close the diagrams").click()
-    page.get_by_role("button", name="Edit question").click()
+    page.get_by_role("button", name="Edit question").first.click()
     page.get_by_role("button", name="Settings").click()
     check()
     page.context.close()
