@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Page, expect, sync_playwright
+import psutil
+from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 from tools.arguments import parser
 from tools.demo import data_url, picture, write_sound, write_video
@@ -23,11 +24,12 @@ ARENA_BYTES = 2**20
 COPIES = (1, 4, 2, 3)
 WIDTH = 1320
 HEIGHT = 900
+PHONE: ViewportSize = {"width": 390, "height": 780}
 SECONDS = 15
 
 
 def main() -> None:
-    """Write web-page.png and web-page-dark.png."""
+    """Write web-page.png, web-page-dark.png and web-page-phone.png."""
     browser_path = next(
         path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))
     )
@@ -43,11 +45,34 @@ def main() -> None:
             converse(page, media)
             with load(service):
                 page.wait_for_timeout(SECONDS * 1000)
-                page.screenshot(path=FOLDER / "web-page.png")
-                page.emulate_media(color_scheme="dark")
-                page.get_by_role("combobox", name="Colors").select_option("by request")
-                page.screenshot(path=FOLDER / "web-page-dark.png")
+                engine = engine_of(service)
+                engine.suspend()  # requests that the engine has not started keep their blocks
+                with load(service):
+                    try:
+                        photograph(page)
+                    finally:
+                        engine.resume()
+            page.emulate_media(color_scheme="light")
+            page.set_viewport_size(PHONE)
+            page.get_by_role("button", name="Close the diagrams").click()
+            page.mouse.move(0, 0)
+            page.screenshot(path=FOLDER / "web-page-phone.png")
         browser.close()
+
+
+def engine_of(service: RunningService) -> psutil.Process:
+    children = psutil.Process(service.process.pid).children()
+    return next(child for child in children if any(part.startswith("mindie_mm.engine.") for part in child.cmdline()))
+
+
+def photograph(page: Page) -> None:
+    """Write the pictures of the wide page, when shared memory has the blocks of all requests."""
+    page.get_by_text("Blocks as a table").click()
+    expect(page.locator("#block-rows tr")).to_have_count(sum(COPIES), timeout=30_000)
+    page.screenshot(path=FOLDER / "web-page.png")
+    page.emulate_media(color_scheme="dark")
+    page.get_by_role("combobox", name="Colors").select_option("by request")
+    page.screenshot(path=FOLDER / "web-page-dark.png")
 
 
 def write_media(folder: Path) -> list[Path]:

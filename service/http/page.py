@@ -10,7 +10,15 @@ from starlette.responses import Response
 
 router = APIRouter(include_in_schema=False)
 
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".mp4": "video/mp4",
+    ".ogg": "audio/ogg",
+}
 
 FOLDER = Path(__file__).parents[1] / "static"
 INDEX = "index.html"

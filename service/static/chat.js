@@ -90,7 +90,9 @@ export class Chat {
     end.go();
     const path = conversation.path;
     const view = this.#view(turn, path.length - 1);
-    const names = path.flatMap((one) => conversation.itemsOf(one).filter(({ kind }) => kind !== "file").map(({ name }) => name));
+    const items = path.flatMap((one) => conversation.itemsOf(one));
+    // Pages of a document are images of their own, so that the number of spans says nothing about the items.
+    const names = items.some(({ kind }) => kind === "file") ? null : items.map(({ name }) => name);
     const told = { reason: null, usage: null, spans: [], timings: null, names };
     watch.start();
     composer.say("Asking.");
@@ -103,11 +105,8 @@ export class Chat {
         take(chunk, turn, told);
         view.draw();
       }
-      composer.say(told.timings ? `Answered in ${seconds(told.timings.total_s)}.` : "Answered.");
     } catch (error) {
-      const stopped = error.name === "AbortError";
-      composer.say(stopped ? "Stopped." : "");
-      if (stopped) told.reason = "stopped";
+      if (error.name === "AbortError") told.reason = "stopped";
       else told.error = error.message;
       if (error.status === 401) refused();
     }
@@ -116,11 +115,13 @@ export class Chat {
     if (failure && !turn.answer && !turn.reasoning) {
       conversation.remove(turn);
       view.fail(failure);
+      composer.say(told.error ? "" : failure); // the view has the error
       return failure;
     }
     turn.end = told;
     view.end();
-    await this.#keep(turn, conversation);
+    const done = told.timings ? `Answered in ${seconds(told.timings.total_s)}.` : "Answered.";
+    if (await this.#keep(turn, conversation)) composer.say(told.error ? "" : failure || done);
     return "";
   }
 

@@ -1,5 +1,6 @@
 // The form for questions and their media.
 
+import { Camera } from "./camera.js";
 import { byId } from "./dom.js";
 import { Items } from "./items.js";
 import { Recorder } from "./recorder.js";
@@ -41,6 +42,7 @@ export class Composer {
     this.#recorders = [["audio", "record-sound"], ["video", "record-video"]].map(
       ([kind, id]) => new Recorder(kind, byId(id), done, (text) => this.say(text)),
     );
+    new Camera(byId("photo"), done, (text) => this.say(text));
     document.addEventListener("paste", (event) => {
       if (!pastesText(event)) this.#takeFrom(event, event.clipboardData);
     });

@@ -12,10 +12,12 @@ export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
+/** Return the icon `name`. */
+export const icon = (name) => svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `static/icons.svg#${name}` }));
+
 /** Return a button with only an icon. `name` is its accessible name. */
-export function iconButton(icon, name, action) {
-  const picture = svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `static/icons.svg#${icon}` }));
-  const button = element("button", { type: "button", class: "plain", "aria-label": name, title: name }, picture);
+export function iconButton(picture, name, action) {
+  const button = element("button", { type: "button", class: "plain", "aria-label": name, title: name }, icon(picture));
   button.addEventListener("click", action);
   return button;
 }

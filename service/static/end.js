@@ -18,6 +18,10 @@ export class End {
       this.#there = !left && (this.#there || this.#below() <= NEAR_PX);
       this.#last = frame.scrollTop;
     });
+    frame.addEventListener("wheel", ({ deltaY }) => {
+      // Without this, following the end could stop the scrolling before its first event.
+      if (deltaY < 0 && frame.scrollTop > 0) this.#there = false;
+    });
     const observer = new ResizeObserver(() => this.#there && this.go());
     observer.observe(column);
     observer.observe(frame);

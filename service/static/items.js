@@ -1,7 +1,7 @@
 // Media and documents of a question: files that were chosen, dropped, pasted or recorded.
 
 import { newId } from "./conversation.js";
-import { element } from "./dom.js";
+import { element, icon } from "./dom.js";
 import { bytes } from "./format.js";
 
 // The same extensions as in mindie_mm/media/endings.py.
@@ -10,6 +10,7 @@ const BY_ENDING = {
   video: /\.(mp4|m4v|mov|qt|3gp|3g2|f4v|mkv|webm|avi|wmv|asf|ts|m2t|m2ts|mts|flv|mpg|mpeg|mpe|m2p|vob|dv|dif|ogv|ivf|h264|264|avc|h265|265|hevc)$/i,
   audio: /\.(wav|flac|mp3|mp2|aac|adts|ogg|oga|opus|m4a|m4b|mka|weba|aiff|aif|aifc|wma|caf|w64|au|snd|sph|amr|awb)$/i,
 };
+const TEXT_BYTES = 65536; // a file without null bytes in its beginning is a text
 const PART = { image: "image_url", video: "video_url", audio: "audio_url" };
 
 /** A media item, or a document of kind "file". */
@@ -30,12 +31,16 @@ export class Item {
 
   /** Return the item as a part of a chat message. */
   async part() {
+    if (this.kind === "file") {
+      return { type: "file", file: { filename: this.name, file_data: await dataURL(this.file) } };
+    }
     const type = PART[this.kind];
     return { type, [type]: { url: await dataURL(this.file) } };
   }
 
   /** Return an element that shows or plays the item. */
   view() {
+    if (this.kind === "file") return element("a", { href: this.url, download: this.name, class: "button" }, icon("attach"), this.name);
     if (this.kind === "image") return element("img", { src: this.url, alt: this.name });
     return element(this.kind, { src: this.url, controls: true, "aria-label": this.name });
   }
@@ -73,12 +78,12 @@ export class Items {
     const refused = [];
     const unread = [];
     for (const file of files) {
-      const kind = kindOf(file);
-      const copy = kind && (await copyOf(file));
-      if (copy) this.#insert(new Item(copy, kind), this.#found.length);
-      (copy ? added : kind ? unread : refused).push(file.name);
+      const data = await file.arrayBuffer().catch(() => null);
+      const kind = data && kindOf(file, new Uint8Array(data, 0, Math.min(TEXT_BYTES, data.byteLength)));
+      if (kind) this.#insert(new Item(copyOf(file, data, kind), kind), this.#found.length);
+      (kind ? added : data ? refused : unread).push(file.name);
     }
-    const said = { "Attached": added, "Not a picture, video or sound": refused, "Cannot be read": unread };
+    const said = { "Attached": added, "Not a picture, video, sound, PDF or text": refused, "Cannot be read": unread };
     const told = Object.entries(said).filter(([, names]) => names.length);
     this.#say(told.map(([what, names]) => `${what}: ${names.join(", ")}.`).join(" "));
   }
@@ -91,8 +96,9 @@ export class Items {
   #insert(item, at) {
     this.#found.splice(at, 0, item);
     const remove = element("button", { type: "button", "aria-label": `Remove ${item.name}` }, "Remove");
-    const facts = element("span", { class: "quiet" }, ` ${item.kind}, ${bytes(item.file.size)}`);
-    const row = element("li", {}, item.view(), element("span", {}, item.name, facts));
+    const facts = element("span", { class: "quiet" }, ` ${item.kind === "file" ? "document" : item.kind}, ${bytes(item.file.size)}`);
+    const name = item.kind === "file" ? "" : item.name; // the view has the name of a document
+    const row = element("li", {}, item.view(), element("span", {}, name, facts));
     if (item.kind === "video") row.append(soundAlone(item));
     row.append(remove);
     remove.addEventListener("click", () => {
@@ -125,13 +131,18 @@ export function dataURL(file) {
 }
 
 /** Return a copy of the file. A file that is changed, moved or removed could not be read again for a later question. */
-async function copyOf(file) {
-  const data = await file.arrayBuffer().catch(() => null);
-  return data && new File([data], file.name, { type: file.type });
+function copyOf(file, data, kind) {
+  const type = kind === "file" && !isPDF(file) ? "text/plain" : file.type;
+  return new File([data], file.name, { type });
 }
 
-function kindOf(file) {
+const isPDF = ({ name, type }) => type === "application/pdf" || /\.pdf$/i.test(name);
+
+/** Return the kind of the file, which begins with the bytes `head`, or undefined. */
+function kindOf(file, head) {
   const stated = file.type.split("/")[0];
-  if (stated in PART) return stated;
-  return Object.keys(BY_ENDING).find((kind) => BY_ENDING[kind].test(file.name));
+  const kind = stated in PART ? stated : Object.keys(BY_ENDING).find((one) => BY_ENDING[one].test(file.name));
+  const isText = head.length > 0 && !head.includes(0);
+  if (kind === "video" && isText) return "file"; // TypeScript has the extension of an MPEG transport stream
+  return kind ?? (isPDF(file) || isText ? "file" : undefined);
 }

@@ -8,6 +8,7 @@ import { Conversation } from "./conversation.js";
 import { byId } from "./dom.js";
 import { connect, isWide, onWidth } from "./drawer.js";
 import { End } from "./end.js";
+import { showExamples } from "./examples.js";
 import { download } from "./export.js";
 import { short } from "./format.js";
 import { KeyForm } from "./key.js";
@@ -32,6 +33,7 @@ const showChats = connect(byId("chats-button"), byId("sidebar"));
 connect(byId("service-button"), byId("service"), () => watch.now());
 showChats(isWide());
 onWidth(() => showChats(isWide()));
+showExamples(byId("examples"), (...asked) => composer.run((signal) => chat.ask(...asked, signal)));
 byId("new").addEventListener("click", startNew);
 addEventListener("hashchange", open);
 document.addEventListener("keydown", (event) => {

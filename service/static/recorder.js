@@ -7,6 +7,19 @@ const TYPES = {
   video: ["video/webm", "video/mp4"],
 };
 
+/** Disable the button and return false if the browser cannot record on this page. */
+export function offer(button) {
+  if (navigator.mediaDevices && window.MediaRecorder) return true;
+  button.disabled = true;
+  button.title = "This browser can record only on pages that use HTTPS or come from this machine.";
+  return false;
+}
+
+/** Return why `device` cannot be used. */
+export function refusal(error, device) {
+  return error.name === "NotFoundError" ? `There is no ${device}.` : `The ${device} cannot be used: ${error.message}`;
+}
+
 export class Recorder {
   #kind;
   #button;
@@ -26,11 +39,7 @@ export class Recorder {
     this.#title = this.#label.textContent;
     this.#done = done;
     this.#say = say;
-    if (!navigator.mediaDevices || !window.MediaRecorder) {
-      button.disabled = true;
-      button.title = "This browser can record only on pages that use HTTPS or come from this machine.";
-      return;
-    }
+    if (!offer(button)) return;
     button.addEventListener("click", () => (this.#recorder ? this.stop() : this.#start()));
   }
 
@@ -56,9 +65,7 @@ export class Recorder {
       this.#record(stream);
     } catch (error) {
       stream?.getTracks().forEach((track) => track.stop());
-      this.#say(
-        error.name === "NotFoundError" ? `There is no ${device}.` : `The ${device} cannot be used: ${error.message}`,
-      );
+      this.#say(refusal(error, device));
     } finally {
       this.#starting = false;
     }

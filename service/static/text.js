@@ -14,6 +14,7 @@ export class Text {
   /** Show a text in the element `shown`. `copy` is a function of the code in a block whose button is pressed. */
   constructor(shown, copy) {
     this.element = shown;
+    shown.classList.add("markdown");
     this.#copy = copy;
   }
 

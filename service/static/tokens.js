@@ -2,11 +2,11 @@
 
 import { barFigure } from "./bar.js";
 
-/** Return the figure for an answer's `usage` and `media_spans`. `names` are the names of all items in order. The first
- * ones have no span if the service dropped them. */
+/** Return the figure for an answer's `usage` and `media_spans`. `names` are the names of all items in order, or null if
+ * they are not known. The first items have no span if the service dropped them. */
 export function tokensFigure(usage, spans, names) {
   const parts = [];
-  const dropped = names.length - spans.length;
+  const dropped = names ? names.length - spans.length : 0;
   let at = 0;
   const text = (stop) => {
     if (stop > at) parts.push({ name: "", size: stop - at, className: "tokens-text" });
@@ -14,7 +14,7 @@ export function tokensFigure(usage, spans, names) {
   spans.forEach(({ type, start, stop, features, block }, index) => {
     text(start);
     parts.push({
-      name: `${type} ${names[dropped + index]}`,
+      name: `${type} ${names?.[dropped + index] ?? ""}`.trim(),
       size: stop - start,
       className: `tokens-${type}`,
       text: `at ${start} to ${stop - 1}, ${features} ${features === 1 ? "feature" : "features"}, block ${block}`,

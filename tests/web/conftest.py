@@ -56,7 +56,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, object
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with two pictures, a video, a sound, a truncated picture and a text file."""
+    """Return a folder with two pictures, a video, a sound, a truncated picture, a text file, a PDF and other data."""
     folder = tmp_path_factory.mktemp("files")
     picture("red", (220, 40, 40), "square", x=0.35).save(folder / "scene.png")
     picture("green", (40, 160, 60), "star", x=0.5).save(folder / "star.jpg", quality=90)
@@ -65,7 +65,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spans = [(0.1 + 0.35 * i, 0.13) for i in range(3)]
     write_sound(folder / "beeps.wav", "beeps", hertz=880.0, spans=spans, seconds=1.2)
     (folder / "broken.jpg").write_bytes((folder / "star.jpg").read_bytes()[:40])
-    (folder / "notes.txt").write_text("no picture")
+    (folder / "notes.ts").write_text("const one = 1;")
+    picture("red", (220, 40, 40), "square", x=0.35).save(folder / "page.pdf")
+    (folder / "data.bin").write_bytes(b"\0data")
     return folder
 
 

@@ -49,12 +49,12 @@ def test_the_conversation_is_sent(page: Page, files: Path, noted: Noted) -> None
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Send the conversation so far").uncheck()
     page.get_by_label("System prompt").fill("Answer briefly.")
-    page.get_by_label("Answer token limit").fill("3")
+    page.get_by_label("Answer token limit").fill("1")
     page.keyboard.press("Escape")
     turn = ask(page, MARKUP)
     expect(turn).to_contain_text("The answer ended at the maximum number of tokens.")
     assert [one["role"] for one in sent[3]["messages"]] == ["system", "user"]
-    assert sent[3]["max_tokens"] == 3
+    assert sent[3]["max_tokens"] == 1
     expect(turn.locator(".question")).to_have_text(MARKUP)
     expect(turn.locator(".question *")).to_have_count(0)
     assert not any(url.endswith("/x") for url in noted.requests)
@@ -113,6 +113,36 @@ def test_only_cells_pasted_into_a_text_field_stay_text(page: Page, files: Path) 
                 expect(question).to_have_value("")
                 expect(question).to_be_focused()
                 page.get_by_role("button", name="Remove image.png").click()
+
+
+def test_documents_are_sent_as_files(page: Page, files: Path) -> None:
+    """The extension .ts belongs to a video or to TypeScript, so the content decides."""
+    page.get_by_label("Attach files").set_input_files([files / "notes.ts", files / "page.pdf", files / "data.bin"])
+    expect(page.locator("#status")).to_have_text(
+        "Attached: notes.ts, page.pdf. Not a picture, video, sound, PDF or text: data.bin."
+    )
+    with page.expect_request(COMPLETIONS) as caught:
+        turn = ask(page, WHAT)
+    parts = [part["file"] for part in caught.value.post_data_json["messages"][0]["content"][:2]]
+    assert [part["filename"] for part in parts] == ["notes.ts", "page.pdf"]
+    assert parts[0]["file_data"] == f"data:text/plain;base64,{base64.b64encode(b'const one = 1;').decode()}"
+    assert parts[1]["file_data"].startswith("data:application/pdf;base64,")
+    expect(turn.locator(".answer")).to_contain_text("red")
+    turn.get_by_role("button", name="Time and tokens").click()
+    expect(turn.locator("figure li").filter(has_text="image at")).to_have_count(1)
+    with page.expect_download() as saved:
+        turn.get_by_role("link", name="notes.ts").click()
+    assert saved.value.suggested_filename == "notes.ts"
+
+
+def test_examples_are_answered(page: Page) -> None:
+    answers = {"What is in the image": "red square", "Which way does the shape": "right", "How many beeps": "3"}
+    for question, answer in answers.items():
+        page.get_by_role("button", name=question).click()
+        expect(page.locator(".answer")).to_have_text(answer)
+        expect(page.get_by_role("button", name="Stop", exact=True)).to_be_hidden()
+        page.get_by_role("button", name="New chat").click()
+        expect(page.locator("article")).to_have_count(0)
 
 
 def test_timings_and_tokens_are_those_of_the_answer(page: Page, service: RunningService, files: Path) -> None:

@@ -42,6 +42,11 @@ def test_recordings_are_attached_and_answered(page: Page) -> None:
         turn.get_by_role("button", name="Time and tokens").click()
         expect(turn.get_by_text(f"{kind} recording 1.webm")).to_be_visible()
         expect(page.locator("article")).to_have_count(number + 1)
+    page.get_by_role("button", name="Take photo").click()
+    page.get_by_role("button", name="Take photo now").click()
+    expect(page.locator("#items li")).to_contain_text("photo 1.jpg")
+    assert page.locator("#camera video").evaluate("(one) => one.srcObject") is None
+    expect(page.locator("#items img")).not_to_have_js_property("naturalWidth", 0)
 
 
 def test_a_second_press_starts_no_second_recording(page: Page) -> None:
@@ -81,6 +86,7 @@ def test_a_recorder_that_fails_leaves_the_microphone_off(page: Page) -> None:
             }""",
             step,
         )
+        page.evaluate("document.getElementById('status').textContent = ''")
         button.click()
         expect(page.locator("#status")).to_have_text("The microphone cannot be used: no encoder")
         assert page.evaluate(TRACKS) == ["ended"] * number
