@@ -275,7 +275,7 @@ def test_settings_are_checked_sent_and_kept(page: Page) -> None:
     assert "top_p" not in sent
     page.get_by_role("button", name="Settings").click()
     page.get_by_role("button", name="Reset").click()
-    expect(field).to_have_value("")
+    expect(field).to_have_value("0")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(244, 246, 248)"
     assert page.evaluate("localStorage.getItem('mindie_mm.settings')") == "{}"
 
