@@ -201,7 +201,7 @@ def _small_number(name: str, value: Any, layers: int, scale: int) -> Any:
         return value
     if name in _DEPTHS or name == "max_window_layers":
         return layers
-    if name == "vision_feature_layer":
+    if name in ("vision_feature_layer", "insert_layer_id"):
         return _index(value)
     if name not in _SIZES:
         return value
