@@ -227,7 +227,7 @@ def test_axe_finds_no_violation(
 
 
 def test_long_names_fit_a_narrow_screen(page: Page, files: Path, tmp_path: Path) -> None:
-    """Long names are wrapped in attachments, refusals, errors and answers."""
+    """Long names are wrapped in attachments, refusals, errors and answers. The list of chats covers the page."""
     name = "IMG_20261122_143055_0001_HDR_portrait_edited_and_edited_again"
     for ending in ("png", "mp4"):
         (tmp_path / f"{name}.{ending}").write_bytes(
@@ -249,6 +249,10 @@ def test_long_names_fit_a_narrow_screen(page: Page, files: Path, tmp_path: Path)
     page.get_by_label("Question", exact=True).press("Enter")
     expect(page.locator("#status")).to_contain_text("Answered in")
     assert page.evaluate(fits)
+    page.get_by_role("button", name="Conversations", exact=True).click()
+    page.get_by_role("link", name="What do you see?").click()  # the list covers the conversation until then
+    expect(page.locator("#sidebar")).to_be_hidden()
+    expect(page.locator(".answer").last).to_be_in_viewport()
 
 
 def test_an_injected_script_does_not_run(page: Page, noted: Noted) -> None:
