@@ -23,7 +23,7 @@ from mindie_mm.engine.scheduler import Scheduled
 from mindie_mm.errors import DeviceError
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.paged_batch import GraphBatch
-from mindie_mm.nn.paged_cache import PagedCache
+from mindie_mm.nn.paged_cache import KVLayer, PagedCache
 from mindie_mm.settings.config import EngineConfig
 
 _log = logging.getLogger(__name__)
@@ -113,7 +113,9 @@ class DecodeGraphs:
         self._ranks = ranks
         self._graphs: dict[tuple[int, int], _Graph] = {}
         """Graphs by number of rows and number of KV blocks per row."""
-        self._gathers: bool | None = None if kernels_of(spec.device).attends_in_graphs else True
+        # Beyond the first chunk of a layer, a step gathers KV blocks. The step that finds this out may be before it.
+        has_chunks = any(isinstance(layer, KVLayer) and layer.chunk_size is not None for layer in spec.layers)
+        self._gathers: bool | None = None if kernels_of(spec.device).attends_in_graphs and not has_chunks else True
         """Whether attention gathers all KV blocks of the table. None before the first step."""
         self._most_slots = MOST_SLOTS
         """Current limit, the same on all ranks. It is halved when a capture runs out of memory, and set to 0 after any

@@ -138,6 +138,10 @@ class AdapterChoice:
         self.mask = torch.empty(0, device=device)
         """Whether each column belongs to the row's adapter, [T, sum of ranks], as 0 or 1."""
 
+    def placed(self, weights: Tensor) -> Tensor:
+        """Return weights of an adapter on the model's device and in its dtype."""
+        return weights.to(self._numbers.device, self._dtype)
+
     def set(self, numbers: Tensor) -> None:
         """Set the number of the adapter of each row, int64 [T]. 0 means no adapter."""
         self.mask = (numbers.unsqueeze(1) == self._numbers).to(self._dtype)
@@ -150,16 +154,15 @@ class AdaptedLinear(nn.Module):
         """Wrap a layer.
 
         Args:
-            base: The layer without adapters.
+            base: The layer without adapters. Its weight may be quantized.
             adapters: Matrices A, [rank, inputs], and B, [outputs, rank], of each adapter. B includes the scale.
             choice: The adapter of each row.
 
         """
         super().__init__()
         self.base = base
-        weight = base.weight
-        self.down = nn.Parameter(torch.cat([first for first, _ in adapters]).to(weight), requires_grad=False)
-        self.up = nn.Parameter(torch.cat([second for _, second in adapters], 1).to(weight), requires_grad=False)
+        down, up = torch.cat([first for first, _ in adapters]), torch.cat([second for _, second in adapters], 1)
+        self.down, self.up = (nn.Parameter(choice.placed(part), requires_grad=False) for part in (down, up))
         self._choice = choice
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -219,7 +222,7 @@ def _pair(
     weights: dict[Key, Tensor], place: tuple[int, str], base: Any, rank: int, where: str
 ) -> tuple[Tensor, Tensor]:
     """Take the matrices A and B of a linear layer out of `weights`. Raise UnsupportedCheckpoint if they do not fit."""
-    outputs, inputs = base.weight.shape
+    outputs, inputs = base.out_features, base.in_features
     pair = []
     for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
         weight = weights.pop((*place, part), None)

@@ -74,7 +74,8 @@ class AriaProcessor(Processor):
         self._splits: bool = settings["split_image"]
         self._resample = resample_of(settings, where)
         self.normalizations: dict[Kind, Normalization] = {"image": Normalization.read(settings)}
-        patches = (self.side // config.vision_config.patch_size) ** 2
+        self._patch_size: int = config.vision_config.patch_size
+        patches = (self.side // self._patch_size) ** 2
         known = config.projector_patch_to_query_dict
         if patches not in known:
             raise UnsupportedCheckpoint(
@@ -89,7 +90,8 @@ class AriaProcessor(Processor):
         return max(map(self._num_features, self._largest()))
 
     def worst_case(self, kind: Kind) -> Data:
-        return np.zeros((*max(self._largest(), key=self._num_features), 3), np.uint8)
+        size = max(self._largest(), key=lambda size: (self._num_features(size), self._leaves_tiles_empty(size)))
+        return np.zeros((*size, 3), np.uint8)
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         if not grid:  # embeddings, whose size only the tower would need
@@ -136,7 +138,11 @@ class AriaProcessor(Processor):
         return [self._scaled(*size) for size in self._cuts(height, width)]
 
     def _largest(self) -> Sequence[tuple[int, int]]:
-        return self.canvases if self._splits else [(self.side, self.side)]
+        return self.canvases if self._splits else [(self.side, self.side - self._patch_size)]
+
+    def _leaves_tiles_empty(self, size: tuple[int, int]) -> bool:
+        """Return whether a part does not fill its tile. The tower then needs an attention mask, which takes memory."""
+        return any(height != width for height, width in self._cuts(*size))
 
     def _num_features(self, size: tuple[int, int]) -> int:
         return len(self._cuts(*size)) * self.tile_features

@@ -257,7 +257,9 @@ class Phi4MultimodalModel(PictureModel, PretrainedModel):
 
     def positions(self, length: int, items: Sequence[MediaItem]) -> Positions:
         kinds = {item.shape.kind for item in items}
-        adapter = _VISION_ADAPTER if "image" in kinds else _SPEECH_ADAPTER if "audio" in kinds else _NO_ADAPTER
+        # A clip may have the projector of prompts with images although truncation has removed the images.
+        sees = "image" in kinds or any(item.shape.grid[1:] == (_WITH_IMAGES,) for item in items)
+        adapter = _VISION_ADAPTER if sees else _SPEECH_ADAPTER if "audio" in kinds else _NO_ADAPTER
         positions = torch.stack([torch.arange(length), torch.full((length,), adapter)])
         if self._long_rope is None:
             return Positions(positions, held_axes=1)

@@ -84,6 +84,10 @@ class TestAria(ExtremeShapes, FamilyContract):
         self.prompts = {name: PICTURES[name]}
         self.assert_same(tmp_path, Reference(tmp_path), path_file)
 
+    def test_the_worst_case_needs_an_attention_mask(self, processor):
+        height, width, _ = processor.worst_case("image").shape
+        assert any(size != (processor.side, processor.side) for size in processor.shown(height, width))
+
     def test_embeddings_with_other_numbers_of_features_are_refused(self, processor):
         assert processor.spelling("image", 4, ()) is None
         assert processor.spelling("image", 6, ()) is None

@@ -21,13 +21,15 @@ from transformers import (
 
 from mindie_mm.engine.core import Engine
 from mindie_mm.errors import MediaError, UnsupportedCheckpoint
-from mindie_mm.inputs import Media
+from mindie_mm.inputs import Media, parse_inputs
 from mindie_mm.models import family_of, load_model
+from mindie_mm.models._phi4_multimodal_adapters import AdaptedLinear, AdapterChoice
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.prompt import PromptOptions
 from tests.models.contract import NUM_TOKENS, ExtremeShapes, FamilyContract, picture, refusals, run
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import changed, save_json, save_model, save_tokenizer
@@ -215,6 +217,15 @@ class TestPhi4Multimodal(ExtremeShapes, FamilyContract):
         ids = tokenizer.tokenize(items, path_file)
         assert len(ids) > 500
         assert (self.logits(model, ids) - reference.logits(items)).abs().max() <= self.tolerance
+
+    def test_a_clip_keeps_the_adapter_of_its_projector_when_the_image_is_truncated(self, model, tokenizer, path_file):
+        tail = [{"audio": tone(1.53)}, {"text": "What is it?"}]
+        alone = tokenizer.make(tokenizer.prompts.draft_items(parse_inputs(tail)), path_file)
+        options = PromptOptions(len(alone) + 1, truncate=True)
+        draft = tokenizer.prompts.draft_items(parse_inputs([{"image": picture(30, 448)}, *tail]), options)
+        cut = tokenizer.make(draft, path_file)
+        adapters = [model.positions(len(made), model.read(made.ids)).prompt[1, 0].item() for made in (alone, cut)]
+        assert adapters == [2, 1]
 
     def test_clips_of_one_prompt_do_not_affect_each_other(self, model, tokenizer, path_file):
         """Transformers pads the clips of a prompt to the same length, and its attention does not ignore the padding."""
@@ -440,3 +451,12 @@ def original(path, out):
         shutil.rmtree(out / f"{adapter}-lora")
     save_file(renamed, out / "model.safetensors", {"format": "pt"})
     return out
+
+
+def test_adapters_of_a_quantized_layer_have_the_dtype_of_the_model():
+    base = torch.nn.Linear(4, 3)
+    base.weight = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.int8), requires_grad=False)
+    down, up = torch.rand(2, 4), torch.rand(3, 2)
+    layer = AdaptedLinear(base, [(down, up)], AdapterChoice([2], torch.device("cpu"), torch.float32))
+    assert torch.equal(layer.down, down)
+    assert torch.equal(layer.up, up)
