@@ -145,7 +145,7 @@ class QueueFull(OperationalError):
 class QuotaExceeded(QueueFull):
     """The API key of the request has used its quota."""
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
         """Create an error. `retry_after_s` is the time in seconds after which a request may succeed."""
         super().__init__(message)
         self.retry_after_s = retry_after_s

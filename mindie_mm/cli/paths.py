@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from mindie_mm.errors import InputError
-from mindie_mm.settings.config import MAX_SOURCE_BYTES
 from mindie_mm.settings.environment import text_of
 
 _URLS = ("http://", "https://")
@@ -47,6 +46,8 @@ class _MediaFile(_Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "-":
+            from mindie_mm.settings.config import MAX_SOURCE_BYTES  # imported late, because `shm` starts without it
+
             return sys.stdin.buffer.read(MAX_SOURCE_BYTES + 1)
         if isinstance(value, str) and value.startswith(_URLS):
             return value

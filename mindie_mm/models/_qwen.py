@@ -252,7 +252,8 @@ class QwenProcessor(Processor):
             patches = _frames(arrays, "video", patch)
             frames = patches.reshape(groups, grid[1] * grid[2], *patches.shape[1:]).swapaxes(1, 2)
             places = [frames[divmod(index, temporal)] for index in range(groups * temporal)]
-            for place, frame in zip(places, self.frames(video, indices), strict=False):
+            # The frames come first, because their end shows whether the container counted them correctly.
+            for frame, place in zip(self.frames(video, indices), places, strict=False):
                 patchify(resize(frame, height, width), place, patch, merge)
             for place in places[len(indices) :]:
                 place[...] = places[len(indices) - 1]

@@ -111,8 +111,8 @@ def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
     the temporal positions of M-RoPE may be larger, and model-specific settings may change the frequencies. Dynamic
     frequencies with M-RoPE or with such settings are therefore refused.
 
-    With `alpha`, frequencies that are called dynamic do not depend on the batch, as in vLLM: `alpha` changes their
-    base.
+    With `alpha` and a factor of 1, frequencies that are called dynamic do not depend on the batch, as in vLLM: `alpha`
+    changes their base.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -124,7 +124,7 @@ def _settle_rope(checkpoint: Checkpoint, config: Any) -> None:
             raise UnsupportedCheckpoint(
                 f"{checkpoint.path} has rope_type {rope_type!r}; it must be default, {', '.join(ROPE_INIT_FUNCTIONS)}"
             )
-        if rope_type == "dynamic" and entry.get("alpha"):
+        if rope_type == "dynamic" and entry.get("alpha") and entry.get("factor") in (None, 1):
             width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
             entry["rope_theta"] *= entry.pop("alpha") ** (width / (width - 2))
             entry["rope_type"] = rope_type = "default"

@@ -36,7 +36,7 @@ from mindie_mm.nn.weights.shards import weight_files
 from mindie_mm.nn.weights.shares import layer_configs, localize, num_shares, refuse_shares, shared
 from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
 
-_LAYERS = frozenset({"full_attention", "sliding_attention", attention.CHUNKED})
+_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Types of layers that attend to the KV cache or a window of it."""
 
 
@@ -377,7 +377,8 @@ def check_weights(
 def _layers(checkpoint: Checkpoint, text: Any, states: Mapping[str, Callable[[Any], Layer]]) -> tuple[Layer, ...]:
     """Return what each layer of a text model keeps between steps, on this rank."""
     types = getattr(text, "layer_types", None) or ("full_attention",) * text.num_hidden_layers
-    if other := set(types) - _LAYERS - states.keys():
+    supported = _LAYERS | {attention.CHUNKED} if hasattr(text, "attention_chunk_size") else _LAYERS
+    if other := set(types) - supported - states.keys():
         raise UnsupportedCheckpoint(f"{checkpoint.path} has layers of type {min(other)!r}, which are not supported")
     modes = getattr(text, "kv_sharing_modes", None) or (None,) * len(types)
     layers: list[Layer] = []
