@@ -72,7 +72,7 @@ def _lines() -> Iterator[str]:
         import readline  # lets users of `input` edit a line and recall earlier lines
 
         readline.set_completer_delims("")  # a path may contain spaces
-        readline.set_completer(lambda line, index: [*completions(line), None][index])
+        readline.set_completer(_Completer())
         readline.parse_and_bind("tab: complete")
     while True:
         try:
@@ -85,6 +85,18 @@ def _lines() -> Iterator[str]:
             continue
         if line:
             yield line
+
+
+class _Completer:
+    """A completer for readline, which asks for one completion after the other."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def __call__(self, line: str, index: int) -> str | None:
+        if index == 0:
+            self._found = completions(line)
+        return self._found[index] if index < len(self._found) else None
 
 
 def completions(line: str) -> list[str]:

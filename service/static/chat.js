@@ -13,6 +13,7 @@ export class Chat {
   #log = byId("turns");
   #empty = byId("empty");
   #views = new Map();
+  #answering = null; // the conversation whose answer is arriving
   #outside;
   #actions;
 
@@ -35,6 +36,7 @@ export class Chat {
       choose: (turn) => {
         this.conversation.choose(turn);
         this.show();
+        this.#focus(turn, ".versions button:enabled");
         this.#keep();
       },
     };
@@ -52,10 +54,28 @@ export class Chat {
     this.#outside.end.go();
   }
 
-  /** Show the selected turns of the conversation. */
+  /** Keep nothing more of a conversation that the user deletes. An answer that is arriving ends. */
+  drop(conversation) {
+    if (!conversation) return;
+    conversation.isDeleted = true;
+    if (this.#answering === conversation) this.#outside.composer.stop();
+  }
+
+  /** Show the selected turns of the conversation. Turns that stay are not inserted again: they keep focus and media. */
   show() {
     const path = this.conversation.path;
-    this.#log.replaceChildren(...(path.length ? path.map((turn, at) => this.#view(turn, at).element) : [this.#empty]));
+    const wanted = path.length ? path.map((turn, at) => this.#view(turn, at).element) : [this.#empty];
+    const shown = [...this.#log.children];
+    const same = wanted.findIndex((element, at) => element !== shown[at]);
+    const kept = same < 0 ? wanted.length : same;
+    shown.slice(kept).forEach((element) => element.remove());
+    this.#log.append(...wanted.slice(kept));
+  }
+
+  /** Move the focus to an element of a turn if the focused element is no longer shown. */
+  #focus(turn, selector) {
+    if (document.activeElement !== document.body) return;
+    this.#views.get(turn)?.element.querySelector(selector)?.focus({ preventScroll: true });
   }
 
   /** Send a question, and show the answer as it arrives. Return whether there is an answer. */
@@ -73,11 +93,18 @@ export class Chat {
   /** Send what a button of the turn `from` asks. If there is no answer, show that turn again. */
   async #run(parent, asked, from) {
     const { conversation } = this;
-    const failure = await this.#outside.composer.run((signal) => this.#send(parent, asked, signal));
-    if (!failure) return;
-    conversation.choose(from);
-    this.show();
-    this.#outside.composer.say(failure);
+    const { composer } = this.#outside;
+    const failure = await composer.run((signal) => this.#send(parent, asked, signal));
+    if (failure === "") {
+      this.#focus(conversation.path.at(-1), '[aria-label="Regenerate answer"]');
+      return;
+    }
+    if (failure) {
+      conversation.choose(from);
+      this.show();
+      composer.say(failure);
+    }
+    if (asked.question && asked.question !== from.question) composer.putBack(asked.question, []);
   }
 
   /** Send a turn and return an empty text, or why there is no answer. */
@@ -95,6 +122,7 @@ export class Chat {
     const names = items.some(({ kind }) => kind === "file") ? null : items.map(({ name }) => name);
     const told = { reason: null, usage: null, spans: [], timings: null, names };
     watch.start();
+    this.#answering = conversation;
     composer.say("Asking.");
     try {
       const turns = settings.earlier ? path : path.slice(-1);
@@ -111,6 +139,7 @@ export class Chat {
       if (error.status === 401) refused();
     }
     watch.stop();
+    this.#answering = null;
     const failure = told.error ?? (told.reason === "stopped" ? "Stopped." : "");
     if (failure && !turn.answer && !turn.reasoning) {
       conversation.remove(turn);
@@ -125,13 +154,19 @@ export class Chat {
     return "";
   }
 
-  /** Keep the conversation in the store, and a turn with its items if one has changed. Return whether this worked. */
-  async #keep(turn = null, conversation = this.conversation) {
+  /**
+   * Keep the conversation in the store, with a turn that has changed and turns that could not be kept before. Return
+   * whether this worked.
+   */
+  async #keep(changed = null, conversation = this.conversation) {
     const { store, composer, kept } = this.#outside;
+    if (conversation.isDeleted) return true;
     try {
       const { id, record } = conversation;
-      const items = turn ? conversation.itemsOf(turn).map((item) => ({ ...item.record, conversation: id })) : [];
-      await store.put({ conversations: [record], turns: turn ? [turn] : [], items });
+      const turns = conversation.turns.filter((turn) => turn.end && (turn === changed || !conversation.kept.has(turn)));
+      const items = turns.flatMap((turn) => conversation.itemsOf(turn).map((item) => ({ ...item.record, conversation: id })));
+      await store.put({ conversations: [record], turns, items });
+      turns.forEach((turn) => conversation.kept.add(turn));
       kept();
       return true;
     } catch (error) {

@@ -29,9 +29,11 @@ export class Composer {
       event.preventDefault();
       this.#form.requestSubmit();
     });
-    byId("stop").addEventListener("click", () => this.#busy?.abort());
+    byId("stop").addEventListener("click", () => this.stop());
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && !event.defaultPrevented && !document.querySelector("dialog[open]")) this.#busy?.abort();
+      // Escape also ends the input of Chinese or Japanese characters, and clears a search field.
+      if (event.key !== "Escape" || event.defaultPrevented || event.isComposing || event.target.type === "search") return;
+      if (!document.querySelector("dialog[open]")) this.stop();
     });
     const files = byId("files");
     files.addEventListener("change", () => {
@@ -68,6 +70,11 @@ export class Composer {
     this.#question.focus();
   }
 
+  /** End the answer that is arriving, if there is one. */
+  stop() {
+    this.#busy?.abort();
+  }
+
   /** Whether an answer is arriving. */
   get busy() {
     return this.#busy !== null;
@@ -95,12 +102,12 @@ export class Composer {
       await Promise.all(this.#recorders.map((recorder) => recorder.stop()));
       const items = await this.#items.take();
       if (!question && !items.length) this.say("There is nothing to ask yet. Write a question, or attach a file.");
-      else if (!(await ask(question, items, signal))) this.#putBack(question, items);
+      else if (!(await ask(question, items, signal))) this.putBack(question, items);
     });
   }
 
   /** Restore a question that was not answered, so that nothing is lost. A recording, for example, has no other copy. */
-  #putBack(question, items) {
+  putBack(question, items) {
     this.#items.putBack(items);
     const since = this.#question.value;
     if (!since) this.#question.value = question;

@@ -13,6 +13,10 @@ export class Conversation {
   turns;
   /** Items by id. */
   items;
+  /** Turns that the store has. */
+  kept;
+  /** Whether the user has deleted the conversation. */
+  isDeleted = false;
   /** The id of the selected turn, by the id of its parent. */
   #chosen;
 
@@ -22,6 +26,7 @@ export class Conversation {
     this.title = title;
     this.system = system;
     this.turns = turns.sort((one, other) => one.created - other.created);
+    this.kept = new Set(turns);
     this.items = new Map(items.map(({ id: key, file, kind }) => [key, new Item(file, kind, key)]));
     this.#chosen = chosen;
   }

@@ -24,8 +24,9 @@ export function edit(shown, text, [name, verb], save) {
     if (changed && changed !== text) save(changed);
   });
   form.addEventListener("keydown", (event) => {
+    if (event.isComposing) return;
     if (event.key === "Escape") end();
-    else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.target === field) {
+    else if (event.key === "Enter" && !event.shiftKey && event.target === field) {
       event.preventDefault();
       form.requestSubmit();
     } else return;

@@ -34,6 +34,10 @@ connect(byId("service-button"), byId("service"), () => watch.now());
 showChats(isWide());
 onWidth(() => showChats(isWide()));
 showExamples(byId("examples"), (...asked) => composer.run((signal) => chat.ask(...asked, signal)));
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the part of an address after # names a conversation
+  byId("question").focus();
+});
 byId("new").addEventListener("click", startNew);
 addEventListener("hashchange", open);
 document.addEventListener("keydown", (event) => {
@@ -68,7 +72,7 @@ async function open() {
   else running.clear();
   const record = id && !running.has(id) ? await store.conversation(id).catch(() => null) : null;
   const conversation = running.get(id) ?? new Conversation(record ?? { system: settings.system });
-  if (record) settings.system = conversation.system;
+  settings.system = conversation.system;
   chat.open(conversation);
   list();
 }
@@ -91,14 +95,22 @@ async function list() {
   }
 }
 
+/** Return the conversation with an id if it is shown, or its answer may still arrive. */
+function inUse(id) {
+  return id === chat.conversation.id ? chat.conversation : running.get(id);
+}
+
 async function rename(record, title) {
-  if (record.id === chat.conversation.id) chat.conversation.title = title;
+  const conversation = inUse(record.id);
+  if (conversation) conversation.title = title;
   await store.put({ conversations: [{ ...record, title }] });
   list();
 }
 
 async function remove(record) {
   if (!confirm(`Delete “${record.title}” from this browser?`)) return;
+  chat.drop(inUse(record.id));
+  running.delete(record.id);
   await store.delete(record.id);
   if (record.id === chat.conversation.id) startNew(); // which lists the others
   else list();

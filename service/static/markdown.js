@@ -24,9 +24,16 @@ const ALLOWED = {
   RETURN_DOM_FRAGMENT: true,
 };
 
-/** Return a document fragment that shows `text`. */
+/** Return a node that shows `text`. Text that is nested too deeply is shown as it is. */
 export function markdown(text) {
-  const made = DOMPurify.sanitize(parser.parse(text), ALLOWED);
+  let html;
+  try {
+    html = parser.parse(text);
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error;
+    return element("pre", {}, text);
+  }
+  const made = DOMPurify.sanitize(html, ALLOWED);
   for (const link of made.querySelectorAll("a")) {
     link.target = "_blank";
     link.rel = "noopener noreferrer";

@@ -1,5 +1,7 @@
 """Tests of names on the Hugging Face Hub in place of folders, with a local server."""
 
+from pathlib import Path
+
 import pytest
 from huggingface_hub import constants
 
@@ -51,6 +53,9 @@ def test_pickled_weights_are_downloaded_if_there_are_no_others(hub):
 def test_without_weights_the_settings_suffice(hub):
     folder = downloaded(NAME, None, lambda _: True, weights=False)
     assert not list(folder.rglob("*.safetensors"))
+    hub.requests.clear()
+    assert downloaded(NAME, None, None, weights=False) == folder
+    assert not hub.requests
     with pytest.raises(UnsupportedCheckpoint, match="set download"):  # the weights are not there
         downloaded(NAME, None, None)
 
@@ -104,5 +109,9 @@ def test_an_existing_folder_is_not_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert repository_name(tmp_path / NAME) == NAME
     assert [repository_name(tmp_path / other) for other in ("model", "../x/y", "a/b/c")] == [None] * 3
+    monkeypatch.chdir("/")  # as in a container
+    assert repository_name(Path("/owner/model")) == NAME
+    assert repository_name(tmp_path / NAME) is None
+    monkeypatch.chdir(tmp_path)
     (tmp_path / NAME).mkdir(parents=True)
     assert repository_name(tmp_path / NAME) is None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from playwright.sync_api import Page, expect
 
-from tests.web.conftest import COMPLETIONS, ask, attach
-from tests.web.test_asking_again import LOADED
+from tests.web.conftest import COMPLETIONS, ask, attach, submit
+from tests.web.test_asking_again import LOADED, hold
 
 
 def test_conversations_are_listed_renamed_exported_and_deleted(page: Page, files: Path) -> None:
@@ -77,6 +77,48 @@ def test_edited_and_regenerated_turns_are_versions(page: Page, files: Path) -> N
     with page.expect_request(COMPLETIONS) as caught:
         ask(page, "Hello!")
     assert caught.value.post_data_json["messages"][1]["content"] == "blue square"
+
+
+def test_a_turn_that_could_not_be_kept_is_kept_with_the_next_one(page: Page) -> None:
+    page.evaluate(
+        """() => {
+          window.transaction = IDBDatabase.prototype.transaction;
+          IDBDatabase.prototype.transaction = function (names, mode) {
+            if (mode === "readwrite") throw new DOMException("no room", "QuotaExceededError");
+            return window.transaction.call(this, names, mode);
+          };
+        }"""
+    )
+    submit(page, "Hello!")
+    expect(page.locator("#status")).to_contain_text("does not keep this conversation")
+    page.evaluate("() => { IDBDatabase.prototype.transaction = window.transaction; }")
+    ask(page, "Hello again!")
+    page.reload()
+    expect(page.locator("article")).to_have_count(2)
+    page.get_by_role("link", name="Skip to the question").press("Enter")
+    expect(page.get_by_label("Question", exact=True)).to_be_focused()
+    expect(page.locator("article")).to_have_count(2)
+
+
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page: Page) -> None:
+    ask(page, "Hello!")
+    held = hold(page)
+    submit(page, "And now?")
+    expect(page.locator("#stop")).to_be_visible()
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete Hello!").click()
+    expect(page.locator("#stop")).to_be_hidden()
+    expect(page.get_by_text("No conversations.")).to_be_visible()
+    expect(page.locator("article")).to_have_count(0)
+    assert len(held) == 1
+
+
+def test_text_that_is_nested_too_deeply_is_shown_as_it_is(page: Page) -> None:
+    chunk = {"choices": [{"delta": {"content": ">" * 3000}, "finish_reason": "stop"}]}
+    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    page.route(COMPLETIONS, lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    answer = ask(page, "Hello!").locator(".answer")
+    expect(answer).to_have_text(">" * 3000)
 
 
 def test_the_page_works_without_a_place_to_keep_conversations(page: Page) -> None:

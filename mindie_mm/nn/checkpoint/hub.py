@@ -28,7 +28,8 @@ _GB = 1e9
 def repository_name(model: Path) -> str | None:
     """Return the name of a repository if `model`, which may be absolute, does not exist and may be such a name."""
     # The settings made the path absolute, so recover the relative path that the user may have given.
-    relative = str(model).removeprefix(f"{working_directory()}/")
+    folder = working_directory()
+    relative = str(model.relative_to(folder)) if folder and model.is_relative_to(folder) else str(model)
     return relative if _NAME.fullmatch(relative) and not model.exists() else None
 
 
@@ -55,6 +56,8 @@ def downloaded(name: str, revision: str | None, agrees: Callable[[str], bool] | 
 
     with _hub_errors(name, revision):
         folder = _in_cache(name, revision, _SAFETENSORS) or _in_cache(name, revision, _PICKLED)
+        if folder is None and not weights:
+            folder = _in_cache(name, revision, ())
     if folder is not None:
         return folder
     if agrees is None:
@@ -72,7 +75,7 @@ def downloaded(name: str, revision: str | None, agrees: Callable[[str], bool] | 
 
 
 def _in_cache(name: str, revision: str | None, weights: Collection[str]) -> Path | None:
-    """Return the folder of a repository with all its files, including weights that match `weights`, or None."""
+    """Return the folder of a repository with all its files, including those that match `weights`. None if some lack."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -88,7 +91,8 @@ def _in_cache(name: str, revision: str | None, weights: Collection[str]) -> Path
         )
     except LocalEntryNotFoundError:
         return None
-    return folder if any(any(folder.glob(pattern)) for pattern in weights) else None
+    has_weights = not weights or any(any(folder.glob(pattern)) for pattern in weights)
+    return folder if has_weights and (folder / "config.json").is_file() else None
 
 
 def _needed(sizes: Mapping[str, int], *, weights: bool) -> dict[str, int]:
