@@ -38,7 +38,7 @@ def is_healthy(env: dict[str, str]) -> bool:
 def probes() -> set[str]:
     """Return the paths that Kubernetes and Prometheus request."""
     template = (FOLDER / "helm/templates/deployment.yaml").read_text()
-    return set(re.findall(r"^ *(?:prometheus\.io/)?path: (/[a-z/]+)$", template, re.MULTILINE))
+    return set(re.findall(r"^ *(?:prometheus\.io/)?path: (/(?:health|metrics)[a-z/]*)$", template, re.MULTILINE))
 
 
 def test_the_entry_point_serves_becomes_healthy_and_stops(tmp_path: Path) -> None:
