@@ -83,6 +83,7 @@ def test_steps_that_overlap_leave_the_device_hardly_idle(checkpoint: Path):
     assert overlapped[1] < in_turn[1]
 
 
+@pytest.mark.slow
 def test_graphs_leave_the_devices_of_two_ranks_hardly_idle(checkpoint: Path, tmp_path: Path):
     """Each rank has half of the weights, so that launching operators one by one takes longer than computing them."""
     slow = as_slow_as_7b(weight_bytes(checkpoint))
