@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
 from mindie_mm.media.fetch.http_url import encoded_domain
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
+from mindie_mm.nn.checkpoint.hub import checkpoint_name
 from mindie_mm.processes.restarts import logged
 from mindie_mm.settings.config import ServiceConfig, require_media_dir
 from mindie_mm.settings.environment import default_spool
@@ -49,7 +50,6 @@ from service.telemetry.tracing import Tracer
 _log = logging.getLogger(__name__)
 
 _ANY_PORT = ":*"
-_CACHED = "models--"
 _EVENTS = (ChatCompletionChunk, Completion, InferEvent, GenerateEvent)
 
 
@@ -200,15 +200,3 @@ def require_places(config: ServiceConfig) -> None:
     require_formats(config)
     for domain in config.allowed_media_domains:
         encoded_domain(domain)
-
-
-def checkpoint_name(checkpoint: Path) -> str:
-    """Return the name of the checkpoint's folder, or `owner/name` for a folder in the Hugging Face cache.
-
-    Symbolic links are not resolved.
-    """
-    folder = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - the user may have chosen the name of a link
-    repository = folder.parent.parent.name
-    if folder.parent.name == "snapshots" and repository.startswith(_CACHED):
-        return repository.removeprefix(_CACHED).replace("--", "/")  # repository names never contain "--"
-    return folder.name

@@ -46,11 +46,12 @@ def command(*, webui_images: bool, **flags: Any) -> None:
     with importing():
         from mindie_mm.nn.checkpoint.demo import demo_note
         from mindie_mm.nn.checkpoint.directory import EMBEDDED
+        from mindie_mm.nn.checkpoint.hub import checkpoint_name
 
     with Session(config) as session:
         chat = _Chat(session, config, params, webui=webui_images)
         if sys.stdin.isatty():
-            info, name = session.worker.engine.info, (config.model or EMBEDDED).name
+            info, name = session.worker.engine.info, checkpoint_name(config.model or EMBEDDED)
             click.echo(
                 f"{name} runs on {info.device} in {info.dtype}. /help lists the commands, and Ctrl-D ends the chat."
             )

@@ -30,7 +30,8 @@ from mindie_mm.errors import (
     RequestTimeout,
 )
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
-from service.app import add_front, checkpoint_name
+from mindie_mm.nn.checkpoint.hub import checkpoint_name
+from service.app import add_front
 from service.http import errors
 from service.http.access import OPEN_PATHS, RELOAD, key_digest, require_key
 from service.http.clients import Clients

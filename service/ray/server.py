@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from mindie_mm.errors import InputError, OperationalError, os_errors_as
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
+from mindie_mm.nn.checkpoint.hub import checkpoint_name
 from mindie_mm.processes.ray_cluster import LOCAL, join
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.settings.sources import Configuration
@@ -53,7 +54,6 @@ def serve_on_ray(given: Configuration, address: str, replicas: int) -> None:
         from ray.serve.exceptions import RayServeException
     except ImportError as error:
         raise InputError(f"Ray Serve cannot be imported ({error}): pip install 'mindie_mm[{EXTRA}]'") from error
-    from service.app import checkpoint_name
     from service.ray.application import Arguments, application
     from service.ray.plan import given_settings, plan_of, require_supported
     from service.ray.running import failure_of, require_free

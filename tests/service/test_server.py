@@ -22,9 +22,9 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from mindie_mm.errors import InputError
+from mindie_mm.nn.checkpoint.hub import checkpoint_name
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.shm import collect, request_directory
-from service.app import checkpoint_name
 from service.server import _bound, _Server
 from tests.warm import running_service
 from tests.watching import metric, wait_until

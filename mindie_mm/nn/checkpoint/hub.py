@@ -22,6 +22,8 @@ _UNUSED = (
     *("consolidated*", "training_args*", "optimizer*", "scheduler*", "rng_state*"),
 )
 """Weights for other programs, and the state of a training run. Some checkpoints need other subfolders."""
+_CACHED = "models--"
+"""Beginning of the name of a repository's folder in the Hugging Face cache."""
 _GB = 1e9
 
 
@@ -31,6 +33,18 @@ def repository_name(model: Path) -> str | None:
     folder = working_directory()
     relative = str(model.relative_to(folder)) if folder and model.is_relative_to(folder) else str(model)
     return relative if _NAME.fullmatch(relative) and not model.exists() else None
+
+
+def checkpoint_name(checkpoint: Path) -> str:
+    """Return the name of the checkpoint's folder, or `owner/name` for a folder in the Hugging Face cache.
+
+    Symbolic links are not resolved.
+    """
+    folder = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - the user may have chosen the name of a link
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith(_CACHED):
+        return repository.removeprefix(_CACHED).replace("--", "/")  # repository names never contain "--"
+    return folder.name
 
 
 def downloaded(name: str, revision: str | None, agrees: Callable[[str], bool] | None, *, weights: bool = True) -> Path:
