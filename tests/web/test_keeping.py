@@ -105,12 +105,35 @@ def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page:
     held = hold(page)
     submit(page, "And now?")
     expect(page.locator("#stop")).to_be_visible()
+    composing = "new KeyboardEvent('keydown', {key: 'Escape', isComposing: true, bubbles: true})"
+    page.locator("#question").evaluate(f"(field) => field.dispatchEvent({composing})")  # as in Chinese input
+    expect(page.locator("#stop")).to_be_visible()
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete Hello!").click()
     expect(page.locator("#stop")).to_be_hidden()
     expect(page.get_by_text("No conversations.")).to_be_visible()
     expect(page.locator("article")).to_have_count(0)
     assert len(held) == 1
+
+
+def test_a_conversation_keeps_its_system_prompt_while_another_one_is_shown(page: Page) -> None:
+    """An answer arrives in the background, and its conversation is opened again."""
+    prompt = page.locator("#system")
+    ask(page, "Hello!")
+    page.get_by_role("button", name="New chat").click()
+    page.get_by_role("button", name="Settings").click()
+    prompt.fill("Answer briefly.")
+    page.keyboard.press("Escape")
+    ask(page, "What can you do?")
+    held = hold(page)
+    submit(page, "And now?")
+    expect(page.locator("#stop")).to_be_visible()
+    page.get_by_role("link", name="Hello!").click()
+    expect(prompt).to_have_value("")
+    page.get_by_role("link", name="What can you do?").click()
+    expect(prompt).to_have_value("Answer briefly.")
+    page.locator("#stop").click()
+    assert held[0].request.post_data_json["messages"][0] == {"role": "system", "content": "Answer briefly."}
 
 
 def test_text_that_is_nested_too_deeply_is_shown_as_it_is(page: Page) -> None:
