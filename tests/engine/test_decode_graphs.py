@@ -1,5 +1,7 @@
 """Tests of recorded decode steps: one recording per batch size, and the same tokens as without recording."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -199,3 +201,14 @@ def test_a_first_step_with_more_rows_than_a_graph_is_computed_without_one(model,
     assert engine._runner._graphs._gathers is None
     assert run(engine, prompts, max_tokens=8, ignore_eos=True) == expected
     assert engine._runner._graphs._gathers
+
+
+@pytest.mark.parametrize("chunk_size", [None, 64])
+def test_graphs_of_layers_with_chunks_have_the_limit_of_gathering(model, chunk_size, monkeypatch):
+    """A step beyond the first chunk gathers, even if the first step, which is within the first chunk, does not."""
+    monkeypatch.setattr(Kernels, "attends_in_graphs", True)
+    layers = tuple(replace(layer, chunk_size=chunk_size) for layer in model.spec.layers)
+    monkeypatch.setattr(model, "spec", replace(model.spec, layers=layers))
+    graphs = decode_graphs.DecodeGraphs(model, model.spec.allocate_cache(4, 16), max_num_seqs=2)
+    assert graphs._gathers is (None if chunk_size is None else True)
+    assert graphs._most_slots == decode_graphs.MOST_SLOTS
