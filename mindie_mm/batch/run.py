@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from mindie_mm.batch.input.files import creating, locked
 from mindie_mm.batch.input.gather import drop_gathered, gather, is_stream
 from mindie_mm.batch.input.source import chunks
 from mindie_mm.batch.output.manifest import Manifest, drop_changed
+from mindie_mm.batch.output.shard import SCHEMA
 from mindie_mm.batch.progress import Show
 from mindie_mm.batch.settings import RUN_FILE, Run, Settings, require_run
 from mindie_mm.batch.tally import Tally
@@ -72,6 +73,7 @@ def run_batch(
             sources = settings.sources(folder)
             for source in sources:
                 source.check()
+            _require_free(settings.keep_columns)
             run = Run.of(settings, folder, sources)
             run.begin(folder)
             refused.pop_all()
@@ -106,6 +108,15 @@ def _require_apart(inputs: Sequence[str], folder: Path) -> None:
     for given in inputs:
         if not is_stream(given) and Path(os.path.realpath(given)).is_relative_to(output):
             raise InputError(f"the input {given} is inside the output folder {folder}. Choose another output folder")
+
+
+def _require_free(columns: Collection[str]) -> None:
+    """Raise InputError if a column that is kept has the name of a column that every table has."""
+    if taken := [name for name in columns if name in SCHEMA.names]:
+        raise InputError(
+            f"keep_columns has {taken[0]}, which is the name of a column of each output table "
+            f"({', '.join(SCHEMA.names)}). Rename this column of the input"
+        )
 
 
 @contextmanager

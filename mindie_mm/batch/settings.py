@@ -15,6 +15,7 @@ from blake3 import blake3
 from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.batch.input.files import replacing
 from mindie_mm.batch.input.gather import called, gathered_path, is_folder, is_gathered, is_stream, require_streams_once
+from mindie_mm.batch.input.kept import types_of
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.batch.same_run import differences, first_difference, model_digest, versions
 from mindie_mm.errors import InputError, os_errors_as
@@ -51,6 +52,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute path of the base folder for relative paths in rows from standard input and pipes."""
     columns: tuple[str, ...] = ()
     """Columns of Parquet files and keys of JSON objects to read. If empty, all columns and keys are read."""
+    keep_columns: Mapping[str, str] = {}
+    """Columns of the input that the output has, too, with their types. If a type is empty, the rows determine it."""
     template: str = ""
     """Prompt for the media of rows from a folder or tar. The media replace `{media}`. If the template does not contain
     `{media}`, the media precede the text."""
@@ -130,7 +133,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for index, given in enumerate(self.inputs):
             gathered = is_gathered(given)
             # All columns are needed in the rows that `gather` wrote for a media folder.
-            columns = self.columns if is_stream(given) or not gathered else ()
+            columns = (*self.columns, *self.keep_columns) if self.columns else ()
+            columns = columns if is_stream(given) or not gathered else ()
             path = gathered_path(folder, index) if gathered else Path(given)
             state = states[index] if states else None
             digest = digests[index] if digests else ""
@@ -147,17 +151,26 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the checkpoint's files that tokenization reads."""
     input_digests: tuple[str, ...]
     """`Source.fingerprint` of each file of rows. Media files that rows refer to are not covered."""
+    columns: Mapping[str, str] = {}
+    """Types of the columns that are kept, by name."""
     versions: Mapping[str, str] = {}
     """Versions of the packages that affect ids and arrays. Empty if an older release wrote the run."""
 
     @classmethod
-    def of(cls, settings: Settings, folder: Path, sources: Sequence[Source] | None = None) -> Run:
+    def of(
+        cls,
+        settings: Settings,
+        folder: Path,
+        sources: Sequence[Source] | None = None,
+        columns: Mapping[str, str] | None = None,
+    ) -> Run:
         """Compute the fingerprints of the checkpoint and the input.
 
         Args:
             settings: Settings of the run.
             folder: Folder of the run.
             sources: Opened files of rows. If None, the files in `settings` are opened.
+            columns: Types of the columns that are kept, if known. If None, all rows are read to find them.
 
         Raises:
             InputError: An input or the checkpoint cannot be read, or the settings do not fit the input.
@@ -173,8 +186,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(source, JSONLines):
                 _require_named(source)
         digests = tuple(source.fingerprint() for source in sources)
+        columns = types_of(settings.keep_columns, sources) if columns is None else columns
         digest = model_digest(settings.checkpoint())
-        return cls(settings=settings, model_digest=digest, input_digests=digests, versions=versions())
+        return cls(settings=settings, model_digest=digest, input_digests=digests, columns=columns, versions=versions())
 
     def parts(self) -> dict[str, Any]:
         """Return the values that determine the output of the run, as a dict without paths.
@@ -200,7 +214,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
         """
         sources = self.settings.sources(folder)
-        if differing := _differences(self, Run.of(self.settings, folder, sources)):
+        if differing := _differences(self, Run.of(self.settings, folder, sources, self.columns)):
             raise InputError(
                 f"{socket.gethostname()} has files that differ from the files of the run: {'; '.join(differing)}"
             )

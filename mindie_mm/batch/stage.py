@@ -7,15 +7,16 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from mindie_mm.batch.batch_messages import Finished, Step
 from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.batch.input.gather import is_folder
+from mindie_mm.batch.input.kept import arrow_type, values_of
 from mindie_mm.batch.input.record import Record
-from mindie_mm.batch.input.row import Row, parse, printable, row_id
+from mindie_mm.batch.input.row import Row, parse, printable, row_id, set_aside
 from mindie_mm.batch.input.source import Chunk, Source
 from mindie_mm.batch.output.shard import ShardInfo, ShardWriter
 from mindie_mm.batch.settings import Run
@@ -59,6 +60,8 @@ class Stage:
         self._places = [
             _Place(settings.media_folder(index), is_folder(given)) for index, given in enumerate(settings.inputs)
         ]
+        self._aside = set_aside(settings.columns, settings.keep_columns)
+        self._columns = {name: arrow_type(kind) for name, kind in run.columns.items()}
         self._last = self._sources[0]
         self._memory = WriteBatchMemory()
         self._store = FileStore()
@@ -96,10 +99,7 @@ class Stage:
                 record, used = _next(records, source), shard.arena.used_bytes
                 shard.records.add(record)
                 error = doomed.get(number)
-                if error is not None:
-                    shard.add_error(row_id(record), error)
-                else:
-                    error = self._add(shard, record, place)
+                error = self._add(shard, record, place, error)
                 faults.point(f"row {number}")
                 yield Step(number, shard.arena.used_bytes - used, error)
             source.require_unchanged()
@@ -108,15 +108,21 @@ class Stage:
 
     def _shard(self, chunk: Chunk, first_row: int) -> ShardWriter:
         settings, digest = self._settings, self._run.digest
-        return ShardWriter(self._folder, digest, chunk.number, first_row, settings.shard_bytes, self._memory)
+        return ShardWriter(
+            self._folder, digest, chunk.number, first_row, settings.shard_bytes, self._memory, self._columns
+        )
 
-    def _add(self, shard: ShardWriter, record: Record, place: _Place) -> str | None:
-        """Add a record's row to the shard. Return its error, or None."""
+    def _add(self, shard: ShardWriter, record: Record, place: _Place, doomed: str | None) -> str | None:
+        """Add a record's row to the shard. Return its error, or None. A row with the error `doomed` is not tried."""
         self._store.arena = shard.arena
         self._store.stored.clear()
-        name = row_id(record)
+        name, kept, failed = row_id(record), dict[str, Any](), doomed
         try:
-            prompt = self._prompt(parse(record, place.folder, self._settings.template))
+            kept = values_of(record, self._run.columns)
+            if failed is None:
+                prompt = self._prompt(parse(record, place.folder, self._settings.template, self._aside))
+                shard.add(name, prompt, self._store.stored, kept)
+                return None
         except MindieMMError as error:
             if place.is_listed and isinstance(error, MediaError):
                 _require_listed(record, place.folder)
@@ -126,10 +132,7 @@ class Stage:
         except Exception as error:  # noqa: BLE001 - only this row fails, not the run
             _log.exception("row %s failed with an unexpected error", name)
             failed = f"OperationalError: the tokenizer failed: {type(error).__name__}"
-        else:
-            shard.add(name, prompt, self._store.stored)
-            return None
-        shard.add_error(name, failed)
+        shard.add_error(name, failed, kept)
         return failed
 
     def _prompt(self, row: Row) -> Prompt:

@@ -30,6 +30,9 @@ from mindie_mm.settings.config import MediaCaps, MiB
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Tokenize only the first N rows.")
 @click.option("--select-columns", default="",
               help="Comma-separated columns of tables, or keys of JSON objects, to read.  [default: all]")  # fmt: skip
+@click.option("--keep-columns", default="", metavar="NAME[=TYPE],...",
+              help="Columns of tables, or keys of JSON objects, to copy to the output, such as label or "
+              "label=int64.")  # fmt: skip
 @click.option("--template", default="",
               help="Prompt for each item of a folder or tar file, with {media} where the item belongs.")  # fmt: skip
 @click.option("--chat-template/--no-chat-template", "chat", default=True, show_default=True,
@@ -67,6 +70,7 @@ def command(
     model: Path | None,
     workers: int | None,
     select_columns: str,
+    keep_columns: str,
     on_error: str,
     resume: bool,
     json_progress: bool,
@@ -86,6 +90,7 @@ def command(
     """
     with importing():
         from mindie_mm.batch.input.gather import input_named, is_stream, left_out_summary
+        from mindie_mm.batch.input.kept import kept_columns
         from mindie_mm.batch.progress import shown
         from mindie_mm.batch.run import run_batch
         from mindie_mm.batch.settings import Settings
@@ -104,6 +109,7 @@ def command(
         inputs=named,
         stdin_folder=str(Path.cwd()) if any(map(is_stream, named)) else "",
         columns=columns,
+        keep_columns=kept_columns(keep_columns),
         limit_mm_per_prompt=worker.limit_mm_per_prompt,
         media=replace(worker.media, max_decode_bytes=MediaCaps().max_decode_bytes, isolate_requests=False),
         **given,

@@ -129,7 +129,7 @@ async def generate(
             try:
                 async for answer in answers:
                     errors += "error" in answer
-                    append(msgspec.json.encode(answer) + b"\n")
+                    append(msgspec.json.encode(answer, enc_hook=str) + b"\n")
                     done += 1
                     show(Progress(done, errors, share=done / stop), earlier)
             except _ENGINE_FAILED as error:
@@ -261,6 +261,7 @@ class _Asking:
                 "text": answer.text,
                 "token_ids": answer.token_ids,
                 "finish_reason": answer.finish_reason,
+                **_kept(record),
             }
 
     async def _ask_again(self, rows: Sequence[_Asked]) -> None:
@@ -295,7 +296,11 @@ class _Asking:
 
 def _failed(record: ShardRow, error: MindieMMError | str | None) -> Line:
     why = f"{error_name(error)}: {error}" if isinstance(error, MindieMMError) else error
-    return {"row": record.row, "id": record.id, "error": why}
+    return {"row": record.row, "id": record.id, "error": why, **_kept(record)}
+
+
+def _kept(record: ShardRow) -> Line:
+    return {"columns": record.columns} if record.columns else {}
 
 
 def _by_shard(dataset: Dataset, rows: range) -> Iterator[tuple[int, range]]:

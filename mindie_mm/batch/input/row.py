@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import partial
@@ -136,7 +136,12 @@ class _Named(msgspec.Struct):
     id: Any = None
 
 
-def parse(record: Record, folder: Path, template: str) -> Row:
+def set_aside(columns: Collection[str], kept: Collection[str]) -> frozenset[str]:
+    """Return the names among the `kept` columns that are not part of prompts. `columns` are the selected columns."""
+    return frozenset(kept).difference(columns or _KNOWN)
+
+
+def parse(record: Record, folder: Path, template: str, aside: Collection[str] = ()) -> Row:
     """Convert a record to a row.
 
     A record is a list of items or an object. An object contains `inputs` (a list of items), `messages`, or text and
@@ -153,6 +158,7 @@ def parse(record: Record, folder: Path, template: str) -> Row:
         record: Record to convert.
         folder: Base folder for relative paths.
         template: Prompt for records of type `Files`.
+        aside: Keys of the record that are not part of the prompt.
 
     Raises:
         InputError: The record is not a valid row.
@@ -160,14 +166,18 @@ def parse(record: Record, folder: Path, template: str) -> Row:
     """
     try:
         if isinstance(record, Files):
-            return _from_files(record, folder, template)
+            return _from_files(record, folder, template, aside)
         if isinstance(record, bytes):
-            value = _without_nulls(_decoded(record, "the row"))
+            value = _without_nulls(_without(_decoded(record, "the row"), aside))
         else:
-            value = _without_nulls(record, kept=frozenset())
+            value = _without_nulls(_without(record, aside), kept=frozenset())
         return _from_object(value, partial(located, folder=folder))
     except RecursionError:
         raise InputError("the row is nested too deeply") from None
+
+
+def _without(record: Any, aside: Collection[str]) -> Any:
+    return {key: value for key, value in record.items() if key not in aside} if isinstance(record, dict) else record
 
 
 def _from_object(record: Any, locate: _Locate) -> Row:
@@ -215,7 +225,7 @@ def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
         )
 
 
-def _from_files(record: Files, folder: Path, template: str) -> Row:
+def _from_files(record: Files, folder: Path, template: str, aside: Collection[str]) -> Row:
     """Convert the files of a tar's row.
 
     If the row's .json file contains a prompt, the prompt may refer to the other files as media. If not, all media files
@@ -228,7 +238,7 @@ def _from_files(record: Files, folder: Path, template: str) -> Row:
     media = [Media(kind, data) for name, data in record.files.items() if (kind := kind_of(name))]
     described: Any = {}
     if (own := record.own(".json")) is not None:
-        described = _without_nulls(_decoded(own, f"{record.key}.json"))
+        described = _without_nulls(_without(_decoded(own, f"{record.key}.json"), aside))
         # If the row has media files, a text in its .json file is only the text for these media.
         if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
             return _from_object(described, partial(_located_file, files=record.files, folder=folder))

@@ -159,6 +159,10 @@ class Source(ABC):
     def records(self, start: int, stop: int) -> Iterator[Record]:
         """Yield the records of a chunk without checking their content."""
 
+    def texts(self) -> Iterator[bytes]:
+        """Yield the JSON text of each row that has one. Raise InputError if the file cannot be read."""
+        yield from ()
+
 
 def _reading(path: Path) -> AbstractContextManager[None]:
     return os_errors_as(InputError, f"{path} cannot be read")
@@ -213,6 +217,10 @@ class JSONLines(Source):
                 if not (row := _without_mark(line)).isspace():
                     yield _chosen(row, self.columns)
 
+    def texts(self) -> Iterator[bytes]:
+        with _reading(self.path), self.opened() as file:
+            yield from map(_without_mark, file)
+
 
 class Table(Source):
     """A Parquet file."""
@@ -230,9 +238,10 @@ class Table(Source):
         super().__init__(path, columns, name, state, digest)
         try:
             with self._parquet() as file:
-                self._metadata, names = file.metadata, file.schema_arrow.names
+                self._metadata, self.schema = file.metadata, file.schema_arrow
         except (OSError, ValueError, pa.ArrowException) as error:
             raise InputError(f"{path} cannot be read as Parquet: {error}") from None
+        names = self.schema.names
         if missing := set(columns) - set(names):
             raise InputError(f"{path} has no columns named {sorted(missing)}; its columns are {names}")
         if twice := [name for name, count in Counter(names).items() if count > 1 and (not columns or name in columns)]:
@@ -346,6 +355,13 @@ class Tar(Source):
                 files[member.name] = _chosen(data, self.columns) if ending_of(member.name) == ".json" else data
         if files:
             yield Files(key, files, repeated)
+
+    def texts(self) -> Iterator[bytes]:
+        with _reading(self.path), self.opened() as file:
+            for member in members(file, self.path):
+                if member.name.removeprefix(key_of(member.name)).lower() == ".json":
+                    file.seek(member.offset_data)
+                    yield file.read(min(member.size, MAX_SOURCE_BYTES))
 
 
 def open_source(

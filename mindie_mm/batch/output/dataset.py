@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from pathlib import Path
 from threading import Lock
@@ -43,6 +43,8 @@ class Sample:
     """For each media item, its arrays by name. The arrays are read-only views of the mapped file."""
     error: str | None = None
     """Error of the row, or None if the row has no error."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the columns that the run kept (`--keep-columns`), by name."""
 
 
 class Dataset(Sequence[Sample]):
@@ -107,10 +109,10 @@ class Dataset(Sequence[Sample]):
     def _sample(self, number: int) -> Sample:
         record = self.record(number)
         if record.prompt is None:
-            return Sample(number, record.id, None, (), (), record.error)
+            return Sample(number, record.id, None, (), (), record.error, record.columns)
         prompt = record.prompt
         arrays = [{name: view[name] for name in view} for view in self.views(record)]
-        return Sample(number, record.id, prompt.plain_ids, prompt.spans, arrays)
+        return Sample(number, record.id, prompt.plain_ids, prompt.spans, arrays, None, record.columns)
 
     def _table(self, info: ShardInfo) -> pa.Table:
         with self._lock:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import msgspec
@@ -144,6 +145,8 @@ class ShardRow:
     error: str | None
     digests: Sequence[bytes]
     arrays: Sequence[Sequence[Mapping[str, Any]]]
+    columns: Mapping[str, Any]
+    """Values of the columns that the run kept, by name."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
@@ -159,7 +162,8 @@ class ShardRow:
                 raise CorruptReference(
                     f"row {record['row']}: the bounds {bounds[1:-1]} of its media items do not fit its token ids"
                 )
-        return cls(record["row"], record["id"], prompt, error, record["digests"] or (), record["arrays"] or ())
+        columns = {name: value for name, value in record.items() if name not in _COLUMNS}
+        return cls(record["row"], record["id"], prompt, error, record["digests"] or (), record["arrays"] or (), columns)
 
     def plain_prompt(self) -> Prompt:
         """Return the prompt with placeholder ids in place of handle words."""
@@ -186,7 +190,7 @@ def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) 
             schema, table = file.schema_arrow, file.read(columns)
     except (OSError, pa.ArrowException) as error:
         raise CorruptReference(f"{path} cannot be read: {error}") from error
-    if not schema.equals(SCHEMA) or table.num_rows != num_rows:
+    if not pa.schema([*schema][: len(SCHEMA)]).equals(SCHEMA) or table.num_rows != num_rows:
         raise CorruptReference(
             f"{path} was changed after the run: it does not have the columns of a shard, or does not have "
             f"{num_rows} rows"
@@ -205,6 +209,7 @@ class ShardWriter:
         first_row: int,
         shard_bytes: int,
         memory: WriteBatchMemory | None = None,
+        columns: Mapping[str, pa.DataType] = MappingProxyType({}),
     ) -> None:
         """Create the files of a shard.
 
@@ -216,9 +221,11 @@ class ShardWriter:
             first_row: Number of the first row.
             shard_bytes: Total size of the blocks in bytes at which the shard is full.
             memory: Buffers that successive shards can share.
+            columns: Further columns of the table, with their types.
 
         """
         self._table_path = table_path(folder, first_row)
+        self._schema = pa.schema([*SCHEMA, *columns.items()])
         self._run = run
         self._first_row = first_row
         self._shard_bytes = shard_bytes
@@ -239,8 +246,22 @@ class ShardWriter:
     def num_rows(self) -> int:
         return len(self._records)
 
-    def add(self, row_id: str | None, prompt: Prompt, items: Sequence[tuple[bytes, Mapping[str, ArraySpec]]]) -> None:
-        """Add a row whose blocks have been written. `items` are the digest and the array specs of each media item."""
+    def add(
+        self,
+        row_id: str | None,
+        prompt: Prompt,
+        items: Sequence[tuple[bytes, Mapping[str, ArraySpec]]],
+        columns: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """Add a row whose blocks have been written.
+
+        Args:
+            row_id: Id of the row. If it is None, the number of the row is its id.
+            prompt: Prompt of the row, with handle words.
+            items: Digest and array specs of each media item.
+            columns: Values of further columns of the table.
+
+        """
         self._num_items += len(items)
         self._append(
             row_id,
@@ -251,15 +272,16 @@ class ShardWriter:
                 [{"name": name, "dtype": spec.dtype, "shape": spec.shape} for name, spec in specs.items()]
                 for _, specs in items
             ],
+            **columns,
         )
 
-    def add_error(self, row_id: str | None, error: str) -> None:
+    def add_error(self, row_id: str | None, error: str, columns: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Add a row that failed."""
-        self._append(row_id, error=error)
+        self._append(row_id, error=error, **columns)
 
     def _append(self, row_id: str | None, **columns: Any) -> None:
         row = self._first_row + len(self._records)
-        record = dict.fromkeys(_COLUMNS) | {"row": row, "id": str(row) if row_id is None else row_id}
+        record = dict.fromkeys(self._schema.names) | {"row": row, "id": str(row) if row_id is None else row_id}
         self._records.append(record | columns)
 
     def finish(self) -> ShardInfo:
@@ -272,7 +294,7 @@ class ShardWriter:
         with replacing(self._table_path) as unfinished:
             try:
                 self.arena.flush()  # a thread writes the last blocks while the table is being built
-                with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
+                with pq.ParquetWriter(unfinished, self._schema, compression="zstd") as writer:
                     writer.write_table(self._table())
                     self.arena.close()
                     info = self._info()
@@ -283,10 +305,11 @@ class ShardWriter:
         return info
 
     def _table(self) -> pa.Table:
-        columns = {name: [record[name] for record in self._records] for name in SCHEMA.names}
+        columns = {name: [record[name] for record in self._records] for name in self._schema.names}
         ids = _lists(columns.pop("input_ids"))
         return pa.table(
-            [pa.array(columns[field.name], field.type) if field.name in columns else ids for field in SCHEMA], SCHEMA
+            [pa.array(columns[field.name], field.type) if field.name in columns else ids for field in self._schema],
+            self._schema,
         )
 
     def _info(self) -> ShardInfo:
