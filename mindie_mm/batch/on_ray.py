@@ -64,7 +64,7 @@ def shards(
 
     # The gathered inputs are in Ray's object store, which spills them to disk if necessary.
     lists = {
-        index: [ray.put(piece) for piece in _pieces(gathered_path(folder, index))]
+        index: [ray.put(piece) for piece in _pieces(gathered_path(folder, index, given))]
         for index, given in enumerate(run.settings.inputs)
         if is_gathered(given)
     }
@@ -104,7 +104,7 @@ def put_lists(run: Run, folder: Path, lists: Mapping[int, Iterable[bytes]], writ
 
     """
     for index, pieces in lists.items():
-        path = gathered_path(folder, index)
+        path = gathered_path(folder, index, run.settings.inputs[index])
         if not path.is_file() or JSONLines(path).fingerprint() != run.input_digests[index]:
             with replacing(path, writer) as unfinished, unfinished.open("wb") as file:
                 file.writelines(pieces)

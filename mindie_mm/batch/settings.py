@@ -135,7 +135,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             # All columns are needed in the rows that `gather` wrote for a media folder.
             columns = (*self.columns, *self.keep_columns) if self.columns else ()
             columns = columns if is_stream(given) or not gathered else ()
-            path = gathered_path(folder, index) if gathered else Path(given)
+            path = gathered_path(folder, index, given) if gathered else Path(given)
             state = states[index] if states else None
             digest = digests[index] if digests else ""
             sources.append(open_source(path, columns, called(given), state, digest))

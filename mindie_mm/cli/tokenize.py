@@ -82,7 +82,7 @@ def command(
     """Tokenize and preprocess the rows of INPUT, for `mindie-mm generate` or for training.
 
     INPUT is a .jsonl or .parquet file, a .tar file in WebDataset format, a folder of media, or JSON lines from a pipe
-    or from standard input (-). A row is a List[Dict], an object with `inputs` or `messages`, or an object with text and
+    or from standard input (-). JSON lines and tars may be compressed as .gz or .zst. A row is a List[Dict], an object with `inputs` or `messages`, or an object with text and
     media.
 
     Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 if interrupted, 3

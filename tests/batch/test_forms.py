@@ -360,7 +360,7 @@ def test_a_damaged_tar_ends_the_run(damage: str, folder: Path, tmp_path: Path) -
     [
         ("a.parquet", b"PAR1 no", "cannot be read as Parquet"),
         ("a.csv", b"a,b", r"is neither a folder of media nor a \.jsonl"),
-        ("a.tar.gz", b"", r"is neither a folder of media nor a \.jsonl"),
+        ("a.csv.gz", b"", r"is neither a folder of media nor a \.jsonl"),
     ],
 )
 def test_a_file_in_an_unsupported_format_is_refused(name: str, data: bytes, why: str, tmp_path: Path) -> None:

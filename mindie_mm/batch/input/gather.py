@@ -1,4 +1,4 @@
-"""Converts media folders, standard input and pipes to files of rows, which any process can read in parts."""
+"""Converts media folders, streams and compressed files to files of rows, which any process can read in parts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import stat
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
@@ -28,13 +30,18 @@ _PIECE_BYTES = 1 << 20
 _BLANK = BOM_UTF8 + b" \t\n\r\v\f"
 _MOST_NAMED = 8
 _ROWS = (".jsonl", ".ndjson", ".parquet", ".pq", ".tar")
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+"""Names that pyarrow uses for the compression of files with these extensions."""
+_PACKABLE = (".jsonl", ".ndjson", ".tar")
+"""Extensions of files that may be compressed as a whole. Parquet files are compressed already."""
 _NAMED = re.compile(r"\.[a-z0-9]{1,8}")
 """File name extensions that messages may show. Other extensions might contain terminal control sequences."""
 
 
-def gathered_path(folder: Path, index: int) -> Path:
-    """Return the path in the run's `folder` to which input number `index` is converted."""
-    return folder / f"input-{index:03d}.jsonl"
+def gathered_path(folder: Path, index: int, given: str = STDIN) -> Path:
+    """Return the path in the run's `folder` to which the input `given`, number `index`, is converted."""
+    ending = ".tar" if is_packed(given) and ending_of(PurePath(given).stem) == ".tar" else ".jsonl"
+    return folder / f"input-{index:03d}{ending}"
 
 
 def input_named(given: str) -> str:
@@ -71,9 +78,14 @@ def is_folder(given: str) -> bool:
     return not is_stream(given) and os.path.isdir(given)  # noqa: PTH112 - False for a path that cannot be read
 
 
+def is_packed(given: str) -> bool:
+    """Return whether an input is a compressed file of rows, according to its name."""
+    return ending_of(given) in _CODECS and ending_of(PurePath(given).stem) in _PACKABLE
+
+
 def is_gathered(given: str) -> bool:
     """Return whether an input must be converted to a file of rows."""
-    return is_stream(given) or is_folder(given)
+    return is_stream(given) or is_folder(given) or is_packed(given)
 
 
 def called(given: str) -> str:
@@ -84,7 +96,7 @@ def called(given: str) -> str:
 def gather(
     inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO, limit: int | None = None
 ) -> Counter[str]:
-    """Convert all `inputs` that are not files of rows. Read at most `limit` rows from standard input or a pipe.
+    """Convert all `inputs` that are not files of rows. Read at most `limit` rows of each stream of JSON lines.
 
     Returns:
         The number of files in media folders that were left out because they are not media, for each extension.
@@ -97,16 +109,14 @@ def gather(
     left_out = Counter[str]()
     for index, given in enumerate(inputs):
         if is_gathered(given):
-            with replacing(gathered_path(folder, index)) as unfinished, unfinished.open("wb") as file:
-                if given == STDIN:
-                    file.writelines(_pieces(stdin, given, limit))
-                elif is_stream(given):
-                    with os_errors_as(InputError, f"{given} cannot be read"):
-                        pipe = Path(given).open("rb")  # noqa: SIM115 - it is closed below
-                    with pipe:
-                        file.writelines(_pieces(pipe, given, limit))
-                else:
+            path = gathered_path(folder, index, given)
+            with replacing(path) as unfinished, unfinished.open("wb") as file:
+                if is_folder(given):
                     left_out += _list(Path(given), file, template)
+                else:
+                    with _opened(given, stdin) as stream:
+                        pieces = _blocks(stream, given) if path.suffix == ".tar" else _pieces(stream, given, limit)
+                        file.writelines(pieces)
     return left_out
 
 
@@ -125,7 +135,36 @@ def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
     """Remove the files that `gather` wrote. Call this function when the run is finished."""
     for index, given in enumerate(inputs):
         if is_gathered(given):
-            gathered_path(folder, index).unlink(missing_ok=True)
+            gathered_path(folder, index, given).unlink(missing_ok=True)
+
+
+@contextmanager
+def _opened(given: str, stdin: BinaryIO) -> Iterator[BinaryIO]:
+    """Open a stream or a compressed file, and yield its content, which is not compressed.
+
+    Raises:
+        InputError: The file cannot be opened.
+
+    """
+    if given == STDIN:
+        yield stdin
+        return
+    with os_errors_as(InputError, f"{given} cannot be read"):
+        file = Path(given).open("rb")  # noqa: SIM115 - it is closed below
+    with file:
+        yield file if is_stream(given) else _unpacked(file, _CODECS[ending_of(given)])
+
+
+def _unpacked(file: BinaryIO, codec: str) -> BinaryIO:
+    import pyarrow as pa  # imported late, because most inputs are not compressed
+
+    return cast("BinaryIO", BufferedReader(pa.input_stream(file, compression=codec), _PIECE_BYTES))
+
+
+def _blocks(stream: BinaryIO, given: str) -> Iterator[bytes]:
+    with os_errors_as(InputError, f"{called(given)} cannot be read"):
+        while piece := stream.read(_PIECE_BYTES):
+            yield piece
 
 
 def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:

@@ -329,7 +329,7 @@ class Tar(Source):
 
     def check(self) -> None:
         with _reading(self.path), self.opened() as file:
-            self._starts = row_starts(file, self.path)
+            self._starts = row_starts(file, self.name)
 
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         if not self._starts:
@@ -342,7 +342,7 @@ class Tar(Source):
     def records(self, start: int, stop: int) -> Iterator[Files]:
         key, files, repeated = "", dict[str, bytes](), None
         with self.opened() as file:
-            for member in members(file, self.path, start):
+            for member in members(file, self.name, start):
                 if member.offset >= stop:
                     break
                 if (name := key_of(member.name)) != key:
@@ -358,7 +358,7 @@ class Tar(Source):
 
     def texts(self) -> Iterator[bytes]:
         with _reading(self.path), self.opened() as file:
-            for member in members(file, self.path):
+            for member in members(file, self.name):
                 if member.name.removeprefix(key_of(member.name)).lower() == ".json":
                     file.seek(member.offset_data)
                     yield file.read(min(member.size, MAX_SOURCE_BYTES))
@@ -389,7 +389,8 @@ def open_source(
     if ending == ".tar":
         return Tar(path, columns, name, state, digest)
     raise InputError(
-        f"{path} is neither a folder of media nor a .jsonl, .ndjson, .parquet, .pq or .tar file{_but(path)}"
+        f"{path} is neither a folder of media nor a .jsonl, .ndjson, .parquet, .pq or .tar file, nor JSON lines or a "
+        f"tar that is compressed as .gz or .zst{_but(path)}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tarfile
 from collections.abc import Collection, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import BinaryIO
 
 from mindie_mm.batch.input.sniff import packing
@@ -28,8 +28,8 @@ def base_of(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def members(file: BinaryIO, path: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a tar in order, from byte `start`. Error messages show `path`.
+def members(file: BinaryIO, name: str, start: int = 0) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files of a tar in order, from byte `start`. Error messages show `name`.
 
     Links, sparse files and names that begin with a dot are skipped. macOS, for example, adds a file `._4.jpg` before
     4.jpg. Concatenated tars (`cat a.tar b.tar`) are read to the end.
@@ -47,22 +47,22 @@ def members(file: BinaryIO, path: Path, start: int = 0) -> Iterator[tarfile.TarI
                     tar.members = []  # type: ignore[attr-defined]  # tarfile would keep every member
                     if member.isfile() and not member.issparse() and not base_of(member.name).startswith("."):
                         yield member
-                at = _next_tar(path, file, tar.offset)
+                at = _next_tar(name, file, tar.offset)
     except tarfile.TarError as error:
         file.seek(0)
         why = packing(file.read(_PIECE_BYTES)) or error
-        raise InputError(f"{path} cannot be read as an uncompressed tar: {why}") from None
+        raise InputError(f"{name} cannot be read as an uncompressed tar: {why}") from None
 
 
-def _next_tar(path: Path, file: BinaryIO, end: int) -> int | None:
+def _next_tar(name: str, file: BinaryIO, end: int) -> int | None:
     """Return the offset of the next concatenated tar, or None. `end` is where the members of the current tar end."""
     file.seek(end)
     mark = file.read(tarfile.BLOCKSIZE)
     if any(mark):  # tarfile treats a damaged header as the end of the tar
-        raise InputError(f"{path} is damaged: there is no tar header at byte {end}")
+        raise InputError(f"{name} is damaged: there is no tar header at byte {end}")
     if not mark:
         raise InputError(
-            f"{path} ends at byte {end} without the zero blocks that end a tar. The file may be truncated. If the "
+            f"{name} ends at byte {end} without the zero blocks that end a tar. The file may be truncated. If the "
             "file is complete, add the zero blocks with `truncate -s +1024`"
         )
     while piece := file.read(_PIECE_BYTES):
@@ -71,7 +71,7 @@ def _next_tar(path: Path, file: BinaryIO, end: int) -> int | None:
     return None
 
 
-def row_starts(file: BinaryIO, path: Path) -> list[int]:
+def row_starts(file: BinaryIO, name: str) -> list[int]:
     """Return the offset in bytes of each row of a tar, followed by the end of the last row.
 
     Raises:
@@ -79,14 +79,14 @@ def row_starts(file: BinaryIO, path: Path) -> list[int]:
 
     """
     starts, stop = list[int](), 0
-    seen, split = set[str](), _DottedNames(path)
+    seen, split = set[str](), _DottedNames(name)
     last, names = "", list[str]()
-    for member in members(file, path):
+    for member in members(file, name):
         if (key := key_of(member.name)) != last or not names:
             split.add(last, names)
             if (same := str(PurePosixPath(key))) in seen:  # `./0` and `0` are the same row
                 raise InputError(
-                    f"{path}: the files of row {key!r} are not contiguous: {member.name!r} comes after files of "
+                    f"{name}: the files of row {key!r} are not contiguous: {member.name!r} comes after files of "
                     "another row. Pack the files in the order of their names: tar --sort=name -cf"
                 )
             seen.add(same)
@@ -105,8 +105,8 @@ class _DottedNames:
     The cause is file names with two dots, such as `cat 1.5x.png`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._count = 0
         self._example = ""
 
@@ -131,7 +131,7 @@ class _DottedNames:
         if self._count:
             _log.warning(
                 "%s: %s. This affects %d rows. If this is not intended, remove the dot from the file names",
-                self._path,
+                self._name,
                 self._example,
                 self._count,
             )
