@@ -14,7 +14,15 @@ from blake3 import blake3
 
 from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.batch.input.files import replacing
-from mindie_mm.batch.input.gather import called, gathered_path, is_folder, is_gathered, is_stream, require_streams_once
+from mindie_mm.batch.input.gather import (
+    called,
+    gathered_path,
+    is_folder,
+    is_gathered,
+    is_listed,
+    is_stream,
+    require_streams_once,
+)
 from mindie_mm.batch.input.kept import types_of
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.batch.same_run import differences, first_difference, model_digest, versions
@@ -74,6 +82,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     shard_rows: int = 128
     """Maximum number of rows of a shard. A chunk, which is repeated if its process dies, has the same number of
     rows."""
+    whole_conversations: bool = False
+    """Whether conversations keep their answers, for training. Otherwise a data set's conversation ends before its first
+    answer."""
     webui_images: bool = False
     """Whether texts may contain pictures in the format of text-generation-webui."""
     limit_mm_per_prompt: PromptLimits = {}
@@ -132,9 +143,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         sources = []
         for index, given in enumerate(self.inputs):
             gathered = is_gathered(given)
-            # All columns are needed in the rows that `gather` wrote for a media folder.
             columns = (*self.columns, *self.keep_columns) if self.columns else ()
-            columns = columns if is_stream(given) or not gathered else ()
+            # All columns are needed in the rows that `gather` wrote for a media folder.
+            columns = () if is_listed(given, self.template) else columns
             path = gathered_path(folder, index, given) if gathered else Path(given)
             state = states[index] if states else None
             digest = digests[index] if digests else ""

@@ -13,7 +13,7 @@ import torch
 
 from mindie_mm.batch.batch_messages import Finished, Step
 from mindie_mm.batch.input.file_state import FileState
-from mindie_mm.batch.input.gather import is_folder
+from mindie_mm.batch.input.gather import is_listed
 from mindie_mm.batch.input.kept import arrow_type, values_of
 from mindie_mm.batch.input.record import Record
 from mindie_mm.batch.input.row import Row, parse, printable, row_id, set_aside
@@ -56,9 +56,10 @@ class Stage:
         settings = run.settings
         self._folder = folder
         self._sources = settings.sources(folder, states, run.input_digests)
-        # `is_folder` is called early, because a folder that is removed later would be treated as a file.
+        # `is_listed` is called early, because a folder that is removed later would be treated as a file.
         self._places = [
-            _Place(settings.media_folder(index), is_folder(given)) for index, given in enumerate(settings.inputs)
+            _Place(settings.media_folder(index), is_listed(given, settings.template))
+            for index, given in enumerate(settings.inputs)
         ]
         self._aside = set_aside(settings.columns, settings.keep_columns)
         self._columns = {name: arrow_type(kind) for name, kind in run.columns.items()}
@@ -120,7 +121,7 @@ class Stage:
         try:
             kept = values_of(record, self._run.columns)
             if failed is None:
-                prompt = self._prompt(parse(record, place.folder, self._settings.template, self._aside))
+                prompt = self._prompt(self._parsed(record, place))
                 shard.add(name, prompt, self._store.stored, kept)
                 return None
         except MindieMMError as error:
@@ -134,6 +135,10 @@ class Stage:
             failed = f"OperationalError: the tokenizer failed: {type(error).__name__}"
         shard.add_error(name, failed, kept)
         return failed
+
+    def _parsed(self, record: Record, place: _Place) -> Row:
+        settings = self._settings
+        return parse(record, place.folder, settings.template, self._aside, whole=settings.whole_conversations)
 
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings

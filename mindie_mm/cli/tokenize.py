@@ -33,6 +33,9 @@ from mindie_mm.settings.config import MediaCaps, MiB
 @click.option("--keep-columns", default="", metavar="NAME[=TYPE],...",
               help="Columns of tables, or keys of JSON objects, to copy to the output, such as label or "
               "label=int64.")  # fmt: skip
+@click.option("--whole-conversations", is_flag=True,
+              help="Keep the answers in conversations, for training.  [default: a conversation ends before its first "
+              "answer, but messages are kept as they are]")  # fmt: skip
 @click.option("--template", default="",
               help="Prompt for each item of a folder or tar file, with {media} where the item belongs.")  # fmt: skip
 @click.option("--chat-template/--no-chat-template", "chat", default=True, show_default=True,
@@ -81,9 +84,9 @@ def command(
 ) -> None:
     """Tokenize and preprocess the rows of INPUT, for `mindie-mm generate` or for training.
 
-    INPUT is a .jsonl or .parquet file, a .tar file in WebDataset format, a folder of media, or JSON lines from a pipe
-    or from standard input (-). JSON lines and tars may be compressed as .gz or .zst. A row is a List[Dict], an object with `inputs` or `messages`, or an object with text and
-    media.
+    INPUT is a .jsonl, .json or .parquet file, a .tar file in WebDataset format, a folder of media, or JSON lines from a
+    pipe or from standard input (-). JSON and tars may be compressed as .gz or .zst. A row is a List[Dict], an object
+    with `inputs` or `messages`, an object with text and media, or a conversation of a common data set.
 
     Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 if interrupted, 3
     if the run is not finished for another reason. Run the same command again to continue.

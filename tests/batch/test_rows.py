@@ -429,14 +429,14 @@ def test_an_empty_media_item_is_refused(row: dict[str, Any]) -> None:
             r"no text, and its keys \['conversations'\].* id,image to read",
         ),
         (
-            {"images": ["0.jpg"], "texts": [{"user": "q"}]},
+            {"images": ["0.jpg"], "texts": ["q"]},
             r"media but no text, and its keys \['texts'\] would be ignored",
         ),
         (
             {"video": "0.mp4", "question": "q", "answers": []},
             r"media but no text, and its keys \['answers', 'question'\]",
         ),
-        ({"file_name": "0.jpg", "text": "q"}, r"a text but no media, and its keys \['file_name'\].* text to read"),
+        ({"image_file": "0.jpg", "text": "q"}, r"a text but no media, and its keys \['image_file'\].* text to read"),
         (
             {"prompt": "q", "image_path": "0.jpg", "source": "web"},
             r"no media, and its keys \['image_path'\].* prompt to read",

@@ -10,16 +10,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
 import msgspec
 
 from mindie_mm.batch.input.files import replacing
-from mindie_mm.batch.input.source import MEDIA_MARK
+from mindie_mm.batch.input.sniff import no_json
+from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.inputs import Kind
 from mindie_mm.media.endings import ending_of, kind_of
+from mindie_mm.msgspec_errors import in_words
 from mindie_mm.settings.paths import absolute
 
 STDIN = "-"
@@ -32,7 +35,7 @@ _MOST_NAMED = 8
 _ROWS = (".jsonl", ".ndjson", ".parquet", ".pq", ".tar")
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 """Names that pyarrow uses for the compression of files with these extensions."""
-_PACKABLE = (".jsonl", ".ndjson", ".tar")
+_PACKABLE = (".jsonl", ".ndjson", ".json", ".tar")
 """Extensions of files that may be compressed as a whole. Parquet files are compressed already."""
 _NAMED = re.compile(r"\.[a-z0-9]{1,8}")
 """File name extensions that messages may show. Other extensions might contain terminal control sequences."""
@@ -83,9 +86,20 @@ def is_packed(given: str) -> bool:
     return ending_of(given) in _CODECS and ending_of(PurePath(given).stem) in _PACKABLE
 
 
+def is_listed(given: str, template: str) -> bool:
+    """Return whether an input is a folder whose media files are the rows."""
+    return is_folder(given) and metadata_of(given, template) is None
+
+
+def metadata_of(given: str, template: str) -> Path | None:
+    """Return the table of a folder of media in the format of `datasets`' imagefolder. A template takes precedence."""
+    paths = [] if template else [Path(given) / f"metadata.{ending}" for ending in ("jsonl", "csv", "parquet")]
+    return next((path for path in paths if os.path.isfile(path)), None)  # noqa: PTH113 - as in `is_folder`
+
+
 def is_gathered(given: str) -> bool:
     """Return whether an input must be converted to a file of rows."""
-    return is_stream(given) or is_folder(given) or is_packed(given)
+    return is_stream(given) or is_folder(given) or is_packed(given) or ending_of(given) == ".json"
 
 
 def called(given: str) -> str:
@@ -111,12 +125,10 @@ def gather(
         if is_gathered(given):
             path = gathered_path(folder, index, given)
             with replacing(path) as unfinished, unfinished.open("wb") as file:
-                if is_folder(given):
+                if is_listed(given, template):
                     left_out += _list(Path(given), file, template)
                 else:
-                    with _opened(given, stdin) as stream:
-                        pieces = _blocks(stream, given) if path.suffix == ".tar" else _pieces(stream, given, limit)
-                        file.writelines(pieces)
+                    file.writelines(_content(given, template, stdin, limit))
     return left_out
 
 
@@ -138,6 +150,57 @@ def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
             gathered_path(folder, index, given).unlink(missing_ok=True)
 
 
+def _content(given: str, template: str, stdin: BinaryIO, limit: int | None) -> Iterator[bytes]:
+    """Yield the content of the file of rows that an input is converted to."""
+    if is_folder(given) and (metadata := metadata_of(given, template)) is not None:
+        yield from islice(_table_rows(metadata), limit)
+        return
+    with _opened(given, stdin) as stream:
+        ending = ending_of(PurePath(given).stem if is_packed(given) else given)
+        if is_stream(given) or ending not in (".tar", ".json"):
+            yield from _pieces(stream, given, limit)
+        elif ending == ".tar":
+            yield from _blocks(stream, given)
+        else:
+            yield from islice(_array_rows(b"".join(_blocks(stream, given)), given), limit)
+
+
+def _array_rows(data: bytes, given: str) -> Iterator[bytes]:
+    """Yield the elements of a JSON array as lines. A file that is not an array is yielded as it is.
+
+    Raises:
+        InputError: The array is not valid JSON.
+
+    """
+    if data[:_PIECE_BYTES].lstrip(_BLANK)[:1] != b"[":  # `datasets` writes JSON lines under this extension
+        yield data
+        return
+    try:
+        rows = msgspec.json.decode(data.removeprefix(BOM_UTF8), type=list[msgspec.Raw])
+    except NOT_JSON as error:
+        raise InputError(f"{given} is not a JSON array of rows: {no_json(data) or in_words(error)}") from None
+    for row in rows:
+        yield msgspec.json.format(row, indent=-1) + b"\n"
+
+
+def _table_rows(path: Path) -> Iterator[bytes]:
+    """Yield the rows of a table of media files as JSON lines. Raise InputError if the table cannot be read."""
+    from pyarrow import ArrowException, csv, parquet
+
+    with os_errors_as(InputError, f"{path} cannot be read"):
+        if path.suffix == ".jsonl":
+            with path.open("rb") as file:
+                yield from (line for line in file if line.strip(_BLANK))
+            return
+        try:
+            table = csv.read_csv(path) if path.suffix == ".csv" else parquet.read_table(path)
+        except ArrowException as error:
+            raise InputError(f"{path} cannot be read: {error}") from None
+    for batch in table.to_batches():
+        for row in batch.to_pylist():
+            yield msgspec.json.encode(row, enc_hook=str) + b"\n"
+
+
 @contextmanager
 def _opened(given: str, stdin: BinaryIO) -> Iterator[BinaryIO]:
     """Open a stream or a compressed file, and yield its content, which is not compressed.
@@ -152,7 +215,7 @@ def _opened(given: str, stdin: BinaryIO) -> Iterator[BinaryIO]:
     with os_errors_as(InputError, f"{given} cannot be read"):
         file = Path(given).open("rb")  # noqa: SIM115 - it is closed below
     with file:
-        yield file if is_stream(given) else _unpacked(file, _CODECS[ending_of(given)])
+        yield _unpacked(file, _CODECS[ending_of(given)]) if is_packed(given) else file
 
 
 def _unpacked(file: BinaryIO, codec: str) -> BinaryIO:

@@ -14,7 +14,8 @@ from uuid import UUID
 
 import msgspec
 
-from mindie_mm.batch.input.placed import has_places, with_media
+from mindie_mm.batch.input.conversations import CONVERSATION_KEYS, CONVERSATIONS, as_chat, with_named_files
+from mindie_mm.batch.input.placed import has_places, has_question, with_media
 from mindie_mm.batch.input.record import Files, Record
 from mindie_mm.batch.input.sniff import no_json
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON
@@ -46,7 +47,7 @@ _VARIABLES = frozenset(
 )
 _NOT_SERVED = {**PROMPT_FIELDS, "add_special_tokens": OFF}
 _KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
-_FILE_KEYS = frozenset({"file_name", "img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
+_FILE_KEYS = frozenset({"img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
 """Keys that other formats use for the path of a media file. A row with a text and no media may not have such a key."""
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2"})
 _EXACT = 2**53
@@ -138,10 +139,10 @@ class _Named(msgspec.Struct):
 
 def set_aside(columns: Collection[str], kept: Collection[str]) -> frozenset[str]:
     """Return the names among the `kept` columns that are not part of prompts. `columns` are the selected columns."""
-    return frozenset(kept).difference(columns or _KNOWN)
+    return frozenset(kept).difference(columns or _KNOWN.union(CONVERSATION_KEYS))
 
 
-def parse(record: Record, folder: Path, template: str, aside: Collection[str] = ()) -> Row:
+def parse(record: Record, folder: Path, template: str, aside: Collection[str] = (), *, whole: bool = False) -> Row:
     """Convert a record to a row.
 
     A record is a list of items or an object. An object contains `inputs` (a list of items), `messages`, or text and
@@ -159,6 +160,8 @@ def parse(record: Record, folder: Path, template: str, aside: Collection[str] = 
         folder: Base folder for relative paths.
         template: Prompt for records of type `Files`.
         aside: Keys of the record that are not part of the prompt.
+        whole: Whether to keep all turns of conversations in the formats of `as_chat`, and to end a chat after its last
+            message by default. If False, a conversation ends before its first answer.
 
     Raises:
         InputError: The record is not a valid row.
@@ -166,12 +169,12 @@ def parse(record: Record, folder: Path, template: str, aside: Collection[str] = 
     """
     try:
         if isinstance(record, Files):
-            return _from_files(record, folder, template, aside)
+            return _from_files(record, folder, template, aside, whole)
         if isinstance(record, bytes):
             value = _without_nulls(_without(_decoded(record, "the row"), aside))
         else:
             value = _without_nulls(_without(record, aside), kept=frozenset())
-        return _from_object(value, partial(located, folder=folder))
+        return _from_object(value, partial(located, folder=folder), whole)
     except RecursionError:
         raise InputError("the row is nested too deeply") from None
 
@@ -180,12 +183,15 @@ def _without(record: Any, aside: Collection[str]) -> Any:
     return {key: value for key, value in record.items() if key not in aside} if isinstance(record, dict) else record
 
 
-def _from_object(record: Any, locate: _Locate) -> Row:
+def _from_object(record: Any, locate: _Locate, whole: bool) -> Row:
     if isinstance(record, list):
         record = {"inputs": record}
     if not isinstance(record, Mapping):
         raise InputError(f"the row is {type(record).__name__}; it must be an object or a list of items")
     _id(record.get("id"))
+    if _MEDIA.isdisjoint(record):
+        record = with_named_files(record)
+    record = as_chat(record, whole=whole)
     given = [key for key in _PROMPTS if key in record]
     flat = [key for key in record if key in _FLAT]
     if not (flat or given):
@@ -193,14 +199,14 @@ def _from_object(record: Any, locate: _Locate) -> Row:
     prompt: Any = record[given[0]] if given else None
     if isinstance(prompt, str):
         prompt = _decoded(prompt, f"the row's {given[0]}")
-    if given == ["messages"] and _MEDIA.issuperset(flat) and has_places(prompt):
+    if given == ["messages"] and _MEDIA.issuperset(flat) and (has_places(prompt) or (flat and has_question(prompt))):
         prompt, flat = with_media(prompt, _flat_items(record)), []
     if len(given) + bool(flat) > 1 or record.keys() >= {*_TEXTS}:
         raise InputError(
             f"the row has the keys {given + flat}, which conflict; give inputs, or messages, or text with media "
             "(prompt is an alias of text). Choose one of them with --select-columns"
         )
-    variables = _variables(record)
+    variables = _variables(record, opens=not (whole and given == ["messages"]))
     if flat:
         _require_whole(record, flat)
         return Row(_located(parse_inputs(_flat_items(record)), locate), **variables)
@@ -225,7 +231,7 @@ def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
         )
 
 
-def _from_files(record: Files, folder: Path, template: str, aside: Collection[str]) -> Row:
+def _from_files(record: Files, folder: Path, template: str, aside: Collection[str], whole: bool) -> Row:
     """Convert the files of a tar's row.
 
     If the row's .json file contains a prompt, the prompt may refer to the other files as media. If not, all media files
@@ -240,8 +246,9 @@ def _from_files(record: Files, folder: Path, template: str, aside: Collection[st
     if (own := record.own(".json")) is not None:
         described = _without_nulls(_without(_decoded(own, f"{record.key}.json"), aside))
         # If the row has media files, a text in its .json file is only the text for these media.
-        if not isinstance(described, dict) or described.keys() & (_MEDIA if media else _FLAT).union(_PROMPTS):
-            return _from_object(described, partial(_located_file, files=record.files, folder=folder))
+        prompts = (_MEDIA if media else _FLAT).union(_PROMPTS, CONVERSATIONS)
+        if not isinstance(described, dict) or described.keys() & prompts:
+            return _from_object(described, partial(_located_file, files=record.files, folder=folder), whole)
     if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
         raise InputError(
             f"the row {record.key} has the compressed file {packed[0]}, which may contain part of the row. Unpack "
@@ -325,8 +332,10 @@ def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return media + texts
 
 
-def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
+def _variables(record: Mapping[str, Any], *, opens: bool = True) -> dict[str, Any]:
     """Return the fields of a `Row` besides its items and messages. They are read as in the body of a request.
+
+    `opens` is the default of `add_generation_prompt`.
 
     Raises:
         InputError: A field is not valid or not supported.
@@ -335,13 +344,13 @@ def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     if refused := refused_fields(record, _NOT_SERVED):
         raise InputError(f"the row has the key {refused[0]}, which is not supported. Remove this key")
     if _VARIABLES.isdisjoint(record):
-        return {}
-    opens = _typed(record, "add_generation_prompt", bool)
+        return {"add_generation_prompt": opens}
+    stated = _typed(record, "add_generation_prompt", bool)
     kwargs = _typed(record, "chat_template_kwargs", dict[str, Any])
     tools = _typed(record, "tools", list[dict[str, Any]])
     variables = template_variables(kwargs, tools, record.get("tool_choice"), record.get("reasoning_effort"))
     return {
-        "add_generation_prompt": opens is not False,
+        "add_generation_prompt": opens if stated is None else stated,
         "template_kwargs": variables,
         "parse_special": _typed(record, "parse_special", bool),
     }
