@@ -13,6 +13,7 @@ from pathlib import Path
 from mindie_mm.batch.input.file_state import STATES_FILE, InputStates
 from mindie_mm.batch.input.files import creating, locked
 from mindie_mm.batch.input.gather import drop_gathered, gather, is_stream
+from mindie_mm.batch.input.request import REQUEST
 from mindie_mm.batch.input.source import chunks
 from mindie_mm.batch.output.manifest import Manifest, drop_changed
 from mindie_mm.batch.output.shard import SCHEMA
@@ -112,10 +113,11 @@ def _require_apart(inputs: Sequence[str], folder: Path) -> None:
 
 def _require_free(columns: Collection[str]) -> None:
     """Raise InputError if a column that is kept has the name of a column that every table has."""
-    if taken := [name for name in columns if name in SCHEMA.names]:
+    own = [*SCHEMA.names, REQUEST]
+    if taken := [name for name in columns if name in own]:
         raise InputError(
-            f"keep_columns has {taken[0]}, which is the name of a column of each output table "
-            f"({', '.join(SCHEMA.names)}). Rename this column of the input"
+            f"keep_columns has {taken[0]}, which is the name of a column of each output table ({', '.join(own)}). "
+            "Rename this column of the input"
         )
 
 

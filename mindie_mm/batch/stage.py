@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
 import torch
 
 from mindie_mm.batch.batch_messages import Finished, Step
@@ -16,6 +17,7 @@ from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.batch.input.gather import is_listed
 from mindie_mm.batch.input.kept import arrow_type, values_of
 from mindie_mm.batch.input.record import Record
+from mindie_mm.batch.input.request import REQUEST, request_of
 from mindie_mm.batch.input.row import Row, parse, printable, row_id, set_aside
 from mindie_mm.batch.input.source import Chunk, Source
 from mindie_mm.batch.output.shard import ShardInfo, ShardWriter
@@ -62,7 +64,7 @@ class Stage:
             for index, given in enumerate(settings.inputs)
         ]
         self._aside = set_aside(settings.columns, settings.keep_columns)
-        self._columns = {name: arrow_type(kind) for name, kind in run.columns.items()}
+        self._columns = {REQUEST: pa.string()} | {name: arrow_type(kind) for name, kind in run.columns.items()}
         self._last = self._sources[0]
         self._memory = WriteBatchMemory()
         self._store = FileStore()
@@ -119,7 +121,8 @@ class Stage:
         self._store.stored.clear()
         name, kept, failed = row_id(record), dict[str, Any](), doomed
         try:
-            kept = values_of(record, self._run.columns)
+            kept = {REQUEST: request_of(record)}
+            kept |= values_of(record, self._run.columns)
             if failed is None:
                 prompt = self._prompt(self._parsed(record, place))
                 shard.add(name, prompt, self._store.stored, kept)
@@ -147,7 +150,7 @@ class Stage:
             TokenizeRequest(
                 messages=None if row.messages is None else read_texts(row.messages, webui=settings.webui_images),
                 items=read_texts(row.items or (), webui=settings.webui_images),
-                chat=settings.chat,
+                chat=settings.chat if row.chat is None else row.chat,
                 add_generation_prompt=row.add_generation_prompt,
                 chat_template_kwargs=dict(row.template_kwargs or {}),
                 options=options,

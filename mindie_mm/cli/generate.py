@@ -25,9 +25,9 @@ from mindie_mm.processes.shown_progress import loading_shown
     help="Accept a checkpoint even if its tokenizer files differ from the files that were used to tokenize the rows.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=256, show_default=True,
-              help="Maximum number of tokens of an answer.")  # fmt: skip
+              help="Maximum number of tokens of an answer to a row that does not state it.")  # fmt: skip
 @click.option("--temperature", type=float, default=0.0, show_default=True,
-              help="Sampling temperature. 0 always gives the same answers.")  # fmt: skip
+              help="Sampling temperature of rows that do not state it. 0 always gives the same answers.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), help="Run only the first N rows.", metavar="N")
 @click.option("--generation-config", metavar="auto|vllm|FOLDER",
               help="Source of the other sampling parameters: the checkpoint's generation_config.json (auto), "
@@ -60,9 +60,10 @@ def command(
 ) -> None:
     """Run the model on rows that `mindie-mm tokenize` has prepared.
 
-    Each line of the output has row, id, text, token_ids and finish_reason, or row, id and error. The lines are in the
-    order of the rows. Run the same command again to continue an unfinished output file. OUTPUT.origin.json records the
-    settings, and a command with other settings is refused.
+    Each line of the output has row, id, text, token_ids and finish_reason, or row, id and error. A row from a line of
+    OpenAI's Batch API gets a line in that format: id, custom_id, response and error. The lines are in the order of the
+    rows. Run the same command again to continue an unfinished output file. OUTPUT.origin.json records the settings, and
+    a command with other settings is refused.
 
     Exit status: 0 if every row has an answer, 1 if some rows failed, 130 if interrupted, 3 if the run is not finished
     for another reason.
@@ -73,7 +74,10 @@ def command(
         from mindie_mm.batch import Dataset
         from mindie_mm.batch.progress import Progress, shown
         from mindie_mm.engine.requests.default_sampling import defaults_of
+        from mindie_mm.nn.checkpoint.directory import EMBEDDED
+        from mindie_mm.nn.checkpoint.hub import checkpoint_name
         from mindie_mm.worker.offline import generate
+        from service.request.batch_lines import BatchLines
 
     if output.name == "-":
         raise click.BadParameter(
@@ -96,6 +100,7 @@ def command(
     config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
     default = defaults_of(config.model, config.family, config.generation_config)
     params = default.stating(max_tokens=max_tokens, temperature=temperature)
+    requests = BatchLines(params, checkpoint_name(config.model or EMBEDDED))
     with shown("auto") as show_rows, ExitStack() as starting:
         loading = starting.enter_context(loading_shown())
 
@@ -104,7 +109,7 @@ def command(
             show_rows(done, earlier)
 
         rows, errors = asyncio.run(
-            generate(dataset, output, config, params, limit, other_model=other_model, loading=loading, show=show)
+            generate(dataset, output, config, requests, limit, other_model=other_model, loading=loading, show=show)
         )
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")
     if errors:

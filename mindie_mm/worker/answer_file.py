@@ -1,7 +1,8 @@
-"""The answer file of an offline run. A later call can continue the file."""
+"""The answer file of an offline run, and the form of its lines. A later call can continue the file."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -11,12 +12,62 @@ import msgspec
 
 from mindie_mm.batch.input.files import creating, locked, replacing
 from mindie_mm.batch.input.source import NOT_JSON
+from mindie_mm.batch.output.shard import ShardRow
 from mindie_mm.batch.same_run import differences
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
+from mindie_mm.worker.deltas import Answer
 
+Line = dict[str, Any]
+"""An answer as a JSON object, as it is written to the output."""
+_BATCH_ID = "batch_req_"
+"""Beginning of the `id` of a line in OpenAI's format. The number of the row follows."""
 _GO_ON = "Choose another file for --output, or restore the earlier settings, files and versions to continue this file"
+
+
+class Requests:
+    """What rows state about their answers. By default, all rows have the same sampling parameters.
+
+    The service derives from this class, because it knows the fields of OpenAI's requests.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        """Take the sampling parameters of rows that do not state their own. Raise InputError if they are invalid."""
+        self.default = params.check(math.inf)
+
+    def params(self, row: ShardRow) -> SamplingParams:
+        """Return the sampling parameters of a row. Raise InputError if the row states a wrong value."""
+        return self.default
+
+    def line(self, row: ShardRow, answer: Answer) -> Line:
+        """Return the line with the answer to a row."""
+        return {
+            "row": row.row,
+            "id": row.id,
+            "text": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+            **_kept(row),
+        }
+
+    def error_line(self, row: ShardRow, why: str) -> Line:
+        """Return the line of a row that failed. `why` begins with the name of the error."""
+        return {"row": row.row, "id": row.id, "error": why, **_kept(row)}
+
+
+def _kept(row: ShardRow) -> Line:
+    return {"columns": row.columns} if row.columns else {}
+
+
+def batch_id(row: int) -> str:
+    """Return the `id` of the line of a row in OpenAI's format."""
+    return f"{_BATCH_ID}{row}"
+
+
+def has_failed(line: Mapping[str, Any]) -> bool:
+    """Return whether a line has an error instead of an answer."""
+    return line.get("error") is not None
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,12 +205,12 @@ def _begun(file: BinaryIO, output: Path) -> tuple[int, int, str | None]:
             answer = msgspec.json.decode(line)
         except (*NOT_JSON, RecursionError):
             answer = None
-        if not isinstance(answer, dict) or answer.get("row") != rows:
+        if not isinstance(answer, dict) or (answer.get("row") != rows and answer.get("id") != batch_id(rows)):
             raise InputError(
                 f"{output} was not written by an earlier call, or was changed since: line {rows + 1} "
                 f"is not the answer to row {rows}"
             )
-        rows, errors, whole = rows + 1, errors + ("error" in answer), whole + len(line)
-        last_id = answer.get("id")
+        rows, errors, whole = rows + 1, errors + has_failed(answer), whole + len(line)
+        last_id = answer.get("custom_id", answer.get("id"))
     file.truncate(whole)
     return rows, errors, last_id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -34,15 +33,12 @@ from mindie_mm.errors import (
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import WorkerConfig, kind_of_name
 from mindie_mm.shm import Arena
-from mindie_mm.worker.answer_file import Origin, continued
+from mindie_mm.worker.answer_file import Line, Origin, Requests, continued, has_failed
 from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
-
-Line = dict[str, Any]
-"""An answer as a JSON object, as it is written to the output."""
 
 _ENGINE_FAILED = (ProcessDied, NoProcess, DeviceError)
 _DECIDING = ("weights", "max_model_len", "vision_device", "vision_bits", "projector_device", "projector_bits")
@@ -60,7 +56,7 @@ async def generate(
     dataset: Dataset,
     output: Path,
     config: WorkerConfig,
-    params: SamplingParams,
+    requests: Requests,
     limit: int | None = None,
     *,
     other_model: bool = False,
@@ -75,7 +71,7 @@ async def generate(
         dataset: Rows of a finished `tokenize` run.
         output: File of answers, one JSON object per line.
         config: Settings of the worker.
-        params: Sampling settings.
+        requests: Sampling settings of the rows, and the form of their answers.
         limit: Number of rows to answer, counted from the first row, or None for all rows.
         other_model: Whether to accept a checkpoint that differs from the checkpoint of the `tokenize` run.
         loading: Has the same meaning as in `Worker.start`.
@@ -93,7 +89,6 @@ async def generate(
         NoProcess, ProcessDied, DeviceError: The engine does not restart, or every request makes it fail.
 
     """
-    params = params.check(math.inf)
     stop, run = min(len(dataset), limit or len(dataset)), dataset.manifest.run
     checkpoint = Checkpoint.open(config.model)
     if not other_model:
@@ -103,7 +98,7 @@ async def generate(
         model="" if config.model is None else os.fsencode(config.model.absolute()).decode(errors="backslashreplace"),
         model_digest=model_digest(checkpoint),
         weights_digest=weights_digest(checkpoint),
-        sampling=params,
+        sampling=requests.default,
         settings=_deciding(config),
         versions=versions(LIBRARIES),
         dtype="" if config.engine.dtype == "auto" else config.engine.dtype,
@@ -121,14 +116,14 @@ async def generate(
             return stop, errors
         async with (
             await Worker.start(config, in_process=True, loading=loading) as worker,
-            aclosing(_answers(dataset, range(begun, stop), worker, params)) as answers,
+            aclosing(_answers(dataset, range(begun, stop), worker, requests)) as answers,
         ):
             origin.require_engine(output, worker.engine.info.device, worker.engine.info.dtype)
             earlier = Progress(begun, earlier_errors, share=begun / stop)
             show(earlier, earlier)
             try:
                 async for answer in answers:
-                    errors += "error" in answer
+                    errors += has_failed(answer)
                     append(msgspec.json.encode(answer, enc_hook=str) + b"\n")
                     done += 1
                     show(Progress(done, errors, share=done / stop), earlier)
@@ -145,7 +140,7 @@ def _deciding(config: WorkerConfig) -> dict[str, Any]:
     return {"family": config.family or ""} | deciding
 
 
-async def _answers(dataset: Dataset, rows: range, worker: Worker, params: SamplingParams) -> AsyncGenerator[Line, None]:
+async def _answers(dataset: Dataset, rows: range, worker: Worker, requests: Requests) -> AsyncGenerator[Line, None]:
     """Yield the answers of `rows` in order. A shard is mounted from its first request to its last answer.
 
     Twice as many rows are in progress as the engine can run, so that the engine never waits for rows.
@@ -154,7 +149,7 @@ async def _answers(dataset: Dataset, rows: range, worker: Worker, params: Sampli
         CorruptReference, SegmentMissing: A shard is damaged or missing. All rows of earlier shards have been answered.
 
     """
-    asking = _Asking(worker, params)
+    asking = _Asking(worker, requests)
     most = 2 * worker.config.engine.max_num_seqs * len(worker.engine.engines)
     with ExitStack() as mounts:
         try:
@@ -202,9 +197,9 @@ class _Asking:
     and so on. If the engine fails on a single row, the row gets an error, and the other rows are answered.
     """
 
-    def __init__(self, worker: Worker, params: SamplingParams) -> None:
+    def __init__(self, worker: Worker, requests: Requests) -> None:
         self._worker = worker
-        self._params = params
+        self._requests = requests
         self._asked: deque[_Asked] = deque()
 
     def __len__(self) -> int:
@@ -244,25 +239,19 @@ class _Asking:
     async def _answer(self, asked: _Asked) -> None:
         record = asked.record
         if record.prompt is None:
-            asked.answer = _failed(record, record.error)
+            asked.answer = self._requests.error_line(record, _reason(record.error))
             return
         try:
             prompt = record.mounted_prompt(asked.number)
             source = PromptSource(prompt, deaths=0)  # another attempt would hide a row that kills the engine
-            answer = await Answer.of(self._worker.generate(source, self._params, str(record.row)))
+            params = self._requests.params(record)
+            answer = await Answer.of(self._worker.generate(source, params, str(record.row)))
         except _ENGINE_FAILED as error:
             asked.failure = error
         except MindieMMError as error:
-            asked.answer = _failed(record, error)
+            asked.answer = self._requests.error_line(record, _reason(error))
         else:
-            asked.answer = {
-                "row": record.row,
-                "id": record.id,
-                "text": answer.text,
-                "token_ids": answer.token_ids,
-                "finish_reason": answer.finish_reason,
-                **_kept(record),
-            }
+            asked.answer = self._requests.line(record, answer)
 
     async def _ask_again(self, rows: Sequence[_Asked]) -> None:
         """Request `rows` again until each row has an answer. No other request may run during this call."""
@@ -273,7 +262,7 @@ class _Asking:
         failed = [asked for asked in rows if asked.answer is None]
         if len(rows) == 1 and failed:
             await self._require_answering()
-            rows[0].answer = _failed(rows[0].record, rows[0].failure)
+            rows[0].answer = self._requests.error_line(rows[0].record, _reason(rows[0].failure))
         elif failed:
             half = len(failed) // 2
             for part in filter(None, (failed[:half], failed[half:])):
@@ -294,13 +283,8 @@ class _Asking:
             return  # an error of the request shows that the engine works
 
 
-def _failed(record: ShardRow, error: MindieMMError | str | None) -> Line:
-    why = f"{error_name(error)}: {error}" if isinstance(error, MindieMMError) else error
-    return {"row": record.row, "id": record.id, "error": why, **_kept(record)}
-
-
-def _kept(record: ShardRow) -> Line:
-    return {"columns": record.columns} if record.columns else {}
+def _reason(error: MindieMMError | str | None) -> str:
+    return f"{error_name(error)}: {error}" if isinstance(error, MindieMMError) else str(error)
 
 
 def _by_shard(dataset: Dataset, rows: range) -> Iterator[tuple[int, range]]:

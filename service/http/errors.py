@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -151,11 +151,15 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     mistakes = error.errors()
-    details = "; ".join(_detail(detail) for detail in mistakes[:_MAX_DETAILS])
-    if len(mistakes) > _MAX_DETAILS:
-        details += f"; and {len(mistakes) - _MAX_DETAILS} more"
+    details = mistakes_in_words(mistakes)
     await note_reason(request, details)
     return JSONResponse(error_body(details, 400, _param(mistakes[0]) if mistakes else None), status_code=400)
+
+
+def mistakes_in_words(mistakes: Sequence[Mapping[str, Any]]) -> str:
+    """Describe pydantic's errors for a body. The first part of the location of each error is left out."""
+    details = "; ".join(_detail(detail) for detail in mistakes[:_MAX_DETAILS])
+    return f"{details}; and {len(mistakes) - _MAX_DETAILS} more" if len(mistakes) > _MAX_DETAILS else details
 
 
 def _param(detail: Mapping[str, Any]) -> str | None:

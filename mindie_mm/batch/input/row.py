@@ -17,6 +17,7 @@ import msgspec
 from mindie_mm.batch.input.conversations import CONVERSATION_KEYS, CONVERSATIONS, as_chat, with_named_files
 from mindie_mm.batch.input.placed import has_places, has_question, with_media
 from mindie_mm.batch.input.record import Files, Record
+from mindie_mm.batch.input.request import CHAT, is_batch_line, prompt_of
 from mindie_mm.batch.input.sniff import no_json
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON
 from mindie_mm.errors import InputError, MediaError
@@ -71,6 +72,8 @@ class Row:
     """Further variables for the chat template, such as `tools`."""
     parse_special: bool | None = None
     """Same as `PromptOptions.parse_special`."""
+    chat: bool | None = None
+    """Whether items are formatted as one user turn. None means the setting of the run."""
 
 
 def row_id(record: Record) -> str | None:
@@ -82,8 +85,11 @@ def row_id(record: Record) -> str | None:
         described = record.own(".json")
         return (row_id(described) if described is not None else None) or printable(record.key)
     try:
-        named = msgspec.json.decode(record, type=_Named) if isinstance(record, bytes) else _Named(record.get("id"))
-        return _id(named.id)
+        if isinstance(record, bytes):
+            named = msgspec.json.decode(record, type=_Named)
+        else:
+            named = _Named(record.get("id"), record.get("custom_id"))
+        return _id(named.custom_id if named.id is None else named.id)
     except InputError:
         return None
     except (*NOT_JSON, RecursionError):
@@ -135,6 +141,7 @@ def printable(text: str) -> str:
 
 class _Named(msgspec.Struct):
     id: Any = None
+    custom_id: Any = None
 
 
 def set_aside(columns: Collection[str], kept: Collection[str]) -> frozenset[str]:
@@ -189,6 +196,13 @@ def _from_object(record: Any, locate: _Locate, whole: bool) -> Row:
     if not isinstance(record, Mapping):
         raise InputError(f"the row is {type(record).__name__}; it must be an object or a list of items")
     _id(record.get("id"))
+    if is_batch_line(record):
+        row = _from_row(prompt_of(record), locate, whole=False)
+        return replace(row, chat=None if record["url"] == CHAT else False)
+    return _from_row(record, locate, whole)
+
+
+def _from_row(record: Mapping[str, Any], locate: _Locate, whole: bool) -> Row:
     if _MEDIA.isdisjoint(record):
         record = with_named_files(record)
     record = as_chat(record, whole=whole)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.batch.input.files import replacing
 from mindie_mm.batch.input.record import RecordsDigest
+from mindie_mm.batch.input.request import REQUEST
 from mindie_mm.batch.input.source import NOT_JSON, Chunk
 from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, SharedMemoryError, StorageError
 from mindie_mm.msgspec_errors import in_words
@@ -147,6 +148,8 @@ class ShardRow:
     arrays: Sequence[Sequence[Mapping[str, Any]]]
     columns: Mapping[str, Any]
     """Values of the columns that the run kept, by name."""
+    request: str | None
+    """What the row states about its answer, as in `request_of`."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
@@ -163,7 +166,9 @@ class ShardRow:
                     f"row {record['row']}: the bounds {bounds[1:-1]} of its media items do not fit its token ids"
                 )
         columns = {name: value for name, value in record.items() if name not in _COLUMNS}
-        return cls(record["row"], record["id"], prompt, error, record["digests"] or (), record["arrays"] or (), columns)
+        request = columns.pop(REQUEST, None)
+        digests, arrays = record["digests"] or (), record["arrays"] or ()
+        return cls(record["row"], record["id"], prompt, error, digests, arrays, columns, request)
 
     def plain_prompt(self) -> Prompt:
         """Return the prompt with placeholder ids in place of handle words."""

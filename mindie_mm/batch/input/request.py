@@ -1,0 +1,103 @@
+"""Settings that rows have for their answers, and lines of OpenAI's Batch API, which contain whole requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from mindie_mm.batch.input.record import Files, Record
+from mindie_mm.batch.input.source import NOT_JSON
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import OFF, refused_fields
+
+SAMPLING = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens", "min_tokens"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
+        *("response_format", "structured_outputs"),
+    }
+)
+"""Keys of a row that state how `generate` answers it."""
+REQUEST = "request"
+"""Column of the output that contains `request_of` each row."""
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+_PROMPT = frozenset({"messages", "prompt"})
+_NOT_ANSWERED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("n", "best_of"), (None, 1)),
+    **dict.fromkeys(("stream", "logprobs", "echo", "use_beam_search", "return_token_ids", "media_spans"), OFF),
+    **dict.fromkeys(("top_logprobs", "prompt_logprobs"), (None, 0)),
+    "thinking_token_budget": (None, -1),
+    "tools": OFF,
+}
+"""Fields of a request that `generate` does not support, each with the values that do not change the answer."""
+_DECODING = (*NOT_JSON, RecursionError)
+
+
+_NULL = msgspec.Raw(b"null")
+
+
+class _Line(msgspec.Struct):
+    """A line of a batch file. `body` is not decoded."""
+
+    custom_id: Any = None
+    url: Any = None
+    body: msgspec.Raw = _NULL
+
+
+_Stated = msgspec.defstruct("_Stated", [(name, msgspec.Raw, _NULL) for name in SAMPLING])
+
+
+def is_batch_line(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is a line of OpenAI's Batch API."""
+    return "custom_id" in row and isinstance(row.get("body"), Mapping)
+
+
+def prompt_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row with the prompt of a line of OpenAI's Batch API: `messages`, or a `text` for completions.
+
+    Raises:
+        InputError: The request is not a chat or a completion, or a field of it is not supported.
+
+    """
+    url, method, body = line.get("url"), line.get("method", "POST"), line["body"]
+    if method != "POST" or url not in (CHAT, COMPLETION):
+        raise InputError(
+            f"the row has the method {method!r} and the url {url!r}; it must be POST {CHAT} or {COMPLETION}"
+        )
+    if refused := refused_fields(body, _NOT_ANSWERED):
+        raise InputError(f"the row's body has {refused[0]}, which is not supported in a batch. Remove this field")
+    if url == CHAT:
+        return {name: value for name, value in body.items() if name != "prompt"}
+    if not isinstance(prompt := body.get("prompt"), str):
+        raise InputError(f"the row's body has a prompt of type {type(prompt).__name__}; it must be a string")
+    return {**{name: value for name, value in body.items() if name not in _PROMPT}, "text": prompt}
+
+
+def request_of(record: Record) -> str | None:
+    """Return what a record states about its answer as JSON text, or None if it states nothing.
+
+    The text is an object with `body`: the sampling parameters, or all fields of a request but its prompt. For a line of
+    OpenAI's Batch API, it also has `custom_id` and `url`. A record that is not valid JSON states nothing.
+    """
+    text = record.own(".json") if isinstance(record, Files) else record
+    if text is None:
+        return None
+    try:
+        if isinstance(text, Mapping):
+            text = msgspec.json.encode({key: text[key] for key in text if key in _READ}, enc_hook=str)
+        line = msgspec.json.decode(text, type=_Line)
+        if line.custom_id is not None and bytes(line.body).startswith(b"{"):
+            body = msgspec.json.decode(line.body, type=dict[str, msgspec.Raw])
+            stated = {name: value for name, value in body.items() if name not in _PROMPT}
+            return msgspec.json.encode({"custom_id": line.custom_id, "url": line.url, "body": stated}).decode()
+        given = msgspec.structs.asdict(msgspec.json.decode(text, type=_Stated))
+    except _DECODING:
+        return None
+    stated = {name: value for name, value in given.items() if bytes(value) != b"null"}
+    return msgspec.json.encode({"body": stated}).decode() if stated else None
+
+
+_READ = SAMPLING.union(["custom_id", "url", "body"])

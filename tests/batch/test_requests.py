@@ -1,0 +1,94 @@
+"""Tests of rows that state how they are answered, and of lines of OpenAI's Batch API, which contain whole requests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai.types
+import pytest
+from click.testing import CliRunner
+from openai.types.chat import ChatCompletion
+
+from mindie_mm.batch import Dataset
+from mindie_mm.batch.input.request import request_of
+from mindie_mm.batch.input.row import parse, row_id
+from mindie_mm.cli import main
+from mindie_mm.errors import InputError
+from tests.batch.conftest import run_in_process, settings, written
+from tests.media_samples import encoded, photograph
+
+MESSAGES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]
+
+
+def batch_line(custom_id: str, body: dict[str, Any], url: str = "/v1/chat/completions") -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "m", **body}}
+
+
+def test_generate_answers_batch_lines_and_rows_with_their_own_sampling(tmp_path: Path) -> None:
+    """Rows without sampling parameters of their own take those of the command."""
+    (tmp_path / "a.png").write_bytes(encoded(photograph(size=(60, 40))))
+    said = [{"role": "user", "content": "Hello!"}]
+    rows = [
+        batch_line("one", {"messages": MESSAGES, "max_completion_tokens": 3, "temperature": 0}),
+        batch_line("two", {"prompt": "Hello!", "max_tokens": 2, "ignore_eos": True}, "/v1/completions"),
+        batch_line("three", {"messages": said, "n": 2}),
+        batch_line("four", {"messages": said, "temperature": "hot"}),
+        {"id": "five", "text": "Hello!", "max_tokens": 4, "ignore_eos": True, "top_k": -1},
+        {"text": "Hello!", "ignore_eos": True, "stop": None},
+        {"text": "Hello!", "max_tokens": -1},
+        batch_line("eight", {"messages": said, "response_format": {"type": "json_object"}, "max_tokens": 40}),
+    ]
+    run_in_process(settings(written(tmp_path / "rows.jsonl", rows)), tmp_path / "run")
+    output = tmp_path / "out.jsonl"
+    arguments = ["generate", "--tokenized", str(tmp_path / "run"), "--output", str(output), "--max-tokens", "5"]
+    done = CliRunner().invoke(main, arguments)
+    assert (done.exit_code, done.stdout) == (1, f"8 rows in {output}; 3 rows failed\n"), done.output
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    one, two, three, four, five, six, seven, eight = lines
+    assert [line["custom_id"] for line in (one, two, three, four, eight)] == ["one", "two", "three", "four", "eight"]
+    assert [line["id"] for line in (one, two)] == ["batch_req_0", "batch_req_1"]
+    chat = ChatCompletion.model_validate(one["response"]["body"])
+    assert (one["response"]["status_code"], one["error"], chat.model) == (200, None, "m")
+    assert chat.usage is not None
+    assert 1 <= chat.usage.completion_tokens <= 3
+    completion = openai.types.Completion.model_validate(two["response"]["body"])
+    assert completion.usage is not None
+    assert (completion.usage.completion_tokens, completion.choices[0].finish_reason) == (2, "length")
+    chatted = Dataset(tmp_path / "run")[4].ids
+    assert completion.usage.prompt_tokens < len(chatted), "a completion has no chat template"
+    assert (three["response"], three["error"]["code"]) == (None, "InputError")
+    assert three["error"]["message"] == "the row's body has n, which is not supported in a batch. Remove this field"
+    assert "temperature: Input should be a valid number" in four["error"]["message"]
+    assert (five["id"], len(five["token_ids"]), len(six["token_ids"])) == ("five", 4, 5)
+    assert "max_tokens: " in seven["error"]
+    json.loads(eight["response"]["body"]["choices"][0]["message"]["content"])
+    whole = output.read_bytes()
+    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]) + b'{"id"')
+    assert CliRunner().invoke(main, [*arguments, "--limit", "3"]).exit_code == 1, "the answers are continued"
+    assert output.read_bytes() == b"".join(whole.splitlines(keepends=True)[:3])
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (batch_line("a", {"messages": MESSAGES}, "/v1/embeddings"), "the url '/v1/embeddings'; it must be POST"),
+        (batch_line("a", {"messages": MESSAGES, "tools": [{"type": "function"}]}), "has tools, which is not supported"),
+        (batch_line("a", {"prompt": ["a", "b"]}, "/v1/completions"), "has a prompt of type list; it must be a string"),
+        (batch_line("a", {}), "it must have inputs, messages, or text and media"),
+    ],
+)
+def test_a_batch_line_that_cannot_be_answered_as_stated_fails(line: dict[str, Any], why: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=why):
+        parse(json.dumps(line).encode(), tmp_path, "")
+
+
+def test_a_request_contains_everything_but_the_prompt() -> None:
+    line = batch_line("a", {"messages": MESSAGES, "top_p": 0.5})
+    for record in (line, json.dumps(line).encode()):
+        assert row_id(record) == "a"
+        request = json.loads(str(request_of(record)))
+        assert request == {"custom_id": "a", "url": line["url"], "body": {"model": "m", "top_p": 0.5}}
+    assert request_of(b'{"text": "a", "stop": ["x"], "seed": null, "label": 3}') == '{"body":{"stop":["x"]}}'
+    assert [request_of(record) for record in (b'{"text": "a"}', b"[]", b"{", {"text": "a", "seed": None})] == [None] * 4
