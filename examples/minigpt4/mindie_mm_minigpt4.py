@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -20,9 +19,9 @@ from mindie_mm.media.image.encoded_image import Data, open_image, resize
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
-from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel, text_width
 from mindie_mm.shm import ArraySpec
@@ -42,7 +41,7 @@ _TEMPLATE = (
 
 
 class MiniGPT4Processor(Processor):
-    """Processor that resizes each image to a square. A block contains `pixel_values`, uint8 [side, side, 3]."""
+    """Processor that resizes each image to a square. A block contains `pixel_values`, uint8 [1, side, side, 3]."""
 
     traits = Traits(chat_template=_TEMPLATE)
 
@@ -54,7 +53,7 @@ class MiniGPT4Processor(Processor):
                 f"{checkpoint.path}: size is {size['width']}x{size['height']}; it must be square"
             )
         self.side: int = size["height"]
-        self.normalization = Normalization.read(pixels)
+        self.normalizations = {"image": Normalization.read(pixels)}
         self.feature_width = text_width("Blip2Config", checkpoint)
         self._num_features: int = checkpoint.config.get("num_query_tokens", 32)
         self.placeholders = {"image": Placeholder((), checkpoint.config["image_token_index"], (), marker=_IN_TEXT)}
@@ -69,25 +68,22 @@ class MiniGPT4Processor(Processor):
         image, side = open_image(data), self.side
 
         def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            arrays["pixel_values"][...] = resize(image.decode(), side, side)
+            arrays["pixel_values"][0] = resize(image.decode(), side, side)
 
-        spec = ArraySpec((side, side, 3), "uint8")
+        spec = ArraySpec((1, side, side, 3), "uint8")
         return Plan(self._num_features, {"pixel_values": spec}, f"image {side}"), write
 
 
-class MiniGPT4Model(PretrainedModel):
+class MiniGPT4Model(PictureModel, PretrainedModel):
     """The model. `module` is transformers' Blip2ForConditionalGeneration."""
 
     traits = Traits(vision_parts=("vision_model",), projector_parts=("language_projection",))
 
     def __init__(self, module: Any, spec: ModelSpec, processor: MiniGPT4Processor) -> None:
         super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
-        self._normalization = processor.normalization
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = torch.stack([to_device(item.view, "pixel_values", self.spec.device) for item in items])
-        planes = self._normalization(pixels).to(self.spec.dtype)  # uint8 [n, side, side, 3] -> [n, 3, side, side]
-        return list(self.module.get_image_features(planes).pooler_output)
+        return list(self.module.get_image_features(self.pixels(items)).pooler_output)
 
 
 class MiniGPT4(PretrainedFamily):

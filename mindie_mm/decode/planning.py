@@ -15,7 +15,7 @@ from mindie_mm.media.embeddings import read_embeddings
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.nn.family import Plan, Processor, Write
-from mindie_mm.nn.model import EMBEDDINGS
+from mindie_mm.nn.model_inputs import EMBEDDINGS
 from mindie_mm.settings.config import MediaCaps
 from mindie_mm.shm import ArraySpec
 

@@ -290,6 +290,7 @@ def load_model(
             refuse_mindie(checkpoint)
             processor = chosen.processor(checkpoint)  # first, to report unsupported settings before weights are read
             model = chosen.model(checkpoint, processor, opened, _dtype(dtype, checkpoint, opened))
+            model.processor = processor
             if is_first() and (message := unknown_keys(checkpoint, chosen)):
                 _log.warning("%s: %s", checkpoint.path, message)
         place(model, vision, projector)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
@@ -14,6 +16,7 @@ from mindie_mm.media.image.preprocess import Size, check_settings, resample_of
 from mindie_mm.media.image.tiles import best_canvas, without_padding, write_canvas
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pixels import Normalization
 from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
@@ -125,6 +128,10 @@ class AnyresProcessor(Processor):
         if not grid:
             return {}
         return {"pixel_values": ArraySpec((self.num_tiles(*grid), self.side, self.side, 3), "uint8")}
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        pixels = self.normalized(item, device).unsqueeze(0)  # prompts with several images are padded to the most tiles
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([item.shape.grid[:2]])}
 
     def num_tiles(self, height: int, width: int) -> int:
         """Return the number of tiles of an image with this size in pixels, including the whole image."""

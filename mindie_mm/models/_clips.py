@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from mindie_mm.errors import MediaError
 from mindie_mm.inputs import Kind, Media
@@ -16,6 +18,8 @@ from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.image.preprocess import check_settings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Plan, Processor, Spelling, Write
+from mindie_mm.nn.model_inputs import Item
+from mindie_mm.nn.staging import to_device
 from mindie_mm.shm import ArraySpec
 
 SPECTROGRAM = "input_features"
@@ -44,6 +48,8 @@ class Clips:
     """Minimum number of frames of a clip."""
     further_frames: int = 0
     """Number of silent frames that are stored after the frames of the clip."""
+    chunk: int = 1
+    """Number of frames of which the length of transformers' spectrogram is a multiple, if it is not `max_frames`."""
 
     @property
     def max_tokens(self) -> int:
@@ -91,6 +97,23 @@ class Clips:
         stored = min(grid[0] + self.further_frames, self.mel.max_frames)
         return {SPECTROGRAM: ArraySpec((self.mel.num_bins, stored), "float32")}
 
+    def inputs(self, item: Item, device: torch.device, mask: str | None) -> dict[str, Tensor]:
+        """Return the spectrogram of an item in transformers' layout, float32 [1, bins, frames], and its mask.
+
+        Args:
+            item: The item. The last number of its grid is the number of frames.
+            device: Where the spectrogram is copied to.
+            mask: Name of the mask of the clip's frames in transformers, or None.
+
+        """
+        stored, num_frames = to_device(item.view, SPECTROGRAM, device), item.shape.grid[-1]
+        length = self.mel.max_frames if self.mel.pads else -(-num_frames // self.chunk) * self.chunk
+        # The logarithm of silence is -10, or 8 less than the maximum. Spectrograms have it plus 4, divided by 4.
+        silence = torch.clamp(stored.max() - 2, min=-1.5)
+        sound = torch.cat([stored, silence.expand(len(stored), length - stored.shape[1])], 1).unsqueeze(0)
+        is_sound = (torch.arange(length) < num_frames).int().unsqueeze(0)
+        return {SPECTROGRAM: sound} if mask is None else {SPECTROGRAM: sound, mask: is_sound}
+
     def is_possible(self, num_frames: int) -> bool:
         """Return whether a clip can have this number of frames."""
         return self.least_frames <= num_frames <= self.mel.max_frames
@@ -110,6 +133,11 @@ class ClipProcessor(Processor):
     """
 
     clips: Clips
+    mask: ClassVar[str | None] = "feature_attention_mask"
+    """Name of the mask of frames in transformers. None if transformers' model has no mask."""
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        return self.clips.inputs(item, device, self.mask)
 
     def max_tokens(self, kind: Kind) -> int:
         return self.clips.max_tokens

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -18,7 +19,8 @@ from mindie_mm.models._original_tokenizer import original_tokenizer
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Write
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization, joined
+from mindie_mm.nn.model_inputs import Item
+from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
@@ -79,7 +81,8 @@ class DeepseekProcessor(Processor):
         self.side = self.read_side("size", vision.image_size)
         self.resample = resample_of(self.settings, where)
         self._background = background_of(self.settings["image_mean"])
-        self.normalizations = {"pixel_values": Normalization.read(self.settings)}
+        self.normalized_arrays = {"pixel_values": Normalization.read(self.settings)}
+        """Normalization of each array of a block."""
 
     def template(self, own: str | None, tokenizers: str | None, kinds: Collection[Kind]) -> str | None:
         """Return the chat template.
@@ -106,6 +109,13 @@ class DeepseekProcessor(Processor):
 
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         return {"pixel_values": ArraySpec((self.side, self.side, 3), "uint8")}
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        """Return the normalized arrays of a block, float32 [1, 3, side, side]."""
+        return {
+            name: normalize(to_device(item.view, name, device).unsqueeze(0))
+            for name, normalize in self.normalized_arrays.items()
+        }
 
     def write(self, rgb: Pixels, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Preprocess an image into `arrays`."""
@@ -141,19 +151,13 @@ class DeepseekModel(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: DeepseekProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._normalizations = processor.normalizations
+        self._processor = processor
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = {
-            name: joined([self.normalized(item, name) for item in items]).to(self.spec.dtype)
-            for name in self._normalizations
-        }
+        inputs = self._processor.media_inputs([items], self.spec.device)
+        pixels = {name: values.to(self.spec.dtype) for name, values in inputs.items()}
         features: Tensor = self.module.model.get_image_features(**pixels, return_dict=True).pooler_output
         return list(features)
-
-    def normalized(self, item: MediaItem, name: str) -> Tensor:
-        """Return the normalized pixels of the array `name`, float32 [1, 3, side, side], on the device."""
-        return self._normalizations[name](to_device(item.view, name, self.spec.device).unsqueeze(0))
 
 
 class DeepseekFamily(PretrainedFamily):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
@@ -17,6 +18,7 @@ from mindie_mm.media.image.tiles import cut
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item, padded_rows
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
@@ -139,6 +141,15 @@ class IdeficsProcessor(Processor):
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         return {"pixel_values": ArraySpec((grid[0] * grid[1] + 1, self.side, self.side, 3), "uint8")}
 
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        pixels = self.normalized(item, device).unsqueeze(0)
+        mask = torch.ones(pixels[:, :, 0].shape, dtype=torch.int64)  # [1, tiles, side, side]
+        return {"pixel_values": pixels, "pixel_attention_mask": mask}
+
+    def join(self, name: str, prompts: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the tiles of each prompt in one row, [prompts, tiles, ...]. Shorter rows end in zeros."""
+        return padded_rows(prompts)
+
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width of an image after its first resize, before it is cut into tiles."""
         return self._size if len(self._size) == 2 else resized(height, width, self._size[0])
@@ -224,7 +235,6 @@ class IdeficsModel(PictureModel, PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: IdeficsProcessor) -> None:
         super().__init__(module, spec, module.model.text_model, module.lm_head)
-        self.normalizations = processor.normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         # get_image_features is not used, because it drops tiles whose values are all zero.

@@ -29,6 +29,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.layers import PatchProjection
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import PIXELS, Item
 from mindie_mm.nn.pixels import HALF, joined, normalize_patches
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
@@ -51,6 +52,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "stack_frames": 1,
 }
 _TOKENS = ("image_start", "image_end", "slice_start", "slice_end", "image_id_start", "image_id_end")
+_SIZES: Mapping[Kind, str] = {"image": "target_sizes", "video": "target_sizes_videos"}
+"""Names of the sizes of crops in transformers."""
 _GRID = "the numbers of frames, of rows and of columns of slices, and the size in patches of a thumbnail and a slice"
 
 
@@ -136,6 +139,27 @@ class MiniCPMVProcessor(Processor):
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         patch_bytes = 3 * self.settings[kind].patch ** 2
         return {"pixel_values": ArraySpec((grid[0] * Crops.of(grid).num_patches, patch_bytes), "uint8")}
+
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return the normalized patches of an item, float32 [patches, 3 * patch * patch]."""
+        settings = self.settings[item.shape.kind]
+        patches = to_device(item.view, "pixel_values", device)
+        return normalize_patches(patches, settings.mean, settings.std, settings.rescale_factor)
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        kind, patch, group = item.shape.kind, self.settings["image"].patch, self.settings["image"].group
+        sizes = Crops.of(item.shape.grid).sizes * item.shape.grid[0]
+        patches = self.normalized(item, device).unflatten(1, (3, patch, patch))
+        rows = [
+            # The reference has the patches row by row. In a block, those of a window are adjacent.
+            part.unflatten(0, (height // group, width // group, group, group)).transpose(1, 2).flatten(0, 3)
+            for (height, width), part in zip(sizes, patches.split([h * w for h, w in sizes]), strict=True)
+        ]
+        pixels = torch.cat(rows).permute(1, 2, 0, 3).flatten(2).unsqueeze(0)  # [1, 3, patch, patches * patch]
+        return {PIXELS[kind]: pixels, _SIZES[kind]: torch.tensor(sizes, dtype=torch.int32)}
+
+    def join(self, name: str, prompts: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.cat([array for arrays in prompts for array in arrays], -1 if name in PIXELS.values() else 0)
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         settings = self.settings[media.kind]
@@ -249,12 +273,6 @@ class MiniCPMVModel(PretrainedModel):
         for (height, width), part in zip(sizes.tolist(), rows, strict=True):
             parts.append(part.view(height // group, group, width // group, group).transpose(1, 2).flatten())
         return torch.cat(parts)
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalized patches of an item, float32 [patches, 3 * patch * patch] on the device."""
-        settings = self._settings[item.shape.kind]
-        patches = to_device(item.view, "pixel_values", self.spec.device)
-        return normalize_patches(patches, settings.mean, settings.std, settings.rescale_factor)
 
 
 def _bounds(sizes: Tensor) -> Tensor:

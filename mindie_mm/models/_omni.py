@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
+import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
@@ -29,6 +30,7 @@ from mindie_mm.models._qwen import INTERVAL_GRIDS, PICOSECONDS, QwenModel, QwenP
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
 from mindie_mm.nn.model import ModelSpec, Positions
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.splice import ItemView, MediaItem
 from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
@@ -52,7 +54,7 @@ class OmniProcessor(QwenProcessor):
     The block of a video with its sound contains the arrays of both. Its grid is (t, h, w, interval, frames).
     """
 
-    traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS, mindie_layouts={}, hears_videos=True)
+    traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS, mindie_layouts={}, hears_videos=True, token_types=())
     extractors: ClassVar[Mapping[str, Mapping[str, Any]]]
     """Names of the supported feature extractors, with their default settings."""
     video_size: ClassVar[Mapping[str, int]]
@@ -100,6 +102,16 @@ class OmniProcessor(QwenProcessor):
         if super().spelling("video", num_features - num_sounds, grid[:4]) is None:
             return None
         return self.films.spelling(self.placeholders["video"], self.placeholders["audio"], grid)
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        mask, grid = "feature_attention_mask", item.shape.grid
+        if item.shape.kind == "audio":
+            return self.clips.inputs(item, device, mask)
+        inputs = super().item_inputs(item, device)
+        if item.shape.kind == "video":
+            inputs["video_second_per_grid"] = torch.tensor([grid[3] / PICOSECONDS])
+            inputs |= self.clips.inputs(item, device, mask) if is_film(grid) else {}
+        return inputs
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         return 1 if kind == "video" else 0

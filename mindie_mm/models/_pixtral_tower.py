@@ -22,6 +22,7 @@ from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.traits import Traits
@@ -115,6 +116,10 @@ class PixtralTowerProcessor(Processor):
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         height, width = (count * self._cell for count in grid)
         return {"pixel_values": ArraySpec((1, height, width, 3), "uint8")}
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        inputs = super().item_inputs(item, device)
+        return inputs | {"image_sizes": torch.tensor([inputs["pixel_values"].shape[2:]])}
 
     def _cells(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of features of an image."""

@@ -33,6 +33,7 @@ from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.layers import PatchProjection
 from mindie_mm.nn.mindie import PLANES, InSegment, InWord, Layout
 from mindie_mm.nn.model import ModelSpec, Positions
+from mindie_mm.nn.model_inputs import PIXELS, Item
 from mindie_mm.nn.pixels import joined
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
@@ -42,7 +43,6 @@ from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
-_PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 THW = "the number of patches along time, height and width"
 INTERVAL_GRIDS: Mapping[Kind, str] = {"image": THW, "video": f"{THW}, and the time between two patches in picoseconds"}
 """Meaning of the grids in families with positions in absolute time."""
@@ -69,7 +69,13 @@ class QwenProcessor(Processor):
     grid. The planes of an image include the repeated frame. A video also has `second_per_grid_t`, float32 [1, 1].
     """
 
-    traits = Traits(bounds_pixels=True, has_grid_thw=True, grids={"image": THW, "video": THW}, mindie_layouts=_MINDIE)
+    traits = Traits(
+        bounds_pixels=True,
+        has_grid_thw=True,
+        grids={"image": THW, "video": THW},
+        token_types=("mm_token_type_ids",),
+        mindie_layouts=_MINDIE,
+    )
 
     config_name: ClassVar[str]
     """Name of transformers' configuration class."""
@@ -126,7 +132,7 @@ class QwenProcessor(Processor):
         return self._plan_video(data, self.video.with_options(media.options), media.options)
 
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
-        name, patch_bytes = _PIXELS[kind], self.image.patch_size**2 * 3 if kind == "image" else self.video.patch_bytes
+        name, patch_bytes = PIXELS[kind], self.image.patch_size**2 * 3 if kind == "image" else self.video.patch_bytes
         return {name: ArraySpec((math.prod(grid[:3]), patch_bytes), "uint8")}
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
@@ -196,6 +202,16 @@ class QwenProcessor(Processor):
 
         """
         return patches
+
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return the normalized patches of an item in either wire format.
+
+        The result is float32 [patches, 3 * temporal * patch * patch].
+        """
+        view, kind = item.view, item.shape.kind
+        settings, planar = self.image if kind == "image" else self.video, PLANES in view
+        patches = to_device(view, PLANES if planar else PIXELS[kind], device)
+        return settings.normalize_planes(patches) if planar else settings.normalize(patches)
 
     @property
     def group(self) -> int:
@@ -281,7 +297,7 @@ class QwenProcessor(Processor):
         return [
             unpatchify(frame, h, w, self.group)
             for name, array in arrays.items()
-            if name in _PIXELS.values()
+            if name in PIXELS.values()
             for group in array.reshape(t, h * w, -1, patch, patch, 3)
             for frame in group.transpose(1, 0, 2, 3, 4)
         ]
@@ -302,7 +318,7 @@ def _frames(arrays: Mapping[str, np.ndarray[Any, Any]], kind: Kind, patch: int) 
     """Return a writable view of the patches in either wire format, [n, stored frames, patch, patch, 3]."""
     if PLANES in arrays:
         return arrays[PLANES].reshape(len(arrays[PLANES]), 3, -1, patch, patch).transpose(0, 2, 3, 4, 1)
-    patches = arrays[_PIXELS[kind]]
+    patches = arrays[PIXELS[kind]]
     return patches.reshape(len(patches), -1, patch, patch, 3)
 
 
@@ -384,13 +400,3 @@ class QwenModel(PretrainedModel):
         from transformers.vision_utils import get_vision_position_ids  # imported late, because it is slow to import
 
         return {"position_ids": upload(get_vision_position_ids(grids, self._group), self.spec.device)}
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalized patches of an item in either wire format.
-
-        The result is float32 [patches, 3 * temporal * patch * patch] on the device.
-        """
-        view, kind = item.view, item.shape.kind
-        settings, planar = self._pixels[kind], PLANES in view
-        patches = to_device(view, PLANES if planar else _PIXELS[kind], self.spec.device)
-        return settings.normalize_planes(patches) if planar else settings.normalize(patches)

@@ -30,6 +30,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Plan, Write
 from mindie_mm.nn.mindie import NORMALIZED, PLANES, Joined, PromptLayout
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
@@ -116,6 +117,11 @@ class Qwen3Processor(FrameTimesProcessor):
 
         specs = {pixels: ArraySpec(plan.mindie_specs[PLANES].shape, "float32"), grids: ArraySpec((1, 3), "int32")}
         return msgspec.structs.replace(plan, mindie_specs=specs), write
+
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        if NORMALIZED in item.view:
+            return to_device(item.view, NORMALIZED, device)
+        return super().normalized(item, device)
 
     def sample(self, total: int, fps: float | None, settings: PixelSettings) -> list[int]:
         if settings.num_frames is not None:
@@ -232,11 +238,6 @@ class Qwen3Model(DeepstackModel, FrameTimesModel):
         for row, count, stop in zip(rows, counts, accumulate(counts), strict=True):
             shape = MediaShape(kind, self._tokens[kind], count // self._merge**2, tuple(row))
             yield shape, pixels[stop - count : stop]
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        if NORMALIZED in item.view:
-            return to_device(item.view, NORMALIZED, self.spec.device)
-        return super().normalized(item)
 
 
 class Qwen3DeltaNetModel(Qwen3Model):

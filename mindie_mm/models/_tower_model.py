@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from mindie_mm.inputs import Kind
 from mindie_mm.nn.model import ModelSpec
 from mindie_mm.nn.pictures import PictureModel
-from mindie_mm.nn.pixels import Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import PretrainedModel
-
-
-class _Normalizing(Protocol):
-    @property
-    def normalizations(self) -> Mapping[Kind, Normalization]: ...
 
 
 class TowerModel(PictureModel, PretrainedModel):
@@ -29,9 +22,8 @@ class TowerModel(PictureModel, PretrainedModel):
 
     traits = Traits(vision_parts=("model.vision_tower",), projector_parts=("model.multi_modal_projector",))
 
-    def __init__(self, module: Any, spec: ModelSpec, processor: _Normalizing) -> None:
+    def __init__(self, module: Any, spec: ModelSpec, processor: Any) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self.normalizations = processor.normalizations
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         features: list[Tensor] = self.module.model.get_image_features(self.pixels(items)).pooler_output

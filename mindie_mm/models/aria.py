@@ -22,6 +22,7 @@ from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.weights.pretrained import read_config
@@ -137,6 +138,12 @@ class AriaProcessor(Processor):
         """Return the height and width that the parts of an image of this size cover on their tiles, in pixels."""
         return [self._scaled(*size) for size in self._cuts(height, width)]
 
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        heights, widths = torch.tensor(self.shown(*item.shape.grid)).t().unsqueeze(-1)
+        at = torch.arange(self.side)
+        mask = (at < heights).unsqueeze(2) & (at < widths).unsqueeze(1)  # [tiles, side, side]
+        return super().item_inputs(item, device) | {"pixel_mask": mask}
+
     def _largest(self) -> Sequence[tuple[int, int]]:
         return self.canvases if self._splits else [(self.side, self.side - self._patch_size)]
 
@@ -173,11 +180,8 @@ class AriaModel(TowerModel):
         self._processor = processor
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = self.pixels(items)
-        sizes = torch.tensor([size for item in items for size in self._processor.shown(*item.shape.grid)])
-        heights, widths = upload(sizes, pixels.device).t().unsqueeze(-1)
-        at = torch.arange(self._processor.side, device=pixels.device)
-        mask = (at < heights).unsqueeze(2) & (at < widths).unsqueeze(1)  # [tiles, side, side]
+        inputs = self._processor.media_inputs([items], self.spec.device)
+        pixels, mask = inputs["pixel_values"].to(self.spec.dtype), upload(inputs["pixel_mask"], self.spec.device)
         layer = self._processor.config.vision_feature_layer
         features = self.module.model.get_image_features(pixels, mask, vision_feature_layer=layer).pooler_output
         return split_features(features, items)

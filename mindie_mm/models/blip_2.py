@@ -85,7 +85,6 @@ class Blip2Model(_Tower, PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model.model, module.language_model.lm_head)
-        self.normalizations = processor.normalizations
 
 
 class Blip2Seq2Seq(_Tower, Seq2SeqModel):
@@ -93,7 +92,6 @@ class Blip2Seq2Seq(_Tower, Seq2SeqModel):
 
     def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, processor: Blip2Processor) -> None:
         super().__init__(module, spec, module.language_model, self._head, rules)
-        self.normalizations = processor.normalizations
 
     def _head(self, hidden: Tensor) -> Tensor:
         text = self.module.language_model

@@ -106,23 +106,15 @@ class ChameleonModel(PictureModel, PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: ChameleonProcessor) -> None:
         super().__init__(module, spec, module.model, module.lm_head)
-        self.normalizations = processor.normalizations
         barred = torch.zeros(spec.vocab_size, dtype=torch.bool)
         barred[module.model.vocabulary_mapping.image_tokens] = True
         self._barred = upload(barred, spec.device)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        pixels = joined([self.normalized(item) for item in items])
+        # Contiguous as in the reference, because the memory format changes the rounding, and thereby the nearest codes.
+        pixels = joined([self.normalized(item).contiguous() for item in items])
         features: Tensor = self.module.model.get_image_features(pixels, return_dict=True).pooler_output
         return list(features)
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalized pixels, float32 [1, 3, height, width], on the device.
-
-        The pixels are contiguous as in the reference. Another memory format would change the rounding, and thereby the
-        nearest codes.
-        """
-        return super().normalized(item).contiguous()
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits, with image tokens masked so that they are never generated."""

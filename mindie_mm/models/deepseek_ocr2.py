@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
@@ -24,7 +25,8 @@ from mindie_mm.models._sam import keep_positions
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
-from mindie_mm.nn.pixels import HALF, Normalization, joined
+from mindie_mm.nn.model_inputs import Item
+from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
 from mindie_mm.nn.traits import Traits
@@ -128,6 +130,14 @@ class DeepseekOCR2Processor(Processor):
         tiles = {_TILES: ArraySpec((grid[0], tile, tile, 3), "uint8")} if grid[0] else {}
         return {_WHOLE: ArraySpec((size, size, 3), "uint8"), **tiles}
 
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        """Return the normalized arrays of a block, float32 [images, 3, side, side], and the number of tiles."""
+        pixels = {name: to_device(item.view, name, device) for name in self._sides if name in item.view}
+        return {
+            **{name: self.normalization(array.view(-1, *array.shape[-3:])) for name, array in pixels.items()},
+            "num_local_patches": torch.tensor([item.shape.grid[0]]),
+        }
+
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         image = open_image(data)
         size, tile = self._sides.values()
@@ -165,22 +175,17 @@ class DeepseekOCR2Model(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: DeepseekOCR2Processor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._normalization = processor.normalization
+        self._processor = processor
         keep_positions(module.model.vision_tower.sam_encoder)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        dtype = self.spec.dtype
-        whole = joined([self.normalized(item, _WHOLE) for item in items]).to(dtype)
+        inputs, dtype = self._processor.media_inputs([items], self.spec.device), self.spec.dtype
+        local = inputs[_TILES].to(dtype) if _TILES in inputs else None
         counts = [item.shape.grid[0] for item in items]
-        tiles = [self.normalized(item, _TILES) for item in items if item.shape.grid[0]]
-        local = joined(tiles).to(dtype) if tiles else None
-        features: list[Tensor] = self.module.model.get_image_features(whole, local, counts).pooler_output
+        features: list[Tensor] = self.module.model.get_image_features(
+            inputs[_WHOLE].to(dtype), local, counts
+        ).pooler_output
         return features
-
-    def normalized(self, item: MediaItem, name: str) -> Tensor:
-        """Return the normalized pixels of the array `name`, float32 [images, 3, side, side], on the device."""
-        pixels = to_device(item.view, name, self.spec.device)
-        return self._normalization(pixels.unflatten(0, (-1, pixels.shape[-2])) if pixels.ndim == 3 else pixels)
 
 
 class DeepseekOCR2(PretrainedFamily):

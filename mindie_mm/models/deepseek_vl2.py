@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.model_inputs import Item, padded_rows
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer
 from mindie_mm.nn.pixels import normalize_pictures
@@ -235,6 +237,25 @@ class DeepseekVL2Processor(Processor):
             return {}
         return {_TILES: ArraySpec((1 + grid[0] * grid[1], self.size, self.size, 3), "uint8")}
 
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return normalized pixels, float32 [tiles, 3, size, size]. They equal the reference's bit for bit."""
+        return normalize_pictures(to_device(item.view, _TILES, device), self.mean, self.std)
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        """Return the arrays of an item under the names of the original code."""
+        return {
+            "images": self.normalized(item, device).unsqueeze(0),
+            "images_spatial_crop": torch.tensor([[item.shape.grid]]),
+        }
+
+    def join(self, name: str, prompts: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the arrays of each prompt in one row. Shorter rows end in zeros."""
+        return padded_rows(prompts)
+
+    def token_inputs(self, ids: NDArray[np.int64], items: Sequence[Item]) -> dict[str, Tensor]:
+        inputs = super().token_inputs(ids, items)
+        return inputs | {"images_seq_mask": self.types_of_tokens(len(ids), items).bool()}
+
     def _tiles(self, canvas: CanvasSize) -> tuple[int, int]:
         """Return the number of tiles (across, down)."""
         return canvas[1] // self.size, canvas[0] // self.size
@@ -265,14 +286,6 @@ class DeepseekVL2Model(Model):
         features = self.module.projector(self.module.vision(pixels.to(self.spec.dtype)))
         counts = [len(item.view[_TILES]) for item in items]
         return [self._arranged(own, item) for own, item in zip(features.split(counts), items, strict=True)]
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalized pixels, float32 [tiles, 3, size, size], on the device.
-
-        The pixels equal the reference's bit for bit.
-        """
-        tiles = to_device(item.view, _TILES, self.spec.device)
-        return normalize_pictures(tiles, self._processor.mean, self._processor.std)
 
     def _arranged(self, views: Tensor, item: MediaItem) -> Tensor:
         """Arrange [views, side * side, width] as features [num_features, width].

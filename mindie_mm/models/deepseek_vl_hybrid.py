@@ -128,7 +128,7 @@ class DeepseekVLHybridProcessor(DeepseekProcessor):
         self._high_side = self.read_side("high_res_size", tower.image_size)
         self._high_resample = resample_of(self.settings, self.where, "high_res_resample")
         self._high_background = background_of(self.settings["high_res_image_mean"])
-        self.normalizations[_HIGH] = Normalization.read(self.settings, "high_res_")
+        self.normalized_arrays[_HIGH] = Normalization.read(self.settings, "high_res_")
 
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         return {**super().specs_of(kind, grid), _HIGH: ArraySpec((self._high_side, self._high_side, 3), "uint8")}

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from mindie_mm.models._qwen_pixels import PixelSettings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import TOKEN_TYPES, Item
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.splice import Splice
 from mindie_mm.nn.weights.pretrained import read_config
@@ -85,6 +87,14 @@ class ErnieProcessor(QwenProcessor):
         self._font_file = PurePath(config["font"]).name if config["draw_on_frames"] else ""
         # The reference calls the number of merged frames temporal_patch_size. Patches have a single frame.
         return super().video_settings({**config, "temporal_patch_size": 1}, where)
+
+    def token_inputs(self, ids: NDArray[np.int64], items: Sequence[Item]) -> dict[str, Tensor]:
+        """Return the arrays with one entry per token. The mixtures take the tokens around an item for its tokens."""
+        inputs = super().token_inputs(ids, items)
+        types = inputs["mm_token_type_ids"].clone()
+        for kind, one in self.placeholders.items():
+            types[np.isin(ids, [*one.before, *one.after])] = TOKEN_TYPES[kind]
+        return inputs | {"moe_mm_token_type_ids": types}
 
     def sample(self, total: int, fps: float | None, settings: PixelSettings) -> list[int]:
         if settings.num_frames is not None:

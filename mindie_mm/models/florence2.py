@@ -228,7 +228,6 @@ class Florence2Model(PictureModel, Seq2SeqModel):
 
     def __init__(self, module: Any, spec: ModelSpec, rules: GenerationRules, processor: Florence2Processor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head, rules)
-        self.normalizations = processor.normalizations
 
     def read(self, ids: NDArray[np.int64]) -> list[MediaItem]:
         items = super().read(ids)

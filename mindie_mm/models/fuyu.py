@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
@@ -21,6 +22,7 @@ from mindie_mm.media.image.preprocess import Size, check_settings, resample_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pixels import HALF, Normalization, joined
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
@@ -136,6 +138,15 @@ class FuyuProcessor(Processor):
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         return {"patches": ArraySpec((grid[0] * grid[1], self.patch**2 * 3), "uint8")}
 
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return normalized patches, float32 [rows * columns, patch * patch * 3].
+
+        The three channels of a pixel are adjacent.
+        """
+        patches = to_device(item.view, "patches", device)
+        pixels = patches.view(len(patches), self.patch, self.patch, 3)
+        return self.normalization(pixels).permute(0, 2, 3, 1).flatten(1)
+
     def pictures(self, arrays: Mapping[str, np.ndarray[Any, Any]], grid: tuple[int, ...]) -> list[Pixels]:
         patches = arrays["patches"].reshape(-1, self.patch, self.patch, 3)
         return [unpatchify(patches, grid[0], grid[1], 1)]
@@ -164,20 +175,10 @@ class FuyuModel(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: FuyuProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._patch, self._normalization = processor.patch, processor.normalization
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         patches = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
         return split_features(self.module.model.vision_embed_tokens(patches), items)
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalized patches, float32 [rows * columns, patch * patch * 3], on the device.
-
-        The three channels of a pixel are adjacent.
-        """
-        patches = to_device(item.view, "patches", self.spec.device)
-        pixels = patches.view(len(patches), self._patch, self._patch, 3)
-        return self._normalization(pixels).permute(0, 2, 3, 1).flatten(1)
 
 
 class Fuyu(PretrainedFamily):

@@ -22,6 +22,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
+from mindie_mm.nn.traits import Traits
 from mindie_mm.nn.weights.pretrained import read_config
 from mindie_mm.shm import ArraySpec
 
@@ -46,6 +47,8 @@ class Gemma3Processor(Processor):
     A block contains `pixel_values`, uint8 [1 + crops, side, side, 3]. The whole image precedes its crops. The grid
     is (crops,), or empty if there are no crops.
     """
+
+    traits = Traits(token_types=("token_type_ids",))
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)

@@ -30,6 +30,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import PIXELS, Item, padded
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import Normalization
@@ -77,6 +78,8 @@ _FRAMES_AT_ONCE = 32
 class _Pictures:
     """Settings of images or of the frames of videos."""
 
+    patch: int
+    """Side of a patch in pixels."""
     cell: int
     """Side in pixels of the square that becomes one feature."""
     most: int
@@ -89,7 +92,9 @@ class _Pictures:
         check_settings(settings, {**needed, "do_resize": True}, where)
         if (most := settings["max_soft_tokens"]) not in _BUDGETS:
             raise UnsupportedCheckpoint(f"{where}: max_soft_tokens is {most!r}; only {_BUDGETS} are supported")
-        return cls(vision.patch_size * vision.pooling_kernel_size, most, resample_of(settings, where))
+        return cls(
+            vision.patch_size, vision.patch_size * vision.pooling_kernel_size, most, resample_of(settings, where)
+        )
 
     def cells(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of features of a picture."""
@@ -125,6 +130,7 @@ class Gemma4Processor(Processor):
 
     traits = Traits(
         needs_ids=True,
+        token_types=("mm_token_type_ids",),
         grids={
             "image": "the numbers of rows and columns of features",
             "video": "the numbers of rows and columns of features of a frame, and the time of each frame in seconds",
@@ -251,6 +257,27 @@ class Gemma4Processor(Processor):
     def _plan(self, kind: Kind, grid: tuple[int, ...], num_features: int, settings: str) -> Plan:
         return Plan(num_features, self.specs_of(kind, grid), f"gemma4 {settings}", grid)
 
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return normalized patches, float32 [images, patches, patch * patch * 3], row by row."""
+        pixels, patch = super().normalized(item, device), self._pictures["image"].patch
+        return pixels.unfold(2, patch, patch).unfold(3, patch, patch).permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
+
+    def places(self, grid: tuple[int, ...]) -> Tensor:
+        """Return the column and row of each patch of a picture, int64 [patches, 2]."""
+        rows, columns = (side // self._pictures["image"].patch for side in self._pictures["image"].pixels(grid))
+        return torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        kind, grid = item.shape.kind, item.shape.grid
+        if kind == "audio":
+            sound = to_device(item.view, _SPECTROGRAM, device).unsqueeze(0)
+            return {_SPECTROGRAM: sound, f"{_SPECTROGRAM}_mask": torch.ones(sound.shape[:2], dtype=torch.bool)}
+        pictures, patches = self._pictures[kind], self.normalized(item, device)
+        most = pictures.most * (pictures.cell // pictures.patch) ** 2
+        places = padded(self.places(grid).unsqueeze(0), (most, 2), -1).expand(len(patches), -1, -1)
+        inputs = {PIXELS[kind]: padded(patches, (most, patches.shape[2])), f"{kind}_position_ids": places}
+        return inputs if kind == "image" else inputs | {"num_frames_per_video": torch.tensor([len(patches)])}
+
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         if not grid:
             return {}
@@ -272,7 +299,7 @@ class Gemma4Model(PictureModel, PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Gemma4Processor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self.normalizations = processor.normalizations
+        self._places = processor.places
         self._text = module.config.text_config
         self._media_tokens = [placeholder.token for placeholder in processor.placeholders.values()]
 
@@ -290,15 +317,10 @@ class Gemma4Model(PictureModel, PretrainedModel):
         return [found[index] for index in range(len(items))]
 
     def _encode_pictures(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        model, side = self.module.model, self.module.config.vision_config.patch_size
-        pixels = torch.cat([self.normalized(item) for item in items])
-        images, channels, height, width = pixels.shape
-        rows, columns = height // side, width // side
-        patches = pixels.reshape(images, channels, rows, side, columns, side).permute(0, 2, 4, 3, 5, 1)
-        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)  # (x, y)
-        positions = upload(places, pixels.device).expand(images, -1, -1)
+        model, patches = self.module.model, torch.cat([self.normalized(item) for item in items])
+        positions = upload(self._places(items[0].shape.grid), patches.device).expand(len(patches), -1, -1)
         encoded = [
-            model.embed_vision(model.vision_tower(part.flatten(1, 2).flatten(2), own).last_hidden_state)
+            model.embed_vision(model.vision_tower(part, own).last_hidden_state)
             for part, own in zip(patches.split(_FRAMES_AT_ONCE), positions.split(_FRAMES_AT_ONCE), strict=True)
         ]
         return list(torch.cat(encoded).split([item.shape.num_features for item in items]))

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mindie_mm.errors import CorruptReference, InputError, UnsupportedCheckpoint
@@ -27,6 +28,7 @@ from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.mindie import PLANES, InSegment, Layout
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
@@ -167,6 +169,9 @@ class InternVLProcessor(Processor):
         planes = {PLANES: ArraySpec((tiles, 3, side, side), "uint8")}
         return Plan(tiles * self.tile_features, specs, settings, (tiles,), planes), write
 
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        return {"pixel_values": self.normalized(item, device)}
+
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         return {"pixel_values": ArraySpec((grid[0], self.side, self.side, 3), "uint8")}
 
@@ -229,7 +234,6 @@ class InternVLModel(PictureModel, PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: InternVLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self.normalizations = processor.normalizations
         self._token = processor.placeholders["image"].token
         self._side, self._tile_features = processor.side, processor.tile_features
 

@@ -32,6 +32,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import PIXELS, Item
 from mindie_mm.nn.pixels import HALF, joined, normalize_patches
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
@@ -254,6 +255,24 @@ class KimiProcessor(Processor):
         )
         return plan, write
 
+    def chunks_of(self, grid: tuple[int, ...]) -> list[tuple[int, int, int]]:
+        """Return the size of each chunk of an item in frames and in patches along height and width."""
+        frames, rows, columns = grid[:3]
+        return [(min(self.chunk, frames - start), rows, columns) for start in range(0, frames, self.chunk)]
+
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return the normalized patches of an item, float32 [t * h * w, 3 * patch * patch]."""
+        sizes = self.sizes[item.shape.kind]
+        patches = to_device(item.view, _PIXELS, device)
+        return normalize_patches(patches, sizes.mean, sizes.std, sizes.rescale_factor)
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        kind, patch = item.shape.kind, self.sizes[item.shape.kind].patch
+        return {
+            PIXELS[kind]: self.normalized(item, device).unflatten(1, (3, patch, patch)),
+            f"{kind}_grid_thw": torch.tensor(self.chunks_of(item.shape.grid)),
+        }
+
     def pictures(self, arrays: Mapping[str, NDArray[Any]], grid: tuple[int, ...]) -> list[Pixels]:
         (frames, rows, columns), patch = grid[:3], self.sizes["image"].patch
         if not frames:
@@ -296,7 +315,7 @@ class KimiModel(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: KimiProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._sizes, self._chunk = processor.sizes, processor.chunk
+        self._chunks_of = processor.chunks_of
         replace_latent_attention(self.text_model.layers)
         module.model.vision_tower = Tower(module.model.vision_tower)
 
@@ -306,16 +325,6 @@ class KimiModel(PretrainedModel):
         # The sizes stay on the host, so that the tower splits its rows without waiting for the device.
         pooled = self.module.model.vision_tower(patches.to(self.spec.dtype), torch.tensor(chunks))
         return split_features(self.module.model.mm_projector(pooled).squeeze(1), items)
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalized patches of an item, float32 [t * h * w, 3 * patch * patch] on the device."""
-        sizes = self._sizes[item.shape.kind]
-        patches = to_device(item.view, _PIXELS, self.spec.device)
-        return normalize_patches(patches, sizes.mean, sizes.std, sizes.rescale_factor)
-
-    def _chunks_of(self, grid: tuple[int, ...]) -> list[tuple[int, int, int]]:
-        frames, rows, columns = grid[:3]
-        return [(min(self._chunk, frames - start), rows, columns) for start in range(0, frames, self._chunk)]
 
 
 class KimiK25(PretrainedFamily):

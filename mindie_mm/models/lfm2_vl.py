@@ -27,6 +27,7 @@ from mindie_mm.nn.checkpoint.config_keys import words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item, padded
 from mindie_mm.nn.pixels import HALF, Normalization, joined
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
@@ -177,6 +178,25 @@ class Lfm2VLProcessor(Processor):
         tiles = [(tile, tile)] * (rows * columns) if rows * columns > 1 else []
         return [*tiles, (height, width)] if height else tiles
 
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return the normalized patches of an item, float32 [patches, patch * patch * 3]."""
+        pixels = to_device(item.view, "pixel_values", device)
+        return self.normalization(pixels.view(1, len(pixels), -1, 3)).permute(0, 2, 3, 1).reshape(pixels.shape)
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        sizes = self.sizes(item.shape.grid)
+        areas = [height * width for height, width in sizes]
+        # As in the reference, tiles and images are padded to the patches of the largest possible one.
+        longest = max((self._side // self.patch) ** 2, self._most * self._factor**2)
+        patches = [
+            padded(part.unsqueeze(0), (longest, part.shape[1])) for part in self.normalized(item, device).split(areas)
+        ]
+        return {
+            "pixel_values": torch.cat(patches),
+            "pixel_attention_mask": torch.stack([(torch.arange(longest) < area).int() for area in areas]),
+            "spatial_shapes": torch.tensor(sizes),
+        }
+
     def _num_features(self, grid: Sequence[int]) -> int:
         return sum(height * width for height, width in self.sizes(grid)) // self._factor**2
 
@@ -252,7 +272,7 @@ class Lfm2VLModel(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Lfm2VLProcessor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._sizes, self._normalization = processor.sizes, processor.normalization
+        self._sizes = processor.sizes
         replace_short_convs(self.text_model.layers)
         _keep_positions(module.model.vision_tower.embeddings)
 
@@ -273,11 +293,6 @@ class Lfm2VLModel(PretrainedModel):
             for place, part in zip(places, projected.flatten(1, 2), strict=True):
                 features[place] = part
         return split_features(torch.cat(features), items)
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalized patches of an item, float32 [patches, patch * patch * 3] on the device."""
-        pixels = to_device(item.view, "pixel_values", self.spec.device)
-        return self._normalization(pixels.view(1, len(pixels), -1, 3)).permute(0, 2, 3, 1).reshape(pixels.shape)
 
 
 def _keep_positions(embeddings: Any) -> None:

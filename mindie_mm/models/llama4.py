@@ -24,6 +24,7 @@ from mindie_mm.models._llama4_tower import with_real_tower
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pixels import HALF, joined
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
@@ -135,6 +136,19 @@ class Llama4Processor(Processor):
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         return {"pixel_values": ArraySpec((_num_tiles(grid), self.side, self.side, 3), "uint8")}
 
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return the normalized tiles of one item, float32 [tiles, 3, side, side].
+
+        The reference rounds to bfloat16 after each operation.
+        """
+        factor, *statistics = self.normalization
+        values = to_device(item.view, "pixel_values", device).permute(0, 3, 1, 2).bfloat16() * factor
+        mean, std = (
+            upload(torch.tensor(numbers, dtype=torch.bfloat16), values.device).view(-1, 1, 1) for numbers in statistics
+        )
+        normalized: Tensor = values.sub_(mean).div_(std).float()
+        return normalized
+
 
 def _num_tiles(grid: tuple[int, ...]) -> int:
     """Return the number of tiles of an image, including the tile of the whole image."""
@@ -193,26 +207,12 @@ class Llama4Model(PretrainedModel):
     def __init__(self, module: Any, spec: ModelSpec, processor: Llama4Processor) -> None:
         text = module.language_model
         super().__init__(module, spec, text.model, text.lm_head)
-        self._factor, *self._statistics = processor.normalization
         replace_layers(text.model)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = joined([self.normalized(item) for item in items]).to(self.spec.dtype)
         hidden = self.module.vision_model(pixels).last_hidden_state
         return split_features(self.module.multi_modal_projector(hidden), items)
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalized tiles of one item on the device, bfloat16 [tiles, 3, side, side].
-
-        The reference rounds to bfloat16 after each operation.
-        """
-        values = to_device(item.view, "pixel_values", self.spec.device).permute(0, 3, 1, 2).bfloat16() * self._factor
-        mean, std = (
-            upload(torch.tensor(numbers, dtype=torch.bfloat16), values.device).view(-1, 1, 1)
-            for numbers in self._statistics
-        )
-        normalized: Tensor = values.sub_(mean).div_(std)
-        return normalized
 
 
 class Llama4(PretrainedFamily):

@@ -34,6 +34,7 @@ from mindie_mm.models._tower_model import TowerModel
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Spelling, Write
+from mindie_mm.nn.model_inputs import PIXELS, Item
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
@@ -148,6 +149,23 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         )
         return plan, write
 
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return normalized pixels, float32 [tiles or frames, 3, side, side]."""
+        kind = item.shape.kind
+        return self.normalizations[kind](to_device(item.view, PIXELS[kind], device))
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        if item.shape.kind == "video":
+            return {PIXELS["video"]: self.normalized(item, device).unsqueeze(0)}
+        return super().item_inputs(item, device)
+
+    def media_inputs(self, prompts: Sequence[Sequence[Item]], device: torch.device) -> dict[str, Tensor]:
+        inputs = super().media_inputs(prompts, device)
+        if "image_sizes" in inputs:
+            counts = [sum(item.shape.kind == "image" for item in items) for items in prompts]
+            inputs["batch_num_images"] = torch.tensor(counts)
+        return inputs
+
     def _plan_video(self, media: Media, data: Data) -> tuple[Plan, Write]:
         video = open_video(data, media.options.sample_fps)
         count = self._sampling.count(video, media.options)
@@ -198,11 +216,6 @@ class LlavaOnevisionModel(TowerModel):
         (rows,) = self.module.model.get_video_features(self.pixels(videos).unsqueeze(0)).pooler_output
         parts = rows[:-1].split([item.shape.num_features - 1 for item in videos])
         return [torch.cat([part, rows[-1:]]) for part in parts]
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """Return normalized pixels, float32 [tiles or frames, 3, side, side], on the device."""
-        kind = item.shape.kind
-        return self.normalizations[kind](to_device(item.view, _PIXELS[kind], self.spec.device))
 
 
 class LlavaOnevision(PretrainedFamily):

@@ -6,6 +6,7 @@ Token ids, pixels and positions match transformers' `minicpmv4_7`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ _MARKERS = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", 
 class MiniCPMV47Processor(MiniCPMVProcessor):
     """Processor for MiniCPM-V 4.7, which does not number videos."""
 
+    traits = replace(MiniCPMVProcessor.traits, token_types=("mm_token_type_ids",))
     config_name = "MiniCPMV4_7Config"
     numbers_videos = False
 

@@ -30,6 +30,7 @@ from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Spelling, Write
 from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.model import Model, ModelSpec
+from mindie_mm.nn.model_inputs import Item, padded_rows
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD
@@ -248,6 +249,33 @@ class MolmoProcessor(Processor):
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         return ids if ids[:1] == [self._bos] else [self._bos, *ids]
 
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return normalized patches, float32 [crops, patches, 588].
+
+        The global crop comes first. The other crops follow row by row.
+        """
+        mean, std = (upload(values, device) for values in (self.mean, self.std))
+        crops = []
+        for name, canvas in canvases(item).items():
+            picture = canvas.draw(to_device(item.view, name, device))
+            crops.append(cut_crops((picture - mean) / std, CROP, CROPS.step))
+        return cut_patches(torch.cat(crops), PATCH)
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        """Return the arrays of an item under the names of the original code."""
+        shares = filled(item) / PATCH**2
+        cells = torch.full((len(shares) + 1, CELLS**2), -100)
+        cells.view(-1)[slot_order(*item.shape.grid)] = torch.from_numpy(item.slots)
+        return {
+            "images": self.normalized(item, device).unsqueeze(0),
+            "image_masks": torch.cat([shares, torch.full_like(shares[:1], -1)]).unsqueeze(0),
+            "image_input_idx": cells.unsqueeze(0),
+        }
+
+    def join(self, name: str, prompts: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the crops of each prompt in one row. Shorter rows end in -1."""
+        return padded_rows(prompts, -1)
+
 
 def _num_features(grid: tuple[int, ...]) -> int:
     """Return the number of features of an image with `grid` (rows, columns) crops."""
@@ -277,7 +305,6 @@ class MolmoModel(Model):
         self._theta = torch.tensor([config["rope_theta"]], dtype=torch.float32, device=spec.device)
         self._overwrites: bool = config["overwrite_earlier_images"]
         self._logit_scale = config["hidden_size"] ** -0.5 if config["scale_logits"] else None
-        self._mean, self._std = (torch.tensor(values, device=spec.device) for values in (processor.mean, processor.std))
 
     def text_modules(self) -> list[nn.Module]:
         return [self._transformer]
@@ -295,7 +322,7 @@ class MolmoModel(Model):
         return super().states(input_ids, positions, pieces, paged, rows)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
-        patches = [self.patches(item) for item in items]
+        patches = [self.normalized(item) for item in items]
         padding = upload(torch.cat([paddings(item) for item in items]), self.spec.device)
         cells = self._vision(torch.cat(patches).to(self.spec.dtype), padding)
         own = cells.split([len(crops) for crops in patches])
@@ -303,17 +330,6 @@ class MolmoModel(Model):
             features.flatten(0, 1)[upload(slot_order(*item.shape.grid), self.spec.device)]
             for features, item in zip(own, items, strict=True)
         ]
-
-    def patches(self, item: MediaItem) -> Tensor:
-        """Return normalized patches, float32 [crops, patches, 588], on the device.
-
-        The global crop comes first. The other crops follow row by row.
-        """
-        crops = []
-        for name, canvas in canvases(item).items():
-            picture = canvas.draw(to_device(item.view, name, self.spec.device))
-            crops.append(cut_crops((picture - self._mean) / self._std, CROP, CROPS.step))
-        return cut_patches(torch.cat(crops), PATCH)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self._transformer.wte(input_ids)
@@ -343,7 +359,7 @@ def _last_of_each_row(splices: Sequence[Splice]) -> list[Splice]:
     return pieces
 
 
-def canvases(item: MediaItem) -> dict[str, Canvas]:
+def canvases(item: Item) -> dict[str, Canvas]:
     """Return the canvas of each array of the block, by the name of the array."""
     sizes = {_GLOBAL: (CROP, CROP), _DETAIL: CROPS.canvas(*item.shape.grid)}
     specs = {name: ArraySpec(array.shape, str(array.dtype)) for name, array in item.view.items()}
@@ -361,6 +377,11 @@ def canvases(item: MediaItem) -> dict[str, Canvas]:
     return {name: Canvas(*size, *specs[name].shape[:2]) for name, size in sizes.items()}
 
 
+def filled(item: Item) -> Tensor:
+    """Return how many pixels of each patch the image fills, int64 [crops, patches], without the global crop."""
+    return cut_patches(cut_crops(canvases(item)[_DETAIL].mask(), CROP, CROPS.step), PATCH).sum(-1)
+
+
 def paddings(item: MediaItem) -> Tensor:
     """Return the kind of padding of each patch, int64 [crops, patches].
 
@@ -368,8 +389,8 @@ def paddings(item: MediaItem) -> Tensor:
     gets the values of the next crop, and the last crop gets 2 everywhere. The original implementation does the same,
     and the weights were trained with these values.
     """
-    filled = cut_patches(cut_crops(canvases(item)[_DETAIL].mask(), CROP, CROPS.step), PATCH).sum(-1)
-    padding = torch.where(filled == 0, 1, torch.where(filled < PATCH**2, 2, 0))
+    pixels = filled(item)
+    padding = torch.where(pixels == 0, 1, torch.where(pixels < PATCH**2, 2, 0))
     return torch.cat([padding, torch.full_like(padding[:1], 2)])
 
 

@@ -27,6 +27,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import PIXELS, Item
 from mindie_mm.nn.pixels import HALF, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
 from mindie_mm.nn.staging import to_device
@@ -66,6 +67,7 @@ class Molmo2Processor(Processor):
         max_items={"video": 1},
         mixes_kinds=False,
         splice_adds=True,
+        token_types=("mm_token_type_ids",),
         grids={
             "image": "the numbers of rows and columns of crops",
             "video": "the time of each frame in tenths of a second",
@@ -201,6 +203,62 @@ class Molmo2Processor(Processor):
         sizes = {_WHOLE: (geometry.side, geometry.side), _DETAIL: geometry.canvas(*grid)}
         return {name: ArraySpec((*size, 3), "uint8") for name, size in sizes.items()}
 
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return normalized patches, float32 [squares, patches, patch * patch * 3].
+
+        The squares of an image are the whole image, followed by its crops. The squares of a video are its frames.
+        """
+        kind = item.shape.kind
+        geometry, arrays = self.geometries[kind], item.view
+        if kind == "video":
+            squares = to_device(arrays, _FRAMES, device)
+        else:
+            whole, detail = (to_device(arrays, name, device) for name in (_WHOLE, _DETAIL))
+            squares = torch.cat([whole.unsqueeze(0), cut_crops(detail, geometry.side, geometry.step)])
+        return cut_patches(self.normalizations[kind](squares).permute(0, 2, 3, 1), geometry.patch)
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        """Return the patches, and the patches from which each feature is pooled, numbered within the item.
+
+        The number is -1 for a missing patch.
+        """
+        kind, grid, patches = item.shape.kind, item.shape.grid, self.normalized(item, device)
+        geometry = self.geometries[kind]
+        square, size = geometry.square_windows(), geometry.patches**2
+        cells = geometry.square_cells
+        if kind == "video":
+            windows = _moved(square, torch.arange(len(grid)).view(-1, 1, 1) * size).flatten(0, 1)
+            about = {"video_grids": torch.tensor([[len(grid), *cells]])}
+        else:
+            windows = torch.cat([square, _moved(geometry.canvas_windows(*grid), size)]).int()
+            about = {
+                "image_grids": torch.tensor([[*cells, *geometry.cells(*grid)]]),
+                "image_num_crops": torch.tensor([len(patches)]),
+            }
+        return {PIXELS[kind]: patches, f"{kind}_token_pooling": windows, **about}
+
+    def media_inputs(self, prompts: Sequence[Sequence[Item]], device: torch.device) -> dict[str, Tensor]:
+        """Return the arrays of a batch. The patches of all items of a kind are numbered together."""
+        inputs = super().media_inputs(prompts, device)
+        for kind, geometry in self.geometries.items():
+            items = [item for own in prompts for item in own if item.shape.kind == kind]
+            squares = [len(i.shape.grid) if kind == "video" else 1 + math.prod(i.shape.grid) for i in items]
+            starts = np.cumsum([0, *squares[:-1]]) * geometry.patches**2
+            if items:
+                offsets = np.repeat(starts, [item.shape.num_features for item in items])
+                windows = inputs[f"{kind}_token_pooling"]
+                inputs[f"{kind}_token_pooling"] = _moved(windows, torch.from_numpy(offsets).to(windows).unsqueeze(1))
+        return inputs
+
+    def types_of_tokens(self, length: int, items: Sequence[Item]) -> Tensor:
+        """Return 1 for all image tokens, with start, column and end tokens, but not for the times of video frames."""
+        types = torch.zeros(length, dtype=torch.int64)
+        for item in items:
+            runs = 1 if item.shape.kind == "image" else len(item.shape.grid)
+            for run in item.slots.reshape(runs, -1):
+                types[run[0] - 1 : run[-1] + 1 + self.tails[item.shape.kind]] = 1
+        return types
+
     def _plan_video(self, media: Media, data: Data) -> tuple[Plan, Write]:
         video, geometry = open_video(data, media.options.sample_fps), self.geometries["video"]
         fps = video.fps or self._max_fps  # the reference's assumption for frames without a rate
@@ -241,6 +299,11 @@ class Molmo2Processor(Processor):
             own = min(self._max_frames, int(seconds * self._max_fps)) if fps > self._max_fps else self._max_frames
         count = num_taken(own, video, options, self._max_frames)
         return torch.tensor(stepped(total, count), dtype=torch.int32)
+
+
+def _moved(windows: Tensor, offset: Tensor | int) -> Tensor:
+    """Add `offset` to all patch indices of `windows` except -1."""
+    return torch.where(windows < 0, windows, windows + offset)
 
 
 def _geometry(settings: Mapping[str, Any], config: Any, where: str) -> Geometry:
@@ -295,39 +358,26 @@ class Molmo2Model(PretrainedModel):
         text = module.model.language_model
         embeddings = text.get_input_embeddings().num_embeddings
         super().__init__(module, replace(spec, embedding_size=embeddings), text, module.lm_head)
-        self._geometries = processor.geometries
-        self._normalizations = processor.normalizations
-        self._tails = processor.tails
+        self._processor = processor
 
     def bidirectional_spans(self, length: int, items: Sequence[MediaItem]) -> Tensor | None:
         """Return one span that covers the image tokens of all items.
 
         The span includes start, column and end tokens, but not the times of video frames.
         """
-        if not items:
-            return None
-        span_ids = torch.full((length,), -1)
-        for item in items:
-            runs = 1 if item.shape.kind == "image" else len(item.shape.grid)
-            for run in item.slots.reshape(runs, -1):
-                span_ids[run[0] - 1 : run[-1] + 1 + self._tails[item.shape.kind]] = 0
-        return span_ids
+        return self._processor.types_of_tokens(length, items) - 1 if items else None
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         features: dict[MediaItem, Tensor] = {}
-        for kind in self._geometries:  # each kind separately, because windows differ in size
+        for kind in PIXELS:  # each kind separately, because windows differ in size
             if own := [item for item in items if item.shape.kind == kind]:
                 features.update(zip(own, self._features_of(own), strict=True))
         return [features[item] for item in items]
 
     def _features_of(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """Return the features of each item. All items must be of one kind."""
-        patches = [self.patches(item) for item in items]
-        windows, offset = [], 0
-        for item, squares in zip(items, patches, strict=True):
-            windows.append(_moved(self.windows(item), offset))
-            offset += squares.shape[0] * squares.shape[1]
-        return split_features(self._pooled(torch.cat(patches), torch.cat(windows)), items)
+        kind, inputs = items[0].shape.kind, self._processor.media_inputs([items], self.spec.device)
+        return split_features(self._pooled(inputs[PIXELS[kind]], inputs[f"{kind}_token_pooling"].long()), items)
 
     def _pooled(self, patches: Tensor, windows: Tensor) -> Tensor:
         """Pool patches [n, patches, values] to features [features, hidden].
@@ -355,36 +405,6 @@ class Molmo2Model(PretrainedModel):
             adapter.image_pooling_2d(query, pooled, attention_mask=mask)[0].squeeze(1)
         )
         return features
-
-    def patches(self, item: MediaItem) -> Tensor:
-        """Return normalized patches, float32 [squares, patches, patch * patch * 3], on the device.
-
-        The squares of an image are the whole image, followed by its crops. The squares of a video are its frames.
-        """
-        kind = item.shape.kind
-        geometry, arrays = self._geometries[kind], item.view
-        if kind == "video":
-            squares = to_device(arrays, _FRAMES, self.spec.device)
-        else:
-            whole, detail = (to_device(arrays, name, self.spec.device) for name in (_WHOLE, _DETAIL))
-            squares = torch.cat([whole.unsqueeze(0), cut_crops(detail, geometry.side, geometry.step)])
-        return cut_patches(self._normalizations[kind](squares).permute(0, 2, 3, 1), geometry.patch)
-
-    def windows(self, item: MediaItem) -> Tensor:
-        """Return the patches that each feature is pooled from, int64 [num_features, patches of a window].
-
-        Patches are numbered within the item. The value is -1 for a missing patch.
-        """
-        geometry, grid = self._geometries[item.shape.kind], item.shape.grid
-        square, size = geometry.square_windows(), geometry.patches**2
-        if item.shape.kind == "video":
-            return _moved(square, torch.arange(len(grid)).view(-1, 1, 1) * size).flatten(0, 1)
-        return torch.cat([square, _moved(geometry.canvas_windows(*grid), size)])
-
-
-def _moved(windows: Tensor, offset: Tensor | int) -> Tensor:
-    """Add `offset` to all patch indices of `windows` except -1."""
-    return torch.where(windows < 0, windows, windows + offset)
 
 
 class Molmo2(PretrainedFamily):

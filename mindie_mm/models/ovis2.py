@@ -26,6 +26,7 @@ from mindie_mm.nn.checkpoint.config_keys import words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem, split_features
@@ -161,6 +162,16 @@ class Ovis2Processor(Processor):
             return (rows, columns) if self.is_original else (columns, rows)  # transformers exchanges them
         return closest_grid(height, width, self.side, self._least, self._most)
 
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return the normalized tiles of an item, float32 [tiles, 3, side, side]. Padding is zero."""
+        planes = super().normalized(item, device)
+        if _SIZES not in item.view:
+            return planes
+        sizes = to_device(item.view, _SIZES, device).unsqueeze(-1)
+        places, starts = torch.arange(planes.shape[-1], device=device), (planes.shape[-1] - sizes) // 2
+        rows, columns = ((places >= starts) & (places < starts + sizes)).unbind(1)  # [tiles, side] each
+        return planes.masked_fill_(~(rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1), 0)
+
 
 def _tile(vision: Any, where: str) -> tuple[int, int]:
     """Return the side of a tile in pixels and its number of features.
@@ -197,7 +208,6 @@ class Ovis2Model(PictureModel, PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Ovis2Processor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self.normalizations = processor.normalizations
         self._indicators = upload(torch.tensor(processor.indicators), spec.device)
         if processor.is_original:  # the original code reads the tower before this norm
             module.model.vision_tower.transformer.rms_norm = nn.Identity()
@@ -209,16 +219,6 @@ class Ovis2Model(PictureModel, PretrainedModel):
         is_indicator = input_ids.unsqueeze(1) == self._indicators
         rows = is_indicator.to(hidden.dtype) @ table[-len(self._indicators) :].to(hidden)
         return torch.where(is_indicator.any(1, keepdim=True), rows, hidden)
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalized tiles of an item, float32 [tiles, 3, side, side]. Padding is zero."""
-        planes = super().normalized(item)
-        if _SIZES not in item.view:
-            return planes
-        sizes = to_device(item.view, _SIZES, self.spec.device).unsqueeze(-1)
-        places, starts = torch.arange(planes.shape[-1], device=planes.device), (planes.shape[-1] - sizes) // 2
-        rows, columns = ((places >= starts) & (places < starts + sizes)).unbind(1)  # [tiles, side] each
-        return planes.masked_fill_(~(rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1), 0)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         parts = self.pixels(items).split(_TILES)

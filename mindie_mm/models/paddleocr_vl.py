@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mindie_mm.models._qwen import QwenModel, QwenProcessor
@@ -17,6 +18,7 @@ from mindie_mm.models._qwen_pixels import PixelSettings, check_aspect_ratio, sma
 from mindie_mm.models._tower_places import interpolation
 from mindie_mm.nn.checkpoint.config_keys import words
 from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.model_inputs import Item
 
 _IMAGE_DEFAULTS: Mapping[str, Any] = {
     "size": {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536},
@@ -32,6 +34,10 @@ class PaddleOCRVLProcessor(QwenProcessor):
     image_types = ("PaddleOCRVLImageProcessor",)
     image_defaults = _IMAGE_DEFAULTS
     groups_patches = False
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        inputs, side = super().item_inputs(item, device), self.image.patch_size
+        return inputs | {"pixel_values": inputs["pixel_values"].unflatten(1, (3, side, side))}
 
     def image_size(self, height: int, width: int, settings: PixelSettings) -> tuple[int, int]:
         check_aspect_ratio(height, width)

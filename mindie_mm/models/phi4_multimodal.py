@@ -33,6 +33,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec, Positions
+from mindie_mm.nn.model_inputs import Item, padded_cat
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.pictures import PictureModel
 from mindie_mm.nn.pixels import HALF, Normalization
@@ -197,6 +198,37 @@ class Phi4MultimodalProcessor(Processor):
         is_possible = all(0 <= rows < _ROWS for rows in hidden) and 0 in hidden  # each tile shows a part of the image
         return Spelling() if is_possible and _image_features(grid) == num_features else None
 
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        if item.shape.kind == "audio":
+            sound = to_device(item.view, _FBANK, device).unsqueeze(0)
+            return {
+                "audio_input_features": sound,
+                "audio_embed_sizes": torch.tensor([item.shape.num_features]),
+                "audio_attention_mask": torch.ones(sound.shape[:2], dtype=torch.bool),
+            }
+        rows, columns, height, width = item.shape.grid
+        canvas = self.normalized(item, device)
+        thumbnail = F.interpolate(canvas, (_SIDE, _SIDE), mode="bicubic", align_corners=False)
+        tiles = canvas.reshape(3, rows, _SIDE, columns, _SIDE).permute(1, 3, 0, 2, 4).reshape(-1, 3, _SIDE, _SIDE)
+        shown = torch.zeros(rows * _ROWS, columns * _ROWS)
+        shown[:height, :width] = 1
+        mask = shown.reshape(rows, _ROWS, columns, _ROWS).transpose(1, 2).flatten(0, 1)
+        return {
+            "image_pixel_values": torch.cat([thumbnail, tiles]).unsqueeze(0),
+            "image_sizes": torch.tensor([[rows * _SIDE, columns * _SIDE]]),
+            "image_attention_mask": torch.cat([torch.ones_like(mask[:1]), mask]).unsqueeze(0),
+        }
+
+    def join(self, name: str, prompts: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Join the arrays of all prompts. As in the reference, the mask of missing tiles is 1."""
+        return padded_cat([array for arrays in prompts for array in arrays], int(name == "image_attention_mask"))
+
+    def media_inputs(self, prompts: Sequence[Sequence[Item]], device: torch.device) -> dict[str, Tensor]:
+        inputs = super().media_inputs(prompts, device)
+        if len(inputs.get("audio_embed_sizes", ())) == 1:  # as in the reference
+            del inputs["audio_attention_mask"]
+        return inputs
+
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         if not grid:
             return {}
@@ -230,7 +262,6 @@ class Phi4MultimodalModel(PictureModel, PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Phi4MultimodalProcessor) -> None:
         super().__init__(module, spec, module.model, module.lm_head)
-        self.normalizations = processor.normalizations
         self._image, self._audio = (
             getattr(module.model.embed_tokens_extend, f"{kind}_embed") for kind in ("image", "audio")
         )
@@ -287,21 +318,10 @@ class Phi4MultimodalModel(PictureModel, PretrainedModel):
 
     def _encode_image(self, item: MediaItem) -> Tensor:
         """Return the features of an image: its tiles row by row across all tiles, a separator, and the thumbnail."""
-        rows, columns, *patches = item.shape.grid
-        canvas = self.normalized(item)
-        thumbnail = F.interpolate(canvas, (_SIDE, _SIDE), mode="bicubic", align_corners=False)
-        tiles = canvas.reshape(3, rows, _SIDE, columns, _SIDE).permute(1, 3, 0, 2, 4).reshape(-1, 3, _SIDE, _SIDE)
-        pixels = torch.cat([thumbnail, tiles]).to(self.spec.dtype)
-        shown = [(_ROWS, _ROWS)] + [
-            tuple(min(_ROWS, patches[axis] - _ROWS * tile[axis]) for axis in (0, 1))
-            for tile in np.ndindex(rows, columns)
-        ]
-        encoded = torch.cat(
-            [
-                self._encode_tiles(pixels[start : start + _TILES_AT_ONCE], shown[start : start + _TILES_AT_ONCE])
-                for start in range(0, len(pixels), _TILES_AT_ONCE)
-            ]
-        )
+        (rows, columns), inputs = item.shape.grid[:2], self.processor.item_inputs(item, self.spec.device)
+        pixels, shown = inputs["image_pixel_values"][0].to(self.spec.dtype), inputs["image_attention_mask"][0].bool()
+        batches = zip(pixels.split(_TILES_AT_ONCE), shown.split(_TILES_AT_ONCE), strict=True)
+        encoded = torch.cat([self._encode_tiles(tiles, mask) for tiles, mask in batches])
         side, width = _ROWS // 2, encoded.shape[-1]
         whole = encoded[1:].reshape(rows, columns, side, side, width).transpose(1, 2).flatten(2, 3).flatten(0, 1)
         height, length = _shown(item.shape.grid)
@@ -315,18 +335,15 @@ class Phi4MultimodalModel(PictureModel, PretrainedModel):
         ends = self._image.sub_img_feature_extensor[0].expand(len(features), 1, -1)
         return torch.cat([features, ends], 1).flatten(0, 1)
 
-    def _encode_tiles(self, pixels: Tensor, shown: Sequence[Sequence[int]]) -> Tensor:
+    def _encode_tiles(self, pixels: Tensor, mask: Tensor) -> Tensor:
         """Return the features of tiles, [tiles, 16, 16, width].
 
         Args:
             pixels: Normalized tiles, [tiles, 3, side, side].
-            shown: Rows and columns of patches of each tile that show the image.
+            mask: Which patches of each tile show the image, bool [tiles, rows, columns], on the host.
 
         """
         tower = self._image.img_processor
-        mask = torch.zeros(len(pixels), _ROWS, _ROWS, dtype=torch.bool)
-        for one, (rows, columns) in zip(mask, shown, strict=True):
-            one[:rows, :columns] = True
         on_device = mask.to(pixels.device)
         hidden = tower.embeddings(pixel_values=pixels, patch_attention_mask=on_device)
         attended = None

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mindie_mm.inputs import Kind, MediaOptions
@@ -18,6 +19,7 @@ from mindie_mm.models._qwen import INTERVAL_GRIDS, PICOSECONDS, QwenModel, QwenP
 from mindie_mm.models._tower_places import window_places
 from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
 
@@ -41,6 +43,12 @@ class Qwen25VLProcessor(QwenProcessor):
         # The reference assumes 24 frames per second for frames without a rate.
         fps = _UNSTATED_FPS if video.fps is None else len(indices) / video.num_frames * video.fps
         return (*patches, _picoseconds(self.video.temporal_patch_size / fps))
+
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        inputs = super().item_inputs(item, device)
+        if item.shape.kind == "video":
+            inputs["second_per_grid_ts"] = torch.tensor([item.shape.grid[3] / PICOSECONDS])
+        return inputs
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         return 1 if kind == "video" else 0

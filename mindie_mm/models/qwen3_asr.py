@@ -42,6 +42,7 @@ class Qwen3ASRProcessor(ClipProcessor):
     """Processor for Qwen3-ASR."""
 
     traits = Traits(max_items={"audio": 1})
+    mask = "input_features_mask"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = _translated(checkpoint)
@@ -50,7 +51,12 @@ class Qwen3ASRProcessor(ClipProcessor):
         classes = dict.fromkeys(("Qwen3ASRFeatureExtractor", "WhisperFeatureExtractor"), _DEFAULTS)
         mel = read_mel(checkpoint, config.audio_config, classes)
         longest = longest_clip(config.text_config.max_position_embeddings)
-        self.clips = Clips(replace(mel, pads=False, max_samples=longest * mel.hop), chunked_length, least_frames=1)
+        self.clips = Clips(
+            replace(mel, pads=False, max_samples=longest * mel.hop),
+            chunked_length,
+            least_frames=1,
+            chunk=2 * config.audio_config.n_window,
+        )
         self.feature_width = config.text_config.hidden_size
         before, after = (_marker_id(checkpoint, end) for end in ("start", "end"))
         self.placeholders = {"audio": Placeholder((before,), config.audio_token_id, (after,))}

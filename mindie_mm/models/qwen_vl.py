@@ -27,6 +27,7 @@ from mindie_mm.nn.family import Family, Placeholder, Plan, Processor, Write
 from mindie_mm.nn.layers import rotary_angles
 from mindie_mm.nn.mindie import InSegment, Layout
 from mindie_mm.nn.model import Model, ModelSpec, Positions
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.paged_batch import PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, normalize_pictures
@@ -164,6 +165,13 @@ class QwenVLProcessor(Processor):
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         return {_BYTES: ArraySpec((self.size, self.size, 3), "uint8")}
 
+    def normalized(self, item: Item, device: torch.device) -> Tensor:
+        """Return the normalized pixels of an item in either wire format, float32 [1, 3, size, size]."""
+        if _PIXELS in item.view:
+            return to_device(item.view, _PIXELS, device)
+        picture = to_device(item.view, _BYTES, device)
+        return normalize_pictures(picture.unsqueeze(0), CLIP_MEAN, CLIP_STD)
+
 
 class QwenVLModel(Model):
     """The Qwen-VL model.
@@ -212,13 +220,6 @@ class QwenVLModel(Model):
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         pixels = torch.cat([self.normalized(item) for item in items])
         return list(self.module.transformer["visual"](pixels.to(self.spec.dtype)))
-
-    def normalized(self, item: MediaItem) -> Tensor:
-        """Return the normalized pixels of an item in either wire format, float32 [1, 3, size, size], on the device."""
-        if _PIXELS in item.view:
-            return to_device(item.view, _PIXELS, self.spec.device)
-        picture = to_device(item.view, _BYTES, self.spec.device)
-        return normalize_pictures(picture.unsqueeze(0), CLIP_MEAN, CLIP_STD)
 
     def text_modules(self) -> list[nn.Module]:
         return [self.module.transformer["h"], self.module.lm_head]

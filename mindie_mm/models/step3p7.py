@@ -24,6 +24,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.experts import experts_of
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.paged_cache import KVLayer
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
@@ -177,6 +178,14 @@ class Step3p7Processor(Processor):
             specs[_CROPS] = ArraySpec((count, self.crop_side, self.crop_side, 3), "uint8")
         return specs
 
+    def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
+        """Return the normalized overview and crops, float32 [n, 3, side, side], and the number of crops."""
+        names = [name for name in (_WHOLE, _CROPS) if name in item.view]
+        return {
+            **{name: self.normalization(to_device(item.view, name, device)) for name in names},
+            "num_local_patches": torch.tensor([math.prod(item.shape.grid)]),
+        }
+
     def _cropped(self, height: int, width: int) -> _Crops:
         """Return the crops of an image, which the reference calls patches."""
         if min(height, width) < _NARROW and max(width / height, height / width) > 4:
@@ -214,23 +223,19 @@ class Step3p7Model(PretrainedModel):
 
     def __init__(self, module: Any, spec: ModelSpec, processor: Step3p7Processor) -> None:
         super().__init__(module, spec, module.model.language_model, module.lm_head)
-        self._normalization = processor.normalization
+        self._processor = processor
         _arrange_experts(self.text_model.layers, module.config.get_text_config().n_routed_experts)
 
     def tower(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """Encode the items: all overviews in one batch, and all crops in another."""
-        wholes = self._encoded(torch.cat([self.normalized(item) for item in items]))
-        cropped = [self.normalized(item, _CROPS) for item in items if _CROPS in item.view]
-        crops = self._encoded(torch.cat(cropped)) if cropped else wholes[:0]
+        inputs = self._processor.media_inputs([items], self.spec.device)
+        wholes = self._encoded(inputs[_WHOLE])
+        crops = self._encoded(inputs[_CROPS]) if _CROPS in inputs else wholes[:0]
         counts = [math.prod(item.shape.grid) for item in items]
         return [
             torch.cat([own.flatten(0, 1), whole]) if len(own) else whole
             for whole, own in zip(wholes, crops.split(counts), strict=True)
         ]
-
-    def normalized(self, item: MediaItem, name: str = _WHOLE) -> Tensor:
-        """Return the normalized overview or crops of an item on the device, float32 [n, 3, side, side]."""
-        return self._normalization(to_device(item.view, name, self.spec.device))
 
     def _encoded(self, pixels: Tensor) -> Tensor:
         """Return the features, [n, features, hidden], of images [n, 3, side, side]."""

@@ -28,6 +28,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily, Spelling
 from mindie_mm.nn.generation import GenerationRules
 from mindie_mm.nn.model import ModelSpec
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.seq2seq import Decoding, Seq2SeqModel, load_seq2seq
 from mindie_mm.nn.splice import MediaItem, Splice
 from mindie_mm.nn.staging import to_device
@@ -54,6 +55,7 @@ class WhisperProcessor(ClipProcessor):
     """
 
     traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"audio": 1})
+    mask = None
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = read_config("WhisperConfig", checkpoint)
@@ -80,6 +82,10 @@ class WhisperProcessor(ClipProcessor):
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         return super().spelling(kind, num_features, grid) if num_features == self.num_features else None
+
+    def token_inputs(self, ids: NDArray[np.int64], items: Sequence[Item]) -> dict[str, Tensor]:
+        """Return the decoder's first tokens. The placeholders of the clip are no tokens of the decoder."""
+        return {"decoder_input_ids": torch.from_numpy(ids[self.num_features * len(items) :])}
 
     def frame(self, ids: list[int], num_items: int) -> list[int]:
         """Return the decoder's first tokens. The language is missing if the decoder must detect it.

@@ -24,6 +24,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import settle
 from mindie_mm.nn.checkpoint.unused_keys import original_keys, unused_keys
 from mindie_mm.nn.model import Model
+from mindie_mm.nn.model_inputs import ModelInputs
 from mindie_mm.nn.paged_cache import Layer
 from mindie_mm.nn.pixels import as_bytes
 from mindie_mm.nn.seq2seq import Seq2SeqModel
@@ -122,7 +123,7 @@ class Plan(msgspec.Struct, frozen=True, tag="planned"):
     """Number of pages of the document if the item is one of its pages."""
 
 
-class Processor(ABC):
+class Processor(ModelInputs, ABC):
     """The part of a family that runs in the tokenizer and decoder processes."""
 
     traits: ClassVar[Traits] = Traits()

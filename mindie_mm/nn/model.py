@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mindie_mm.errors import CorruptReference, FeatureCountMismatch
 from mindie_mm.inputs import PROMPT
+from mindie_mm.nn.model_inputs import EMBEDDINGS, ModelInputs
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, StateLayer
 from mindie_mm.nn.splice import ItemView, MediaItem, Splice, plain_ids, read_media, splice, without_prompt_embeds
@@ -25,9 +26,6 @@ from mindie_mm.nn.traits import Traits
 from mindie_mm.processes import faults
 from mindie_mm.shm.format.item import MediaShape
 from mindie_mm.shm.mindie import SegmentsView
-
-EMBEDDINGS = "embeddings"
-"""Name of the array that holds the features if an item was given as embeddings, float [num_features, width]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +132,8 @@ class MediaModel(ABC):
     spec: ModelSpec
     module: Any
     """The nn.Module of the whole model."""
+    processor: ModelInputs
+    """The processor of the same checkpoint. `load_model` sets it."""
     traits: ClassVar[Traits] = Traits()
     """The ways in which this model differs from most other models."""
     media_tokens: Collection[int] = ()
@@ -147,6 +147,10 @@ class MediaModel(ABC):
             Features of each item, [num_features, hidden_size + extra_width], in the order of the item's placeholders.
 
         """
+
+    def normalized(self, item: MediaItem) -> Tensor:
+        """Return the normalized pixels of an item on the model's device."""
+        return self.processor.normalized(item, self.spec.device)
 
     def describe_segments(self, view: SegmentsView) -> MediaShape:
         """Return the shape of an item in MindIE's wire format.

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
@@ -25,7 +27,7 @@ from mindie_mm.shm.mapped import MappedArena
 _log = logging.getLogger(__name__)
 
 
-def to_device(view: ItemView, name: str, device: torch.device) -> Tensor:
+def to_device(view: Mapping[str, NDArray[Any]], name: str, device: torch.device) -> Tensor:
     """Copy one array of an item to `device`. On the CPU, return the array without a copy.
 
     The device's current stream waits for the copy. The device may still be reading the source when this function
@@ -83,7 +85,7 @@ class Staging:
         In a later arena, the same handle words may refer to other content.
         """
 
-    def bring(self, view: ItemView, name: str) -> Tensor:
+    def bring(self, view: Mapping[str, NDArray[Any]], name: str) -> Tensor:
         """Implement `to_device`."""
         self._names.add(name)
         ahead = self._fetched.get(view.arena, {}).get(view.ref, {}) if isinstance(view, View) else {}
@@ -103,7 +105,7 @@ class Staging:
                     copies = {name: self._copy(view, name) for name in self._names.intersection(view)}
                 self._fetched.setdefault(view.arena, {})[view.ref] = copies
 
-    def _copy(self, view: ItemView, name: str) -> _Copy:
+    def _copy(self, view: Mapping[str, NDArray[Any]], name: str) -> _Copy:
         array = from_dlpack(view[name])
         registered = self._registered_memory(view, name, array)
         if registered is not None:
@@ -120,7 +122,7 @@ class Staging:
             self._stream.synchronize()
             self._reading.clear()
 
-    def _registered_memory(self, view: ItemView, name: str, array: Tensor) -> Tensor | None:
+    def _registered_memory(self, view: Mapping[str, NDArray[Any]], name: str, array: Tensor) -> Tensor | None:
         """Return `array`, named `name`, as a tensor in registered memory. None if its memory is not registered."""
         file_offset = view.file_offset(name) if isinstance(view, View) else None
         pages = self._pages(file_offset[0]) if file_offset is not None else None

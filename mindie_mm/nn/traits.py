@@ -57,6 +57,8 @@ class Traits:
 
     `projector_device` and `projector_bits` apply to these modules in the same way.
     """
+    token_types: tuple[str, ...] = ()
+    """Processor: names of transformers' arrays with the type of each token: text, or the kind of its item."""
     splice_adds: bool = False
     """Processor and model: whether features are added to the embedding of the placeholder instead of replacing it."""
     needs_ids: bool = False

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mindie_mm.errors import InputError, LimitExceeded, OperationalError
 from mindie_mm.inputs import PROMPT, Embeddings, Kind, Media, MediaOptions, require_within
 from mindie_mm.nn.family import Placeholder, Plan, Processor, Spelling
-from mindie_mm.nn.model import EMBEDDINGS
+from mindie_mm.nn.model_inputs import EMBEDDINGS
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.format.item import ITEM, MediaShape

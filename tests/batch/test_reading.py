@@ -29,7 +29,7 @@ from mindie_mm.batch import Dataset
 from mindie_mm.batch.output.shard import arena_path, read_table
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
-from mindie_mm.models import load_model
+from mindie_mm.models import family_named, load_model
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from mindie_mm.shm import Arena, mount, release
 from mindie_mm.tokenize import Tokenizer
@@ -377,3 +377,28 @@ def test_inspect_shows_the_run_and_the_pictures_of_a_row(
     assert "the row has no pictures" in inspect(7, "--png", "seven.png")
     written = {tmp_path / name for name in ("one.png", "two.png", "six.png")}
     assert {*tmp_path.rglob("*")} - {*before} == written, "no other file is written"
+
+
+@pytest.mark.filterwarnings("error")
+def test_samples_give_the_inputs_of_transformers_model(folder: Path, tmp_path: Path) -> None:
+    """The inputs are arrays of their own, so that a trainer may change them. The model's logits are the engine's."""
+    dataset, model = Dataset(folder), load_model(None, device="cpu", dtype="float32")
+    reference = family_named("qwen2_5_omni").module_class().from_pretrained(EMBEDDED, dtype=torch.float32)
+    with Tokenizer.from_pretrained() as tokenizer:
+        for row, items in (
+            (1, [{"type": "image", "image": str(folder.parent / "1.png")}, {"type": "text", "text": "What?"}]),
+            (7, [{"type": "audio", "audio": str(folder.parent / "tone.wav")}, {"type": "text", "text": "What is it?"}]),
+        ):
+            sample = pickle.loads(pickle.dumps(dataset[row]))
+            inputs = sample.model_inputs()
+            ids = tokenizer.tokenize_chat([{"role": "user", "content": items}], tmp_path / "shm_name.txt")
+            assert inputs["input_ids"].tolist() == [sample.ids.tolist()]
+            with torch.inference_mode():
+                logits = reference(**{name: array.clone() for name, array in inputs.items()}).logits[0]
+            assert (logits - model.logits(ids)).abs().max() <= 1e-3
+            for array in inputs.values():
+                array.zero_()
+            assert all(array.any() for array in sample.arrays[0].values())
+        release(tmp_path / "shm_name.txt")
+    with pytest.raises(InputError, match=r"row 2 has no ids, because it failed: .*gone\.png"):
+        dataset[2].model_inputs()

@@ -188,6 +188,35 @@ def answer(url: str, items: Items, count: int) -> list[int]:
     return found
 
 
+OF_TOKENS = frozenset(
+    ["input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "images_seq_mask"]
+)
+"""Names of transformers' arrays with one entry per token."""
+
+
+SPECTROGRAMS = {"input_features": ("feature_attention_mask", "input_features_mask"), "audio_input_features": ()}
+"""Names of the spectrograms of clips, and of their masks."""
+
+
+def assert_same_arrays(found: Mapping[str, torch.Tensor], expected: Mapping[str, Any]) -> None:
+    """Assert that arrays equal those of transformers' processor.
+
+    Spectrograms are equal up to rounding, and without their padding: clips are not padded to further lengths.
+    """
+    for name, array in found.items():
+        own, theirs = array.cpu(), expected[name]
+        if name in SPECTROGRAMS:
+            theirs = theirs[tuple(slice(size) for size in own.shape)]
+            for mask in (found[mask].cpu() for mask in SPECTROGRAMS[name] if mask in found):
+                heard = mask.unsqueeze(1 if own.shape[2] == mask.shape[1] else 2)
+                own, theirs = own * heard, theirs * heard
+            torch.testing.assert_close(own, theirs.to(own.dtype), rtol=0, atol=1e-5, msg=name)
+        else:
+            theirs = theirs[:, : own.shape[1]] if name == "input_features_mask" else theirs
+            assert own.dtype == theirs.dtype, name
+            assert torch.equal(own, theirs), name
+
+
 def media_texts(processor: Processor, encode: Any) -> set[str]:
     """Return the texts of the tokens of media items, and the markers of items."""
     placeholders = processor.placeholders.values()
@@ -325,9 +354,11 @@ class FamilyContract:
         """Return a float32 reference for the checkpoint."""
         return cls.reference_class(path)
 
-    def assert_arrays(self, expected: Mapping[str, torch.Tensor], items: Sequence[MediaItem], model: Model) -> None:
-        """Assert that the arrays in shared memory, once normalized, equal the processor's output `expected`."""
-        assert torch.equal(torch.cat([model.normalized(item).cpu() for item in items]), expected["pixel_values"])
+    def assert_arrays(self, expected: Mapping[str, Any], items: Sequence[MediaItem], model: Model) -> None:
+        """Assert that the media's keyword arguments of transformers' model equal the processor's output `expected`."""
+        found = model.processor.media_inputs([items], model.spec.device)
+        assert found.keys() == {*expected} - OF_TOKENS
+        assert_same_arrays(found, expected)
 
     def assert_refused(self, path: Path, named: str) -> None:
         """Assert that the processor refuses the checkpoint `path` with a message that matches the pattern `named`."""
@@ -490,6 +521,9 @@ class FamilyContract:
             media = model.read(ids.numpy())
             assert plain_ids(ids.numpy(), media).tolist() == expected["input_ids"][0].tolist(), name
             assert len(media) == sum("text" not in item for item in items)
+            own = model.processor.token_inputs(plain_ids(ids.numpy(), media), media)
+            assert own.keys() == expected.keys() & OF_TOKENS
+            assert_same_arrays({key: array.unsqueeze(0) for key, array in own.items()}, expected)
             if media:
                 self.assert_arrays(expected, media, model)
 
@@ -1020,6 +1054,8 @@ class FamilyContract:
             do_sample_frames=False,
             return_tensors="pt",
         )
+        if "video_second_per_grid" in expected:  # the references assume a rate here
+            expected["video_second_per_grid"] = torch.tensor([2 / rate])
         for video in (frames, [encoded(Image.fromarray(frame), "PNG") for frame in frames]):
             ids = tokenizer.tokenize([{"video": video, "sample_fps": rate}, {"text": "Which way?"}], path_file)
             items = model.read(ids.numpy())

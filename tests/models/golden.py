@@ -85,7 +85,8 @@ class GoldenReference:
 
     def inputs(self, items: Items) -> Mapping[str, Any]:
         case = self.case(items)
-        return {"input_ids": case.input_ids[None], "case": case}
+        ids = case.input_ids[None]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "case": case}
 
     def logits(self, items: Items) -> torch.Tensor:
         """Return the logits, float32 [T, vocabulary]."""

@@ -43,6 +43,10 @@ def turn_items(turn, images):
 
 
 class Reference(GoldenReference):
+    def inputs(self, items):
+        inputs = super().inputs(items)
+        return {**inputs, "images_seq_mask": inputs["input_ids"] == IMAGE}
+
     def text(self, items):
         turns = self.case(items).about["conversation"]
         text = ""
@@ -81,10 +85,13 @@ class DeepseekVL2Contract(FamilyContract):
 
     def assert_arrays(self, expected, items, model):
         case = expected["case"]
-        pixels = [model.normalized(item).cpu().numpy() for item in items]
-        for own, item, file in zip(pixels, items, case.images, strict=True):
+        found = model.processor.media_inputs([items], model.spec.device)
+        grids = [item.shape.grid for item in items]
+        assert found["images_spatial_crop"].tolist() == [[list(grid) for grid in grids]]
+        counts = [1 + across * down for across, down in grids]
+        pixels = [own.cpu().numpy() for own in found["images"][0].split(counts)]
+        for own, (across, down), file in zip(pixels, grids, case.images, strict=True):
             image = Image.open(file)
-            across, down = item.shape.grid
             views = [ImageOps.pad(image, (384, 384), color=(127,) * 3)]
             whole = ImageOps.pad(image, (384 * across, 384 * down), color=(127,) * 3)
             for top, left in itertools.product(range(0, 384 * down, 384), range(0, 384 * across, 384)):

@@ -94,9 +94,6 @@ class TestFuyu(ExtremeShapes, FamilyContract):
         save_model(out, FuyuForCausalLM, config, ids("|ENDOFTEXT|"), 0)
         save_json(out, preprocessor_config=PIXELS)
 
-    def assert_arrays(self, expected, items, model):
-        assert torch.equal(model.normalized(items[0]).cpu(), expected["pixel_values"])
-
     def test_a_second_image_is_refused(self, tokenizer, path_file):
         with pytest.raises(LimitExceeded, match=r"2 items of kind image.*limit is 1"):
             tokenizer.tokenize([{"image": picture(9, 9)}, {"image": picture(8, 8)}], path_file)

@@ -189,20 +189,6 @@ class TestGemma4(ExtremeShapes, FamilyContract):
     def write_checkpoint(cls, out):
         write(out)
 
-    def assert_arrays(self, expected, items, model):
-        found = {kind: [item for item in items if item.shape.kind == kind] for kind in ("image", "video", "audio")}
-        side = VISION["patch_size"]
-        for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-            frames = [frame for item in found[kind] for frame in model.normalized(item).cpu()]
-            for frame, patches in zip(frames, expected.get(name, ()), strict=True):
-                own = frame.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 3, 4, 0).flatten(0, 1).flatten(1)
-                assert torch.equal(own, patches[: len(own)])
-                assert not patches[len(own) :].any()
-        masks = expected.get("input_features_mask", ())
-        for item, rows, mask in zip(found["audio"], expected.get("input_features", ()), masks, strict=True):
-            assert mask.sum() == item.shape.grid[0]
-            assert torch.equal(torch.from_numpy(item.view["input_features"].copy()), rows[: item.shape.grid[0]])
-
     def test_settings_of_the_large_models_without_audio(self, tmp_path, path_file):
         """Their keys are values, too, and images are bidirectional in layers with a window. One is a mixture."""
         text = {

@@ -173,18 +173,6 @@ class TestKimiK25(ExtremeShapes, FamilyContract):
         videos = {**settings, "max_patches": 32, "video_processor_type": "Kimi_K25VideoProcessor"}
         save_json(out, preprocessor_config=images, video_preprocessor_config=videos)
 
-    def assert_arrays(self, expected, items, model):
-        for kind, pixels, grids in (
-            ("image", "pixel_values", "image_grid_thw"),
-            ("video", "pixel_values_videos", "video_grid_thw"),
-        ):
-            own = [item for item in items if item.shape.kind == kind]
-            if own:
-                found = torch.cat([model.normalized(item).cpu() for item in own])
-                assert torch.equal(found, expected[pixels].flatten(1))
-                chunks = [list(chunk) for item in own for chunk in model._chunks_of(item.shape.grid)]
-                assert chunks == expected[grids].tolist()
-
     test_a_changed_setting_is_refused = refusals(
         [
             ("preprocessor_config", {"do_resize": False}, "do_resize is False"),

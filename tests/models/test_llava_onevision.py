@@ -77,18 +77,6 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
         "mixed, two images": [{"image": picture(9, 9)}, {"video": clip(1, 28, 28)}, {"image": picture(33, 40)}],
     }
 
-    def assert_arrays(self, expected, items, model):
-        images = [item for item in items if item.shape.kind == "image"]
-        videos = [item for item in items if item.shape.kind == "video"]
-        if images:
-            assert [list(item.shape.grid[:2]) for item in images] == expected["image_sizes"].tolist()
-        for item, tiles in zip(images, expected.get("pixel_values", ()), strict=True):
-            found = model.normalized(item).cpu()
-            assert torch.equal(found, tiles[: len(found)])
-            assert not tiles[len(found) :].any()
-        for item, frames in zip(videos, expected.get("pixel_values_videos", ()), strict=True):
-            assert torch.equal(model.normalized(item).cpu(), frames)
-
     def test_features_may_come_from_several_layers(self, tmp_path, path_file):
         """The checkpoint uses features of two layers, another resize filter and no normalization."""
         write(tmp_path, {**PIXELS, "resample": 2, "do_normalize": False}, vision_feature_layer=[-1, 1])

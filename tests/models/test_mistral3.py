@@ -6,7 +6,6 @@ import shutil
 from typing import ClassVar
 
 import pytest
-import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     Mistral3ForConditionalGeneration,
@@ -127,12 +126,6 @@ class PixtralContract(ExtremeShapes, FamilyContract):
     """Tests of both families."""
 
     prompts: ClassVar = {**PICTURES, "a tall picture": [{"image": picture(300, 7)}, {"text": "Where?"}]}
-
-    def assert_arrays(self, expected, items, model):
-        sizes = expected["image_sizes"].tolist()
-        assert [list(model.normalized(item).shape[2:]) for item in items] == sizes
-        for item, (height, width), padded in zip(items, sizes, expected["pixel_values"], strict=True):
-            assert torch.equal(model.normalized(item)[0].cpu(), padded[:, :height, :width])
 
     def test_a_picture_of_one_row_of_pixels_is_refused(self, processor):
         line = picture(1, 2000)

@@ -130,17 +130,6 @@ class TestMolmo2(FamilyContract):
         "a short video": [{"video": clip(2, 20, 20)}, {"text": "Which way?"}],
     }
 
-    def assert_arrays(self, expected, items, model):
-        found = [model.patches(item).cpu() for item in items]
-        pixels, pooling = ("pixel_values", "image_token_pooling")
-        if items[0].shape.kind == "video":
-            pixels, pooling = ("pixel_values_videos", "video_token_pooling")
-        assert torch.equal(torch.cat(found).flatten(0, -3), expected[pixels].flatten(0, -3))
-        first = np.cumsum([0, *(len(patches) * patches.shape[1] for patches in found)])
-        windows = [model.windows(item).cpu() for item in items]
-        moved = [torch.where(own < 0, own, own + start) for own, start in zip(windows, first, strict=False)]
-        assert torch.equal(torch.cat(moved), expected[pooling].long())
-
     def test_bidirectional_spans_equal_the_references_token_types(self, model, reference, tokenized):
         for name, items in self.prompts.items():
             types = reference.inputs(items)["mm_token_type_ids"][0]

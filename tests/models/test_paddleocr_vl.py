@@ -178,11 +178,6 @@ class TestPaddleOCRVL(ExtremeShapes, FamilyContract):
         save_model(out, PaddleOCRVLForConditionalGeneration, read, ids("</s>"), ids("<unk>"))
         save_json(out, config=config)
 
-    def assert_arrays(self, expected, items, model):
-        patches = torch.cat([model.normalized(item).cpu() for item in items])
-        assert torch.equal(patches, expected["pixel_values"].flatten(1))
-        assert [list(item.shape.grid) for item in items] == expected["image_grid_thw"].tolist()
-
     def test_a_chat_is_rendered_as_the_reference_does(self, reference, model, tokenizer, path_file):
         pixels = picture(61, 83)
         messages = [

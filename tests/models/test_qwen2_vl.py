@@ -79,16 +79,6 @@ class TestQwen2VL(MindIEContract, FamilyContract):
                 arrays.append(np.full((1, 1), self.mindie_seconds, np.float32))
         return arrays
 
-    def assert_arrays(self, expected, items, model):
-        for kind, pixels, grids in (
-            ("image", "pixel_values", "image_grid_thw"),
-            ("video", "pixel_values_videos", "video_grid_thw"),
-        ):
-            own = [item for item in items if item.shape.kind == kind]
-            if own:
-                assert torch.equal(torch.cat([model.normalized(item).cpu() for item in own]), expected[pixels])
-                assert [list(item.shape.grid[:3]) for item in own] == expected[grids].tolist()
-
     def test_served_tokens_equal_the_models(self, path, device, model, tokenizer, path_file, tmp_path):
         super().test_served_tokens_equal_the_models(path, device, model, tokenizer, path_file, tmp_path)
 

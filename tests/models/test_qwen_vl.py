@@ -110,7 +110,7 @@ class TestQwenVL(MindIEContract, FamilyContract):
 
     def assert_arrays(self, expected, items, model):
         case = expected["case"]
-        pixels = torch.cat([model.normalized(item).cpu() for item in items]).numpy()
+        pixels = model.processor.media_inputs([items], model.spec.device)["pixel_values"].cpu().numpy()
         for own, file in zip(pixels, case.images, strict=True):
             resized = Image.open(file).convert("RGB").resize((448, 448), Image.Resampling.BICUBIC)
             scaled = np.asarray(resized).astype(np.float32) / np.float32(255)

@@ -97,9 +97,6 @@ class TestSmolVLM(ExtremeShapes, FamilyContract):
         "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"image": picture(8, 8)}],
     }
 
-    def assert_arrays(self, expected, items, model):
-        assert torch.equal(torch.cat([model.normalized(item).cpu() for item in items]), expected["pixel_values"][0])
-
     def test_numbers_are_spelled_as_num2words_does(self):
         for number in [*range(1300), 1999, 2000, 2023, 12_100, 20_001, 345_678, 999_999]:
             assert in_words(number) == num2words(number)

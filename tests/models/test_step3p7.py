@@ -116,15 +116,6 @@ class TestStep3p7(ExtremeShapes, FamilyContract):
         images = {"size": {"height": 112, "width": 112}, "patch_size": 56, "max_image_size": 224}
         save_json(out, preprocessor_config={**images, "image_processor_type": "Step3p7ImageProcessor"})
 
-    def assert_arrays(self, expected, items, model):
-        wholes = torch.cat([model.normalized(item).cpu() for item in items])
-        assert torch.equal(wholes, expected["pixel_values"])
-        crops = [model.normalized(item, "pixel_values_local").cpu() for item in items if sum(item.shape.grid)]
-        assert bool(crops) == ("pixel_values_local" in expected)
-        if crops:
-            assert torch.equal(torch.cat(crops), expected["pixel_values_local"])
-        assert [item.shape.grid[0] * item.shape.grid[1] for item in items] == list(expected["num_local_patches"])
-
     test_a_changed_setting_is_refused = refusals(
         [
             ("preprocessor_config", {"size": {"height": 112}}, "must have height and an equal width"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import index
 from pathlib import Path
 from threading import Lock
-from typing import Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 from weakref import WeakSet
 
 import numpy as np
@@ -17,12 +17,17 @@ import pyarrow as pa
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
+from mindie_mm.batch.output.inputs import RunModel, SampleItem
 from mindie_mm.batch.output.manifest import Manifest, Shard
 from mindie_mm.batch.output.shard import ShardInfo, ShardRow, arena_path, read_table, table_path
+from mindie_mm.errors import InputError
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm.mapped import MappedArena
 from mindie_mm.shm.view import View
 from mindie_mm.tokenize.prompt import MediaSpan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OPEN_ARENAS = 8
 _TABLE_BYTES = 128 << 20
@@ -45,15 +50,50 @@ class Sample:
     """Error of the row, or None if the row has no error."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Values of the columns that the run kept (`--keep-columns`), by name."""
+    model: RunModel | None = field(default=None, repr=False)
+    """Checkpoint with which the row was tokenized. None if the row has an error."""
+
+    def model_inputs(self) -> dict[str, Tensor]:
+        """Return the keyword arguments of transformers' model, as a batch of size 1.
+
+        The arrays equal those of transformers' processor, or of the original code for families that transformers lacks.
+
+        Raises:
+            InputError: The row has an error, or the checkpoint is not the one with which the row was tokenized.
+            UnsupportedCheckpoint: The checkpoint cannot be read.
+
+        """
+        ids, items = self.usable()
+        assert self.model is not None
+        return self.model.processor().model_inputs(ids, items)
+
+    def usable(self) -> tuple[NDArray[np.int64], list[SampleItem]]:
+        """Return the ids and the media items. Raise InputError if the row has an error."""
+        if self.ids is None:
+            raise InputError(f"row {self.row} has no ids, because it failed: {self.error}. Leave out such samples")
+        located = zip(self.spans, self.arrays, strict=True)
+        return self.ids, [SampleItem.of(self.ids, span, arrays) for span, arrays in located]
 
 
 class Dataset(Sequence[Sample]):
     """Rows of a finished run, in input order. A dataset may be shared by threads and pickled for other processes."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """Open the run in `folder`. Raise InputError if the folder does not contain a finished run."""
+    def __init__(self, folder: str | Path, model: str | Path | None = None) -> None:
+        """Open a run.
+
+        Args:
+            folder: Folder of the run.
+            model: Directory of the checkpoint with which the rows were tokenized, if it has been moved since.
+
+        Raises:
+            InputError: The folder does not contain a finished run.
+
+        """
         self.folder = absolute(folder)
         self.manifest = Manifest.read(self.folder)
+        run = self.manifest.run
+        path = run.settings.model if model is None else str(absolute(model))
+        self._model = RunModel(path, run.settings.family, run.model_digest)
         self._firsts = [shard.info.first_row for shard in self.manifest.shards]
         self.begin()
 
@@ -112,7 +152,7 @@ class Dataset(Sequence[Sample]):
             return Sample(number, record.id, None, (), (), record.error, record.columns)
         prompt = record.prompt
         arrays = [{name: view[name] for name in view} for view in self.views(record)]
-        return Sample(number, record.id, prompt.plain_ids, prompt.spans, arrays, None, record.columns)
+        return Sample(number, record.id, prompt.plain_ids, prompt.spans, arrays, None, record.columns, self._model)
 
     def _table(self, info: ShardInfo) -> pa.Table:
         with self._lock:

@@ -25,7 +25,8 @@ from mindie_mm.errors import DeviceError, MindieMMError
 from mindie_mm.inputs import PROMPT, Kind, Media
 from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.nn.family import Plan, Processor, Write
-from mindie_mm.nn.model import EMBEDDINGS, MediaModel, Model, Positions
+from mindie_mm.nn.model import MediaModel, Model, Positions
+from mindie_mm.nn.model_inputs import EMBEDDINGS
 from mindie_mm.nn.paged_batch import Chunk, GraphBatch, PagedBatch
 from mindie_mm.nn.paged_cache import PagedCache
 from mindie_mm.nn.seq2seq import Seq2SeqModel
