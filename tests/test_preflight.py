@@ -54,6 +54,7 @@ def test_an_absent_device_is_refused_before_a_process_starts(setting, stopped_wo
 
 
 @without_cuda
+@pytest.mark.slow
 def test_generate_refuses_an_absent_device_before_a_process_starts(request, tmp_path):
     (tmp_path / "inputs.jsonl").write_text('{"inputs": [{"text": "Hi"}]}\n')
     tokenized, output = str(tmp_path / "tokenized"), str(tmp_path / "answers.jsonl")

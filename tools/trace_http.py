@@ -23,6 +23,9 @@ import httpx2
 import uvicorn
 from PIL import Image
 
+from mindie_mm.engine.process.engine_process import load_engine
+from mindie_mm.engine.ranks import ALONE
+from mindie_mm.engine.requests.engine_messages import Start
 from mindie_mm.processes.fork_client import ForkClient
 from mindie_mm.processes.ipc import Child, ChildChannel, Lifeline, socket_pair
 from mindie_mm.settings.config import EngineConfig, MiB, ServiceConfig, WorkerConfig
@@ -118,6 +121,7 @@ async def traced(folder: Path) -> HTTPTrace:
     config = ServiceConfig(port=0, spool=folder / "spool", reclaim_interval_s=3600)
     engine = EngineConfig(device="cpu", prefix_caching=False)
     require_places(config)
+    load_engine(Start(None, engine), ALONE)  # imports what the workers need, because tracing imports takes long
     with HTTPTrace() as trace:
         async with await Worker.start(WorkerConfig(engine=engine, arena_bytes=64 * MiB), forks=_Threads()) as worker:
             app = create_app(worker, config)

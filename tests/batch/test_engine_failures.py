@@ -144,6 +144,7 @@ def test_a_row_that_fails_every_step_becomes_an_error_and_the_others_are_answere
     assert asked.count("anything") == 2, "the row gets an error only once"
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_every_request_ends_the_run_without_row_errors(
     folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]]
 ) -> None:
@@ -166,6 +167,7 @@ def test_an_engine_that_fails_every_request_ends_the_run_without_row_errors(
     assert len(begun.splitlines()) < int(POISON) + 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_restart_ends_the_run(
     folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_ask_checks_its_arguments_before_it_loads_the_model(random_checkpoint, t
     assert output == "Error: the prompt has 3 media items of kind image; the limit is 2 (limit_mm_per_prompt)\n"
 
 
+@pytest.mark.slow
 def test_ask_logs_only_warnings_by_default(random_checkpoint):
     asked = [BIN, "ask", "What?", "--model", random_checkpoint, "--max-tokens", 1]
     assert " INFO " not in warm.run(asked, timeout=TIMEOUT_S).stderr

@@ -107,6 +107,7 @@ np.save(sys.argv[2], resize(pixels, 33, 47))
 
 
 @pytest.mark.parametrize("level", ["default", pytest.param("avx2", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_simd_level(
     checkpoint: Path, tmp_path: Path, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

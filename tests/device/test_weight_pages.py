@@ -78,6 +78,7 @@ print(json.dumps(int(rss[1]) * 1024))
 
 @pytest.mark.parametrize("kernels", [pytest.param("packed=no", marks=pytest.mark.slow), "packed=yes"])
 @pytest.mark.parametrize(("weights", "most"), [("auto", 0.62), pytest.param("int8", 0.4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_replaced_weights_of_a_model_are_not_resident(
     tmp_path: Path, weights: str, most: float, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

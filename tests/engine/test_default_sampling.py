@@ -103,6 +103,7 @@ def test_a_script_gets_the_defaults(tmp_path: Path) -> None:
         assert len(llm.chat([{"role": "user", "content": "What?"}]).token_ids) <= 3
 
 
+@pytest.mark.slow
 def test_a_default_length_is_cut_to_the_context(tmp_path: Path) -> None:
     """max_new_tokens equals the context length, which would leave no room for a prompt."""
     checkpoint(tmp_path, {"temperature": 0, "max_new_tokens": 64})

@@ -94,6 +94,7 @@ def room(path, kinds=("image",), device=None, num_engines=1, **settings):
     return Memory(load_model(path, device="cpu"), taken, device, num_engines=num_engines).kv_cache_bytes(config)
 
 
+@pytest.mark.slow
 def test_a_larger_worst_case_needs_more_memory(random_checkpoint, small_pictures):
     small, large = step(small_pictures).num_bytes, step(random_checkpoint).num_bytes
     assert large > small + 2 * MiB
@@ -141,6 +142,7 @@ SIZES = [1, 15, 16, 300, 511, 512, 1600, 2047, 2048, 4096]
     [(512, [1, 16, 511, 512, 4096]), *(pytest.param(one, SIZES, marks=pytest.mark.slow) for one in (512, 2048))],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_lower_limit_of_tokens_never_needs_more_memory(random_checkpoint, max_model_len, sizes):
     settings = {"max_model_len": max_model_len, "max_num_seqs": 64}
     needs = [step(random_checkpoint, (), max_num_batched_tokens=n, **settings).num_bytes for n in sizes]
@@ -294,6 +296,7 @@ def test_a_context_that_exceeds_the_cache_is_refused_if_configured_and_otherwise
 
 
 @pytest.mark.usefixtures("copied_workers")
+@pytest.mark.slow
 def test_the_library_refuses_a_context_that_exceeds_the_cache(random_checkpoint):
     engine = EngineConfig(device="cpu", max_model_len=512, kv_cache_bytes=10_000)
     with pytest.raises(DeviceError, match="a context of 512 tokens needs"):

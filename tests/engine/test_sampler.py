@@ -365,16 +365,16 @@ def test_accelerators_draw_from_the_same_distribution_in_any_batch():
     kept = [VOCABULARY, 3, None, None, None]
     for number, (own, most) in enumerate(zip(settings, kept, strict=True)):
         alone = request(seed=number, **own)
-        found = [in_order_of_scores(row[None].clone(), [alone]).item() for _ in range(200)]
+        found = [in_order_of_scores(row[None].clone(), [alone]).item() for _ in range(100)]
         others = [request(temperature=0), *(request(seed=i, **other) for i, other in enumerate(settings))]
         among = [*others[:2], request(seed=number, **own), *others[2:]]
         batch = row.expand(len(among), -1)
-        assert [in_order_of_scores(batch.clone(), among)[2].item() for _ in range(200)] == found
-        expected = draws({token: float(value) for token, value in enumerate(row)}, 4000, **own)
+        assert [in_order_of_scores(batch.clone(), among)[2].item() for _ in range(100)] == found
+        expected = draws({token: float(value) for token, value in enumerate(row)}, 1000, **own)
         assert {*found} <= {*expected} if own else True
         assert most is None or len({*found}) <= most
         for token, count in expected.most_common(3):
-            assert found.count(token) / 200 == pytest.approx(count / 4000, abs=0.12)
+            assert found.count(token) / 100 == pytest.approx(count / 1000, abs=0.15)
 
 
 def test_accelerators_draw_the_first_of_the_likeliest_tokens_if_a_request_is_greedy():

@@ -619,6 +619,7 @@ class FamilyContract:
         assert len(found) >= 5
         assert found == [1] * len(found)
 
+    @pytest.mark.representative
     def test_bfloat16_logits_are_as_near_as_the_references(self, path, device, reference, tokenized):
         model, half = load_model(path, device=device, dtype="bfloat16"), reference.in_bfloat16()
         for name, items in self.prompts.items():

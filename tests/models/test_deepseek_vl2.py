@@ -141,6 +141,7 @@ class TestDeepseekVL2(DeepseekVL2Contract):
         assert [token for token in tags if token > IMAGE] == [508, 504, 505]
 
     @pytest.mark.usefixtures("copied_workers")
+    @pytest.mark.slow
     def test_answers_show_the_tags_of_places(self, path, tokenizer, tmp_path):
         """As in the original, answers contain the tokens that delimit names and coordinates of objects."""
         tags = ["<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>", "<|grounding|>"]

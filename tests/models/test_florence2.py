@@ -170,6 +170,7 @@ class TestFlorence2(Seq2SeqContract):
     def test_preprocessing_that_does_not_fit_the_tower_is_refused(self, path, tmp_path, changes, message):
         self.assert_refused(changed(path, tmp_path / "other", "preprocessor_config", changes), message)
 
+    @pytest.mark.slow
     def test_the_openai_client_is_answered(self, path, model, tokenizer, path_file, tmp_path):
         """The test covers usage, log-probabilities, streams, stop strings, refusals and a client that disconnects."""
         pixels = picture(50, 70)

@@ -8,6 +8,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 STARTS = """
 import asyncio, contextlib, io, json, sys
 
@@ -68,6 +70,7 @@ def outcomes(tmp_path: Path, executable: str, *names: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_frozen_application_does_not_start_itself(tmp_path: Path) -> None:
     found = outcomes(tmp_path, "")
     assert len(found) == 7

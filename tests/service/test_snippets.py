@@ -79,6 +79,7 @@ def test_llm_with_decoders_answers_about_a_picture(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.usefixtures("checkout", "copied_workers")
+@pytest.mark.slow
 def test_llm_answers_several_inputs_and_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
     run(snippet(PYTHON_PAGE, "python", "llm.chat"))
     first, second, chat = capsys.readouterr().out.splitlines()
@@ -87,6 +88,7 @@ def test_llm_answers_several_inputs_and_a_chat(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("checkout", "copied_workers")
+@pytest.mark.slow
 def test_encoded_features_take_the_place_of_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
     source = snippet(PYTHON_PAGE, "python", "llm.encode")
     run(source)

@@ -152,6 +152,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(("umount", "--lazy", str(folder)), check=True)
 
 
+@pytest.mark.slow
 def test_a_read_only_file_system_fails_media_requests_until_it_is_writable(
     mounted: Path, tmp_path: Path, red_square: str
 ) -> None:

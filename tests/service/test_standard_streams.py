@@ -78,6 +78,7 @@ def test_an_unread_log_pipe_does_not_block_the_service(settings: dict[str, objec
     ],
     ids="-".join,
 )
+@pytest.mark.slow
 def test_a_service_started_without_standard_streams_opens_no_socket_there(
     settings: dict[str, object], tmp_path: Path, closed: tuple[str, ...]
 ) -> None:

@@ -18,6 +18,7 @@ TINY = ROOT / "mindie_mm" / "assets" / "tiny"
 pytestmark = pytest.mark.usefixtures("copied_workers")
 
 
+@pytest.mark.slow
 def test_the_checkpoint_answers_unseen_scenes_and_sounds():
     samples = [
         one
@@ -33,6 +34,7 @@ def test_the_checkpoint_answers_unseen_scenes_and_sounds():
 @pytest.mark.parametrize(
     "voice", [HELD_OUT_VOICES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in HELD_OUT_VOICES[1:])]
 )
+@pytest.mark.slow
 def test_the_checkpoint_understands_digits_of_unheard_voices(voice: str) -> None:
     prompts = [[{"audio": str(recorded(word, voice))}, {"text": "Which digit is spoken?"}] for word in DIGITS]
     with LLM(TINY) as llm:

@@ -59,6 +59,7 @@ def test_the_conversation_contains_stopped_answers(page: Page) -> None:
     assert messages[1][1].split() == answer.split()
 
 
+@pytest.mark.slow
 def test_the_page_follows_the_answer_only_while_scrolled_to_the_end(page: Page) -> None:
     """If a reader of a phone scrolls up, the page stays there. The form and Stop stay visible below."""
     page.set_viewport_size({"width": 390, "height": 664})
@@ -106,6 +107,7 @@ def test_an_attached_file_keeps_its_content(page: Page, files: Path, tmp_path: P
     expect(page.locator("#items li")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_streams_of_other_forms_are_shown(page: Page, files: Path) -> None:
     """An answer may have no timings, and lines may end with CRLF. The page lists only items that are not dropped."""
     answer_with(page, chunk_of(None, content="as "), chunk_of(content="asked"), end="\r\n\r\n")

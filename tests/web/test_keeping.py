@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from tests.web.conftest import COMPLETIONS, ask, attach, submit
@@ -136,6 +137,7 @@ def test_a_conversation_keeps_its_system_prompt_while_another_one_is_shown(page:
     assert held[0].request.post_data_json["messages"][0] == {"role": "system", "content": "Answer briefly."}
 
 
+@pytest.mark.slow
 def test_text_that_is_nested_too_deeply_is_shown_as_it_is(page: Page) -> None:
     chunk = {"choices": [{"delta": {"content": ">" * 3000}, "finish_reason": "stop"}]}
     body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"

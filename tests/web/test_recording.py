@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import av
+import pytest
 from playwright.sync_api import Page, expect
 
 from tests.web.conftest import ask, attach, submit
@@ -49,6 +50,7 @@ def test_recordings_are_attached_and_answered(page: Page) -> None:
     expect(page.locator("#items img")).not_to_have_js_property("naturalWidth", 0)
 
 
+@pytest.mark.slow
 def test_a_second_press_starts_no_second_recording(page: Page) -> None:
     """A second press is ignored while the browser asks for permission. Asking ends and attaches a recording."""
     page.evaluate(ASKED_FIRST)
@@ -65,6 +67,7 @@ def test_a_second_press_starts_no_second_recording(page: Page) -> None:
     assert page.evaluate(TRACKS) == ["ended"]
 
 
+@pytest.mark.slow
 def test_a_recorder_that_fails_leaves_the_microphone_off(page: Page) -> None:
     """Without any of the formats that the page prefers, it uses the browser's default format."""
     page.evaluate(ASKED_FIRST)
@@ -98,6 +101,7 @@ def test_a_recorder_that_fails_leaves_the_microphone_off(page: Page) -> None:
     expect(page.locator("#items li")).to_contain_text("recording 1.webm audio")
 
 
+@pytest.mark.slow
 def test_a_video_may_be_attached_as_sound(page: Page, tmp_path: Path) -> None:
     """The file has the extension of a video but contains only sound."""
     write_sound(tmp_path / "beeps.wav", "beeps", hertz=880.0, spans=[(0.1, 0.13), (0.45, 0.13)], seconds=1.2)
