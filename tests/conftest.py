@@ -41,7 +41,7 @@ settings.load_profile("here")
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
 # The kernel clears an arena's memory when it is created, which takes 0.1 s of processor time for the usual 256 MiB.
-stores.ARENA_BYTES = 32 * 2**20
+stores.ARENA_BYTES = 64 * 2**20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
