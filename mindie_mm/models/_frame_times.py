@@ -18,7 +18,7 @@ from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.video.encoded_video import Video
 from mindie_mm.models._mrope import Grid, mrope_positions
 from mindie_mm.models._qwen import QwenModel, QwenProcessor
-from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings, joint_resize
+from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings, bounding_grids, joint_resize
 from mindie_mm.nn.family import Spelling
 from mindie_mm.nn.model import Positions
 from mindie_mm.nn.splice import MediaItem
@@ -82,11 +82,21 @@ class FrameTimesProcessor(QwenProcessor):
     def max_tokens(self, kind: Kind) -> int:
         if kind == "image":
             return super().max_tokens(kind)
-        data = self.worst_case(kind)
-        return self.plan(Media(kind, data), data, {})[0].num_features
+        settings, temporal = self.video, self.video.temporal_patch_size
+        most = 0
+        for num_frames in range(temporal, max(temporal, settings.max_frames) + 1):
+            # Pixels are counted with a number of frames that may be rounded down.
+            counted = min(num_frames, round(num_frames / temporal) * temporal)
+            frame = replace(
+                settings,
+                min_pixels=-(-settings.min_pixels // num_frames),
+                max_pixels=-(-self.video_pixels(num_frames, settings) // counted),
+            )
+            most = max(most, -(-num_frames // temporal) * max(math.prod(grid) for grid in bounding_grids(frame)))
+        return most
 
     def worst_case(self, kind: Kind) -> Data:
-        """Return the data of an item that has `max_tokens` features.
+        """Return the data of an item that has `max_tokens` features or nearly as many.
 
         A video has either many frames that are too elongated to shrink in proportion, or a few large frames.
         """

@@ -24,6 +24,7 @@ from mindie_mm.models._qwen_pixels import (
     IMAGE_DEFAULTS,
     VIDEO_DEFAULTS,
     PixelSettings,
+    bounding_grids,
     largest,
     sample_frames,
     smart_resize,
@@ -116,20 +117,47 @@ class QwenProcessor(Processor):
 
     def max_tokens(self, kind: Kind) -> int:
         if kind == "image":
-            return self.image.max_pixels // self.image.factor**2
-        groups = -(-self.video.max_frames // (self.video.temporal_patch_size * self.temporal_merge))
-        return groups * (self.video.max_pixels // self.video.factor**2)
+            return max(self.num_features(kind, grid) for grid in self._bounds(self.image))
+        settings = self.video
+        if settings.total_pixels is not None:  # as in `smart_resize`
+            settings = replace(settings, max_pixels=max(settings.max_pixels, int(settings.min_pixels * 1.05)))
+        groups = -(-settings.max_frames // (settings.temporal_patch_size * self.temporal_merge))
+        return groups * max(math.prod(grid) for grid in bounding_grids(settings))
 
     def worst_case(self, kind: Kind) -> Data:
         if kind == "image":
-            return np.zeros((*largest(self.image), 3), np.uint8)
+            return np.zeros((*max(self._image_sizes(), key=self._image_features), 3), np.uint8)
+        settings, most = self.video, self.video.max_frames
+        size = max(largest(settings), key=lambda size: math.prod(smart_resize(*size, settings, num_frames=most)))
         # With the published limits, the array would take tens of gigabytes, so a single element is broadcast.
-        return np.broadcast_to(np.uint8(0), (self.video.max_frames, *largest(self.video), 3))
+        return np.broadcast_to(np.uint8(0), (most, *size, 3))
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
-        if media.kind == "image":
-            return self._plan_image(data, self.image.with_options(media.options))
-        return self._plan_video(data, self.video.with_options(media.options), media.options)
+        kind, options = media.kind, media.options
+        if kind == "image":
+            plan, write = self._plan_image(data, self.image.with_options(options))
+        else:
+            plan, write = self._plan_video(data, self.video.with_options(options), options)
+        if options.min_pixels is not None and plan.num_features > (most := self.max_tokens(kind)):
+            raise LimitExceeded(
+                f"with min_pixels {options.min_pixels}, the {kind} has {plan.num_features} tokens; the checkpoint's "
+                f"limit is {most}. Lower min_pixels"
+            )
+        return plan, write
+
+    def _bounds(self, settings: PixelSettings) -> Iterator[tuple[int, int, int]]:
+        """Yield grids that bound those of images, upright and not."""
+        for short, long in bounding_grids(settings):
+            sides = short * settings.merge_size, long * settings.merge_size
+            yield from ((1, *sides), (1, *sides[::-1]))
+
+    def _image_sizes(self) -> Iterator[tuple[int, int]]:
+        for height, width in largest(self.image):
+            yield from ((height, width), (width, height))
+
+    def _image_features(self, size: tuple[int, int]) -> int:
+        height, width = (side // self.image.patch_size for side in self.image_size(*size, self.image))
+        return self.num_features("image", (1, height, width))
 
     def specs_of(self, kind: Kind, grid: tuple[int, ...]) -> Mapping[str, ArraySpec]:
         name, patch_bytes = PIXELS[kind], self.image.patch_size**2 * 3 if kind == "image" else self.video.patch_bytes

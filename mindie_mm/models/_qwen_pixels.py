@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,11 +129,38 @@ class PixelSettings:
         return normalize_planes(planes, self.mean, self.std, self.rescale_factor)
 
 
-def largest(settings: PixelSettings) -> tuple[int, int]:
-    """Return the nearly square height and width that yield the most tokens and that a resize leaves unchanged."""
-    tokens = settings.max_pixels // settings.factor**2
-    rows = math.isqrt(tokens)
-    return rows * settings.factor, tokens // rows * settings.factor
+def bounding_grids(settings: PixelSettings) -> Iterator[tuple[int, int]]:
+    """Yield grids (shorter side, longer side), in tokens, that bound the grids of resized images.
+
+    Each grid of a resized image fits into one of these grids.
+    """
+    limits = (settings.max_pixels, settings.min_pixels)
+    area, least = (pixels // settings.factor**2 for pixels in limits)
+    # The longer side of an image that is resized to these pixels and whose proportions are the limit.
+    longest, long = (math.isqrt(MAX_ASPECT_RATIO * pixels) // settings.factor for pixels in limits)
+    narrow = math.isqrt(area // MAX_ASPECT_RATIO)  # the shorter side of such an image, rounded down
+    if not narrow:  # the shorter side has one token nevertheless
+        yield 1, max(1, longest)
+    for short in range(1, math.isqrt(area) + 1):
+        # Rounding makes the proportions of other images more elongated by up to half a token.
+        most = MAX_ASPECT_RATIO * short + MAX_ASPECT_RATIO // 2
+        yield short, min(area // short, max(most, longest) if short == narrow else most)
+    # Both sides of an enlarged image are rounded up, even from a whole number, because of floating point.
+    for short in range(math.isqrt(least // MAX_ASPECT_RATIO), math.isqrt(least) + 1):
+        yield short + 1, (min(least // short, long) if short else long) + 1
+
+
+def largest(settings: PixelSettings) -> Iterator[tuple[int, int]]:
+    """Yield heights and widths of images, one of which is resized to nearly the most tokens. None is upright."""
+    factor, area = settings.factor, settings.max_pixels // settings.factor**2
+    yield 1, MAX_ASPECT_RATIO
+    yield factor, MAX_ASPECT_RATIO * factor
+    for short in range(1, math.isqrt(area) + 1):
+        yield short * factor, min(area // short, MAX_ASPECT_RATIO * short) * factor
+    # After enlarging, these sides are slightly longer than a whole number of tokens.
+    half, least = factor // 2, settings.min_pixels / factor**2
+    for short in range(max(1, math.isqrt(int(least) // MAX_ASPECT_RATIO)), math.isqrt(int(least)) + 1):
+        yield short * half, min(math.ceil(least * half / short) - 1, MAX_ASPECT_RATIO * short * half)
 
 
 def check_aspect_ratio(height: int, width: int, own_size: str = "") -> None:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind
-from mindie_mm.media.image.encoded_image import Data
 from mindie_mm.media.image.preprocess import check_settings
 from mindie_mm.models._qwen import QwenModel, QwenProcessor
-from mindie_mm.models._qwen_pixels import MAX_ASPECT_RATIO, PixelSettings
+from mindie_mm.models._qwen_pixels import PixelSettings
 from mindie_mm.nn.checkpoint.config_keys import words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import Placeholder, PretrainedFamily, Spelling
@@ -76,24 +75,6 @@ class HunYuanVLProcessor(QwenProcessor):
 
     def spelling(self, kind: Kind, num_features: int, grid: tuple[int, ...]) -> Spelling | None:
         return super().spelling(kind, num_features, grid) if grid[:1] == (1,) else None
-
-    def max_tokens(self, kind: Kind) -> int:
-        # Rounding makes the proportions of a resized image more elongated than the limit by up to one column.
-        return max(self.num_features(kind, grid) for grid in self._tall_grids(1))
-
-    def worst_case(self, kind: Kind) -> Data:
-        """Return an image that is narrow, because each row has a feature in addition to those of its patches."""
-        _, rows, columns = max(self._tall_grids(0), key=lambda grid: self.num_features(kind, grid))
-        return np.zeros((rows * self.image.patch_size, columns * self.image.patch_size, 3), np.uint8)
-
-    def _tall_grids(self, further_columns: int) -> list[tuple[int, int, int]]:
-        """Return the tallest grid of each width. Proportions are limited as if there were `further_columns`."""
-        merge, tokens = self.image.merge_size, self.image.max_pixels // self.image.factor**2
-        rows = (
-            (min(tokens // columns, MAX_ASPECT_RATIO * (columns + further_columns)), columns)
-            for columns in range(1, tokens + 1)
-        )
-        return [(1, height * merge, width * merge) for height, width in rows]
 
 
 class HunYuanVLModel(QwenModel):

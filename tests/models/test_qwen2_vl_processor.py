@@ -11,7 +11,8 @@ from transformers import Qwen2VLConfig
 from mindie_mm.errors import InputError, LimitExceeded, MediaError, UnsupportedCheckpoint
 from mindie_mm.inputs import Media, MediaOptions
 from mindie_mm.models._mrope import mrope_positions
-from mindie_mm.models._qwen_pixels import sample_frames, smart_resize
+from mindie_mm.models._qwen_pixels import sample_frames
+from mindie_mm.models.hunyuan_vl import HunYuanVLProcessor
 from mindie_mm.models.qwen2_vl import Qwen2VLProcessor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.pixels import normalize_patches, repeat_frames
@@ -229,12 +230,36 @@ def test_low_detail_reduces_the_features(processor):
     assert 250 < plan.num_features <= 512 * 512 / 784
 
 
-def test_max_tokens_bound_every_plan(processor):
+@pytest.mark.parametrize(
+    ("min_tokens", "max_tokens"), [(0.1, 0.7), (1.2, 3.5), (4.3, 4.3), (0.5, 30), (9.5, 99.9), (150.3, 205), (1, 1280)]
+)
+@pytest.mark.parametrize("name", ["qwen2_vl", "hunyuan_vl"])
+def test_max_tokens_are_the_most_that_the_resize_yields(min_tokens, max_tokens, name, processor):
+    """Elongated images may have more tokens than pixels allow, because each side has at least one."""
+    own = Qwen2VLProcessor if name == "qwen2_vl" else HunYuanVLProcessor
+    processor.__class__ = own
+    pixels = [int(tokens * 8**2) for tokens in (min_tokens, max_tokens)]
+    processor.image = replace(processor.image, min_pixels=pixels[0], max_pixels=pixels[1], patch_size=4)
+    sizes = [(short, long) for short in (1, 2, 5, 7) for long in range(short, 200 * short + 1)]
+    sizes += [(short, short * ratio // 4) for short in (12, 50, 400) for ratio in range(4, 801)]
+    sizes += [size[::-1] for size in sizes] + [*processor._image_sizes()]
+    found = max(map(processor._image_features, sizes))
+    assert 0.99 * processor.max_tokens("image") <= found <= processor.max_tokens("image")
+    data = processor.worst_case("image")
+    planned = processor.plan(Media("image", data), data, {})[0].num_features
+    assert 0.95 * found <= planned <= found
+
+
+def test_max_tokens_of_the_defaults(processor):
     assert processor.max_tokens("image") == 1280
     assert processor.max_tokens("video") == 384 * 768
-    for size in SIZES:
-        height, width = smart_resize(size[1], size[0], processor.image)
-        assert height * width // 784 <= processor.max_tokens("image")
+
+
+def test_options_cannot_ask_for_more_than_max_tokens(processor):
+    image = np.zeros((10, 1400, 3), np.uint8)
+    assert preprocess(processor, "image", image, min_pixels=900_000)[0].num_features <= 1280
+    with pytest.raises(LimitExceeded, match=r"with min_pixels 1003520, .*has 1696 tokens.*limit is 1280. Lower"):
+        preprocess(processor, "image", image, min_pixels=1_003_520)
 
 
 def test_plan_settings_differ_only_if_the_arrays_do(processor):
