@@ -5,6 +5,8 @@ Source: arXiv 2511.21631. Everything but the decoder's layers is the same as in 
 
 from __future__ import annotations
 
+from typing import Any
+
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models._qwen3 import Qwen3Model, Qwen3Processor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
@@ -38,3 +40,17 @@ class Qwen3VLMoe(PretrainedFamily):
     model_class = Qwen3Model
     default_theta = 5_000_000.0  # the default of transformers 4; transformers 5 has a tenth of this value
     other_keys = ("text_config.norm_topk_prob",)
+
+    @classmethod
+    def module_class(cls) -> type[Any]:
+        """Return the transformers class, and let it also load checkpoints with separate weights for each expert.
+
+        Programs that quantize or fine-tune a checkpoint save such weights.
+        """
+        from transformers import conversion_mapping as transformers  # imported late, because it is slow
+
+        name = cls.model_types[0]
+        if name not in transformers.USER_REGISTERED_MAPPINGS:
+            joined, separate = map(transformers.get_checkpoint_conversion_mapping, (name, "qwen2_moe"))
+            transformers.register_checkpoint_conversion_mapping(name, joined + separate, overwrite=True)
+        return super().module_class()

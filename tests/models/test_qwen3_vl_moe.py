@@ -78,6 +78,21 @@ class TestQwen3VLMoe(FamilyContract):
         found = self.logits(load_model(saved, device="cpu", dtype="float32"), tokenized["text"])
         torch.testing.assert_close(found, self.logits(model, tokenized["text"]).cpu(), rtol=1e-4, atol=1e-4)
 
+    def test_separate_weights_of_experts_give_the_same_logits(self, path, model, tokenized, tmp_path):
+        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+        weights: dict[str, torch.Tensor] = {}
+        for name, weight in load((path / "model.safetensors").read_bytes()).items():
+            stem, _, part = name.rpartition(".")
+            for number, expert in enumerate(weight.mT if ".experts." in name else ()):
+                halves = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
+                for one, value in halves if part == "gate_up_proj" else [(part, expert)]:
+                    weights[f"{stem}.{number}.{one}.weight"] = value.contiguous()
+            if ".experts." not in name:
+                weights[name] = weight
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        found = self.logits(load_model(tmp_path, device="cpu", dtype="float32"), tokenized["text"])
+        torch.testing.assert_close(found, self.logits(model, tokenized["text"]).cpu(), rtol=1e-4, atol=1e-4)
+
     def test_fp8_weights_of_experts_are_multiplied_by_their_scales(self, path, tokenized, tmp_path):
         """The published FP8 checkpoints have one tensor of scales per tensor of experts."""
         scales: dict[str, torch.Tensor] = {}
