@@ -85,3 +85,17 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, name: str) -> 
     message = "a LORA adapter of Qwen/Qwen2-VL-2B" if name == "adapter_config.json" else "an adapter of the base model"
     with pytest.raises(UnsupportedCheckpoint, match=rf"has {name}, {message}.* not supported.*merge_and_unload"):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"thinker_config": {"vision_config": {"num_heads": 0}}}, r"thinker_config\.vision_config\.num_heads is 0"),
+        ({"vision_config": {"patch_size": [14, 0]}}, r"vision_config\.patch_size is \[14, 0\]"),
+    ],
+)
+def test_sizes_that_are_not_positive_are_refused(tmp_path, config, named):
+    (tmp_path / "config.json").write_text(json.dumps(config | {"v_head_dim": 0, "head_dim": None}))
+    with pytest.raises(UnsupportedCheckpoint, match=f"config.json: {named}; it must be positive"):
+        Checkpoint.open(tmp_path)

@@ -52,6 +52,30 @@ HOUSEKEEPING = words(
 """Keys of any transformers configuration that do not change the logits, or are read elsewhere."""
 
 
+_SIZES = words(
+    "d_model depth decoder_attention_heads decoder_ffn_dim decoder_layers embed_dim encoder_attention_heads",
+    "encoder_ffn_dim encoder_layers head_dim heads hidden_dim hidden_size image_size in_channels intermediate_size",
+    "kv_channels layers max_position_embeddings merge_size n_heads n_layers num_attention_heads num_channels num_heads",
+    "num_hidden_layers num_key_value_heads num_layers num_mel_bins out_hidden_size patch_size seq_length",
+    "spatial_merge_size temporal_patch_size vocab_size width",
+)
+"""Keys of sizes that are positive in each model that has them. Other sizes may be 0 to leave out a part."""
+
+
+def check_sizes(config: Mapping[str, Any], where: str, prefix: str = "") -> None:
+    """Raise UnsupportedCheckpoint if a size in a configuration file or in a section of it is not positive.
+
+    The arguments are those of `Keys.complete`.
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_sizes(value, where, f"{prefix}{name}.")
+        elif name in _SIZES:
+            sizes = value if isinstance(value, list) else [value]
+            if any(isinstance(size, int | float) and size <= 0 for size in sizes):
+                raise UnsupportedCheckpoint(f"{where}: {prefix}{name} is {value}; it must be positive")
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The keys of a configuration file, or of one section of it."""

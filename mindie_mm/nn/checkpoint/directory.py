@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as, panics_as
 from mindie_mm.inputs import Kind
+from mindie_mm.nn.checkpoint.config_keys import check_sizes
 from mindie_mm.nn.checkpoint.folder_errors import check_adapter, check_link, check_pointer, no_checkpoint
 from mindie_mm.nn.checkpoint.missing_files import VOCABULARIES, also_missing
 from mindie_mm.settings.paths import absolute
@@ -72,7 +73,7 @@ class Checkpoint:
 
         Raises:
             UnsupportedCheckpoint: There is no readable config.json, it is too large, there is an adapter beside it, or
-                the name of the directory is not UTF-8.
+                the name of the directory is not UTF-8. A size in config.json is not positive.
             InputError: The path is relative, and the working directory was removed.
 
         """
@@ -83,7 +84,9 @@ class Checkpoint:
             raise no_checkpoint(root)
         check_adapter(root)
         _require_small(file)
-        return cls(root, _read(file))
+        config = _read(file)
+        check_sizes(config, str(file))
+        return cls(root, config)
 
     def translated(
         self, config: Mapping[str, Any], files: Mapping[str, dict[str, Any]], renamings: Sequence[Renaming]
