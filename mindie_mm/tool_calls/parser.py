@@ -70,6 +70,8 @@ class ToolCallParser(JsonArguments, ABC):
         """Number of calls that have started."""
         self.num_earlier_calls = num_earlier_calls
         self.in_call = False
+        self.call_text = ""
+        """Text of the current call so far. After the end of the answer, text of the call within which it was cut."""
         self._encode: Callable[[str], str] | None = None
         """Function that converts text to a piece of the arguments. None while the text is not part of arguments."""
         self._lead: int | None = None
@@ -197,6 +199,11 @@ class ToolCallParser(JsonArguments, ABC):
         self.end(whole=whole)
         return self._resume()
 
+    def taken(self) -> str:
+        text = super().taken()
+        self.call_text += text
+        return text
+
     def _resume(self) -> list[Event]:
         next(self._steps, None)
         events, self._events = self._events, []
@@ -252,6 +259,7 @@ class ToolCallParser(JsonArguments, ABC):
         self._events.append(CallEnd(self.num_calls - 1))
         self.in_call = False
         self.taken()
+        self.call_text = ""
 
     def finish_call(self) -> None:
         """Complete the current call, whose arguments are invalid or end with the answer."""
@@ -308,7 +316,7 @@ class ToolCallParser(JsonArguments, ABC):
     def _attempt(self, opening: str) -> Step[None]:
         """Parse the calls after an opening. Text that is not a call becomes content."""
         self.is_cut = False
-        self._accepted = ""
+        self._accepted = self.call_text = cut = ""
         try:
             yield from self.calls(opening)
         except NoMatch:
@@ -317,6 +325,7 @@ class ToolCallParser(JsonArguments, ABC):
                 yield from self._skip_rest()
             elif self.is_cut and opening and not self._is_whole:
                 self._drop()
+                cut = self.call_text
             else:
                 self._leave_as_text(opening)
         except Ended:
@@ -327,11 +336,13 @@ class ToolCallParser(JsonArguments, ABC):
                 self._leave_as_text(opening)
             elif opening or self.in_call:  # the beginning of a call is useless to the user
                 self._drop()
+                cut = self.call_text
         self._encode = None
         self.in_call = False
         has_called = self._lead is None
         if has_called and self.closings and not self._accepted.endswith(self.closings):
             yield from self._rest_of_block()
+        self.call_text = cut
 
     def _rest_of_block(self) -> Step[None]:
         """Send the text up to the closing text as content, and drop the closing text."""

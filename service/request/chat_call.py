@@ -55,6 +55,7 @@ def chat_call(
         tools=tools,
         num_earlier_calls=num_calls(with_tool_calls(messages)) if parser else 0,
         parallel=use.parallel,
+        holds_calls=bool(call.params.stop_token_ids),
         as_function=use.is_deprecated,
         hidden=tuple(shown),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,8 @@ class MessageRules:
     """Number of tool calls in the request's messages."""
     parallel: bool = True
     """Whether the message may have several tool calls. If not, only the first call is kept."""
+    holds_calls: bool = False
+    """Whether a call is held back until it is complete, because a stop token may cut it off. It is then text."""
     as_function: bool = False
     """Whether the call is written as OpenAI's deprecated `function_call`."""
     hidden: Sequence[str] = ()
@@ -70,18 +73,33 @@ class MessageReader:
         self._held = ""
         """Reasoning that was read but not yet returned."""
         self._calls = rules.parser(rules.tools, rules.num_earlier_calls) if rules.parser else None
+        self._call: list[Event] = []
+        """Events of the call that is held back."""
 
     def push(self, text: str) -> list[Part]:
         """Read the next piece of the text, and return the new parts. The beginning of a marker may be held back."""
         return self._read(self._reasoning.push(text) if self._reasoning else [Content(text)] if text else [])
 
-    def finish(self, *, whole: bool) -> list[Part]:
+    def finish(self, *, whole: bool, by_token: bool = False) -> list[Part]:
         """Return the remaining parts after the last piece of the text.
 
-        `whole` says whether the model ended the text. If not, a limit or a stop string cut it off.
+        Args:
+            whole: Whether the model ended the text. If not, a limit or a stop string cut it off.
+            by_token: Whether a token of `stop_token_ids` ended the text. A call whose arguments are incomplete is then
+                text, as in vLLM.
+
         """
-        parts = self._read(self._reasoning.finish() if self._reasoning else [])
-        return parts + self._released() + self._kept(self._calls.finish(whole=whole) if self._calls else [])
+        parts = self._read(self._reasoning.finish() if self._reasoning else []) + self._released()
+        if self._calls is None:
+            return parts
+        parts += self._kept(self._calls.finish(whole=whole and not by_token))
+        call, self._call = self._call, []
+        if by_token and (text := self._calls.call_text):
+            if call and _is_json("".join(event.text for event in call if isinstance(event, CallArguments))):
+                call.append(CallEnd(self._calls.num_calls - 1))
+            else:
+                call = [Content(self._without_hidden(text))]
+        return parts + call
 
     def _read(self, parts: Iterable[Reasoning | Content]) -> list[Part]:
         read: list[Part] = []
@@ -110,7 +128,10 @@ class MessageReader:
         for event in events:
             if not isinstance(event, Content):
                 if self._rules.parallel or event.index == 0:
-                    kept.append(event)
+                    self._call.append(event)
+                if isinstance(event, CallEnd) or not self._rules.holds_calls:
+                    kept += self._call
+                    self._call = []
             elif text := self._without_hidden(event.text):
                 kept.append(Content(text))
         return kept
@@ -160,6 +181,14 @@ class MessageParts:
                 for call in calls
             ]
         return message
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def delta_of(part: Part, rules: MessageRules) -> ChatDelta | None:

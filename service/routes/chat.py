@@ -180,7 +180,7 @@ class _Chat(Responder):
     async def _choice(self, choice: Choice, rules: MessageRules) -> ChatChoice:
         parts, reader = MessageParts(), MessageReader(rules)
         parts.add(reader.push(choice.text))
-        parts.add(reader.finish(whole=_is_whole(choice)))
+        parts.add(reader.finish(whole=_is_whole(choice), by_token=isinstance(choice.stop_reason, int)))
         return {
             "index": choice.index,
             "message": self._message(parts, rules),
@@ -248,7 +248,7 @@ class _Stream:
         else:
             parts = self._reader.push(delta.text)
             if delta.finish_reason:
-                parts += self._reader.finish(whole=_is_whole(delta))
+                parts += self._reader.finish(whole=_is_whole(delta), by_token=isinstance(delta.stop_reason, int))
             self._parts.add(parts)
             deltas = [content for part in parts if (content := delta_of(part, self.rules)) is not None]
             if delta.finish_reason or (has_tokens and not deltas):

@@ -104,6 +104,19 @@ def test_max_tokens_cuts_the_arguments_to_a_prefix(scripted: RunningService, str
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_token_within_a_call_leaves_text(scripted: RunningService, stream: bool) -> None:
+    asked = {"messages": HELLO, "tools": TOOLS, "chat_template_kwargs": {"script": "cut"}, "return_token_ids": True}
+    answer = httpx2.post(scripted.url + CHAT, json=asked, timeout=300).raise_for_status().json()
+    ids = answer["choices"][0]["token_ids"]
+    for number in range(len(ids) - 1):
+        cut = ask(scripted, "cut", stream=stream, extra_body={"stop_token_ids": [ids[number]]})
+        if number < 4:
+            assert (cut.calls, cut.content, cut.finish_reason) == ([], "".join(SCRIPTS["cut"][:number]), "stop")
+        else:
+            assert (cut.calls, cut.finish_reason) == ([("f", '{"a": "xyz"}')], "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_apply_to_the_content_and_not_to_the_reasoning(scripted: RunningService, stream: bool) -> None:
     plan = "The user wants a list.\n\nI write two lines."
     stopped = ask(scripted, "thinks", stream=stream, stop=["\n\n"])

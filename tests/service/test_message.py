@@ -15,6 +15,8 @@ from mindie_mm.tool_calls.registry import parser_named
 from mindie_mm.tool_calls.schemas import Tool
 from service.request.message import MessageParts, MessageReader, MessageRules, ReasoningCount, delta_of
 from tests.service.conftest import TINY
+from tests.tool_calls.assembling import TOOLS as CALLED
+from tests.tool_calls.assembling import texts_of_all_formats
 
 TOOLS = [
     Tool("get_weather", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}),
@@ -71,11 +73,11 @@ def rules_of(given: dict[str, Any]) -> MessageRules:
     return MessageRules(tools=TOOLS, **made)
 
 
-def read(rules: MessageRules, pieces: list[str], *, whole: bool = True) -> MessageParts:
+def read(rules: MessageRules, pieces: list[str], *, whole: bool = True, by_token: bool = False) -> MessageParts:
     reader, parts = MessageReader(rules), MessageParts()
     for piece in pieces:
         parts.add(reader.push(piece))
-    parts.add(reader.finish(whole=whole))
+    parts.add(reader.finish(whole=whole, by_token=by_token))
     return parts
 
 
@@ -166,3 +168,19 @@ def test_the_tokens_of_the_reasoning_are_counted(opened: bool, text: str, tokens
         for start in range(0, len(ids), step):
             count.push(ids[start : start + step])
         assert count.num_tokens == len(tokenizer.encode(tokens, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize(("name", "text"), texts_of_all_formats())
+def test_a_call_that_a_stop_token_cuts_off_is_text(name: str, text: str) -> None:
+    """The message does not depend on the pieces, because a call is held back until it is complete."""
+    rules = MessageRules(parser=parser_named(name), tools=CALLED, holds_calls=True)
+    for length in range(len(text) + 1):
+        for pieces in ([text[:length]], list(text[:length]))[: 2 if length % 16 == 0 else 1]:
+            parts = read(rules, pieces, by_token=True)
+            for call in parts.answer.calls:
+                assert call.complete
+                assert isinstance(json.loads(call.arguments), dict), text[:length]
+            if not parts.answer.calls:
+                assert parts.answer.content == text[:length]
+                assert parts.finish_reason("stop", rules) == "stop"
+    assert len(parts.answer.calls) == len(read(rules, [text]).answer.calls)
