@@ -37,6 +37,14 @@ _INLINE = 504
 """Maximum number of bytes of a message that are sent together with the message's length."""
 
 
+class RankFailed(Exception):
+    """The other ranks did not receive the error of this rank, because they wait for it in a collective operation."""
+
+    def __init__(self, error: MindieMMError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Ranks:
     """The ranks of an engine. This class implements a single rank."""
 
@@ -65,7 +73,10 @@ class Ranks:
         """Overwrite `tensor` on every rank by the tensor of rank 0. The host does not wait for an accelerator."""
 
     def all_reduce_error(self, error: MindieMMError | None, patience: timedelta = PATIENCE) -> MindieMMError | None:
-        """Return the error of the lowest rank that has an error, or None. All ranks get the same result."""
+        """Return the error of the lowest rank that has an error, or None. All ranks get the same result.
+
+        Raise RankFailed if `error` is given and the other ranks do not call this method within `patience`.
+        """
         return error
 
     def all_reduce_min(self, number: int) -> int:
@@ -155,12 +166,11 @@ class _Group(Ranks):
         work = dist.all_reduce(first, dist.ReduceOp.MIN, group=self._control, async_op=True)
         try:
             work.wait(_FOREVER if error is None else patience)
-        except RuntimeError:
-            if error is not None:
-                _log.critical(
-                    "rank %d failed, and the other ranks did not receive its error", self.number, exc_info=error
-                )
-            raise
+        except RuntimeError as lost:
+            if error is None:
+                raise
+            _log.critical("rank %d failed, and the other ranks did not receive its error", self.number, exc_info=error)
+            raise RankFailed(error) from lost
         if (rank := int(first)) == self.count:
             return None
         own = None if error is None else msgspec.msgpack.encode(Failure.of(error))

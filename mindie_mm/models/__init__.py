@@ -253,6 +253,7 @@ def load_model(
     vision: Placement = TOGETHER,
     projector: Placement = TOGETHER,
     end_token_ids: Sequence[int] | None = None,
+    prepares: bool = True,
 ) -> Model | Seq2SeqModel:
     """Load the model of a checkpoint and place its weights on a device.
 
@@ -265,6 +266,7 @@ def load_model(
         vision: Placement of the vision tower. By default, it runs with the rest of the model.
         projector: Placement of the projector, with the same default.
         end_token_ids: Token ids that replace eos_token_id of generation_config.json.
+        prepares: Whether to also call `prepare_model`.
 
     Returns:
         The loaded model.
@@ -285,7 +287,7 @@ def load_model(
         if placement.device is not None:
             open_device(placement.device)  # to report a missing device before weights are read
     chosen = family_of(checkpoint, family)
-    try:
+    with _fitting(checkpoint, opened):
         with reading(checkpoint, chosen):
             refuse_mindie(checkpoint)
             processor = chosen.processor(checkpoint)  # first, to report unsupported settings before weights are read
@@ -294,15 +296,42 @@ def load_model(
             if is_first() and (message := unknown_keys(checkpoint, chosen)):
                 _log.warning("%s: %s", checkpoint.path, message)
         place(model, vision, projector)
-        if opened.fuses_layers:
+    if prepares:
+        prepare_model(model, checkpoint, opened, weights)
+    return model
+
+
+def prepare_model(
+    model: Model | Seq2SeqModel, checkpoint: Checkpoint, device: Device, weights: Literal["auto", "int8"] = "auto"
+) -> None:
+    """Prepare a loaded model for its device. Layers may be replaced after trials, which all ranks run together.
+
+    Args:
+        model: Model that `load_model` has loaded on the device.
+        checkpoint: Checkpoint of the model.
+        device: Device of the model.
+        weights: Same as in `load_model`.
+
+    Raises:
+        DeviceError: The prepared weights do not fit into the memory of the device.
+
+    """
+    with _fitting(checkpoint, device):
+        if device.fuses_layers:
             model.fuse()
         if weights == "int8":
-            quantize(model, opened)
-        opened.prepare(model.module)
+            quantize(model, device)
+        device.prepare(model.module)
+
+
+@contextmanager
+def _fitting(checkpoint: Checkpoint, device: Device) -> Iterator[None]:
+    """Raise DeviceError if the body of the `with` statement runs out of the device's memory."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:
-        where, reason = opened.torch_device, str(error).partition("\n")[0]
+        where, reason = device.torch_device, str(error).partition("\n")[0]
         raise DeviceError(f"{checkpoint.path} does not fit in the memory of {where}: {reason}") from error
-    return model
 
 
 def unknown_keys(checkpoint: Checkpoint, family: type[Family]) -> str:

@@ -128,7 +128,7 @@ class QwenProcessor(Processor):
         if kind == "image":
             return np.zeros((*max(self._image_sizes(), key=self._image_features), 3), np.uint8)
         settings, most = self.video, self.video.max_frames
-        size = max(largest(settings), key=lambda size: math.prod(smart_resize(*size, settings, num_frames=most)))
+        size = max(largest(settings), key=lambda size: math.prod(smart_resize(size[0], size[1], settings, most)))
         # With the published limits, the array would take tens of gigabytes, so a single element is broadcast.
         return np.broadcast_to(np.uint8(0), (most, *size, 3))
 

@@ -267,6 +267,8 @@ def _replacement(layer: Any, calls: list[_Call], *, scales_angles: bool) -> Deco
         try:
             config._attn_implementation = _PROBE  # noqa: SLF001
             expected = layer(hidden, attention_mask=None, position_ids=None, past_key_values=None, **arguments)
+        except torch.OutOfMemoryError:  # if only one rank went on, the ranks would wait for each other
+            raise
         except (TypeError, RuntimeError, ValueError, AttributeError) as error:  # the layer needs other arguments
             raise _Unlike from error
         finally:

@@ -369,26 +369,43 @@ def test_items_are_balanced_over_the_ranks():
     assert ranks.owners([1, 9, 4, 4, 1]) == [1, 0, 1, 2, 2]
 
 
-TOO_LITTLE = """
+FAILING = """
 import sys
-if ["mindie_mm.engine.process.rank", "1"] in [sys.orig_argv[i:i + 2] for i in range(len(sys.orig_argv))]:
-    from mindie_mm.device.cpu import CPU
+from datetime import timedelta
+if "mindie_mm.engine.process.rank" in sys.orig_argv:
+    import torch
+    import torch.distributed as dist
+    from mindie_mm.engine import ranks
+    from {module} import {owner}
 
-    def peak_bytes(self, work, scale=1.0):
-        raise MemoryError("no more")
+    def failing(*_, **__):
+        if dist.get_rank() == 0:
+            dist.barrier()  # as in a layer whose results the ranks sum
+        raise torch.OutOfMemoryError("no more")
 
-    CPU.peak_bytes = peak_bytes
+    {owner}.{method} = failing
+    ranks.Ranks.run_on_all.__defaults__ = (timedelta(seconds=1),)
 """
 
 
 @pytest.mark.slow
-async def test_a_trial_that_fails_on_one_rank_ends_the_start_on_both(random_checkpoint, tmp_path, monkeypatch):
-    """Each rank measures its own memory. If one rank fails, the other must not wait for it forever."""
-    (tmp_path / "sitecustomize.py").write_text(TOO_LITTLE)
+@pytest.mark.parametrize(
+    ("module", "owner", "method", "message"),
+    [
+        ("mindie_mm.device.cpu", "CPU", "peak_bytes", "fails on cpu: no more"),
+        ("mindie_mm.nn.weights.pretrained", "PretrainedModel", "fuse", "does not fit in the memory of cpu: no more"),
+    ],
+    ids=["the largest step", "a trial of layers"],
+)
+async def test_a_failure_on_one_rank_ends_the_start_on_both(
+    random_checkpoint, tmp_path, monkeypatch, module, owner, method, message
+):
+    """The other rank may wait for the failed rank in a collective operation, and cannot receive its error."""
+    (tmp_path / "sitecustomize.py").write_text(FAILING.format(module=module, owner=owner, method=method))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     settings = dataclasses.replace(TWO, kv_cache_bytes=None)
     async with asyncio.timeout(200):
-        with pytest.raises(DeviceError, match="fails on cpu: no more"):
+        with pytest.raises(DeviceError, match=message):
             await AsyncEngine.start(random_checkpoint, settings)
 
 

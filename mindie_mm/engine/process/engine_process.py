@@ -22,7 +22,7 @@ from mindie_mm.engine.process.largest_step import Step, WorstCase
 from mindie_mm.engine.process.memory_profile import Memory
 from mindie_mm.engine.process.placing import num_devices, placed
 from mindie_mm.engine.process.progress_collector import ProgressCollector
-from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, Ranks
+from mindie_mm.engine.ranks import ALONE, LOADING_PATIENCE, RankFailed, Ranks
 from mindie_mm.engine.requests.default_sampling import defaults_of
 from mindie_mm.engine.requests.engine_messages import (
     Abort,
@@ -38,7 +38,7 @@ from mindie_mm.engine.requests.engine_messages import (
 )
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.errors import MindieMMError
-from mindie_mm.models import family_of, load_model, reading
+from mindie_mm.models import family_of, load_model, prepare_model, reading
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.placement import Placement
 from mindie_mm.nn.seq2seq import Seq2SeqModel
@@ -63,7 +63,10 @@ LOADING_INTERVAL_S = 0.2
 
 
 def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> None:
-    """Handle messages until the parent closes the channel or dies. Only rank 0 receives and sends messages."""
+    """Handle messages until the parent closes the channel or dies. Only rank 0 receives messages.
+
+    Rank 0 also sends the messages, except an error of a rank that rank 0 did not receive.
+    """
     faults.arm("engine", fault_folder())
     faults.point("starting")
     lifeline.before_end(collect)  # if the tokenizer has died, too, no other process removes its arena
@@ -94,6 +97,9 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
     except MindieMMError as error:
         send(Failure.of(error))
         return
+    except RankFailed as failed:
+        channel.send(msgspec.msgpack.encode(Failure.of(failed.error)))  # rank 0 may wait for this rank
+        raise
     faults.point("loaded")
     ready = msgspec.structs.replace(engine.ready, default_sampling=default_sampling)
     send(msgspec.structs.replace(ready, step_bytes=step_bytes, free_bytes=free_bytes, num_devices=visible))
@@ -202,9 +208,12 @@ def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:
             vision=Placement(config.vision_device, config.vision_bits),
             projector=Placement(config.projector_device, config.projector_bits),
             end_token_ids=start.end_token_ids,
+            prepares=False,
         ),
         LOADING_PATIENCE,
     )
+    # A rank that fails in a trial of layers must not wait long for ranks that are inside a collective operation.
+    ranks.run_on_all(lambda: prepare_model(model, checkpoint, device, config.weights))
     if ranks.number == 0 and (detail := slow_dtype(model.module)):
         _log.warning("%s. Use --dtype float32, or 32 bits for the part (--vision-bits, --projector-bits)", detail)
     family = family_of(checkpoint, start.family)

@@ -136,6 +136,8 @@ class PretrainedModel(Model):
                 norm = self.text_model.norm
                 self._norm = norm_of(norm.weight.detach(), norm.variance_epsilon)
                 actual = self._run_layers(hidden, positions, paged)
+            except torch.OutOfMemoryError:
+                raise
             except (AttributeError, TypeError, RuntimeError):  # the text model has an unexpected structure
                 return
         tolerance = 1e-4 if weight.device.type == "cpu" else TOLERANCES[weight.dtype]
