@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -13,9 +14,13 @@ from mindie_mm.errors import InputError
 NO_OUTPUT = "no output can match it"
 _LINE = re.compile(r"([A-Za-z_]\w*): (.+)")
 _TOKEN = re.compile(
-    r'(?P<text>"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|<\[[^\]]*\]>|@\w+)|(?P<name>[A-Za-z_]\w*)|(?P<schema>%json +)|'
-    r"(?P<mark>[()|])|(?P<repeat>[?*+]|\{\d*,?\d*\})|\s+"
+    r'(?P<text>"(?:\\.|[^"\\])*"i?|/(?:\\.|[^/\\])+/[imslux]*|<\[[^\]]*\]>|@\w+)|(?P<name>[A-Za-z_]\w*)|'
+    r"(?P<schema>%json +)|(?P<mark>[()|])|(?P<repeat>[?*+]|\{\d*,?\d*\})|\s+"
 )
+_RULE = re.compile(r"[?!]?([A-Za-z_]\w*)(?:\[[^\]]*\])?(?:\.\d+)?\s*:")
+_IMPORT = re.compile(r"%import[\w. ]*?(\w+)\s*$")
+_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|((?://|#)[^\n]*)')
+"""Pattern of a literal, a regular expression or, as its group, a comment."""
 _OPTIONAL = re.compile(r"[?*]|\{0?,")
 _decoder = json.JSONDecoder()
 
@@ -73,6 +78,41 @@ class _Emptiness:
         return self._known[part]
 
 
+def refuse_endless(grammar: str) -> None:
+    """Raise InputError if each text of a Lark grammar is endless, because its rules require themselves.
+
+    llguidance accepts such a grammar. A grammar with syntax that this module does not read is not checked.
+    """
+    rules: dict[str, str] = {}
+    name, defined = "", set[str]()
+    for line in _COMMENT.sub(lambda match: "" if match[1] else match[0], grammar).splitlines():
+        if match := _RULE.match(line):
+            name = match[1]
+            rules[name] = line[match.end() :]
+        elif match := _IMPORT.match(line):
+            defined.add(match[1])
+        elif name and not line.lstrip().startswith("%"):
+            rules[name] += line
+    with suppress(_Unknown, RecursionError, ValueError):
+        parsed = {name: list(_tokens(body)) for name, body in rules.items() if not name.isupper()}
+        used = {text for tokens in parsed.values() for kind, text in tokens if kind == "name"}
+        if "start" in parsed and "start" not in _matched(parsed, (used | defined) - parsed.keys(), lambda _: False):
+            raise InputError(f"the grammar is not supported: {NO_OUTPUT}, because its rules never end")
+
+
+def _matched(
+    rules: Mapping[str, list[tuple[str, str]]], alive: Collection[str], is_empty: Callable[[str], bool]
+) -> set[str]:
+    """Return the names in `alive` and the names of the rules that some text matches, if it matches those in `alive`."""
+    found, left = {*alive}, list(rules)
+    while True:
+        num_before = len(found)
+        left = [name for name in reversed(left) if name not in found]  # chains of rules have either order
+        found.update(name for name in left if _Reader(rules[name], found, is_empty).whole() is not None)
+        if len(found) == num_before:
+            return found
+
+
 def matches_nothing(error: str) -> bool:
     """Return whether an error of llguidance says that no text matches."""
     return "Unsatisfiable" in error or "NoExtension" in error
@@ -80,13 +120,8 @@ def matches_nothing(error: str) -> bool:
 
 def _pruned(rules: Mapping[str, str], terminals: Mapping[str, str], is_empty: Callable[[str], bool]) -> str:
     parsed = {name: list(_tokens(body)) for name, body in rules.items() if name not in terminals}
-    alive = {name for name in terminals if not is_empty(name)}
-    while True:
-        written = {name: _Reader(tokens, alive, is_empty).whole() for name, tokens in parsed.items()}
-        found = {name for name, body in written.items() if body is not None}
-        if found <= alive:
-            break
-        alive |= found
+    alive = _matched(parsed, [name for name in terminals if not is_empty(name)], is_empty)
+    written = {name: _Reader(tokens, alive, is_empty).whole() for name, tokens in parsed.items()}
     if "start" not in alive:
         raise InputError(f"the grammar is not supported: {NO_OUTPUT}")
     lines = [f"{name}: {terminals.get(name) or written[name]}" for name in rules if name in alive]

@@ -10,7 +10,7 @@ from llguidance import LLParserLimits
 
 from mindie_mm.errors import InputError
 from mindie_mm.structured import lark
-from mindie_mm.structured.dead_rules import without_dead_parts
+from mindie_mm.structured.dead_rules import refuse_endless, without_dead_parts
 from mindie_mm.structured.gbnf import is_gbnf, lark_of_gbnf
 from mindie_mm.structured.outputs import StructuredOutputs
 from mindie_mm.structured.structural_tag import TagWriter
@@ -43,6 +43,8 @@ def grammar_of(
 
     """
     first, *others = _output(wanted, shown, limits, check_schemas=check_schemas)
+    for part in (first, *others):
+        refuse_endless(part.get("lark_grammar", ""))
     whole = "start: @output" if wanted.after is None else _after_reasoning(wanted, added)
     grammars = [{"name": "whole", "lark_grammar": _OPTIONS + whole}, first | {"name": "output"}, *others]
     return json.dumps({"grammars": grammars})

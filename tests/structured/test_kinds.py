@@ -189,3 +189,26 @@ def test_fields_are_converted_to_their_types() -> None:
 def test_descriptions_that_cannot_be_enforced_are_refused(takes: Takes, wanted: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=f"(?s){said}"):
         takes("", **wanted)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('start: "a" start', ""),
+        ('start: "a" start  // "b"\n  | part', "b"),
+        ('root ::= "a" part', ""),
+        ('root ::= ("a" root) | "b" part?', "b"),
+        ('start: ("a"i start)* %json {"const": 1}', "1"),
+    ],
+)
+def test_a_grammar_that_only_endless_texts_match_is_refused(takes: Takes, grammar: str, text: str) -> None:
+    """Answers would end only at max_tokens, because llguidance accepts such a grammar."""
+    mark = "::=" if "::=" in grammar else ":"
+    grammar += f'\npart {mark} part "x"'
+    if mark == ":" and text == "b":
+        grammar += ' | "b"'
+    if text:
+        assert takes(text, grammar=grammar)
+    else:
+        with pytest.raises(InputError, match="no output can match it, because its rules never end"):
+            takes(text, grammar=grammar)
