@@ -187,7 +187,7 @@ clean:
 
 .PHONY: families fuzz stress faults soak screenshots
 
-# The table of docs/families.md, from the families' own descriptions.
+# The tables of docs/families.md and docs/arrays.md, from the families' own descriptions.
 families: install
 	$(BIN)/python -m tools.families
 

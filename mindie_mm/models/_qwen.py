@@ -64,7 +64,7 @@ class QwenProcessor(Processor):
 
     The block of an image contains `pixel_values`, uint8 [h * w, patch * patch * 3]. The second, identical frame of an
     image is not stored. The block of a video contains `pixel_values_videos`, uint8 [t * h * w, temporal * patch * patch
-    * 3]. The grid is (t, h, w), in patches.
+    * 3]. The grid is (t, h, w), in patches. The patches that become one token are adjacent.
 
     In MindIE's wire format, images and videos have `planes`, uint8 [t * h * w, 3 * temporal * patch * patch], and their
     grid. The planes of an image include the repeated frame. A video also has `second_per_grid_t`, float32 [1, 1].

@@ -83,7 +83,8 @@ _RENAMINGS = (
 class DeepseekVLHybridProcessor(DeepseekProcessor):
     """Processor for DeepSeek-VL with two towers.
 
-    A block also contains `high_res_pixel_values`, uint8 [high side, high side, 3].
+    A block contains `pixel_values`, uint8 [side, side, 3], and `high_res_pixel_values`, uint8 [high side, high side,
+    3].
     """
 
     config_name = "DeepseekVLHybridConfig"

@@ -47,8 +47,8 @@ _ONES, _TENS = _SMALL.split(), _TENTHS.split()
 class SmolVLMProcessor(IdeficsProcessor):
     """Processor for SmolVLM. Images are processed as in Idefics3.
 
-    The block of a video contains `pixel_values`, uint8 [frames, side, side, 3]. Its grid is the duration, followed by
-    the time of each frame, all in whole seconds.
+    The block of an image is the same as in Idefics3. The block of a video contains `pixel_values`, uint8 [frames, side,
+    side, 3]. Its grid is the duration, followed by the time of each frame, all in whole seconds.
     """
 
     config_name = "SmolVLMConfig"
