@@ -15,13 +15,14 @@ from mindie_mm.batch.input.files import creating, locked
 from mindie_mm.batch.input.gather import drop_gathered, gather, is_stream
 from mindie_mm.batch.input.request import REQUEST
 from mindie_mm.batch.input.source import chunks
+from mindie_mm.batch.output.journal import forget_failures
 from mindie_mm.batch.output.manifest import Manifest, drop_changed
 from mindie_mm.batch.output.shard import SCHEMA
 from mindie_mm.batch.progress import Show
 from mindie_mm.batch.settings import RUN_FILE, Run, Settings, require_run
 from mindie_mm.batch.tally import Tally
 from mindie_mm.batch.workers import Workers
-from mindie_mm.errors import InputError, StorageError, os_errors_as
+from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_as
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm.liveness_lock import is_same
 
@@ -85,7 +86,11 @@ def run_batch(
         tally = Tally(run, folder, sources, max_errors, show, states.begun)
         every = chunks(sources, settings.shard_rows, settings.limit)
         if ray_address is None:
-            asyncio.run(Workers(folder, every, tally).run(num_workers))
+            try:
+                asyncio.run(Workers(folder, every, tally).run(num_workers))
+            except TooManyErrors:
+                forget_failures(folder)
+                raise
         else:
             from mindie_mm.batch import on_ray  # imported late, because Ray is an extra and slow to import
 

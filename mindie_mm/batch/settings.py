@@ -32,7 +32,7 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import MediaCaps, MiB, Switch
 from mindie_mm.settings.limits import PromptLimits, python_number
 
-FORMAT = 3
+FORMAT = 4
 """Version of the output's layout. Output of other versions cannot be read."""
 RUN_FILE = "run.json"
 
@@ -153,6 +153,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return sources
 
 
+class RunFormat(msgspec.Struct, frozen=True):
+    """The part of a `Run` that every version of the package can read."""
+
+    format: int
+
+
+def require_format(run: RunFormat, folder: Path) -> None:
+    """Raise InputError if another version of the package wrote the run in `folder`, and its format was different."""
+    if run.format != FORMAT:
+        raise InputError(
+            f"{folder} was written in format {run.format}; only format {FORMAT} is supported. Tokenize the input "
+            "again, with another folder for --output, or use the version of mindie_mm that wrote the folder"
+        )
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a run, and fingerprints of the checkpoint and the input when the run began."""
 
@@ -251,8 +266,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         """
         file = folder / RUN_FILE
         if file.is_file():
+            content = file.read_bytes()
             try:
-                earlier = msgspec.json.decode(file.read_bytes(), type=Run)
+                require_format(msgspec.json.decode(content, type=RunFormat), folder)
+                earlier = msgspec.json.decode(content, type=Run)
             except NOT_JSON as error:
                 raise InputError(f"{file} does not describe a run of this version: {in_words(error)}") from None
             if differing := _differences(earlier, self):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 import torch
@@ -20,17 +19,20 @@ from mindie_mm.batch.input.record import Record
 from mindie_mm.batch.input.request import REQUEST, request_of
 from mindie_mm.batch.input.row import Row, parse, printable, row_id, set_aside
 from mindie_mm.batch.input.source import Chunk, Source
-from mindie_mm.batch.output.shard import ShardInfo, ShardWriter
+from mindie_mm.batch.output.array_file import ArrayFile
+from mindie_mm.batch.output.disk_writer import StoredArray, WriteBatchMemory
+from mindie_mm.batch.output.shard import ShardInfo, ShardWriter, finished_shard, read_table, table_path
 from mindie_mm.batch.settings import Run
 from mindie_mm.device import host_memory
-from mindie_mm.errors import ArenaFull, InputError, MediaError, MindieMMError, StorageError, error_name
+from mindie_mm.errors import InputError, MediaError, MindieMMError, StorageError, error_name, naming
 from mindie_mm.inputs import Media, read_texts
 from mindie_mm.processes import faults
-from mindie_mm.shm.disk_writer import WriteBatchMemory
+from mindie_mm.shm.format.item import ITEM
 from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest
-from mindie_mm.tokenize.stores import FileStore
+from mindie_mm.tokenize.stores import Preprocessed, Store, Writer
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class Stage:
         self._columns = {REQUEST: pa.string()} | {name: arrow_type(kind) for name, kind in run.columns.items()}
         self._last = self._sources[0]
         self._memory = WriteBatchMemory()
-        self._store = FileStore()
+        self._store = _ShardStore()
         self._tokenizer = Tokenizer.from_pretrained(
             settings.model or None,
             self._store,
@@ -91,52 +93,67 @@ class Stage:
         if self._last is not source:
             self._last.close()  # only one file is open at a time
             self._last = source
-        records, place = source.records(chunk.start, chunk.stop), self._places[chunk.file]
-        with ExitStack() as left:
-            shard = left.enter_context(self._shard(chunk, chunk.first_row))
-            for number in range(chunk.first_row, chunk.stop_row):
-                if shard.is_full and shard.num_rows:
-                    source.require_unchanged()
-                    shards.append(shard.finish())
-                    shard = left.enter_context(self._shard(chunk, number))
-                record, used = _next(records, source), shard.arena.used_bytes
-                shard.records.add(record)
-                error = doomed.get(number)
-                error = self._add(shard, record, place, error)
-                faults.point(f"row {number}")
-                yield Step(number, shard.arena.used_bytes - used, error)
-            source.require_unchanged()
-            shards.append(shard.finish())
+        records, row = source.records(chunk.start, chunk.stop), chunk.first_row
+        while row < chunk.stop_row:
+            shard = finished_shard(self._folder, row, self._run.digest)
+            if shard is not None and shard.stop_row <= chunk.stop_row:
+                shard.require_records(records, source.name, self._folder)
+                yield from self._steps(shard)
+            else:
+                shard = yield from self._write(chunk, row, records, doomed)
+            shards.append(shard)
+            row = shard.stop_row
         yield Finished(chunk.number, shards)
 
-    def _shard(self, chunk: Chunk, first_row: int) -> ShardWriter:
-        settings, digest = self._settings, self._run.digest
-        return ShardWriter(
-            self._folder, digest, chunk.number, first_row, settings.shard_bytes, self._memory, self._columns
-        )
+    def _steps(self, shard: ShardInfo) -> Iterator[Step]:
+        """Yield the rows of a shard that an earlier call has finished."""
+        table = read_table(table_path(self._folder, shard.first_row), shard.num_rows, ["row", "error"])
+        for record in table.to_pylist():
+            is_first = record["row"] == shard.first_row
+            yield Step(record["row"], shard.num_bytes if is_first else 0, record["error"])
 
-    def _add(self, shard: ShardWriter, record: Record, place: _Place, doomed: str | None) -> str | None:
-        """Add a record's row to the shard. Return its error, or None. A row with the error `doomed` is not tried."""
-        self._store.arena = shard.arena
-        self._store.stored.clear()
-        name, kept, failed = row_id(record), dict[str, Any](), doomed
+    def _write(
+        self, chunk: Chunk, first_row: int, records: Iterator[Record], doomed: Mapping[int, str]
+    ) -> Generator[Step, None, ShardInfo]:
+        """Write a shard of rows of the chunk, and yield the rows. Rows that an earlier call has written are kept."""
+        source, place = self._sources[chunk.file], self._places[chunk.file]
+        digest, shard_bytes = self._run.digest, self._settings.shard_bytes
+        with ShardWriter(self._folder, digest, first_row, shard_bytes, self._memory, self._columns) as shard:
+            while (number := shard.next_row) < chunk.stop_row and not shard.is_full:
+                record, used = _next(records, source), shard.file.used_bytes
+                shard.records.add(record)
+                error = self._add(shard, record, place, doomed.get(number))
+                faults.point(f"row {number}")
+                yield Step(number, shard.file.used_bytes - used, error)
+            source.require_unchanged()
+            return shard.finish()
+
+    def _add(self, shard: ShardWriter, record: Record, place: _Place, failed: str | None) -> str | None:
+        """Add a record's row to the shard. Return its error, or None. A row that has `failed` is not tried."""
+        columns = dict[str, Any]()
         try:
-            kept = {REQUEST: request_of(record)}
-            kept |= values_of(record, self._run.columns)
+            columns = {REQUEST: request_of(record)} | values_of(record, self._run.columns)
+        except InputError as error:
+            failed = failed or _reason(error)
+        if (kept := shard.keep(columns)) is not None:
+            return kept.error
+        self._store.begin_row(shard.next_row, shard.file)
+        name = row_id(record)
+        try:
             if failed is None:
                 prompt = self._prompt(self._parsed(record, place))
-                shard.add(name, prompt, self._store.stored, kept)
+                shard.add(name, prompt, self._store.stored, columns)
                 return None
+        except StorageError:
+            raise
         except MindieMMError as error:
             if place.is_listed and isinstance(error, MediaError):
                 _require_listed(record, place.folder)
-            if isinstance(error, ArenaFull) and isinstance(error.__cause__, OSError):  # the disk failed
-                raise StorageError(str(error)) from error
-            failed = printable(f"{error_name(error)}: {error}")
+            failed = _reason(error)
         except Exception as error:  # noqa: BLE001 - only this row fails, not the run
             _log.exception("row %s failed with an unexpected error", name)
             failed = f"OperationalError: the tokenizer failed: {type(error).__name__}"
-        shard.add_error(name, failed, kept)
+        shard.add_error(name, failed, columns)
         return failed
 
     def _parsed(self, record: Record, place: _Place) -> Row:
@@ -156,6 +173,42 @@ class Stage:
                 options=options,
             )
         )
+
+
+class _ShardStore(Store):
+    """A store in the file of arrays of a shard. Ids get no handle words."""
+
+    needs_path_file: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.preprocessed = Preprocessed()
+        self._file: ArrayFile | None = None
+        self._row = 0
+        self.stored: list[tuple[bytes, list[StoredArray]]] = []
+        """Digest and arrays of each item of the row, in order."""
+
+    def begin_row(self, row: int, file: ArrayFile) -> None:
+        """Store the next items in `file`, as items of the row with this number."""
+        self._row, self._file = row, file
+        self.stored.clear()
+
+    async def fill(
+        self, prompts: Sequence[Prompt], items: Sequence[PlannedItem], path_file: Path | None, writer: Writer
+    ) -> list[Prompt]:
+        assert self._file is not None
+        mark = self._file.mark()
+        try:
+            for item in items:
+                with naming(item.name):
+                    stored, arrays = self._file.allocate(f"{self._row}.{len(self.stored)}", item.specs)
+                    arrays[ITEM][...] = item.shape.values
+                    digest = await writer.write(item, {name: arrays[name] for name in item.plan.specs})
+                self.stored.append((digest, stored))
+        except BaseException:
+            self._file.roll_back(mark)
+            self.stored.clear()
+            raise
+        return [*prompts]
 
 
 class _Place(NamedTuple):
@@ -186,3 +239,7 @@ def _next(records: Iterator[Record], source: Source) -> Record:
     except (OSError, ValueError, NotImplementedError, StopIteration) as error:  # pyarrow raises the first three
         source.require_unchanged()
         raise StorageError(f"{source.path} cannot be read to the end: {str(error) or 'it ended early'}") from error
+
+
+def _reason(error: MindieMMError) -> str:
+    return printable(f"{error_name(error)}: {error}")

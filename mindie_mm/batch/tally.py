@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 from mindie_mm.batch.batch_messages import Step
 from mindie_mm.batch.input.file_state import FileState
-from mindie_mm.batch.input.record import RecordsDigest
 from mindie_mm.batch.input.source import Chunk, Source
 from mindie_mm.batch.output.shard import ShardInfo, complete_shards
 from mindie_mm.batch.progress import Progress, Show
 from mindie_mm.batch.settings import Run
-from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_as
+from mindie_mm.errors import StorageError, TooManyErrors, os_errors_as
 
 
 class Tally:
@@ -112,15 +110,7 @@ class Tally:
         with os_errors_as(StorageError, f"{source.name} cannot be read"):
             records = source.records(chunk.start, chunk.stop)
             for shard in shards:
-                digest = RecordsDigest()
-                for record in islice(records, shard.num_rows):
-                    digest.add(record)
-                if digest.hex() != shard.records_digest:
-                    raise InputError(
-                        f"{source.name} has changed since an earlier call: rows {shard.first_row} to "
-                        f"{shard.stop_row - 1} differ from the rows in {self._folder}. Restore the file, or "
-                        "choose another folder for --output"
-                    )
+                shard.require_records(records, source.name, self._folder)
 
     def _add_all(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
         for shard in shards:

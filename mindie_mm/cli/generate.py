@@ -93,7 +93,6 @@ def command(
         "weights": weights,
         "tensor_parallel": tensor_parallel,
         "generation_config": generation_config,
-        "arena_bytes": 1 << 20,
     }
     # The environment may set the checkpoint and family of a service, which need not be those of the rows.
     own = Path(settings.model) if settings.model else None

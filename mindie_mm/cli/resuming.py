@@ -16,6 +16,7 @@ ROWS_FAILED = 1
 UNFINISHED = 3
 """The run is not finished."""
 _AGAIN = "run the same command again to continue"
+_KEPT = "It keeps the finished rows, and repeats at most the rows in progress and the last 10 s"
 
 
 class _Unfinished(click.ClickException):
@@ -37,7 +38,7 @@ def resuming() -> Iterator[None]:
     except MindieMMError as error:
         raise _Unfinished(f"{error}. Fix that, then {_AGAIN}") from error
     except KeyboardInterrupt:
-        click.echo(f"Interrupted: {_AGAIN}", err=True)
+        click.echo(f"Interrupted: {_AGAIN}. {_KEPT}", err=True)
         raise SystemExit(INTERRUPTED) from None
     except Exception:  # noqa: BLE001 - Python would exit with 1, which means finished
         traceback.print_exc()

@@ -96,7 +96,7 @@ class Staging:
         return copy.target
 
     def fetch(self, views: Iterable[ItemView]) -> None:
-        """Implement `fetch` for items in arenas. Items in files on disk and in segments are copied on demand."""
+        """Implement `fetch` for items in arenas. Items in segments are copied on demand."""
         known, self._fetched = self._fetched, {}
         for view in views:
             if isinstance(view, View) and self._hears_of(view.arena):

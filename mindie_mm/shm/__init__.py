@@ -15,17 +15,14 @@ owner/      arenas: allocation of blocks, and the queue for room
 view        attaching and freeing blocks; mapped: the arenas that this process reads
 path_file   list of the blocks of a request; spool: directories of live requests
 reclaim     reclamation of memory that dead processes left behind; arena_info: survey of /dev/shm
-disk_arena  files on disk that contain blocks
 mindie      segments in MindIE's wire format
 dev_shm, liveness_lock, mapping, segment    files in /dev/shm: creation, locking, mapping and removal
 """
 
 from mindie_mm.shm.arena_info import ArenaInfo, BlockInfo, arenas_of, survey
-from mindie_mm.shm.disk_arena import DiskArena
 from mindie_mm.shm.format.block import Block
 from mindie_mm.shm.format.spec import ArraySpec
 from mindie_mm.shm.format.words import NAME_WORD_STOP, Ref, is_name_word
-from mindie_mm.shm.mapped import mount
 from mindie_mm.shm.owner.arena import Arena
 from mindie_mm.shm.path_file import PATH_FILE_NAME, release
 from mindie_mm.shm.reclaim import Collected, collect
@@ -41,7 +38,6 @@ __all__ = [
     "Block",
     "BlockInfo",
     "Collected",
-    "DiskArena",
     "Ref",
     "RequestDirectory",
     "View",
@@ -51,7 +47,6 @@ __all__ = [
     "free",
     "is_name_word",
     "make_spool",
-    "mount",
     "release",
     "request_directory",
     "require_spool",

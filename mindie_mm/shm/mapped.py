@@ -7,9 +7,7 @@ import logging
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from threading import Lock
 from weakref import finalize
 
@@ -17,7 +15,7 @@ from mindie_mm.errors import CorruptReference, SegmentMissing, SharedMemoryError
 from mindie_mm.shm.format import layout
 from mindie_mm.shm.format.block import MAX_HEADER_BYTES, BlockHeader, Buffer, DamagedHeaderError
 from mindie_mm.shm.format.words import Ref
-from mindie_mm.shm.mapping import MADV_POPULATE_READ, Populator, map_file, map_pieces
+from mindie_mm.shm.mapping import MADV_POPULATE_READ, Populator, map_pieces
 from mindie_mm.shm.segment import NOT_OURS
 
 _log = logging.getLogger(__name__)
@@ -26,24 +24,18 @@ _log = logging.getLogger(__name__)
 class MappedArena:
     """Mapping of an arena for readers. Only the release words are writable."""
 
-    def __init__(self, path: Path, arena: int | None = None) -> None:
-        """Map an arena, or a file of blocks on disk.
-
-        Args:
-            path: File to map.
-            arena: Number of the arena. None for a file on disk, whose blocks cannot be freed.
+    def __init__(self, number: int) -> None:
+        """Map the arena with this number.
 
         Raises:
-            SegmentMissing: The file does not exist, is not an arena or is damaged, or a file in /dev/shm belongs to
-                another user.
+            SegmentMissing: The file does not exist, is not an arena, is damaged or belongs to another user.
             SharedMemoryError: The file cannot be mapped.
 
         """
-        self._on_disk = arena is None
-        # Do not follow links in /dev/shm, where any user can create them. The caller chose the path of a file on disk.
-        access = os.O_RDONLY if self._on_disk else os.O_RDWR | os.O_NOFOLLOW
+        path = layout.SHM_DIRECTORY / layout.file_name(number)
         try:
-            descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
+            # Do not follow links in /dev/shm, where any user can create them.
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             kind = SegmentMissing if error.errno in (errno.ENOENT, *NOT_OURS) else SharedMemoryError
             raise kind(f"{path} cannot be opened: {error.strerror}") from error
@@ -53,25 +45,18 @@ class MappedArena:
         try:
             status = os.fstat(descriptor)
             _require_regular(status)
-            if arena is not None:
-                layout.require_own(status)
-            header = layout.ArenaHeader.read(descriptor, status, layout.DISK_PAGE if self._on_disk else layout.PAGE)
-            if arena is not None:
-                header.require(arena)
-            self.map: Buffer
-            if self._on_disk:  # the page size can differ from the machine's, and nobody writes the release words
-                self.map = map_file(descriptor, header.file_bytes)
-                releases = self.map[header.releases_offset : header.data_offset]
-            else:
-                self.map = mmap.mmap(descriptor, header.file_bytes, prot=mmap.PROT_READ)
-                releases = memoryview(mmap.mmap(descriptor, header.releases_bytes, offset=header.releases_offset))
+            layout.require_own(status)
+            header = layout.ArenaHeader.read(descriptor, status)
+            header.require(number)
+            self.map = mmap.mmap(descriptor, header.file_bytes, prot=mmap.PROT_READ)
+            releases = memoryview(mmap.mmap(descriptor, header.releases_bytes, offset=header.releases_offset))
         except SegmentMissing as error:
             raise SegmentMissing(f"{path}: {error}") from error
         except OSError as error:
             raise SharedMemoryError(f"{path} cannot be mapped: {error.strerror}") from error
         self.header = header
         self._file_bytes, self._num_entries = header.file_bytes, header.num_entries
-        self._entries = memoryview(self.map)[header.page_bytes : header.releases_offset].cast("Q")
+        self._entries = memoryview(self.map)[layout.PAGE : header.releases_offset].cast("Q")
         self._releases = releases.cast("Q")
         self._populator: Populator | None = None
         self._closing: list[Callable[[], object]] = []
@@ -82,11 +67,11 @@ class MappedArena:
         Do not write to the mapping: only the owner writes blocks.
 
         Returns:
-            The mapping, or None if the file is on disk, has been removed or cannot be mapped. If the file has been
-            removed, this object may be closed already. A cleanup that unregisters the memory would then never run.
+            The mapping, or None if the file has been removed or cannot be mapped. If the file has been removed, this
+            object may be closed already. A cleanup that unregisters the memory would then never run.
 
         """
-        if self._on_disk or not self.is_intact():
+        if not self.is_intact():
             return None
         try:
             return mmap.mmap(self._descriptor, self._file_bytes)
@@ -185,8 +170,8 @@ class MappedArena:
         return pieces
 
     def populate(self) -> None:
-        """Fault in the whole mapping once, in the background. Do nothing for a file on disk."""
-        if self._populator is None and isinstance(self.map, mmap.mmap):
+        """Fault in the whole mapping once, in the background."""
+        if self._populator is None:
             self._populator = Populator(MADV_POPULATE_READ)
             self._populator.start(self.map)
 
@@ -194,10 +179,10 @@ class MappedArena:
         """Ask the owner to free a block.
 
         Returns:
-            True if this call asked the owner. False if the block is free already, has another generation or is on disk.
+            True if this call asked the owner. False if the block is free already or has another generation.
 
         """
-        if self._on_disk or ref.block >= self._num_entries or self._releases[1 + ref.block] == ref.generation:
+        if ref.block >= self._num_entries or self._releases[1 + ref.block] == ref.generation:
             return False
         state = self._entries[layout.WORDS_PER_ENTRY * ref.block + layout.STATE]
         if state >> 8 != ref.generation or not layout.FREE < state & 0xFF <= layout.PUBLISHED:
@@ -241,37 +226,8 @@ class ArenaCache:
         with self._lock:
             mapped = self._arenas.get(arena)
             if mapped is None:
-                mapped = self._arenas[arena] = MappedArena(layout.SHM_DIRECTORY / layout.file_name(arena), arena)
+                mapped = self._arenas[arena] = MappedArena(arena)
             return mapped
-
-    def add(self, mapped: MappedArena, number: int, *, reserved: bool) -> None:
-        """Register a mounted file under an arena number.
-
-        Args:
-            mapped: The mapped file.
-            number: Arena number to register the file under.
-            reserved: Whether an arena in /dev/shm reserves this number for the file. If False, the number must not
-                belong to an arena in /dev/shm.
-
-        Raises:
-            SharedMemoryError: Another arena uses the number.
-
-        """
-        self.drop_removed(cleanups=True)
-        with self._lock:
-            if number in self._arenas or (not reserved and (layout.SHM_DIRECTORY / layout.file_name(number)).exists()):
-                raise SharedMemoryError(
-                    f"arena number {number} is in use. Unmount the arena that uses it, or mount this file with "
-                    "another number"
-                )
-            self._arenas[number] = mapped
-
-    def remove(self, mapped: MappedArena, number: int) -> None:
-        """Unregister a mounted file and close it."""
-        with self._lock:
-            if self._arenas.get(number) is mapped:
-                del self._arenas[number]
-        mapped.close()
 
     def drop_removed(self, *, cleanups: bool = False) -> bool:
         """Drop the arenas whose files have been removed, so that the kernel can free their pages.
@@ -311,33 +267,3 @@ _cache = ArenaCache()
 mapped_arena = _cache.get
 drop_removed = _cache.drop_removed
 os.register_at_fork(after_in_child=_cache.renew_lock)
-
-
-@contextmanager
-def mount(path: Path, number: int | None = None) -> Iterator[int]:
-    """Make a file of blocks on disk (`DiskArena`) readable by this process, as a context manager.
-
-    `attach` finds the blocks until the context exits. Arrays of attached blocks stay readable after that. `free` does
-    nothing for these blocks.
-
-    Args:
-        path: The file.
-        number: Arena number to mount the file under, instead of the number in its header. To reserve this number, the
-            caller must own an arena in /dev/shm with the same number. References to the blocks must contain this
-            number. Two files with the same number in their headers can thus be mounted at the same time.
-
-    Yields:
-        The arena number under which the file is mounted.
-
-    Raises:
-        SegmentMissing: The file is not a complete file of blocks.
-        SharedMemoryError: The file cannot be mapped, or its number is in use in this process.
-
-    """
-    mapped = MappedArena(path)
-    taken = mapped.header.arena if number is None else number
-    _cache.add(mapped, taken, reserved=number is not None)
-    try:
-        yield taken
-    finally:
-        _cache.remove(mapped, taken)

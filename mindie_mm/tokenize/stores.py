@@ -1,6 +1,7 @@
 """Stores. A store keeps the arrays of media items, and writes the handle words that refer to them into the prompt.
 
-An item is stored in a block of an arena, in a block of a file, or in segments in MindIE's format (`mindie_stores.py`).
+An item is stored in a block of an arena, or in segments in MindIE's format (`mindie_stores.py`). The shards of batch
+runs are another store (`mindie_mm.batch`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mindie_mm.inputs import Kind
 from mindie_mm.nn.family import Plan
 from mindie_mm.processes import faults
 from mindie_mm.processes.tasks import gather_in_order
-from mindie_mm.shm import Arena, ArraySpec, Block, DiskArena, collect
+from mindie_mm.shm import Arena, Block, collect
 from mindie_mm.shm.format.item import ITEM
 from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import Prompt, put_words
@@ -200,35 +201,6 @@ class ScriptStore(ItemStore):
             _discard(arena, blocks)
             raise
         return await _filled(arena, items, blocks, writer)
-
-
-class FileStore(ItemStore):
-    """A store in a file on disk. Items are never freed."""
-
-    needs_path_file: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self.preprocessed = Preprocessed()
-        self.arena: DiskArena | None = None
-        """Arena for the next items. The code that sets this attribute also closes the arena."""
-        self.stored: list[tuple[bytes, Mapping[str, ArraySpec]]] = []
-        """Digest and array specs of each item, in order. The code that reads this list also empties it."""
-
-    async def store(self, items: Sequence[PlannedItem], path_file: Path | None, writer: Writer) -> list[Words]:
-        assert self.arena is not None
-        words: list[Words] = []
-        num_blocks = self.arena.num_blocks
-        try:
-            for item in items:
-                with naming(item.name), self.arena.allocate(item.specs) as block:
-                    block[ITEM][...] = item.shape.values
-                    digest = await writer.write(item, _arrays(block, item))
-                    words.append(block.publish(digest).to_words())
-                self.stored.append((digest, item.specs))
-        except BaseException:
-            self.arena.roll_back(num_blocks)
-            raise
-        return words
 
 
 async def _filled(arena: Arena, items: Sequence[PlannedItem], blocks: Sequence[Block], writer: Writer) -> list[Words]:

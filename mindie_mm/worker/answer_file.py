@@ -12,7 +12,7 @@ import msgspec
 
 from mindie_mm.batch.input.files import creating, locked, replacing
 from mindie_mm.batch.input.source import NOT_JSON
-from mindie_mm.batch.output.shard import ShardRow
+from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.batch.same_run import differences
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError, os_errors_as

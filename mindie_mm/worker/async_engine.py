@@ -19,7 +19,6 @@ from mindie_mm.engine.requests.engine_messages import (
     Add,
     Encode,
     Features,
-    Mount,
     Origin,
     Progress,
     Ready,
@@ -28,7 +27,6 @@ from mindie_mm.engine.requests.engine_messages import (
     Stats,
     Stepped,
     ToEngine,
-    Unmount,
 )
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import EngineReloaded, InputError, ProcessDied
@@ -38,7 +36,6 @@ from mindie_mm.processes.ipc import Child, Failure
 from mindie_mm.processes.restarts import logged
 from mindie_mm.processes.supervised import Supervised
 from mindie_mm.settings.config import EngineConfig
-from mindie_mm.settings.paths import absolute
 
 _PROCESS = "mindie_mm.engine.process.engine_process"
 _LAUNCHER = "mindie_mm.engine.process.launcher"
@@ -60,7 +57,6 @@ class AsyncEngine(Supervised):
         self._loading = loading
         self._requests: dict[str, asyncio.Queue[Progress]] = {}
         """Queues of unread progress, by the id of each request that the engine has not finished."""
-        self._mounts: dict[int, Mount] = {}
         self._decoder = msgspec.msgpack.Decoder(Stepped)
         self._idle = asyncio.Event()
         """Set if there are no requests."""
@@ -214,21 +210,6 @@ class AsyncEngine(Supervised):
         if not self._requests:
             self._idle.set()
 
-    def mount(self, path: Path, number: int) -> None:
-        """Mount the file of blocks at `path` as arena `number`, which the caller has reserved.
-
-        If the file cannot be mounted, requests that refer to the arena fail.
-        """
-        self._mounts[number] = Mount(str(absolute(path)), number)
-        if super().accepts:
-            self._send(self._mounts[number])
-
-    def unmount(self, number: int) -> None:
-        """Unmount arena `number`. No request may refer to it."""
-        del self._mounts[number]
-        if super().accepts:
-            self._send(Unmount(number))
-
     async def reload(self, grace_s: float) -> None:
         """Replace the process with a new process, which reads the checkpoint again.
 
@@ -286,8 +267,6 @@ class AsyncEngine(Supervised):
         self._send(self._start)
         loading, self._loading = self._loading, None  # only the first start reports its progress
         self.info = await child.ready(Ready, f"the {self.noun}", loading)
-        for mount in self._mounts.values():
-            self._send(mount)
         # A successor gets a cache of the same size, because other programs may use memory by then.
         self._start = msgspec.structs.replace(
             self._start,

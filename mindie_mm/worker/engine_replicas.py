@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, Self
 
 import numpy as np
@@ -223,16 +222,6 @@ class EngineReplicas:
             async with aclosing(load.member.engine.encode(request_id, ids)) as parts:
                 async for part in parts:
                     yield part
-
-    def mount(self, path: Path, number: int) -> None:
-        """Mount a file of blocks in all engines. `AsyncEngine.mount` describes the rest."""
-        for engine in self.engines:
-            engine.mount(path, number)
-
-    def unmount(self, number: int) -> None:
-        """Unmount arena `number` in all engines. No request may refer to it."""
-        for engine in self.engines:
-            engine.unmount(number)
 
     async def reload(self, grace_s: float) -> None:
         """Replace the engine processes one by one. `AsyncEngine.reload` describes the rest.

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.output.shard import ShardRow, arena_path
+from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.batch.progress import Progress, Show
 from mindie_mm.batch.same_run import model_digest, versions, weights_digest
 from mindie_mm.device import LIBRARIES
@@ -31,8 +34,10 @@ from mindie_mm.errors import (
     error_name,
 )
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.processes.tasks import off_loop
 from mindie_mm.settings.config import WorkerConfig, kind_of_name
-from mindie_mm.shm import Arena
+from mindie_mm.shm import Arena, ArraySpec, Block
+from mindie_mm.tokenize.prompt import Prompt, put_words
 from mindie_mm.worker.answer_file import Line, Origin, Requests, continued, has_failed
 from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.retry import PromptSource
@@ -44,6 +49,8 @@ _ENGINE_FAILED = (ProcessDied, NoProcess, DeviceError)
 _DECIDING = ("weights", "max_model_len", "vision_device", "vision_bits", "projector_device", "projector_bits")
 """Fields of `EngineConfig` that affect answers. The device and the data type are recorded later, when the engine has
 selected them."""
+_TOKENIZER_ARENA_BYTES = 1 << 20
+"""Size of the arena of the worker's tokenizer, which tokenizes nothing."""
 _BACK_S = 900.0
 """Time in seconds that rows wait for a restarted engine. It is long, because loading a large model takes minutes."""
 
@@ -85,7 +92,7 @@ async def generate(
             or a sampling setting is invalid. Everything except the device and its data type is checked before the model
             is loaded.
         StorageError: `output` cannot be written.
-        CorruptReference, SegmentMissing: A shard is damaged or missing.
+        CorruptReference: A shard is damaged or missing.
         NoProcess, ProcessDied, DeviceError: The engine does not restart, or every request makes it fail.
 
     """
@@ -115,8 +122,10 @@ async def generate(
         if done == stop:
             return stop, errors
         async with (
-            await Worker.start(config, in_process=True, loading=loading) as worker,
-            aclosing(_answers(dataset, range(begun, stop), worker, requests)) as answers,
+            await Worker.start(
+                replace(config, arena_bytes=_TOKENIZER_ARENA_BYTES), in_process=True, loading=loading
+            ) as worker,
+            aclosing(_answers(dataset, range(begun, stop), worker, requests, config.arena_bytes)) as answers,
         ):
             origin.require_engine(output, worker.engine.info.device, worker.engine.info.dtype)
             earlier = Progress(begun, earlier_errors, share=begun / stop)
@@ -140,18 +149,22 @@ def _deciding(config: WorkerConfig) -> dict[str, Any]:
     return {"family": config.family or ""} | deciding
 
 
-async def _answers(dataset: Dataset, rows: range, worker: Worker, requests: Requests) -> AsyncGenerator[Line, None]:
-    """Yield the answers of `rows` in order. A shard is mounted from its first request to its last answer.
+async def _answers(
+    dataset: Dataset, rows: range, worker: Worker, requests: Requests, arena_bytes: int
+) -> AsyncGenerator[Line, None]:
+    """Yield the answers of `rows` in order. A shard is verified before its first row.
 
     Twice as many rows are in progress as the engine can run, so that the engine never waits for rows.
 
     Raises:
-        CorruptReference, SegmentMissing: A shard is damaged or missing. All rows of earlier shards have been answered.
+        CorruptReference: A shard is damaged or missing. All rows of earlier shards have been answered.
 
     """
-    asking = _Asking(worker, requests)
     most = 2 * worker.config.engine.max_num_seqs * len(worker.engine.engines)
-    with ExitStack() as mounts:
+    largest = max(shard.info.max_row_bytes for shard in dataset.manifest.shards)
+    # Twice the size of the largest row leaves room for the headers and the size classes of its blocks.
+    with Arena.create(max(arena_bytes, 2 * largest)) as arena:
+        asking = _Asking(dataset, arena, worker, requests)
         try:
             for first_row, own in _by_shard(dataset, rows):
                 try:
@@ -160,13 +173,8 @@ async def _answers(dataset: Dataset, rows: range, worker: Worker, requests: Requ
                     while asking:
                         yield await asking.next()
                     raise
-                mount = mounts.enter_context(ExitStack())
-                # Create an arena of one page, so that no other process of this machine uses its number.
-                number = mount.enter_context(Arena.create(1)).number
-                worker.engine.mount(arena_path(dataset.folder, first_row), number)
-                mount.callback(worker.engine.unmount, number)
                 for row in own:
-                    asking.ask(dataset.record(row), number, mount if row == own[-1] else None)
+                    asking.ask(dataset.record(row))
                     if len(asking) == most:
                         yield await asking.next()
             while asking:
@@ -180,10 +188,6 @@ class _Asked:
     """A row in progress."""
 
     record: ShardRow
-    number: int
-    """Arena number of the mounted shard."""
-    mount: ExitStack | None
-    """Mount of the shard, to be closed after the answer. It is None unless the row is the last row of the shard."""
     task: asyncio.Task[None] = field(init=False)
     answer: Line | None = None
     failure: MindieMMError | None = None
@@ -197,7 +201,9 @@ class _Asking:
     and so on. If the engine fails on a single row, the row gets an error, and the other rows are answered.
     """
 
-    def __init__(self, worker: Worker, requests: Requests) -> None:
+    def __init__(self, dataset: Dataset, arena: Arena, worker: Worker, requests: Requests) -> None:
+        self._dataset = dataset
+        self._arena = arena
         self._worker = worker
         self._requests = requests
         self._asked: deque[_Asked] = deque()
@@ -205,9 +211,9 @@ class _Asking:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def ask(self, record: ShardRow, number: int, mount: ExitStack | None) -> None:
-        """Request another row, whose shard is mounted as arena `number`. Close `mount` after the answer."""
-        asked = _Asked(record, number, mount)
+    def ask(self, record: ShardRow) -> None:
+        """Request another row."""
+        asked = _Asked(record)
         self._begin(asked)
         self._asked.append(asked)
 
@@ -221,8 +227,6 @@ class _Asking:
             _log.warning("%s. %d unfinished rows are requested again", oldest.failure, len(failed))
             await self._ask_again(failed)
         self._asked.popleft()
-        if oldest.mount is not None:
-            oldest.mount.close()
         assert oldest.answer is not None
         return oldest.answer
 
@@ -238,12 +242,13 @@ class _Asking:
 
     async def _answer(self, asked: _Asked) -> None:
         record = asked.record
-        if record.prompt is None:
+        if record.error is not None:
             asked.answer = self._requests.error_line(record, _reason(record.error))
             return
+        copy = partial(self._copied, record)
         try:
-            prompt = record.mounted_prompt(asked.number)
-            source = PromptSource(prompt, deaths=0)  # another attempt would hide a row that kills the engine
+            # another attempt after the death of an engine would hide a row that kills the engine
+            source = PromptSource(await copy(), copy, deaths=0)
             params = self._requests.params(record)
             answer = await Answer.of(self._worker.generate(source, params, str(record.row)))
         except _ENGINE_FAILED as error:
@@ -252,6 +257,26 @@ class _Asking:
             asked.answer = self._requests.error_line(record, _reason(error))
         else:
             asked.answer = self._requests.line(record, answer)
+
+    async def _copied(self, record: ShardRow) -> Prompt:
+        """Copy the row's arrays to the arena, and return its prompt with handle words. Wait while the arena is full."""
+        items = self._dataset.arrays(record)
+        if not items:
+            return record.prompt
+        specs = [{name: ArraySpec(array.shape, array.dtype.name) for name, array in arrays.items()} for arrays in items]
+        blocks = await self._arena.allocate_together(specs, path_file=None, timeout_s=math.inf)
+        try:
+            for block, arrays in zip(blocks, items, strict=True):
+                num_bytes = sum(array.nbytes for array in arrays.values())
+                await off_loop(num_bytes, partial(_copy, arrays, block))
+            words = [
+                block.publish(digest).to_words() for block, digest in zip(blocks, record.digests or (), strict=True)
+            ]
+        except BaseException:
+            for block in blocks:
+                self._arena.discard(block)
+            raise
+        return put_words(record.prompt, words)
 
     async def _ask_again(self, rows: Sequence[_Asked]) -> None:
         """Request `rows` again until each row has an answer. No other request may run during this call."""
@@ -281,6 +306,11 @@ class _Asking:
             raise
         except MindieMMError:
             return  # an error of the request shows that the engine works
+
+
+def _copy(arrays: Mapping[str, NDArray[Any]], block: Block) -> None:
+    for name, array in arrays.items():
+        block[name][...] = array
 
 
 def _reason(error: MindieMMError | str | None) -> str:

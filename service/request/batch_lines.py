@@ -9,7 +9,7 @@ import msgspec
 from pydantic import ValidationError
 
 from mindie_mm.batch.input.request import CHAT
-from mindie_mm.batch.output.shard import ShardRow
+from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.worker.answer_file import Line, Requests, batch_id

@@ -97,7 +97,7 @@ class Begun:
 
 
 def named_shards(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.suffix in (".parquet", ".arena"))
+    return sorted(path.name for path in folder.iterdir() if path.suffix == ".parquet")
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "tar"])

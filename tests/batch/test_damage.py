@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ from click.testing import CliRunner, Result
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.output.shard import SCHEMA
 from mindie_mm.cli import main
-from mindie_mm.errors import BadReference, CorruptReference, InputError, SegmentMissing
-from mindie_mm.shm import Ref
+from mindie_mm.errors import CorruptReference, InputError
 from tests.batch.conftest import content, run, run_in_process, settings, written
 
-TABLE, ARENA = "shard-000000000.parquet", "shard-000000000.arena"
+TABLE, ARRAYS = "shard-000000000.parquet", "shard-000000000.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -59,65 +58,60 @@ def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def elsewhere(ids: Sequence[int]) -> list[int]:
-    """Return the ids with the handle words replaced by the handle words of a block that the arena does not have."""
-    words = Ref(0, 2000, 1, "uint8", (48, 588)).to_words()
-    slots = [at for at, token in enumerate(ids) if token < 0]
-    changed = list(ids)
-    for at, word in zip(slots, words, strict=True):
-        changed[at] = word
-    return changed
+def of_array(**values: Any) -> Callable[[Any], Any]:
+    """Return a function that replaces values of the first array of each item."""
+    return lambda items: [[arrays[0] | values, *arrays[1:]] for arrays in items]
 
 
 def of_span(**bounds: int) -> Callable[[Any], Any]:
     return lambda spans: [span | bounds for span in spans]
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], type[BadReference]]] = {
-    "no arena": (lambda folder: (folder / ARENA).unlink(), SegmentMissing),
-    "arena cut": (lambda folder: cut(folder / ARENA, 200_000), SegmentMissing),
-    "arena empty": (lambda folder: cut(folder / ARENA, 0), SegmentMissing),
-    "arena's header": (lambda folder: flip(folder / ARENA, 17), SegmentMissing),
-    "no table": (lambda folder: (folder / TABLE).unlink(), CorruptReference),
-    "table cut": (lambda folder: cut(folder / TABLE, 1000), CorruptReference),
-    "foreign table": (lambda folder: pq.write_table(pa.table({"a": [1]}), folder / TABLE), CorruptReference),
-    "fewer rows": (lambda folder: pq.write_table(pq.read_table(folder / TABLE)[:1], folder / TABLE), CorruptReference),
-    "no ids": (lambda folder: rewritten(folder, input_ids=lambda _: None), CorruptReference),
-    "no spans": (lambda folder: rewritten(folder, spans=lambda _: None), CorruptReference),
-    "no words": (lambda folder: rewritten(folder, input_ids=lambda ids: [abs(i) for i in ids]), CorruptReference),
-    "no word of ours": (lambda folder: rewritten(folder, input_ids=lambda ids: [-1] * len(ids)), CorruptReference),
-    "words elsewhere": (lambda folder: rewritten(folder, input_ids=elsewhere), BadReference),
-    "span outside": (lambda folder: rewritten(folder, spans=of_span(stop=10**6)), CorruptReference),
-    "span below": (lambda folder: rewritten(folder, spans=of_span(start=-4)), CorruptReference),
-    "span backwards": (lambda folder: rewritten(folder, spans=of_span(start=9, stop=4)), CorruptReference),
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no arrays": lambda folder: (folder / ARRAYS).unlink(),
+    "arrays cut": lambda folder: cut(folder / ARRAYS, 600_000),
+    "arrays empty": lambda folder: cut(folder / ARRAYS, 0),
+    "no table": lambda folder: (folder / TABLE).unlink(),
+    "table cut": lambda folder: cut(folder / TABLE, 1000),
+    "foreign table": lambda folder: pq.write_table(pa.table({"a": [1]}), folder / TABLE),
+    "fewer rows": lambda folder: pq.write_table(pq.read_table(folder / TABLE)[:1], folder / TABLE),
+    "no ids": lambda folder: rewritten(folder, input_ids=lambda _: None),
+    "no spans": lambda folder: rewritten(folder, spans=lambda _: None),
+    "array outside": lambda folder: rewritten(folder, arrays=of_array(offset=10**9)),
+    "array before": lambda folder: rewritten(folder, arrays=of_array(offset=-8)),
+    "array longer": lambda folder: rewritten(folder, arrays=of_array(shape=[10**6])),
+    "array of objects": lambda folder: rewritten(folder, arrays=of_array(dtype="object")),
+    "fewer items": lambda folder: rewritten(folder, arrays=lambda _: []),
+    "span outside": lambda folder: rewritten(folder, spans=of_span(stop=10**6)),
+    "span below": lambda folder: rewritten(folder, spans=of_span(start=-4)),
+    "span backwards": lambda folder: rewritten(folder, spans=of_span(start=9, stop=4)),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_reading_damaged_files_raises_an_error(damage: str, folder: Path, tmp_path: Path) -> None:
-    harm, error = DAMAGES[damage]
-    harm(folder)
-    with pytest.raises(error):
+    DAMAGES[damage](folder)
+    with pytest.raises(CorruptReference):
         list(Dataset(folder))
     shown = invoke("inspect", folder, 1, "--png", tmp_path / "row.png")
     assert (shown.exit_code, shown.stderr[:7]) == (1, "Error: "), shown
-    assert str(folder / (ARENA if error is SegmentMissing else "shard-")) in shown.stderr
+    assert str(folder / "shard-") in shown.stderr
     assert not (tmp_path / "row.png").exists()
 
 
 @pytest.mark.slow
 def test_a_changed_pixel_is_detected_before_it_is_used(folder: Path, tmp_path: Path) -> None:
-    flip(folder / ARENA, (folder / ARENA).stat().st_size - 9000)
+    flip(folder / ARRAYS, (folder / ARRAYS).stat().st_size - 9000)
     generate = ("generate", "--tokenized", folder, "--output", tmp_path / "out.jsonl")
     for command, status in ((("inspect", folder, 1), 1), (generate, 3)):
         shown = invoke(*command)
         assert shown.exit_code == status
-        assert f"{ARENA} is not the file that the run wrote: its digest is" in shown.stderr
+        assert f"{ARRAYS} is not the file that the run wrote: its digest is" in shown.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
 def test_an_exchanged_table_is_detected_before_it_is_used(folder: Path, tmp_path: Path) -> None:
-    rewritten(folder, input_ids=elsewhere)
+    rewritten(folder, arrays=of_array(offset=2**19))
     shown = invoke("inspect", folder, 1, "--png", tmp_path / "row.png")
     assert shown.exit_code == 1
     assert f"{TABLE} is not the file that the run wrote: its digest is" in shown.stderr
@@ -134,8 +128,8 @@ def test_another_call_replaces_an_exchanged_table(
 
 
 @pytest.mark.parametrize("size", [0, 5000, -4096])
-def test_another_call_rebuilds_a_truncated_arena(size: int, folder: Path, whole: Path, media: Path) -> None:
-    cut(folder / ARENA, size)
+def test_another_call_rebuilds_truncated_arrays(size: int, folder: Path, whole: Path, media: Path) -> None:
+    cut(folder / ARRAYS, size)
     run_in_process(settings(media / "damage.jsonl"), folder)
     assert content(folder) == content(whole)
 
@@ -168,7 +162,7 @@ def test_a_run_of_another_format_is_not_called_damaged(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["run"]["format"] = 1
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match="was written in format 1; only format 3 is supported"):
+    with pytest.raises(InputError, match="was written in format 1; only format 4 is supported"):
         Dataset(folder)
 
 

@@ -191,32 +191,12 @@ def test_an_engine_that_does_not_restart_ends_the_run(
 
 
 @pytest.mark.slow
-def test_the_next_shard_is_mounted_before_the_last_one_is_answered(
-    folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each shard is unmounted when its last row is answered. All rows before a damaged shard are answered."""
-    mounted: list[int] = []
-    most: list[int] = []
-    mount, unmount = AsyncEngine.mount, AsyncEngine.unmount
-
-    def counted(self: AsyncEngine, path: Path, number: int) -> None:
-        mounted.append(number)
-        most.append(len(mounted))
-        mount(self, path, number)
-
-    def given_back(self: AsyncEngine, number: int) -> None:
-        mounted.remove(number)
-        unmount(self, number)
-
-    monkeypatch.setattr(AsyncEngine, "mount", counted)
-    monkeypatch.setattr(AsyncEngine, "unmount", given_back)
-    monkeypatch.setenv("MINDIE_MM_MAX_NUM_SEQS", "1")
+def test_all_rows_before_a_damaged_shard_are_answered(folder: Path, whole: bytes, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(folder, tmp_path / "run"))
-    blocks = max(damaged.glob("*.arena"))
-    data = bytearray(blocks.read_bytes())
+    arrays = max(damaged.glob("*.safetensors"))
+    data = bytearray(arrays.read_bytes())
     data[-9000] ^= 1
-    blocks.write_bytes(data)
+    arrays.write_bytes(data)
     ended = generate(damaged, tmp_path / "out.jsonl")
-    assert (ended.exit_code, f"{blocks} is not the file that the run wrote" in ended.stderr) == (3, True)
+    assert (ended.exit_code, f"{arrays} is not the file that the run wrote" in ended.stderr) == (3, True)
     assert (tmp_path / "out.jsonl").read_bytes().splitlines() == whole.splitlines()[:4]
-    assert (most, mounted) == ([1, 2], [])

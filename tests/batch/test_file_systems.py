@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from mindie_mm.batch import Dataset
+from mindie_mm.batch.input.files import sync_folder
+from mindie_mm.batch.output.disk_writer import WriteBatchMemory
+from mindie_mm.batch.output.shard import ShardWriter
 from mindie_mm.doctor import machine as doctor
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import SharedMemoryError, StorageError
 from mindie_mm.settings.config import ServiceConfig
-from mindie_mm.shm import Arena, DiskArena, request_directory
-from mindie_mm.shm.disk_writer import sync_folder
+from mindie_mm.shm import Arena, request_directory
 from mindie_mm.worker.answer_file import Origin, continued
 from service.app import require_places
 from tests.batch.conftest import run, run_in_process, settings, written
@@ -66,9 +68,11 @@ def test_other_sync_errors_end_a_run(
     refuse_to_sync(kind, number, monkeypatch)
     with pytest.raises(StorageError, match=rf"run\.json cannot be written: {os.strerror(number)}"):
         run_in_process(settings(rows), tmp_path / "run")
-    arena = DiskArena.create(tmp_path / "a.arena", 0, 4096)
-    with pytest.raises(SharedMemoryError, match=rf"a\.arena cannot be finished: {os.strerror(number)}"):
-        arena.close()
+    with (
+        ShardWriter(tmp_path, "run", 0, 1, WriteBatchMemory()) as shard,
+        pytest.raises(StorageError, match=rf"shard-000000000\.safetensors cannot be written: {os.strerror(number)}"),
+    ):
+        shard.finish()
 
 
 @pytest.mark.parametrize("number", NO_LOCKS)
@@ -94,8 +98,8 @@ def test_other_lock_errors_end_a_run(rows: Path, tmp_path: Path, monkeypatch: py
     refuse_to_lock(errno.EIO, monkeypatch)
     with pytest.raises(StorageError, match="run cannot be locked: Input/output error"):
         run(settings(rows), tmp_path / "run")
-    with pytest.raises(SharedMemoryError, match=r"a\.arena\.partial cannot be locked: Input/output error"):
-        DiskArena.create(tmp_path / "a.arena", 0, 4096)
+    with pytest.raises(StorageError, match=r"shard-000000000\.journal cannot be locked: Input/output error"):
+        ShardWriter(tmp_path, "run", 0, 1, WriteBatchMemory())
 
 
 def test_a_spool_and_an_arena_need_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

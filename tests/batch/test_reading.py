@@ -1,4 +1,4 @@
-"""Tests that read a finished run: as a dataset, as mounted arenas, and with the commands `generate` and `inspect`."""
+"""Tests that read a finished run: as a dataset, as Parquet and safetensors files, with `generate` and `inspect`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.output.shard import arena_path, read_table
+from mindie_mm.batch.output.shard import read_table
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from mindie_mm.models import family_named, load_model
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
-from mindie_mm.shm import Arena, mount, release
+from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests import warm
 from tests.batch.conftest import CLI, run_in_process, settings, written
@@ -199,27 +199,6 @@ def test_the_data_loader_example_of_the_documentation_works(
     names: dict[str, Any] = {}
     exec(textwrap.dedent(example).replace("num_workers=2", "num_workers=0"), names)
     assert [sample.row for batch in names["loader"] for sample in batch] == [0, 1, 3, 4, 5, 6, 7]
-
-
-def test_two_mounted_runs_give_the_logits_of_the_online_path(folder: Path, linked: Path, tmp_path: Path) -> None:
-    model, dataset = load_model(None, device="cpu"), Dataset(folder)
-    record = dataset.record(1)
-    with (
-        Arena.create(1) as first,
-        mount(arena_path(folder, 0), first.number),
-        Arena.create(1) as second,
-        mount(arena_path(linked, 0), second.number),
-    ):
-        assert first.number != second.number
-        one, other = (record.mounted_prompt(arena.number).ids for arena in (first, second))
-        assert one.tolist() != other.tolist()
-        logits = model.logits(torch.from_numpy(one))
-        assert torch.equal(logits, model.logits(torch.from_numpy(other)))
-    with Tokenizer.from_pretrained() as tokenizer:
-        items = [{"type": "image", "image": str(folder.parent / "1.png")}, {"type": "text", "text": "What?"}]
-        online = tokenizer.tokenize_chat([{"role": "user", "content": items}], tmp_path / "shm_name.txt")
-        assert torch.equal(logits, model.logits(online))
-        release(tmp_path / "shm_name.txt")
 
 
 @pytest.mark.usefixtures("copied_workers")

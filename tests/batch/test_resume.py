@@ -12,14 +12,13 @@ from mindie_mm.batch.output.shard import table_path
 from mindie_mm.batch.settings import require_run
 from mindie_mm.errors import InputError
 from mindie_mm.processes import faults
-from mindie_mm.shm.format.layout import DISK_PAGE, ArenaHeader, Owner
 from tests.batch.conftest import content, run, run_in_process, settings, written
 
 POINTS = (
     "written run.json",
     "row 0",
     "row 5",
-    "named shard-000000000.arena",
+    "finished shard-000000000.safetensors",
     "written shard-000000000.parquet",
     "named shard-000000000.parquet",
     "row 7",
@@ -109,15 +108,6 @@ def test_an_output_that_is_no_folder_is_refused_with_its_path(few: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "round"]
 
 
-def test_headers_on_disk_do_not_record_their_writer(whole: Path) -> None:
-    arena = whole / "shard-000000007.arena"
-    with arena.open("rb") as file:
-        header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()), DISK_PAGE)
-    assert header.owner == Owner.nobody()
-    assert (header.created_ns, header.arena) == (0, 1)
-    assert not any(arena.read_bytes()[48:112])
-
-
 def test_a_change_in_the_middle_of_the_input_is_detected(tmp_path: Path) -> None:
     rows = [{"text": f"word {i} " + "x" * 90_000} for i in range(9)]
     path = written(tmp_path / "rows.jsonl", rows)
@@ -133,9 +123,9 @@ def test_an_input_without_rows_gives_an_empty_run(tmp_path: Path) -> None:
     assert (tmp_path / "run/errors.jsonl").read_bytes() == b""
 
 
-def test_a_table_without_its_arena_is_rebuilt(few: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_table_without_its_arrays_is_rebuilt(few: Path, whole: Path, tmp_path: Path) -> None:
     run_in_process(settings(few), tmp_path / "run")
-    table_path(tmp_path / "run", 0).with_suffix(".arena").unlink()
+    table_path(tmp_path / "run", 0).with_suffix(".safetensors").unlink()
     run_in_process(settings(few), tmp_path / "run")
     assert content(tmp_path / "run") == content(whole)
 

@@ -14,7 +14,6 @@ from blake3 import blake3
 
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.processes import faults
-from mindie_mm.shm.disk_writer import sync_folder
 from mindie_mm.shm.liveness_lock import NO_LOCKS
 
 _log = logging.getLogger(__name__)
@@ -126,3 +125,17 @@ def file_digest(path: Path) -> str:
         while piece := file.read(_PIECE):
             digest.update(piece)
     return digest.hexdigest(16)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the directory entries of a folder to disk. Do nothing if its file system does not support this.
+
+    Raises:
+        OSError: The sync failed.
+
+    """
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # CIFS and some FUSE file systems can only sync files
+            raise

@@ -19,17 +19,18 @@ from numpy.typing import NDArray
 
 from mindie_mm.batch.output.inputs import RunModel, SampleItem
 from mindie_mm.batch.output.manifest import Manifest, Shard
-from mindie_mm.batch.output.shard import ShardInfo, ShardRow, arena_path, read_table, table_path
-from mindie_mm.errors import InputError
+from mindie_mm.batch.output.shard import ShardInfo, arrays_path, read_table, table_path
+from mindie_mm.batch.output.shard_row import ShardRow
+from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, os_errors_as
 from mindie_mm.settings.paths import absolute
-from mindie_mm.shm.mapped import MappedArena
-from mindie_mm.shm.view import View
+from mindie_mm.shm import ArraySpec
+from mindie_mm.shm.mapping import map_file
 from mindie_mm.tokenize.prompt import MediaSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_OPEN_ARENAS = 8
+_MAPPED_FILES = 8
 _TABLE_BYTES = 128 << 20
 """Maximum total size in bytes of the tables in memory. Reading a table takes far longer than reading a row of it."""
 
@@ -111,7 +112,7 @@ class Dataset(Sequence[Sample]):
 
         Raises:
             IndexError: There is no such row.
-            CorruptReference, SegmentMissing: A file is missing, or has been changed since the run.
+            CorruptReference: A file is missing, or has been changed since the run.
 
         """
         if isinstance(row, slice):
@@ -127,7 +128,7 @@ class Dataset(Sequence[Sample]):
             yield self._sample(row)
 
     def record(self, number: int) -> ShardRow:
-        """Return the row as it is recorded in its table, with handle words in its ids."""
+        """Return the row as it is recorded in its table."""
         info = self.shard(number).info
         return ShardRow.of(self._table(info).slice(number - info.first_row, 1).to_pylist()[0])
 
@@ -135,24 +136,42 @@ class Dataset(Sequence[Sample]):
         """Return the shard that contains the row `number`."""
         return self.manifest.shards[bisect_right(self._firsts, number) - 1]
 
-    def views(self, record: ShardRow) -> list[View]:
-        """Return views of the blocks of a row's media items.
+    def arrays(self, row: ShardRow) -> list[dict[str, NDArray[Any]]]:
+        """Return the arrays of each media item of a row by name, as read-only views of the mapped file.
 
         Raises:
-            CorruptReference, SegmentMissing: A file is missing, or has been changed since the run.
+            CorruptReference: The file is missing, or has been changed since the run.
 
         """
-        assert record.prompt is not None
-        arena = self._arena(self.shard(record.row).info.first_row)
-        return [View(arena, ref) for ref in record.prompt.refs()]
+        items = row.arrays or ()
+        if not items:
+            return []
+        first_row = self.shard(row.row).info.first_row
+        data, found = self._file(first_row), list[dict[str, NDArray[Any]]]()
+        for arrays in items:
+            found.append({})
+            for array in arrays:
+                try:
+                    spec = ArraySpec(array.shape, array.dtype)
+                except (InputError, LimitExceeded) as error:
+                    raise CorruptReference(f"row {row.row} has a damaged array {array.name}: {error}") from None
+                stop = array.offset + spec.nbytes
+                if array.length != spec.nbytes or not 0 <= array.offset < stop <= len(data):
+                    raise CorruptReference(
+                        f"{arrays_path(self.folder, first_row)} has {len(data)} bytes, but its array {array.name} of "
+                        f"row {row.row} is at bytes {array.offset} to {stop - 1}"
+                    )
+                found[-1][array.name] = np.ndarray(spec.shape, spec.dtype, data, array.offset)
+        return found
 
     def _sample(self, number: int) -> Sample:
         record = self.record(number)
-        if record.prompt is None:
+        if record.error is not None:
             return Sample(number, record.id, None, (), (), record.error, record.columns)
         prompt = record.prompt
-        arrays = [{name: view[name] for name in view} for view in self.views(record)]
-        return Sample(number, record.id, prompt.plain_ids, prompt.spans, arrays, None, record.columns, self._model)
+        return Sample(
+            number, record.id, prompt.ids, prompt.spans, self.arrays(record), None, record.columns, self._model
+        )
 
     def _table(self, info: ShardInfo) -> pa.Table:
         with self._lock:
@@ -165,19 +184,21 @@ class Dataset(Sequence[Sample]):
             self._tables[info.first_row] = table
         return table
 
-    def _arena(self, first_row: int) -> MappedArena:
+    def _file(self, first_row: int) -> memoryview:
         with self._lock:
-            arena = self._arenas.get(first_row)
-        if arena is not None:
-            return arena
-        arena = MappedArena(arena_path(self.folder, first_row))
+            data = self._files.get(first_row)
+        if data is not None:
+            return data
+        path = arrays_path(self.folder, first_row)
+        with os_errors_as(CorruptReference, f"{path} cannot be read"), path.open("rb") as file:
+            data = map_file(file.fileno(), os.fstat(file.fileno()).st_size)
         with self._lock:
-            return self._arenas.setdefault(first_row, arena)
+            return self._files.setdefault(first_row, data)
 
     def begin(self) -> None:
         """Create the caches and their lock, also after a fork. The child has no thread to release the lock."""
         self._tables = LRUCache[int, pa.Table](_TABLE_BYTES, getsizeof=lambda table: min(table.nbytes, _TABLE_BYTES))
-        self._arenas = LRUCache[int, MappedArena](_OPEN_ARENAS)
+        self._files = LRUCache[int, memoryview](_MAPPED_FILES)
         self._lock = Lock()
         _datasets.add(self)
 
@@ -190,7 +211,7 @@ class Dataset(Sequence[Sample]):
         self.begin()
 
 
-_OF_THE_PROCESS = frozenset({"_tables", "_arenas", "_lock"})
+_OF_THE_PROCESS = frozenset({"_tables", "_files", "_lock"})
 _datasets: WeakSet[Dataset] = WeakSet()
 
 

@@ -12,16 +12,28 @@ from blake3 import blake3
 from mindie_mm.batch.input.files import file_digest, replacing
 from mindie_mm.batch.input.repeated import RepeatedIds
 from mindie_mm.batch.input.source import NOT_JSON
-from mindie_mm.batch.output.shard import ShardInfo, arena_path, read_info, read_table, table_path
-from mindie_mm.batch.settings import FORMAT, Run
-from mindie_mm.errors import CorruptReference, InputError, SegmentMissing, StorageError, os_errors_as
+from mindie_mm.batch.output.array_file import digest_of as arrays_digest
+from mindie_mm.batch.output.shard import ShardInfo, arrays_path, read_info, read_table, table_path
+from mindie_mm.batch.settings import Run, RunFormat, require_format
+from mindie_mm.errors import CorruptReference, InputError, StorageError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
-from mindie_mm.shm.disk_writer import digest_of as blocks_digest
 
 _log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "manifest.json"
 ERRORS_FILE = "errors.jsonl"
+README_FILE = "README.md"
+_README = """---
+configs:
+- config_name: default
+  data_files: shard-*.parquet
+---
+
+This folder was written by `mindie-mm tokenize`. `manifest.json` describes its content. Each table `shard-*.parquet`
+has the token ids of some rows, and the safetensors file of the same name has the arrays of their media. The column
+`arrays` has the position of each array in this file.
+"""
+"""Page that tells `datasets.load_dataset` which files of the folder are tables of rows."""
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -37,18 +49,15 @@ class Shard(msgspec.Struct, frozen=True):
 
         Raises:
             CorruptReference: A file has different content or cannot be read.
-            SegmentMissing: The file of blocks is missing or truncated.
 
         """
-        table, arena = (path(folder, self.info.first_row) for path in (table_path, arena_path))
+        table, arrays = (path(folder, self.info.first_row) for path in (table_path, arrays_path))
         for path, written, digest in (
             (table, self.table_digest, file_digest),
-            (arena, self.info.arena_digest, blocks_digest),
+            (arrays, self.info.arrays_digest, arrays_digest),
         ):
             try:
                 actual = digest(path)
-            except SegmentMissing as error:
-                raise SegmentMissing(f"{path}: {error}") from error
             except OSError as error:
                 raise CorruptReference(f"{path} cannot be read: {error.strerror}") from error
             if actual != written:
@@ -66,7 +75,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_items: int
     num_bytes: int
-    """Size of the blocks in bytes."""
+    """Size of the arrays and their padding in bytes."""
     num_repeated_ids: int = 0
     """Number of rows that repeat the id of an earlier row."""
     shards: list[Shard]
@@ -107,8 +116,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                     table = read_table(folder / shard.table, shard.info.num_rows).select(["row", "id", "error"])
                     for row in table.filter(pc.field("error").is_valid()).to_pylist():
                         file.write(msgspec.json.encode(row) + b"\n")
+        with replacing(folder / README_FILE) as unfinished:
+            unfinished.write_text(_README, encoding="utf-8")
         with replacing(folder / MANIFEST_FILE) as unfinished:
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        own = {path(folder, info.first_row) for info in infos for path in (table_path, arrays_path)}
+        for left in {*folder.glob("shard-*")} - own:  # readers of the folder would find rows twice
+            left.unlink(missing_ok=True)
         return manifest
 
     @property
@@ -128,7 +142,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """
         file = folder / MANIFEST_FILE
         try:
-            manifest = msgspec.json.decode(file.read_bytes(), type=cls)
+            content = file.read_bytes()
+            require_format(msgspec.json.decode(content, type=_OfRun).run, folder)
+            manifest = msgspec.json.decode(content, type=cls)
         except NotADirectoryError:
             raise InputError(f"{folder} is a file. Give the folder of a finished run") from None
         except FileNotFoundError:
@@ -137,8 +153,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise StorageError(f"{file} cannot be read: {error.strerror}") from error
         except NOT_JSON as error:
             raise CorruptReference(f"{file} is damaged: {in_words(error)}") from None
-        if manifest.run.format != FORMAT:
-            raise InputError(f"{folder} was written in format {manifest.run.format}; only format {FORMAT} is supported")
         stops = [0, *(shard.info.stop_row for shard in manifest.shards)]
         firsts = [*(shard.info.first_row for shard in manifest.shards), manifest.num_rows]
         if stops != firsts or any(shard.info.num_rows < 1 for shard in manifest.shards):
@@ -146,6 +160,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 f"{file} is damaged: its shards do not contain exactly the rows 0 to {manifest.num_rows - 1}"
             )
         return manifest
+
+
+class _OfRun(msgspec.Struct):
+    run: RunFormat
 
 
 def _ids(folder: Path, shard: Shard) -> list[str]:

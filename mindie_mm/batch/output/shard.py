@@ -1,14 +1,12 @@
-"""Writes and reads shards. A shard consists of a table of rows and a file of blocks.
+"""Writes and reads shards. A shard consists of a Parquet table of rows and a safetensors file of their arrays.
 
-A shard is complete as soon as its table has its final name.
+A shard is complete as soon as its table has its final name. Until then, it has a journal of its finished rows.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -20,31 +18,33 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from mindie_mm.batch.input.files import replacing
-from mindie_mm.batch.input.record import RecordsDigest
-from mindie_mm.batch.input.request import REQUEST
+from mindie_mm.batch.input.record import Record, RecordsDigest
 from mindie_mm.batch.input.source import NOT_JSON, Chunk
-from mindie_mm.errors import ArenaFull, CorruptReference, SegmentMissing, SharedMemoryError, StorageError
+from mindie_mm.batch.output.array_file import ArrayFile, file_bytes
+from mindie_mm.batch.output.disk_writer import StoredArray, WriteBatchMemory
+from mindie_mm.batch.output.journal import Journal
+from mindie_mm.batch.output.shard_row import SPAN_NAMES, ShardRow
+from mindie_mm.errors import CorruptReference, InputError
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.processes import faults
-from mindie_mm.shm import ArraySpec, DiskArena
-from mindie_mm.shm.disk_writer import WriteBatchMemory
-from mindie_mm.shm.format.layout import DISK_PAGE, ArenaHeader
-from mindie_mm.shm.format.words import MAX_ARENA
-from mindie_mm.tokenize.prompt import MediaSpan, Prompt, put_words
-
-MAX_ROW_BYTES = 1 << 34
-"""Maximum number of bytes that the last row may add beyond the size at which a shard ends."""
-MAX_BLOCKS = 2048
-"""Maximum number of media items of a shard. If a shard has more than half of this number, the next row goes into a new
-shard."""
+from mindie_mm.tokenize.prompt import Prompt
 
 _SPAN = pa.struct(
     [
         ("kind", pa.string()),
-        *((name, pa.int64()) for name in ("start", "stop", "token", "lead", "tail", "second_token")),
+        *((name, pa.int64()) for name in SPAN_NAMES if name != "kind"),
     ]
 )
-_ARRAY = pa.struct([("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int64()))])
+_ARRAY = pa.struct(
+    [
+        ("name", pa.string()),
+        ("dtype", pa.string()),
+        ("shape", pa.list_(pa.int64())),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("digest", pa.binary()),
+    ]
+)
 SCHEMA = pa.schema(
     [
         pa.field("row", pa.int64(), nullable=False),
@@ -56,10 +56,10 @@ SCHEMA = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
-"""Columns of a table. `input_ids` contain handle words. `spans`, `digests` and `arrays` have one entry per media item.
-A digest covers the content of an item."""
+"""Columns of a table. `input_ids` contain placeholder ids at the positions of features. `spans`, `digests` and `arrays`
+have one entry per media item. The digest of an item identifies its content; the digest of an array is the XXH3-128 of
+its bytes. The offset of an array is counted from the start of the file of arrays."""
 
-_COLUMNS, _SPAN_NAMES = tuple(SCHEMA.names), tuple(_SPAN.names)
 _INFO = b"mindie_mm"
 
 
@@ -74,16 +74,32 @@ class ShardInfo(msgspec.Struct, frozen=True):
     num_tokens: int
     num_items: int
     num_bytes: int
-    """Size of the blocks in bytes, rounded up to whole pages."""
-    arena_digest: str
-    """`DiskArena.digest` of the file of blocks."""
-    records_digest: str = ""
-    """`RecordsDigest` of the input's rows. Empty if an older release wrote the shard."""
+    """Size of the arrays and their padding in bytes."""
+    max_row_bytes: int
+    """Largest size of the arrays of a row in bytes."""
+    arrays_digest: str
+    """Digest of the file of arrays."""
+    records_digest: str
+    """`RecordsDigest` of the input's rows."""
 
     @property
     def stop_row(self) -> int:
         """Number of the row after the shard's last row."""
         return self.first_row + self.num_rows
+
+    def require_records(self, records: Iterator[Record], source: str, folder: Path) -> None:
+        """Read the shard's rows from `records`. Raise InputError if they differ from the rows that the shard has.
+
+        `source` is the name of the input, and `folder` is the folder of the run.
+        """
+        digest = RecordsDigest()
+        for record in islice(records, self.num_rows):
+            digest.add(record)
+        if digest.hex() != self.records_digest:
+            raise InputError(
+                f"{source} has changed since an earlier call: rows {self.first_row} to {self.stop_row - 1} differ from "
+                f"the rows in {folder}. Restore the file, or choose another folder for --output"
+            )
 
 
 def table_path(folder: Path, first_row: int) -> Path:
@@ -91,9 +107,9 @@ def table_path(folder: Path, first_row: int) -> Path:
     return folder / f"shard-{first_row:09d}.parquet"
 
 
-def arena_path(folder: Path, first_row: int) -> Path:
-    """Return the path of the file of blocks of the shard that begins with `first_row`."""
-    return folder / f"shard-{first_row:09d}.arena"
+def arrays_path(folder: Path, first_row: int) -> Path:
+    """Return the path of the file of arrays of the shard that begins with `first_row`."""
+    return folder / f"shard-{first_row:09d}.safetensors"
 
 
 def read_info(path: Path) -> ShardInfo:
@@ -107,85 +123,32 @@ def read_info(path: Path) -> ShardInfo:
         raise CorruptReference(f"{path} is not the table of a shard: {in_words(error)}") from error
 
 
+def finished_shard(folder: Path, first_row: int, run: str) -> ShardInfo | None:
+    """Return the shard that begins with `first_row`, or None if the run `run` has not finished it. Arrays are not read.
+
+    A damaged shard is written again, as if it were missing. A node's disk may still contain shards of another run.
+    """
+    path = table_path(folder, first_row)
+    try:
+        info = read_info(path) if path.is_file() else None
+        if info is None or info.run != run:
+            return None
+        size = arrays_path(folder, first_row).stat().st_size
+    except (CorruptReference, OSError):
+        return None
+    return info if size == file_bytes(info.num_bytes) else None
+
+
 def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | None:
     """Return the shards of a chunk of the run with the digest `run`, or None if the chunk is incomplete."""
     shards: list[ShardInfo] = []
     row = chunk.first_row
-    while row < chunk.stop_row and (path := table_path(folder, row)).is_file():
-        try:
-            shards.append(read_info(path))
-        except CorruptReference:
-            return None  # the shard is written again, as if it were missing
-        if shards[-1].run != run:
-            return None  # a node's disk may still contain shards of another run
-        if not _has_blocks(arena_path(folder, row), shards[-1].num_bytes):
+    while row < chunk.stop_row:
+        if (info := finished_shard(folder, row, run)) is None:
             return None
-        row = shards[-1].stop_row
+        shards.append(info)
+        row = info.stop_row
     return shards if row == chunk.stop_row else None
-
-
-def _has_blocks(path: Path, num_bytes: int) -> bool:
-    """Return whether `path` is a complete file of blocks with `num_bytes` bytes. The blocks are not read."""
-    try:
-        with path.open("rb") as file:
-            header = ArenaHeader.read(file.fileno(), os.fstat(file.fileno()), DISK_PAGE)
-            return header.capacity_bytes == num_bytes
-    except (OSError, SegmentMissing):
-        return False
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRow:
-    """A row that was read from a shard's table."""
-
-    row: int
-    """Number of the row in the whole input."""
-    id: str
-    prompt: Prompt | None
-    """Prompt of the row, or None if the row has an error."""
-    error: str | None
-    digests: Sequence[bytes]
-    arrays: Sequence[Sequence[Mapping[str, Any]]]
-    columns: Mapping[str, Any]
-    """Values of the columns that the run kept, by name."""
-    request: str | None
-    """What the row states about its answer, as in `request_of`."""
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Self:
-        """Convert a record of a table to a row. Raise CorruptReference if no run could have written this record."""
-        error, ids, spans = record["error"], record["input_ids"], record["spans"]
-        prompt = None
-        if error is None:
-            if ids is None or spans is None:
-                raise CorruptReference(f"row {record['row']} has neither token ids nor an error")
-            prompt = Prompt(np.asarray(ids, np.int64), tuple(MediaSpan(**span) for span in spans))
-            bounds = [0, *(bound for span in prompt.spans for bound in (span.start, span.stop)), len(prompt)]
-            if any(start > stop for start, stop in pairwise(bounds)):
-                raise CorruptReference(
-                    f"row {record['row']}: the bounds {bounds[1:-1]} of its media items do not fit its token ids"
-                )
-        columns = {name: value for name, value in record.items() if name not in _COLUMNS}
-        request = columns.pop(REQUEST, None)
-        digests, arrays = record["digests"] or (), record["arrays"] or ()
-        return cls(record["row"], record["id"], prompt, error, digests, arrays, columns, request)
-
-    def plain_prompt(self) -> Prompt:
-        """Return the prompt with placeholder ids in place of handle words."""
-        assert self.prompt is not None
-        return Prompt(self.prompt.plain_ids, self.prompt.spans)
-
-    def mounted_prompt(self, arena: int) -> Prompt:
-        """Return the prompt with handle words that refer to arena number `arena`.
-
-        Raises:
-            CorruptReference: The handle words in the table are damaged.
-
-        """
-        assert self.prompt is not None
-        refs = [replace(ref, arena=arena) for ref in self.prompt.refs()]
-        words = [(ref.name_word,) if ref.shape is None else ref.to_words() for ref in refs]
-        return put_words(self.plain_prompt(), words)
 
 
 def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) -> pa.Table:
@@ -204,29 +167,32 @@ def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) 
 
 
 class ShardWriter:
-    """A shard that is being written. Use the writer as a context manager. On exit, an unfinished shard is removed."""
+    """A shard that is being written. Use the writer as a context manager.
+
+    If the context exits before `finish`, the journal keeps the rows whose arrays have been written.
+    """
 
     def __init__(
         self,
         folder: Path,
         run: str,
-        number: int,
         first_row: int,
         shard_bytes: int,
-        memory: WriteBatchMemory | None = None,
+        memory: WriteBatchMemory,
         columns: Mapping[str, pa.DataType] = MappingProxyType({}),
     ) -> None:
-        """Create the files of a shard.
+        """Open the files of a shard.
 
         Args:
             folder: Folder to write to.
             run: Digest of the run.
-            number: Number of the arena in handle words. The number may be used again, because each table has a file of
-                blocks of its own.
             first_row: Number of the first row.
-            shard_bytes: Total size of the blocks in bytes at which the shard is full.
+            shard_bytes: Total size of the arrays in bytes at which the shard is full.
             memory: Buffers that successive shards can share.
             columns: Further columns of the table, with their types.
+
+        Raises:
+            StorageError: A file cannot be opened, or another process is writing the shard.
 
         """
         self._table_path = table_path(folder, first_row)
@@ -234,99 +200,120 @@ class ShardWriter:
         self._run = run
         self._first_row = first_row
         self._shard_bytes = shard_bytes
-        self._records: list[dict[str, Any]] = []
-        self._num_items = 0
+        self._rows: list[ShardRow] = []
         self.records = RecordsDigest()
         """Digest of the records that the rows were converted from."""
-        path = arena_path(folder, first_row)
-        self.arena = DiskArena.create(path, number % (MAX_ARENA + 1), shard_bytes + MAX_ROW_BYTES, MAX_BLOCKS, memory)
-        """Arena for the blocks of the rows."""
+        self._journal = Journal(self._table_path.with_suffix(".journal"), run, first_row)
+        try:
+            self.file = ArrayFile(arrays_path(folder, first_row), self._journal, memory)
+            """File for the arrays of the rows."""
+        except BaseException:
+            self._journal.close()
+            raise
 
     @property
     def is_full(self) -> bool:
         """Whether the next row must go into another shard."""
-        return self.arena.used_bytes >= self._shard_bytes or self.arena.num_free < MAX_BLOCKS // 2
+        return self.file.used_bytes >= self._shard_bytes or self.file.is_half_full
 
     @property
-    def num_rows(self) -> int:
-        return len(self._records)
+    def next_row(self) -> int:
+        """Number of the row that is added next."""
+        return self._first_row + len(self._rows)
+
+    def keep(self, columns: Mapping[str, Any]) -> ShardRow | None:
+        """Add the next row if an earlier call has written it from the same records. Otherwise return None.
+
+        After the first row that cannot be kept, the later rows of the earlier call are dropped. `columns` has the
+        values of further columns of the table.
+        """
+        if not self._journal.kept:
+            return None
+        kept, _ = self._journal.kept[0]
+        if kept.records_digest != self.records.hex() or not self.file.keep(kept):
+            self._journal.kept.clear()
+            return None
+        kept.columns = columns
+        self._rows.append(self._journal.take())
+        return kept
 
     def add(
         self,
         row_id: str | None,
         prompt: Prompt,
-        items: Sequence[tuple[bytes, Mapping[str, ArraySpec]]],
+        items: Sequence[tuple[bytes, list[StoredArray]]],
         columns: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Add a row whose blocks have been written.
+        """Add a row whose arrays have been written to `file`.
 
         Args:
             row_id: Id of the row. If it is None, the number of the row is its id.
-            prompt: Prompt of the row, with handle words.
-            items: Digest and array specs of each media item.
+            prompt: Prompt of the row, without handle words.
+            items: Digest and arrays of each media item.
             columns: Values of further columns of the table.
 
         """
-        self._num_items += len(items)
         self._append(
-            row_id,
-            input_ids=prompt.ids,
-            spans=[{name: getattr(span, name) for name in _SPAN_NAMES} for span in prompt.spans],
-            digests=[digest for digest, _ in items],
-            arrays=[
-                [{"name": name, "dtype": spec.dtype, "shape": spec.shape} for name, spec in specs.items()]
-                for _, specs in items
-            ],
-            **columns,
+            ShardRow(
+                row=self.next_row,
+                id=self._id(row_id),
+                input_ids=prompt.ids,
+                spans=prompt.spans,
+                digests=tuple(digest for digest, _ in items),
+                arrays=tuple(arrays for _, arrays in items),
+                columns=columns,
+            )
         )
 
     def add_error(self, row_id: str | None, error: str, columns: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Add a row that failed."""
-        self._append(row_id, error=error, **columns)
+        self._append(ShardRow(row=self.next_row, id=self._id(row_id), error=error, columns=columns))
 
-    def _append(self, row_id: str | None, **columns: Any) -> None:
-        row = self._first_row + len(self._records)
-        record = dict.fromkeys(self._schema.names) | {"row": row, "id": str(row) if row_id is None else row_id}
-        self._records.append(record | columns)
+    def _id(self, row_id: str | None) -> str:
+        return str(self.next_row) if row_id is None else row_id
+
+    def _append(self, row: ShardRow) -> None:
+        row.records_digest = self.records.hex()
+        self._rows.append(row)
+        self.file.end_row(row)
 
     def finish(self) -> ShardInfo:
-        """Complete and sync both files, and rename them to their final names. The table is renamed last.
+        """Complete and sync both files, and give the table its final name.
 
         Raises:
             StorageError: A file cannot be written.
 
         """
         with replacing(self._table_path) as unfinished:
-            try:
-                self.arena.flush()  # a thread writes the last blocks while the table is being built
-                with pq.ParquetWriter(unfinished, self._schema, compression="zstd") as writer:
-                    writer.write_table(self._table())
-                    self.arena.close()
-                    info = self._info()
-                    writer.add_key_value_metadata({_INFO: msgspec.json.encode(info)})
-            except (ArenaFull, SharedMemoryError) as error:
-                raise StorageError(str(error)) from error
-            faults.point(f"named {self.arena.path.name}")
+            digest = self.file.finish()
+            faults.point(f"finished {self.file.path.name}")
+            info = self._info(digest)
+            with pq.ParquetWriter(unfinished, self._schema, compression="zstd") as writer:
+                writer.write_table(self._table())
+                writer.add_key_value_metadata({_INFO: msgspec.json.encode(info)})
+        self._journal.drop()
         return info
 
     def _table(self) -> pa.Table:
-        columns = {name: [record[name] for record in self._records] for name in self._schema.names}
-        ids = _lists(columns.pop("input_ids"))
-        return pa.table(
-            [pa.array(columns[field.name], field.type) if field.name in columns else ids for field in self._schema],
-            self._schema,
-        )
+        records = [row.to_record() for row in self._rows]
+        columns = {field.name: field.type for field in self._schema if field.name != "input_ids"}
+        arrays = {name: pa.array([record.get(name) for record in records], kind) for name, kind in columns.items()} | {
+            "input_ids": _lists([row.input_ids for row in self._rows])
+        }
+        return pa.table([arrays[name] for name in self._schema.names], self._schema)
 
-    def _info(self) -> ShardInfo:
+    def _info(self, digest: str) -> ShardInfo:
+        items = [row.arrays or () for row in self._rows]
         return ShardInfo(
             run=self._run,
             first_row=self._first_row,
-            num_rows=len(self._records),
-            num_errors=sum(record["error"] is not None for record in self._records),
-            num_tokens=sum(len(record["input_ids"]) for record in self._records if record["error"] is None),
-            num_items=self._num_items,
-            num_bytes=self.arena.used_bytes,
-            arena_digest=self.arena.digest,
+            num_rows=len(self._rows),
+            num_errors=sum(row.error is not None for row in self._rows),
+            num_tokens=sum(len(row.input_ids) for row in self._rows if row.input_ids is not None),
+            num_items=sum(map(len, items)),
+            num_bytes=self.file.used_bytes,
+            max_row_bytes=max(sum(array.length for arrays in row for array in arrays) for row in items),
+            arrays_digest=digest,
             records_digest=self.records.hex(),
         )
 
@@ -334,7 +321,8 @@ class ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.arena.abandon()
+        self.file.close()
+        self._journal.close()
 
 
 def _lists(rows: Sequence[NDArray[np.int64] | None]) -> pa.ListArray:

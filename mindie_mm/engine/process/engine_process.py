@@ -6,7 +6,6 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,13 +27,11 @@ from mindie_mm.engine.requests.engine_messages import (
     Abort,
     Add,
     Encode,
-    Mount,
     Progress,
     Ready,
     Start,
     Stepped,
     ToEngine,
-    Unmount,
 )
 from mindie_mm.engine.seq2seq import Seq2SeqEngine
 from mindie_mm.errors import MindieMMError
@@ -47,7 +44,7 @@ from mindie_mm.processes import faults
 from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline, Loading
 from mindie_mm.processes.title import show_title
 from mindie_mm.settings.environment import fault_folder
-from mindie_mm.shm import collect, mount
+from mindie_mm.shm import collect
 from mindie_mm.shm.mapped import drop_removed
 from mindie_mm.structured.grammar import Grammars
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
@@ -109,7 +106,6 @@ def serve(channel: ChildChannel, ranks: Ranks) -> None:
 def _run_steps(channel: ChildChannel, ranks: Ranks, engine: BaseEngine, send: Callable[[Stepped], None]) -> None:
     """Run steps and send their results. Wait for messages while there is no work."""
     decoder = msgspec.msgpack.Decoder[ToEngine](ToEngine)
-    mounts: dict[int, ExitStack] = {}
     collector = ProgressCollector()
     while True:
         updates: list[Progress] = []
@@ -117,7 +113,7 @@ def _run_steps(channel: ChildChannel, ranks: Ranks, engine: BaseEngine, send: Ca
         if messages:
             updates += collector.take()  # a new request may take longer than a step
         for message in messages:
-            updates += _take(decoder.decode(message), engine, mounts)
+            updates += _take(decoder.decode(message), engine)
         if updates or (messages and not engine.has_work()):
             send(Stepped(updates, engine.stats))
         if engine.has_work():
@@ -157,7 +153,7 @@ def received(channel: ChildChannel, engine: BaseEngine, decoder: msgspec.msgpack
     return messages
 
 
-def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -> list[Progress]:
+def _take(message: ToEngine, engine: BaseEngine) -> list[Progress]:
     """Handle a message. Return progress that must be sent immediately."""
     match message:
         case Add():
@@ -170,20 +166,7 @@ def _take(message: ToEngine, engine: BaseEngine, mounts: dict[int, ExitStack]) -
             engine.abort(message)
         case Encode():
             return [engine.encode(message)]
-        case Mount():
-            _mount(message, mounts)
-        case Unmount():
-            mounts.pop(message.number).close()
     return []
-
-
-def _mount(message: Mount, mounts: dict[int, ExitStack]) -> None:
-    """Mount a file of blocks. If this fails, log the error. Requests that refer to the file will then fail."""
-    mounts[message.number] = stack = ExitStack()
-    try:
-        stack.enter_context(mount(Path(message.path), message.number))
-    except MindieMMError:
-        _log.exception("the file of blocks %s cannot be mounted", message.path)
 
 
 def load_engine(start: Start, ranks: Ranks) -> tuple[BaseEngine, int]:

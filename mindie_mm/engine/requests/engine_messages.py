@@ -87,19 +87,6 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     """Index of the first item to encode."""
 
 
-class Mount(msgspec.Struct, frozen=True, tag="mount"):
-    """A file on disk to mount as arena `number`. Handle words in later requests may refer to its blocks."""
-
-    path: str
-    number: int
-
-
-class Unmount(msgspec.Struct, frozen=True, tag="unmount"):
-    """The number of an arena to unmount. No request refers to this arena."""
-
-    number: int
-
-
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position."""
 
@@ -224,4 +211,4 @@ class Stepped(msgspec.Struct, frozen=True):
     stats: Stats
 
 
-ToEngine = Add | Abort | Encode | Mount | Unmount
+ToEngine = Add | Abort | Encode

@@ -161,17 +161,6 @@ class BlockPlan:
             )
         return _plan(tuple(specs.items()), len(request))
 
-    def gaps(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges [start, stop) of padding in a block of `nbytes` bytes.
-
-        There is one range after the header and one after each array. A range can be empty.
-        """
-        end = self.header_bytes
-        for spec, offset in self.arrays.values():
-            yield end, offset
-            end = offset + spec.nbytes
-        yield end, nbytes
-
     def header(self, block: int, generation: int, request: bytes, digest: bytes) -> bytes:
         """Return the packed header of the block. Pass an empty `digest` if the item must not be cached."""
         fixed = _FIXED.pack(block, generation, len(self.arrays), len(request), len(digest), 0, digest)
@@ -224,7 +213,7 @@ Buffer = mmap.mmap | memoryview
 
 
 class Store(Protocol):
-    """Container of blocks: an `Arena` or a `DiskArena`."""
+    """Container of blocks: an `Arena`."""
 
     number: int
     """Arena number in references to the blocks, 0 to 65,535."""
@@ -319,7 +308,6 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
             LimitExceeded: The digest is too short or too long.
             StaleReference: The block was freed while it was being filled, for example because its request has ended.
             SharedMemoryError: The store is closed or lost, or the block is no longer being filled.
-            ArenaFull: The disk of a `DiskArena` is full.
 
         """
         if not self._published:

@@ -31,9 +31,6 @@ assert sys.byteorder == "little", "the words in an arena are read in place"
 SHM_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory on Linux
 PAGE = mmap.PAGESIZE
 """Page size of the machine: 4096, or 65,536 on some aarch64 machines. Regions of an arena are aligned to pages."""
-DISK_PAGE = 4096
-"""Page size of a file on disk, the same on every machine. Equal blocks therefore produce equal
-files, and every machine can read the files. A file on disk is always mapped as a whole."""
 ALIGNMENT = 64
 
 MAGIC = b"mindieMM"
@@ -130,11 +127,6 @@ class Owner:
     """Inode of /proc/self/ns/mnt. Paths in block headers are valid in this namespace."""
 
     @classmethod
-    def nobody(cls) -> Owner:
-        """Return the value for the headers of files on disk. It is constant, so equal blocks produce equal files."""
-        return cls(0, 0, str(UUID(int=0)), 0, 0)
-
-    @classmethod
     def current(cls) -> Owner:
         """Return this process as an owner. Raise SharedMemoryError if /proc is not mounted."""
         with needing_proc():
@@ -159,27 +151,25 @@ class ArenaHeader:
     created_ns: int
     """Time of creation in nanoseconds since the Unix epoch."""
     owner: Owner
-    page_bytes: int = PAGE
-    """Alignment of all regions in bytes: PAGE in shared memory, DISK_PAGE in a file on disk."""
 
     @classmethod
-    def plan(cls, capacity_bytes: int, created_ns: int, owner: Owner, page_bytes: int = PAGE) -> ArenaHeader:
+    def plan(cls, capacity_bytes: int, created_ns: int, owner: Owner) -> ArenaHeader:
         """Return the header of a new arena, with the capacity rounded up to whole pages.
 
         The arena number is 0 until the caller replaces it.
         """
         num_entries = min(max(capacity_bytes // BYTES_PER_ENTRY, MIN_ENTRIES), MAX_BLOCK + 1)
-        return cls(0, num_entries, round_up(capacity_bytes, page_bytes), created_ns, owner, page_bytes)
+        return cls(0, num_entries, round_up(capacity_bytes, PAGE), created_ns, owner)
 
     @property
     def releases_offset(self) -> int:
         """Offset of the release words in the file, in bytes."""
-        return self.page_bytes + round_up(self.num_entries * ENTRY_BYTES, self.page_bytes)
+        return PAGE + round_up(self.num_entries * ENTRY_BYTES, PAGE)
 
     @property
     def releases_bytes(self) -> int:
         """Size of the region of release words in bytes, a multiple of the page size."""
-        return round_up((1 + self.num_entries) * 8, self.page_bytes)
+        return round_up((1 + self.num_entries) * 8, PAGE)
 
     @property
     def data_offset(self) -> int:
@@ -214,14 +204,14 @@ class ArenaHeader:
         return body + _CRC.pack(zlib.crc32(body))
 
     @classmethod
-    def read(cls, descriptor: int, status: os.stat_result, page_bytes: int = PAGE) -> ArenaHeader:
+    def read(cls, descriptor: int, status: os.stat_result) -> ArenaHeader:
         """Read the header of an open file.
 
         Raises:
             SegmentMissing: The file is not an arena, is damaged or truncated, or has a layout for another page size.
 
         """
-        return cls.unpack(os.pread(descriptor, page_bytes, 0), status.st_size, page_bytes)
+        return cls.unpack(os.pread(descriptor, PAGE, 0), status.st_size)
 
     def require(self, arena: int) -> None:
         """Raise SegmentMissing unless this is the header of arena number `arena`."""
@@ -229,7 +219,7 @@ class ArenaHeader:
             raise SegmentMissing(f"the header of the file belongs to another arena, {file_name(self.arena)}")
 
     @classmethod
-    def unpack(cls, page: bytes, file_bytes: int, page_bytes: int = PAGE) -> ArenaHeader:
+    def unpack(cls, page: bytes, file_bytes: int) -> ArenaHeader:
         """Parse a header from the file's first page and the file's size. Raise the same errors as `read`."""
         body = page[: _HEADER.size]
         if len(page) < _HEADER.size + _CRC.size or body[: len(MAGIC)] != MAGIC:
@@ -248,11 +238,10 @@ class ArenaHeader:
             capacity,
             created_ns,
             Owner(pid, start_time, str(UUID(bytes=boot_id)), pid_namespace, mount_namespace),
-            page_bytes,
         )
         layout = (ENTRY_BYTES, header.releases_offset, header.data_offset)
         if not 0 < num_entries <= MAX_BLOCK + 1 or (entry_bytes, releases_offset, data_offset) != layout:
-            raise SegmentMissing(f"the arena's header is not laid out in pages of {page_bytes} bytes")
+            raise SegmentMissing(f"the arena's header is not laid out in pages of {PAGE} bytes")
         if file_bytes != header.file_bytes:
             raise SegmentMissing(
                 f"the arena's file has {file_bytes} bytes, but its header requires {header.file_bytes}"

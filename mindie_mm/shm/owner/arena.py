@@ -170,7 +170,7 @@ class Arena:
         return self._recorded(blocks, demand)[0]
 
     async def allocate_together(
-        self, all_specs: Sequence[Mapping[str, ArraySpec]], *, path_file: str | Path, timeout_s: float
+        self, all_specs: Sequence[Mapping[str, ArraySpec]], *, path_file: str | Path | None, timeout_s: float
     ) -> list[Block]:
         """Allocate one block for each of `all_specs`, like `allocate`, and wait in the event loop.
 
