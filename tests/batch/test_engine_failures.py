@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
+from mindie_mm.batch import Dataset
 from mindie_mm.cli import main
 from mindie_mm.engine.requests.engine_messages import Progress
 from mindie_mm.engine.requests.sampling_params import SamplingParams
@@ -188,6 +189,18 @@ def test_an_engine_that_does_not_restart_ends_the_run(
         " of 6 rows were answered before the failure. Fix that, then run the same command again to continue\n"
     )
     assert whole.startswith((tmp_path / "out.jsonl").read_bytes())
+
+
+def test_rows_wait_for_room_in_a_small_arena(
+    folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arena has room for two of the largest rows, and six rows are requested at once."""
+    monkeypatch.setenv("MINDIE_MM_ARENA_BYTES", "65536")
+    done = generate(folder, tmp_path / "out.jsonl")
+    assert done.exit_code == 0, done.output
+    manifest = Dataset(folder).manifest
+    assert 2**16 < 2 * max(shard.info.max_row_bytes for shard in manifest.shards) < manifest.num_bytes
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
 @pytest.mark.slow

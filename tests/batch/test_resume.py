@@ -6,11 +6,16 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from mindie_mm.batch.output.shard import table_path
-from mindie_mm.batch.settings import require_run
-from mindie_mm.errors import InputError
+from mindie_mm.batch import stage
+from mindie_mm.batch.output import array_file
+from mindie_mm.batch.output.disk_writer import WriteBatchMemory
+from mindie_mm.batch.output.journal import forget_failures
+from mindie_mm.batch.output.shard import ShardWriter, table_path
+from mindie_mm.batch.settings import Settings, require_run
+from mindie_mm.errors import InputError, StorageError
 from mindie_mm.processes import faults
 from tests.batch.conftest import content, run, run_in_process, settings, written
 
@@ -29,6 +34,11 @@ POINTS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def rows_are_saved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(array_file, "SAVE_INTERVAL_S", -1.0)
+
+
 @pytest.fixture(scope="module")
 def few(media: Path) -> Path:
     """Return a file of eight rows, which is processed in two chunks. One row is invalid."""
@@ -43,21 +53,84 @@ def whole(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_run_killed_at_any_point_resumes_to_the_same_bytes(
-    point: str, few: Path, whole: Path, tmp_path: Path
-) -> None:
-    trigger = tmp_path / f"batch.{point}"
+def kill_at(point: str, given: Settings, folder: Path) -> None:
+    """Begin a run in `folder`/run, and kill it at a point."""
+    trigger = folder / f"batch.{point}"
     trigger.touch()
     killed = os.fork()
     if not killed:
         try:
-            faults.arm("batch", tmp_path)
-            run_in_process(settings(few), tmp_path / "run")
+            faults.arm("batch", folder)
+            run_in_process(given, folder / "run")
         finally:
             os._exit(1)
     assert os.waitpid(killed, 0)[1] == signal.SIGKILL
     assert not trigger.exists()
+
+
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the numbers of rows are appended when they are tokenized."""
+    rows: list[int] = []
+    begin_row = stage._ShardStore.begin_row
+
+    def counted(store: stage._ShardStore, row: int, file: array_file.ArrayFile) -> None:
+        rows.append(row)
+        begin_row(store, row, file)
+
+    monkeypatch.setattr(stage._ShardStore, "begin_row", counted)
+    return rows
+
+
+@pytest.mark.parametrize("limits", [{}, {"shard_bytes": 1}])
+def test_a_killed_run_repeats_only_the_row_in_progress(
+    limits: dict[str, int], few: Path, tokenized: list[int], tmp_path: Path
+) -> None:
+    """The first three rows are kept, also if each of them is a shard. The last saved row may be repeated."""
+    given = settings(few, **limits)
+    kill_at("row 5", given, tmp_path)
+    run_in_process(given, tmp_path / "run")
+    assert tokenized in ([5, 6, 7], [6, 7])
+    run_in_process(given, tmp_path / "whole")
+    assert content(tmp_path / "run") == content(tmp_path / "whole")
+
+
+def test_rows_that_have_changed_since_they_were_saved_are_not_kept(
+    few: Path, tokenized: list[int], tmp_path: Path
+) -> None:
+    kill_at("row 5", settings(few), tmp_path)
+    journal = tmp_path / "run/shard-000000000.journal"
+    head, *lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) >= 5
+    digest = msgspec.json.decode(lines[2])["records_digest"].encode()
+    journal.write_bytes(head + b"".join(lines).replace(digest, b"0" * len(digest)))
+    run_in_process(settings(few), tmp_path / "run")
+    assert tokenized == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_row_that_stopped_a_run_is_tried_again(few: Path, tokenized: list[int], tmp_path: Path) -> None:
+    """The command tells the user to correct the row. Earlier rows are kept."""
+    kill_at("row 5", settings(few), tmp_path)
+    forget_failures(tmp_path / "run")
+    run_in_process(settings(few), tmp_path / "run")
+    assert tokenized == [3, 4, 5, 6, 7]
+
+
+def test_a_shard_has_only_one_writer(tmp_path: Path) -> None:
+    memory = WriteBatchMemory()
+    with (
+        ShardWriter(tmp_path, "run", 0, 1, memory),
+        pytest.raises(StorageError, match=r"journal cannot be locked: another process is writing the shard"),
+    ):
+        ShardWriter(tmp_path, "run", 0, 1, memory)
+    ShardWriter(tmp_path, "run", 0, 1, memory).__exit__()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_killed_at_any_point_resumes_to_the_same_bytes(
+    point: str, few: Path, whole: Path, tmp_path: Path
+) -> None:
+    kill_at(point, settings(few), tmp_path)
     assert run_in_process(settings(few), tmp_path / "run").num_rows == 8
     assert content(tmp_path / "run") == content(whole)
 
