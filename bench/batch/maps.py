@@ -46,7 +46,7 @@ def install() -> None:
     if not PYTHON.exists():
         venv.create(FOLDER / "venv", with_pip=True)
     same = [f"{name}=={importlib.metadata.version(name)}" for name in SAME]
-    command = [PYTHON, "-m", "pip", "install", "--quiet", *TORCH, *same, "datasets"]
+    command = [str(PYTHON), "-m", "pip", "install", "--quiet", *TORCH, *same, "datasets"]
     subprocess.run(command, check=True)
 
 
@@ -87,7 +87,8 @@ INPUTS: dict[str, tuple[Callable[[Path, int], Iterator[dict[str, Any]]], int]] =
 
 def mapped(rows: Path, checkpoint: Path, backend: str, out: Path) -> dict[str, Any]:
     """Run `datasets.map` on the rows, and return its figures."""
-    command = [PYTHON, Path(__file__).with_name("datasets_map.py"), checkpoint, rows, backend, out]
+    script = Path(__file__).with_name("datasets_map.py")
+    command = [*map(str, (PYTHON, script, checkpoint, rows)), backend, str(out)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     out.unlink()
