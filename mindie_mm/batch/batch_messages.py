@@ -26,8 +26,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
     row: int
     num_bytes: int
-    """Size of the row's blocks in bytes."""
+    """Size of the row's arrays in bytes."""
     error: str | None = None
+    is_kept: bool = False
+    """Whether an earlier call has finished the row."""
 
 
 class Steps(msgspec.Struct, frozen=True, tag="steps"):

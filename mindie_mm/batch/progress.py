@@ -25,7 +25,7 @@ class Progress:
     rows: int = 0
     errors: int = 0
     num_bytes: int = 0
-    """Size of the blocks in bytes."""
+    """Size of the arrays in bytes."""
     share: float = 0.0
     """Finished fraction of the input, from 0 to 1. The size of the input is measured in bytes or in rows."""
 

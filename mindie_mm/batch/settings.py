@@ -78,7 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None = None
     """Maximum number of rows to tokenize, or None for all rows."""
     shard_bytes: int = 256 * MiB
-    """Total size of the blocks in bytes at which a shard ends."""
+    """Total size of the arrays in bytes at which a shard ends."""
     shard_rows: int = 128
     """Maximum number of rows of a shard. A chunk, which is repeated if its process dies, has the same number of
     rows."""

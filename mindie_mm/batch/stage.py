@@ -110,7 +110,7 @@ class Stage:
         table = read_table(table_path(self._folder, shard.first_row), shard.num_rows, ["row", "error"])
         for record in table.to_pylist():
             is_first = record["row"] == shard.first_row
-            yield Step(record["row"], shard.num_bytes if is_first else 0, record["error"])
+            yield Step(record["row"], shard.num_bytes if is_first else 0, record["error"], is_kept=True)
 
     def _write(
         self, chunk: Chunk, first_row: int, records: Iterator[Record], doomed: Mapping[int, str]
@@ -122,28 +122,33 @@ class Stage:
             while (number := shard.next_row) < chunk.stop_row and not shard.is_full:
                 record, used = _next(records, source), shard.file.used_bytes
                 shard.records.add(record)
-                error = self._add(shard, record, place, doomed.get(number))
+                error, is_kept = self._add(shard, record, place, doomed.get(number))
                 faults.point(f"row {number}")
-                yield Step(number, shard.file.used_bytes - used, error)
+                yield Step(number, shard.file.used_bytes - used, error, is_kept)
             source.require_unchanged()
             return shard.finish()
 
-    def _add(self, shard: ShardWriter, record: Record, place: _Place, failed: str | None) -> str | None:
-        """Add a record's row to the shard. Return its error, or None. A row that has `failed` is not tried."""
+    def _add(self, shard: ShardWriter, record: Record, place: _Place, failed: str | None) -> tuple[str | None, bool]:
+        """Add a record's row to the shard. A row that has `failed` is not tried.
+
+        Returns:
+            The row's error, or None, and whether an earlier call has written the row.
+
+        """
         columns = dict[str, Any]()
         try:
             columns = {REQUEST: request_of(record)} | values_of(record, self._run.columns)
         except InputError as error:
             failed = failed or _reason(error)
         if (kept := shard.keep(columns)) is not None:
-            return kept.error
+            return kept.error, True
         self._store.begin_row(shard.next_row, shard.file)
         name = row_id(record)
         try:
             if failed is None:
                 prompt = self._prompt(self._parsed(record, place))
                 shard.add(name, prompt, self._store.stored, columns)
-                return None
+                return None, False
         except StorageError:
             raise
         except MindieMMError as error:
@@ -154,7 +159,7 @@ class Stage:
             _log.exception("row %s failed with an unexpected error", name)
             failed = f"OperationalError: the tokenizer failed: {type(error).__name__}"
         shard.add_error(name, failed, columns)
-        return failed
+        return failed, False
 
     def _parsed(self, record: Record, place: _Place) -> Row:
         settings = self._settings

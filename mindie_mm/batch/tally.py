@@ -82,6 +82,7 @@ class Tally:
 
         """
         more = Progress(1, step.error is not None, step.num_bytes, self._share(chunk, 1))
+        self._earlier += more if step.is_kept else Progress()
         self._add(more)
         if step.error is not None:
             self._require_few_errors(f"row {step.row}: {step.error}")

@@ -49,6 +49,16 @@ def test_two_nodes_write_the_same_files_as_one_machine(cluster, lines, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+def test_ray_data_reads_a_run_of_several_shards(cluster, lines, rows, tmp_path):
+    run_in_process(settings(lines), tmp_path / "run")
+    found = sorted(ray.data.read_parquet(str(tmp_path / "run")).take_all(), key=lambda row: row["row"])
+    assert [row["row"] for row in found] == [*range(len(rows))]
+    samples = [sample for sample in Dataset(tmp_path / "run") if sample.error is None]
+    assert [[*row["input_ids"]] for row in found if row["error"] is None] == [sample.ids.tolist() for sample in samples]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_nodes_get_the_list_of_a_media_folder_from_the_driver(cluster, media, tmp_path, monkeypatch):
     """The list is sent in several pieces, the output folder is a relative path, and each task has several chunks."""
     only = tmp_path / "media"

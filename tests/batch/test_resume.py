@@ -10,11 +10,14 @@ import msgspec
 import pytest
 
 from mindie_mm.batch import stage
+from mindie_mm.batch.batch_messages import Step
+from mindie_mm.batch.input.source import chunks
 from mindie_mm.batch.output import array_file
 from mindie_mm.batch.output.disk_writer import WriteBatchMemory
 from mindie_mm.batch.output.journal import forget_failures
 from mindie_mm.batch.output.shard import ShardWriter, table_path
-from mindie_mm.batch.settings import Settings, require_run
+from mindie_mm.batch.settings import Run, Settings, require_run
+from mindie_mm.batch.tally import Tally
 from mindie_mm.errors import InputError, StorageError
 from mindie_mm.processes import faults
 from tests.batch.conftest import content, run, run_in_process, settings, written
@@ -93,6 +96,17 @@ def test_a_killed_run_repeats_only_the_row_in_progress(
     assert tokenized in ([5, 6, 7], [6, 7])
     run_in_process(given, tmp_path / "whole")
     assert content(tmp_path / "run") == content(tmp_path / "whole")
+
+
+def test_kept_rows_count_as_rows_of_an_earlier_call(few: Path, tmp_path: Path) -> None:
+    given, shown = settings(few), list[tuple[int, int]]()
+    sources = given.sources(tmp_path)
+    tally = Tally(
+        Run.of(given, tmp_path), tmp_path, sources, None, lambda done, earlier: shown.append((done.rows, earlier.rows))
+    )
+    for row in range(3):
+        tally.add_step(next(iter(chunks(sources, 7, None))), Step(row, 4096, is_kept=row < 2))
+    assert shown == [(0, 0), (1, 1), (2, 2), (3, 2)]
 
 
 def test_rows_that_have_changed_since_they_were_saved_are_not_kept(

@@ -77,13 +77,16 @@ def test_a_table_locates_each_array_without_the_header(folder: Path) -> None:
                 assert (data, xxh3_128_digest(data)) == (own[array.name].tobytes(), array.digest)
 
 
-def test_datasets_reads_a_run_of_several_shards(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard_rows", [2, 128])
+def test_datasets_reads_a_run_of_one_shard_or_several(
+    folder: Path, media: Path, tmp_path: Path, shard_rows: int
+) -> None:
     datasets = pytest.importorskip("datasets")
-    shutil.copytree(folder, tmp_path / "run")
+    run_in_process(settings(media / "files.jsonl", shard_rows=shard_rows), tmp_path / "run")
     rows = datasets.load_dataset(str(tmp_path / "run"), cache_dir=str(tmp_path / "cache"))["train"]
     assert rows["row"][:] == [0, 1, 2, 3, 4]
     assert rows[3]["input_ids"] == Dataset(folder)[3].ids.tolist()
-    assert rows[3]["arrays"][0][0]["offset"] == Dataset(folder).record(3).arrays[0][0].offset
+    assert rows[3]["arrays"][0][0]["offset"] == Dataset(tmp_path / "run").record(3).arrays[0][0].offset
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "run.json"])
@@ -140,6 +143,7 @@ def test_blocks_of_all_sizes_are_written_in_order(tmp_path: Path, small_batches:
     sizes = [small_batches * share // 10 + share for share in (3, 4, 9, 1, 12, 2, 2, 8, 11, 5, 31)]
     with writing(tmp_path / "a") as file:
         digest = fill(file, sizes)
+        assert file._batch is None, "a row that is larger than a batch does not stay in memory"
         assert len(file._memory._spare) <= 2
     found = load_file(tmp_path / "a")
     for row, size in enumerate(sizes):

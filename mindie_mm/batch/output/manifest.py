@@ -184,7 +184,7 @@ def _warn(repeated: RepeatedIds) -> None:
 def drop_changed(folder: Path, run: Run) -> None:
     """Remove tables that were changed after the run was finished, so that their shards are written again.
 
-    The next manifest would otherwise record the changed tables as valid. The files of blocks are not checked here.
+    The next manifest would otherwise record the changed tables as valid. The files of arrays are not checked here.
 
     Raises:
         CorruptReference: The manifest is damaged.
