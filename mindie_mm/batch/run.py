@@ -10,16 +10,18 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import msgspec
+
 from mindie_mm.batch.input.file_state import STATES_FILE, InputStates
 from mindie_mm.batch.input.files import creating, locked
 from mindie_mm.batch.input.gather import drop_gathered, gather, is_stream
 from mindie_mm.batch.input.request import REQUEST
-from mindie_mm.batch.input.source import chunks
+from mindie_mm.batch.input.source import Chunk, chunks
 from mindie_mm.batch.output.journal import forget_failures
-from mindie_mm.batch.output.manifest import Manifest, drop_changed
+from mindie_mm.batch.output.manifest import Manifest, drop_changed, drop_failed
 from mindie_mm.batch.output.shard import SCHEMA
 from mindie_mm.batch.progress import Show
-from mindie_mm.batch.settings import RUN_FILE, Run, Settings, require_run
+from mindie_mm.batch.settings import RUN_FILE, Run, Settings, part_of, require_run
 from mindie_mm.batch.tally import Tally
 from mindie_mm.batch.workers import Workers
 from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_as
@@ -40,6 +42,8 @@ def run_batch(
     max_errors: int | None = None,
     show: Show = lambda *_: None,
     ray_address: str | None = None,
+    part: str = "",
+    retry_errors: bool = False,
 ) -> tuple[Manifest, Counter[str]]:
     """Process the unfinished part of a run, and write its manifest. After an error, a second call continues the run.
 
@@ -51,6 +55,8 @@ def run_batch(
         show: Callback for each row.
         ray_address: Address of a Ray cluster, "local" to start a cluster on this machine, or None to use worker
             processes.
+        part: Part of the rows to process, such as "2/4". `merge` combines the folders of all parts.
+        retry_errors: Whether to process the shards with failed rows again.
 
     Returns:
         The manifest, and the number of files in media folders that were left out because they are not media, for each
@@ -67,7 +73,7 @@ def run_batch(
         raise InputError(f"num_workers is {num_workers}; it must be at least 1")
     folder = absolute(folder)
     _require_apart(settings.inputs, folder)
-    with _locked(folder):
+    with locked_folder(folder):
         require_run(folder)
         with ExitStack() as refused:
             refused.callback(drop_gathered, settings.inputs, folder)
@@ -76,15 +82,23 @@ def run_batch(
             for source in sources:
                 source.check()
             _require_free(settings.keep_columns)
-            run = Run.of(settings, folder, sources)
+            part_of(part, 0)
+            run = msgspec.structs.replace(Run.of(settings, folder, sources), part=part)
             run.begin(folder)
             refused.pop_all()
         now = [source.state for source in sources]
         states = InputStates(begun=InputStates.read(folder).begun or now, now=now)
         states.write(folder)
         drop_changed(folder, run)
-        tally = Tally(run, folder, sources, max_errors, show, states.begun)
+        if retry_errors:
+            drop_failed(folder, run)
+            forget_failures(folder)
         every = chunks(sources, settings.shard_rows, settings.limit)
+        first_row, share = 0, 1.0
+        if part:
+            own, share = _part(part, [*every])
+            every, first_row = iter(own), own[0].first_row if own else 0
+        tally = Tally(run, folder, sources, max_errors, show, states.begun, share)
         if ray_address is None:
             try:
                 asyncio.run(Workers(folder, every, tally).run(num_workers))
@@ -99,13 +113,19 @@ def run_batch(
                 tally.add_shards(chunk, shards)
         for source in sources:
             source.require_unchanged()
-        manifest = Manifest.write(folder, run, tally.done.rows)
+        manifest = Manifest.write(folder, run, tally.done.rows, first_row)
         drop_gathered(settings.inputs, folder)
         (folder / STATES_FILE).unlink(missing_ok=True)
         for left in (path for pattern in _LEFT_BY_ACTORS for path in folder.glob(pattern)):
             left.unlink(missing_ok=True)
         tally.end()
         return manifest, left_out
+
+
+def _part(part: str, every: Sequence[Chunk]) -> tuple[Sequence[Chunk], float]:
+    """Return the chunks of a part, and their share of all chunks."""
+    numbers = part_of(part, len(every))
+    return every[numbers.start : numbers.stop], len(numbers) / max(1, len(every))
 
 
 def _require_apart(inputs: Sequence[str], folder: Path) -> None:
@@ -127,7 +147,7 @@ def _require_free(columns: Collection[str]) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Create the folder if needed, and lock it against other runs. When the process ends, the kernel releases the lock.
 
     A run that fails before it begins removes the files and folders that it created.

@@ -42,9 +42,10 @@ _GO_ON = "Choose another folder for --output, or restore the earlier settings, f
 _RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
 """Names of files that a folder may contain before run.json is written: the lock, gathered input, and files from other
 nodes."""
-_LOCATIONS = frozenset({"model", "inputs", "stdin_folder"})
+LOCATIONS = frozenset({"model", "inputs", "stdin_folder"})
 """Settings that are paths. Instead of the paths, the digests of the files at these paths are compared."""
 _PIECE_BYTES = 1 << 20
+_PART = re.compile(r"([0-9]{1,6})/([0-9]{1,6})", re.ASCII)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +180,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """`Source.fingerprint` of each file of rows. Media files that rows refer to are not covered."""
     columns: Mapping[str, str] = {}
     """Types of the columns that are kept, by name."""
+    part: str = ""
+    """Part of the rows that the folder has, such as "2/4", or empty for all rows. It does not affect the shards."""
     versions: Mapping[str, str] = {}
     """Versions of the packages that affect ids and arrays. Empty if an older release wrote the run."""
 
@@ -222,8 +225,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         If the values of a later call differ, the call is refused with an error that lists the differences.
         """
         values: dict[str, Any] = msgspec.to_builtins(self)
+        del values["part"]
         return {
-            **{name: value for name, value in values.pop("settings").items() if name not in _LOCATIONS},
+            **{name: value for name, value in values.pop("settings").items() if name not in LOCATIONS},
             **values,
         }
 
@@ -240,7 +244,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
         """
         sources = self.settings.sources(folder)
-        if differing := _differences(self, Run.of(self.settings, folder, sources, self.columns)):
+        here = msgspec.structs.replace(Run.of(self.settings, folder, sources, self.columns), part=self.part)
+        if differing := _differences(self, here):
             raise InputError(
                 f"{socket.gethostname()} has files that differ from the files of the run: {'; '.join(differing)}"
             )
@@ -325,9 +330,23 @@ def require_run(folder: Path) -> None:
             )
 
 
+def part_of(part: str, count: int) -> range:
+    """Return the numbers of the chunks, out of `count`, that a part such as "2/4" has. An empty part has all chunks.
+
+    Raises:
+        InputError: `part` is not of this form.
+
+    """
+    if not part:
+        return range(count)
+    if not (match := _PART.fullmatch(part)) or not 1 <= (number := int(match[1])) <= (parts := int(match[2])):
+        raise InputError(f"part is {part!r}; it must be i/n, where i is from 1 to n, such as 2/4")
+    return range(count * (number - 1) // parts, count * number // parts)
+
+
 def _differences(earlier: Run, now: Run) -> list[str]:
     """Describe the values that differ between two runs. If no values differ, describe the inputs that have moved."""
-    before, after = earlier.parts(), now.parts()
+    before, after = ({**run.parts(), "part": run.part or "all rows"} for run in (earlier, now))
     changes = differences(before, after)
     if "input_digests" in changes:
         at = first_difference(before["input_digests"], after["input_digests"])

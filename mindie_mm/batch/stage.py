@@ -137,7 +137,8 @@ class Stage:
         """
         columns = dict[str, Any]()
         try:
-            columns = {REQUEST: request_of(record)} | values_of(record, self._run.columns)
+            columns[REQUEST] = request_of(record)
+            columns |= values_of(record, self._run.columns)
         except InputError as error:
             failed = failed or _reason(error)
         if (kept := shard.keep(columns)) is not None:

@@ -26,6 +26,7 @@ class Tally:
         max_errors: int | None,
         show: Show,
         begun_states: Sequence[FileState] = (),
+        share: float = 1.0,
     ) -> None:
         """Create a tally.
 
@@ -36,6 +37,7 @@ class Tally:
             max_errors: Maximum number of rows that may fail, or None for any number.
             show: Callback for each row.
             begun_states: States of the files during the call that began the run.
+            share: Share of the input that the run processes.
 
         """
         self._sources = sources
@@ -51,8 +53,9 @@ class Tally:
         self._show = show
         sizes = [source.state.size for source in sources]
         each = zip(sizes, sources, strict=True)
-        self._shares = [size / max(1, sum(sizes)) / max(1, source.size) for size, source in each]
-        """For each source, the share of one byte, or one row of a table, in the whole input."""
+        total = max(1, sum(sizes)) * (share or 1.0)
+        self._shares = [size / total / max(1, source.size) for size, source in each]
+        """For each source, the share of one byte, or one row of a table, in the input that is processed."""
         self.done = self._earlier = Progress()
         show(self.done, self._earlier)
 

@@ -60,6 +60,11 @@ from mindie_mm.settings.config import MediaCaps, MiB
               "failed row (fail-after=N).")  # fmt: skip
 @click.option("--resume/--no-resume", default=True, show_default=True,
               help="Continue the run in the folder --output.")  # fmt: skip
+@click.option("--retry-errors", is_flag=True,
+              help="Tokenize the shards with failed rows again, after you have removed the cause.")  # fmt: skip
+@click.option("--part", default="", metavar="I/N",
+              help="Tokenize only part I of N parts of the rows, for example on one of N machines. `mindie-mm merge` "
+              "combines the folders of the parts.")  # fmt: skip
 @click.option("--json-progress", is_flag=True, help="Write progress to standard error as one JSON object per second.")
 @click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
               help="Run on the Ray cluster at ADDRESS, or on a local cluster. Each node writes to its own "
@@ -76,6 +81,8 @@ def command(
     keep_columns: str,
     on_error: str,
     resume: bool,
+    retry_errors: bool,
+    part: str,
     json_progress: bool,
     ray_address: str | None,
     limit_mm_per_prompt: str | None,
@@ -119,7 +126,14 @@ def command(
     )
     with shown("json" if json_progress else "auto") as show:
         manifest, left_out = run_batch(
-            run_settings, output, num_workers=workers, max_errors=max_errors, show=show, ray_address=ray_address
+            run_settings,
+            output,
+            num_workers=workers,
+            max_errors=max_errors,
+            show=show,
+            ray_address=ray_address,
+            part=part,
+            retry_errors=retry_errors,
         )
     message = f"{manifest.num_rows} rows, {manifest.num_tokens} tokens, {manifest.num_items} media items in {output}"
     if left_out:

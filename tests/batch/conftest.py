@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from mindie_mm.batch.input.gather import gather
@@ -17,7 +18,7 @@ from mindie_mm.batch.input.source import chunks
 from mindie_mm.batch.output.manifest import Manifest
 from mindie_mm.batch.output.shard import complete_shards
 from mindie_mm.batch.run import run_batch
-from mindie_mm.batch.settings import Run, Settings
+from mindie_mm.batch.settings import Run, Settings, part_of
 from mindie_mm.batch.stage import Stage
 from tests import warm
 from tests.media_samples import PHOTOGRAPHS, encode_video, encoded, moving_frames, photograph
@@ -72,18 +73,25 @@ def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: An
 
 def run_in_process(settings: Settings, folder: Path) -> Manifest:
     """Complete a run as `run` does, but process the chunks in this process, because starting a worker takes longer."""
+    write_shards(settings, folder)
+    return run(settings, folder)
+
+
+def write_shards(settings: Settings, folder: Path, part: str = "") -> None:
+    """Write the shards of a run or of a part of it, so that a call has to write only its manifest."""
     folder.mkdir(exist_ok=True)
     gather(settings.inputs, folder, settings.template, io.BytesIO())
     for source in settings.sources(folder):
         source.check()
-    begun = Run.of(settings, folder)
+    begun = msgspec.structs.replace(Run.of(settings, folder), part=part)
     begun.begin(folder)
     stage = Stage(begun, folder)
-    for chunk in chunks(settings.sources(folder), settings.shard_rows, settings.limit):
+    every = [*chunks(settings.sources(folder), settings.shard_rows, settings.limit)]
+    for number in part_of(part, len(every)):
+        chunk = every[number]
         if complete_shards(folder, chunk, begun.digest) is None:
             for _ in stage.run(chunk, {}):
                 pass
-    return run(settings, folder)
 
 
 def settings(*inputs: Path, **others: Any) -> Settings:

@@ -24,7 +24,6 @@ from PIL import Image
 from mindie_mm.batch import Dataset
 from mindie_mm.batch import batch_process as process
 from mindie_mm.batch.cursor import RowCursor
-from mindie_mm.batch.output.manifest import Manifest
 from mindie_mm.batch.settings import Run
 from mindie_mm.cli import main
 from mindie_mm.cli.resuming import resuming
@@ -384,25 +383,6 @@ def test_rows_of_workers_killed_during_their_start_go_to_other_workers(tmp_path,
     with pytest.raises(ProcessDied, match="a worker exited with signal 9 before it was ready"):
         run(settings(path), tmp_path / "again", num_workers=1)
     killed_starts.join(300)
-
-
-def test_a_failed_row_is_repeated_after_its_table_is_removed(media, tmp_path):
-    """The test follows the steps in docs/batch.md."""
-    rows = [{"image": name, "text": "What?"} for name in ("0.jpg", "late.jpg", *["1.jpg"] * 7)]
-    path = written(tmp_path / "rows.jsonl", rows)
-    for name in ("0.jpg", "1.jpg"):
-        (tmp_path / name).write_bytes((media / name).read_bytes())
-    failed, well = run_in_process(settings(path), tmp_path / "run").shards
-    assert (failed.info.num_errors, well.info.num_errors) == (1, 0)
-    (tmp_path / "late.jpg").write_bytes((media / "2.jpg").read_bytes())
-    assert run_in_process(settings(path), tmp_path / "run").num_errors == 1
-    removed = [shard.table for shard in Manifest.read(tmp_path / "run").shards if shard.info.num_errors > 0]
-    for table in removed:
-        (tmp_path / "run" / table).unlink()
-    assert removed == [failed.table]
-    assert run_in_process(settings(path), tmp_path / "run").num_errors == 0
-    run_in_process(settings(path), tmp_path / "whole")
-    assert content(tmp_path / "run") == content(tmp_path / "whole")
 
 
 def test_killed_workers_lose_only_the_rows_they_worked_on(media, rows, tmp_path, monkeypatch):

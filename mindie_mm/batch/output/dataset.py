@@ -87,7 +87,7 @@ class Dataset(Sequence[Sample]):
             model: Directory of the checkpoint with which the rows were tokenized, if it has been moved since.
 
         Raises:
-            InputError: The folder does not contain a finished run.
+            InputError: The folder does not contain a finished run, or has only a part of one.
 
         """
         self.folder = absolute(folder)
@@ -95,6 +95,8 @@ class Dataset(Sequence[Sample]):
         run = self.manifest.run
         path = run.settings.model if model is None else str(absolute(model))
         self._model = RunModel(path, run.settings.family, run.model_digest)
+        if run.part:
+            raise InputError(f"{self.folder} has part {run.part} of a run. Combine the parts with `mindie-mm merge`")
         self._firsts = [shard.info.first_row for shard in self.manifest.shards]
         self.begin()
 

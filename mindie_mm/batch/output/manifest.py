@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -81,16 +82,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: list[Shard]
 
     @classmethod
-    def write(cls, folder: Path, run: Run, num_rows: int) -> Manifest:
+    def write(cls, folder: Path, run: Run, num_rows: int, first_row: int = 0) -> Manifest:
         """Write the manifest of a finished run, and a file that lists the rows that failed.
 
-        A warning is logged if rows share an id.
+        A warning is logged if rows share an id. `first_row` is the first of the run's rows.
 
         Raises:
             StorageError: Some shards are missing, for example because other nodes wrote them to their own disks.
 
         """
-        shards = _shards(folder, run.digest)
+        shards = _shards(folder, run.digest, first_row)
         infos = [shard.info for shard in shards]
         if (num_present := sum(info.num_rows for info in infos)) != num_rows:
             raise StorageError(
@@ -130,6 +131,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Digest of the rows. It depends on the content of the shards, but not on the paths of the inputs."""
         return blake3(msgspec.json.encode((self.run.digest, self.shards))).hexdigest(16)
 
+    @property
+    def first_row(self) -> int:
+        """Number of the first row. It is 0 unless the run is a part."""
+        return self.shards[0].info.first_row if self.run.part and self.shards else 0
+
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read the manifest in `folder`.
@@ -153,8 +159,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise StorageError(f"{file} cannot be read: {error.strerror}") from error
         except NOT_JSON as error:
             raise CorruptReference(f"{file} is damaged: {in_words(error)}") from None
-        stops = [0, *(shard.info.stop_row for shard in manifest.shards)]
-        firsts = [*(shard.info.first_row for shard in manifest.shards), manifest.num_rows]
+        first = manifest.first_row
+        stops = [first, *(shard.info.stop_row for shard in manifest.shards)]
+        firsts = [*(shard.info.first_row for shard in manifest.shards), first + manifest.num_rows]
         if stops != firsts or any(shard.info.num_rows < 1 for shard in manifest.shards):
             raise CorruptReference(
                 f"{file} is damaged: its shards do not contain exactly the rows 0 to {manifest.num_rows - 1}"
@@ -208,10 +215,23 @@ def drop_changed(folder: Path, run: Run) -> None:
                 path.unlink()
 
 
-def _shards(folder: Path, run: str) -> list[Shard]:
-    """Return the consecutive shards from row 0 on that belong to the run with the digest `run`."""
+def drop_failed(folder: Path, run: Run) -> None:
+    """Remove the tables of a run that have failed rows, so that their shards are written again.
+
+    Raises:
+        StorageError: A table cannot be removed.
+
+    """
+    for path in folder.glob("shard-*.parquet"):
+        with suppress(CorruptReference), os_errors_as(StorageError, f"{path} cannot be removed"):
+            info = read_info(path)
+            if info.run == run.digest and info.num_errors:
+                path.unlink()
+
+
+def _shards(folder: Path, run: str, row: int) -> list[Shard]:
+    """Return the consecutive shards from `row` on that belong to the run with the digest `run`."""
     shards: list[Shard] = []
-    row = 0
     while (path := table_path(folder, row)).is_file():
         info = read_info(path)
         if info.run != run:

@@ -1,0 +1,37 @@
+"""mindie-mm merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.resuming import ROWS_FAILED, resuming
+from mindie_mm.processes.interrupts import importing
+
+
+@click.command("merge", short_help="Combine the parts of a tokenized data set.")
+@click.argument("parts", nargs=-1, required=True, type=PATH, metavar="PART...")
+@click.option(
+    "--output", type=PATH, required=True, help="Folder for the whole run. It is created if it does not exist."
+)
+@resuming()
+def command(parts: tuple[Path, ...], *, output: Path) -> None:
+    """Combine the folders PART of `mindie-mm tokenize --part` to the run that one call without --part would write.
+
+    The files are the same bytes as those of one call. Only paths in run.json and manifest.json may differ, if the parts
+    were written on machines with other paths. Files on the same file system are linked instead of copied.
+
+    Exit status: 0 if all rows succeeded, 1 if some rows failed, 130 if interrupted, 3 if the merge is not finished for
+    another reason. Run the same command again to continue.
+    """
+    with importing():
+        from mindie_mm.batch.merge import merge
+
+    manifest, differing = merge(parts, output)
+    if differing:
+        click.echo(f"run.json and manifest.json have the paths of {parts[0]}: {'; '.join(differing)}")
+    click.echo(f"{manifest.num_rows} rows, {manifest.num_errors} failed, {manifest.num_tokens} tokens in {output}")
+    if manifest.num_errors:
+        raise SystemExit(ROWS_FAILED)
