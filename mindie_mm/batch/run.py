@@ -25,7 +25,7 @@ from mindie_mm.batch.settings import RUN_FILE, Run, Settings, part_of, require_r
 from mindie_mm.batch.tally import Tally
 from mindie_mm.batch.workers import Workers
 from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_as
-from mindie_mm.settings.paths import absolute
+from mindie_mm.settings.paths import absolute, is_url
 from mindie_mm.shm.liveness_lock import is_same
 
 LOCK_FILE = ".lock"
@@ -132,7 +132,7 @@ def _require_apart(inputs: Sequence[str], folder: Path) -> None:
     """Raise InputError if an input is in the output folder, where the run's files might overwrite it."""
     output = Path(os.path.realpath(folder))
     for given in inputs:
-        if not is_stream(given) and Path(os.path.realpath(given)).is_relative_to(output):
+        if not is_url(given) and not is_stream(given) and Path(os.path.realpath(given)).is_relative_to(output):
             raise InputError(f"the input {given} is inside the output folder {folder}. Choose another output folder")
 
 

@@ -24,6 +24,7 @@ from mindie_mm.batch.input.gather import (
     require_streams_once,
 )
 from mindie_mm.batch.input.kept import types_of
+from mindie_mm.batch.input.remote import file_at
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.batch.same_run import differences, first_difference, model_digest, versions
 from mindie_mm.errors import InputError, os_errors_as
@@ -31,6 +32,7 @@ from mindie_mm.msgspec_errors import in_words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import MediaCaps, MiB, Switch
 from mindie_mm.settings.limits import PromptLimits, python_number
+from mindie_mm.settings.paths import is_url
 
 FORMAT = 4
 """Version of the output's layout. Output of other versions cannot be read."""
@@ -121,9 +123,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """Open the checkpoint. Raise UnsupportedCheckpoint if this fails."""
         return Checkpoint.open(self.model or None)
 
-    def media_folder(self, index: int) -> Path:
-        """Return the base folder for relative paths in the input with this index."""
+    def media_folder(self, index: int) -> Path | str:
+        """Return the base folder for relative paths in the input with this index. It is a URL if the input is one."""
         given = self.inputs[index]
+        if is_url(given):
+            return given.rpartition("/")[0]
         if is_stream(given):
             return Path(self.stdin_folder)
         return Path(given) if is_folder(given) else Path(given).parent
@@ -147,7 +151,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             columns = (*self.columns, *self.keep_columns) if self.columns else ()
             # All columns are needed in the rows that `gather` wrote for a media folder.
             columns = () if is_listed(given, self.template) else columns
-            path = gathered_path(folder, index, given) if gathered else Path(given)
+            path = gathered_path(folder, index, given) if gathered else file_at(given)
             state = states[index] if states else None
             digest = digests[index] if digests else ""
             sources.append(open_source(path, columns, called(given), state, digest))
@@ -299,7 +303,7 @@ def _require_named(source: JSONLines) -> None:
         f'"{column}"'.encode(): column for column in source.columns if column.isascii() and column.isidentifier()
     }
     longest, content = max(map(len, missing), default=0), b""
-    with os_errors_as(InputError, f"{source.name} cannot be read"), source.path.open("rb") as file:
+    with os_errors_as(InputError, f"{source.name} cannot be read"), source.opened() as file:
         while missing and (piece := file.read(_PIECE_BYTES)):
             content = content[-longest:] + piece  # a name may be split between two pieces
             missing = {key: column for key, column in missing.items() if key not in content}
@@ -375,6 +379,8 @@ def _is_same_place(was: str, now: str) -> bool:
     """Return whether relative paths in two inputs have the same base folder, or the earlier folder no longer exists."""
     if was == now or (is_stream(was) and is_stream(now)):
         return True
+    if is_url(was) or is_url(now):
+        return was.rpartition("/")[0] == now.rpartition("/")[0]
     earlier, present = (given if is_folder(given) else os.path.dirname(given) for given in (was, now))  # noqa: PTH120
     return not os.path.exists(earlier) or _is_same_file(earlier, present)  # noqa: PTH110 - never raises
 

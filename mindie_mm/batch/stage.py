@@ -16,6 +16,7 @@ from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.batch.input.gather import is_listed
 from mindie_mm.batch.input.kept import arrow_type, values_of
 from mindie_mm.batch.input.record import Record
+from mindie_mm.batch.input.remote import fetched
 from mindie_mm.batch.input.request import REQUEST, request_of
 from mindie_mm.batch.input.row import Row, parse, printable, row_id, set_aside
 from mindie_mm.batch.input.source import Chunk, Source
@@ -169,16 +170,15 @@ class Stage:
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings
         options = PromptOptions(settings.max_tokens, settings.truncate, parse_special=row.parse_special)
-        return tokenizer.answer(
-            TokenizeRequest(
-                messages=None if row.messages is None else read_texts(row.messages, webui=settings.webui_images),
-                items=read_texts(row.items or (), webui=settings.webui_images),
-                chat=settings.chat if row.chat is None else row.chat,
-                add_generation_prompt=row.add_generation_prompt,
-                chat_template_kwargs=dict(row.template_kwargs or {}),
-                options=options,
-            )
+        request = TokenizeRequest(
+            messages=None if row.messages is None else read_texts(row.messages, webui=settings.webui_images),
+            items=read_texts(row.items or (), webui=settings.webui_images),
+            chat=settings.chat if row.chat is None else row.chat,
+            add_generation_prompt=row.add_generation_prompt,
+            chat_template_kwargs=dict(row.template_kwargs or {}),
+            options=options,
         )
+        return tokenizer.answer(request.with_media(fetched))
 
 
 class _ShardStore(Store):
@@ -220,13 +220,13 @@ class _ShardStore(Store):
 class _Place(NamedTuple):
     """Location of the media of an input."""
 
-    folder: Path
-    """Base folder for relative paths."""
+    folder: Path | str
+    """Base folder for relative paths, or its URL."""
     is_listed: bool
     """Whether the input is a media folder, whose files have been listed."""
 
 
-def _require_listed(record: Record, folder: Path) -> None:
+def _require_listed(record: Record, folder: Path | str) -> None:
     """Raise StorageError if a media file was removed after its folder was listed."""
     for item in parse(record, folder, "").items or ():
         source = item.source if isinstance(item, Media) else None

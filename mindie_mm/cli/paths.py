@@ -10,6 +10,7 @@ import click
 
 from mindie_mm.errors import InputError
 from mindie_mm.settings.environment import text_of
+from mindie_mm.settings.paths import is_url
 
 _URLS = ("http://", "https://")
 
@@ -24,6 +25,8 @@ class _Path(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("the value is empty. Leave the option out, or give a path", param, ctx)
+        if isinstance(value, str) and is_url(value):
+            self.fail(f"{value!r} is a URL; give the path of a local file or folder", param, ctx)
         return super().convert(value, param, ctx)
 
 

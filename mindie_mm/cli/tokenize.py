@@ -92,8 +92,9 @@ def command(
     """Tokenize and preprocess the rows of INPUT, for `mindie-mm generate` or for training.
 
     INPUT is a .jsonl, .json or .parquet file, a .tar file in WebDataset format, a folder of media, or JSON lines from a
-    pipe or from standard input (-). JSON and tars may be compressed as .gz or .zst. A row is a List[Dict], an object
-    with `inputs` or `messages`, an object with text and media, or a conversation of a common data set.
+    pipe or from standard input (-). Files may be URLs that fsspec reads (s3://, gs://, hf://). JSON and tars may be
+    compressed as .gz or .zst. A row is a List[Dict], an object with `inputs` or `messages`, an object with text and
+    media, or a conversation of a common data set.
 
     Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 if interrupted, 3
     if the run is not finished for another reason. Run the same command again to continue.
@@ -101,6 +102,7 @@ def command(
     with importing():
         from mindie_mm.batch.input.gather import input_named, is_stream, left_out_summary
         from mindie_mm.batch.input.kept import kept_columns
+        from mindie_mm.batch.input.remote import matching
         from mindie_mm.batch.progress import shown
         from mindie_mm.batch.run import run_batch
         from mindie_mm.batch.settings import Settings
@@ -113,7 +115,7 @@ def command(
     caps = {field.name: given.pop(field.name, None) for field in fields(MediaCaps)}
     worker = configured(None, caps | {"config": config, "limit_mm_per_prompt": limit_mm_per_prompt}).worker
     columns = tuple(column for part in select_columns.split(",") if (column := part.strip()))
-    named = tuple(map(input_named, inputs))
+    named = tuple(input_named(one) for given in inputs for one in matching(given))
     run_settings = Settings(
         model="" if model is None else str(model.absolute()),
         inputs=named,

@@ -27,6 +27,7 @@ from mindie_mm.media.image.colours import pil_to_rgb
 from mindie_mm.media.image.encoded_image import Data, Frames, Pixels
 from mindie_mm.processes.tasks import beside
 from mindie_mm.settings.config import MAX_SOURCE_BYTES
+from mindie_mm.settings.paths import is_url
 
 FETCH_TIMEOUT_S = 30.0
 """Maximum time in seconds to fetch a URL or to read a pipe."""
@@ -78,8 +79,8 @@ def source_path(media: Media) -> Path | None:
     return Path(media.source)
 
 
-def located(media: Media, folder: Path) -> Media:
-    """Return `media` with relative paths resolved against `folder`.
+def located(media: Media, folder: Path | str) -> Media:
+    """Return `media` with relative paths resolved against `folder`, which may be a URL.
 
     Bare base64 is replaced by the decoded bytes. If a text could be base64 or a path, it is a path if the file exists
     in `folder`.
@@ -97,13 +98,15 @@ def located(media: Media, folder: Path) -> Media:
     scheme = _scheme(source)
     if scheme == "file":
         path = Path(file_url_path(source))
-    elif scheme:
+    elif scheme or is_url(source):
         return media
-    elif (data := _bare_base64(source)) is not None and not _is_file(folder / source):
+    elif (data := _bare_base64(source)) is not None and (isinstance(folder, str) or not _is_file(folder / source)):
         return msgspec.structs.replace(media, source=data)
+    elif isinstance(folder, str):
+        return msgspec.structs.replace(media, source=f"{folder}/{source.removeprefix('./')}")
     else:
         path = Path(source)
-    return media if path.is_absolute() else msgspec.structs.replace(media, source=os.fspath(folder / path))
+    return media if path.is_absolute() else msgspec.structs.replace(media, source=os.fspath(Path(folder) / path))
 
 
 def _read_parts(media: Media) -> Frames:
@@ -131,6 +134,8 @@ def _read_text(source: str) -> bytes:
         return _fetch(source)
     if scheme == "file":
         return _read_file(Path(file_url_path(source)))
+    if is_url(source):
+        raise MediaError(f"{_shortened(source)} cannot be read, because its scheme is not supported here")
     if (data := _bare_base64(source)) is not None and not _is_file(source):
         return _capped(data)
     return _read_file(Path(source))

@@ -7,11 +7,18 @@ starts in the new directory.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from mindie_mm.errors import InputError
 
 _MAX_SHOWN = 200
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63})://")
+
+
+def is_url(text: str) -> bool:
+    """Return whether a text is the URL of a file that is not local, such as s3://bucket/a.jsonl."""
+    return (match := _URL.match(text)) is not None and match[1].lower() != "file"
 
 
 def working_directory() -> str:

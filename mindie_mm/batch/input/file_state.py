@@ -31,6 +31,8 @@ class FileState(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the last change of content, owner, mode or names. Programs cannot set this time."""
     device: int
     inode: int
+    version: str = ""
+    """ETag or version of a file in an object store, which identifies its content. Its times, device and inode are 0."""
 
     @classmethod
     def of(cls, descriptor: int) -> Self:
@@ -49,11 +51,13 @@ class FileState(msgspec.Struct, frozen=True, kw_only=True):
 
         A new hard link or a new mode changes `ctime_ns`, and some network file systems renumber inodes.
         """
-        return (self.size, self.mtime_ns) == (other.size, other.mtime_ns)
+        return not self.version and (self.size, self.mtime_ns) == (other.size, other.mtime_ns)
 
     def difference(self, now: FileState) -> str:
         """Describe how a file that had this state has changed."""
         changes = []
+        if self.version != now.version:
+            changes.append(f"its version was {self.version} and is now {now.version}")
         if (self.device, self.inode) != (now.device, now.inode):
             changes.append("another file replaced it")
         if self.size != now.size:

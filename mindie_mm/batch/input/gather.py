@@ -17,13 +17,14 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from mindie_mm.batch.input.files import replacing
+from mindie_mm.batch.input.remote import file_at
 from mindie_mm.batch.input.sniff import no_json
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.inputs import Kind
 from mindie_mm.media.endings import ending_of, kind_of
 from mindie_mm.msgspec_errors import in_words
-from mindie_mm.settings.paths import absolute
+from mindie_mm.settings.paths import absolute, is_url
 
 STDIN = "-"
 _STDIN_PATHS = frozenset({"/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
@@ -48,7 +49,7 @@ def gathered_path(folder: Path, index: int, given: str = STDIN) -> Path:
 
 
 def input_named(given: str) -> str:
-    """Return the name that a run records for an input: its absolute path, or `-` for any name of standard input.
+    """Return the name that a run records for an input: its absolute path, its URL, or `-` for standard input.
 
     Raises:
         InputError: `given` is empty, or is a relative path and the working directory was removed.
@@ -56,6 +57,8 @@ def input_named(given: str) -> str:
     """
     if not given:
         raise InputError("an input is an empty string. Remove this input, or give the name of a file")
+    if is_url(given):
+        return given
     return STDIN if given == STDIN or given in _STDIN_PATHS else str(absolute(given))
 
 
@@ -63,6 +66,8 @@ def is_stream(given: str) -> bool:
     """Return whether an input is standard input or a pipe, which can be read only once."""
     if given == STDIN or _DESCRIPTOR.fullmatch(given):
         return True
+    if is_url(given):
+        return False
     try:
         return stat.S_ISFIFO(Path(given).stat().st_mode)
     except (OSError, ValueError):  # a later step reports that the path cannot be read
@@ -78,7 +83,7 @@ def require_streams_once(inputs: Sequence[str]) -> None:
 
 def is_folder(given: str) -> bool:
     """Return whether an input is a folder of media."""
-    return not is_stream(given) and os.path.isdir(given)  # noqa: PTH112 - False for a path that cannot be read
+    return not is_url(given) and not is_stream(given) and os.path.isdir(given)  # noqa: PTH112 - False for a path that cannot be read
 
 
 def is_packed(given: str) -> bool:
@@ -213,7 +218,7 @@ def _opened(given: str, stdin: BinaryIO) -> Iterator[BinaryIO]:
         yield stdin
         return
     with os_errors_as(InputError, f"{given} cannot be read"):
-        file = Path(given).open("rb")  # noqa: SIM115 - it is closed below
+        file = file_at(given).open("rb")
     with file:
         yield _unpacked(file, _CODECS[ending_of(given)]) if is_packed(given) else file
 

@@ -149,7 +149,9 @@ def set_aside(columns: Collection[str], kept: Collection[str]) -> frozenset[str]
     return frozenset(kept).difference(columns or _KNOWN.union(CONVERSATION_KEYS))
 
 
-def parse(record: Record, folder: Path, template: str, aside: Collection[str] = (), *, whole: bool = False) -> Row:
+def parse(
+    record: Record, folder: Path | str, template: str, aside: Collection[str] = (), *, whole: bool = False
+) -> Row:
     """Convert a record to a row.
 
     A record is a list of items or an object. An object contains `inputs` (a list of items), `messages`, or text and
@@ -164,7 +166,7 @@ def parse(record: Record, folder: Path, template: str, aside: Collection[str] = 
 
     Args:
         record: Record to convert.
-        folder: Base folder for relative paths.
+        folder: Base folder for relative paths, or its URL.
         template: Prompt for records of type `Files`.
         aside: Keys of the record that are not part of the prompt.
         whole: Whether to keep all turns of conversations in the formats of `as_chat`, and to end a chat after its last
@@ -245,7 +247,7 @@ def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
         )
 
 
-def _from_files(record: Files, folder: Path, template: str, aside: Collection[str], whole: bool) -> Row:
+def _from_files(record: Files, folder: Path | str, template: str, aside: Collection[str], whole: bool) -> Row:
     """Convert the files of a tar's row.
 
     If the row's .json file contains a prompt, the prompt may refer to the other files as media. If not, all media files
@@ -326,7 +328,7 @@ def _text_file(record: Files) -> str:
         raise InputError(f"{record.key}.txt is not UTF-8. Convert this file to UTF-8") from None
 
 
-def _located_file(media: Media, files: Mapping[str, bytes], folder: Path) -> Media:
+def _located_file(media: Media, files: Mapping[str, bytes], folder: Path | str) -> Media:
     """Replace the file name in `media` with the bytes of the row's file of this name. The name may omit the folder."""
     for name, data in files.items():
         if media.source in (name, name.rpartition("/")[2]):

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+from blake3 import blake3
 
 from mindie_mm.batch.input.file_state import DIGESTED_BYTES, FileState, digest_of
 from mindie_mm.batch.input.record import Files, Record
+from mindie_mm.batch.input.remote import RemoteFile
 from mindie_mm.batch.input.sniff import are_tables, no_lines, packing
 from mindie_mm.batch.input.tar import key_of, members, row_starts
 from mindie_mm.errors import InputError, StorageError, os_errors_as
@@ -57,7 +59,7 @@ class Source(ABC):
 
     def __init__(
         self,
-        path: Path,
+        path: Path | RemoteFile,
         columns: Sequence[str] = (),
         name: str = "",
         state: FileState | None = None,
@@ -81,8 +83,8 @@ class Source(ABC):
         self.name = name or str(path)
         self.digest = digest
         if state is None:
-            with _reading(path), path.open("rb") as file:
-                state = FileState.of(file.fileno())
+            with _reading(path):
+                state = self._state()
         self.state = state
 
     @property
@@ -93,18 +95,24 @@ class Source(ABC):
     @property
     def is_digested_whole(self) -> bool:
         """Whether the fingerprint covers every byte of the file."""
-        return self.state.size <= DIGESTED_BYTES
+        return bool(self.state.version) or self.state.size <= DIGESTED_BYTES
 
     def fingerprint(self) -> str:
         """Return a digest of the whole file, or of the size and 1,024 pieces of a large file.
+
+        The digest of a remote file is that of its size and its ETag or version.
 
         Raises:
             InputError: The file cannot be read.
             StorageError: The file has changed.
 
         """
-        with _reading(self.path), self.opened() as file:
-            digest = digest_of(file)
+        if self.state.version:
+            self.require_unchanged()
+            digest = blake3(f"{self.state.size} {self.state.version}".encode()).hexdigest(16)
+        else:
+            with _reading(self.path), self.opened() as file:
+                digest = digest_of(file)
         self.digest = digest
         return digest
 
@@ -133,8 +141,14 @@ class Source(ABC):
         except OSError as error:
             raise StorageError(f"{self.name} cannot be read to the end: {error.strerror}") from error
 
+    def _state(self) -> FileState:
+        if isinstance(self.path, RemoteFile):
+            return self.path.state()
+        with self.path.open("rb") as file:
+            return FileState.of(file.fileno())
+
     def _require_state(self, file: BinaryIO) -> None:
-        now = FileState.of(file.fileno())
+        now = self.path.state() if isinstance(self.path, RemoteFile) else FileState.of(file.fileno())
         if now == self.state:
             return
         if not (self.digest and now.may_equal(self.state) and digest_of(file) == self.digest):
@@ -164,7 +178,7 @@ class Source(ABC):
         yield from ()
 
 
-def _reading(path: Path) -> AbstractContextManager[None]:
+def _reading(path: Path | RemoteFile) -> AbstractContextManager[None]:
     return os_errors_as(InputError, f"{path} cannot be read")
 
 
@@ -227,7 +241,7 @@ class Table(Source):
 
     def __init__(
         self,
-        path: Path,
+        path: Path | RemoteFile,
         columns: Sequence[str] = (),
         name: str = "",
         state: FileState | None = None,
@@ -288,7 +302,9 @@ class Table(Source):
         import pyarrow.parquet as pq
 
         with self.opened() as file:
-            return pq.ParquetFile(f"/proc/self/fd/{file.fileno()}", **options)
+            if not isinstance(self.path, RemoteFile):
+                return pq.ParquetFile(f"/proc/self/fd/{file.fileno()}", **options)
+        return pq.ParquetFile(self.path.open(), **options)
 
     def _read(self, first_group: int) -> Iterator[dict[str, Any]]:
         groups = list(range(first_group, self._metadata.num_row_groups))
@@ -365,7 +381,11 @@ class Tar(Source):
 
 
 def open_source(
-    path: Path, columns: Sequence[str], name: str = "", state: FileState | None = None, digest: str = ""
+    path: Path | RemoteFile,
+    columns: Sequence[str],
+    name: str = "",
+    state: FileState | None = None,
+    digest: str = "",
 ) -> Source:
     """Open a file of rows. Its extension determines the format. The arguments have the same meaning as in `Source`.
 
@@ -376,7 +396,7 @@ def open_source(
     """
     with _reading(path):
         try:
-            is_file = stat.S_ISREG(path.stat().st_mode)
+            is_file = path.state() is not None if isinstance(path, RemoteFile) else stat.S_ISREG(path.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
             is_file = False
     if not is_file:
@@ -394,7 +414,7 @@ def open_source(
     )
 
 
-def _but(path: Path) -> str:
+def _but(path: Path | RemoteFile) -> str:
     """Return text about the format that the file's content shows, for the error about an unknown extension."""
     with _reading(path), path.open("rb") as file:
         packed_as = packing(file.read(_PIECE_BYTES))

@@ -1,0 +1,168 @@
+"""Input files and media in object stores, such as s3://, gs:// and hf://. fsspec reads them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+
+from mindie_mm.batch.input.file_state import FileState
+from mindie_mm.errors import InputError, LimitExceeded, MediaError, os_errors_as
+from mindie_mm.inputs import Media
+from mindie_mm.settings.config import MAX_SOURCE_BYTES
+from mindie_mm.settings.paths import is_url
+
+_BLOCK_BYTES = 4 << 20
+"""Number of bytes that one request fetches. s3fs would fetch 50 MiB to read the footer of a table."""
+_BUFFER_BYTES = 1 << 20
+_VERSIONS = (
+    *("ETag", "etag", "generation", "blob_id", "content_md5", "md5Hash"),
+    *("LastModified", "last_modified", "mtime", "created"),
+)
+"""Names that file systems use for what identifies the content of a file. The first of them that a file has is used."""
+
+
+class RemoteFile:
+    """A file in an object store, with the methods of `Path` that reading needs."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """Part of the URL after the last slash."""
+        return self.url.rpartition("/")[2]
+
+    def open(self, mode: str = "rb") -> BinaryIO:
+        """Open the file to read it. Raise InputError if its file system is not installed, and OSError if it fails."""
+        assert mode == "rb"
+        with _as_os_errors(self.url):
+            system, path = _system_of(self.url)
+            file = _Reader(system.open(path, "rb", block_size=_BLOCK_BYTES), self.url)
+            return cast("BinaryIO", io.BufferedReader(file, _BUFFER_BYTES))
+
+    def state(self) -> FileState:
+        """Return the current state of the file. Raise InputError if nothing identifies its content, or OSError."""
+        with _as_os_errors(self.url):
+            system, path = _system_of(self.url)
+            system.invalidate_cache()
+            info = system.info(path)
+        if info.get("type") != "file":
+            raise IsADirectoryError(0, f"{self.url} is not a file")
+        version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
+        if not version or info.get("size") is None:
+            raise InputError(
+                f"{self.url} has no ETag and no version, so that a change could not be noticed. Copy it to a local file"
+            )
+        return FileState(size=int(info["size"]), mtime_ns=0, ctime_ns=0, device=0, inode=0, version=version)
+
+
+def file_at(given: str) -> Path | RemoteFile:
+    """Return the file with a path or a URL."""
+    return RemoteFile(given) if is_url(given) else Path(given)
+
+
+def matching(given: str) -> list[str]:
+    """Return the URLs that match a URL with `*`, sorted, because shells do not expand URLs. Return others as they are.
+
+    Raises:
+        InputError: No file matches, or the store cannot be listed.
+
+    """
+    if not is_url(given) or "*" not in given:
+        return [given]
+    with os_errors_as(InputError, f"{given} cannot be listed"), _as_os_errors(given):
+        system, pattern = _system_of(given)
+        urls = sorted(map(system.unstrip_protocol, system.glob(pattern)))
+    if not urls:
+        raise InputError(f"no file matches {given}")
+    return urls
+
+
+def fetched(media: Media) -> Media:
+    """Return `media` with bytes in place of URLs of object stores. http and https are left to the other steps.
+
+    Raises:
+        MediaError: A file cannot be read.
+        LimitExceeded: A file is too large.
+
+    """
+    source = media.source
+    if isinstance(source, tuple):
+        return msgspec.structs.replace(media, source=tuple(map(_content, source)))
+    return msgspec.structs.replace(media, source=_content(source)) if isinstance(source, str) else media
+
+
+def _content(source: Any) -> Any:
+    if not isinstance(source, str) or not is_url(source) or source.lower().startswith(("http:", "https:")):
+        return source
+    try:
+        with RemoteFile(source).open() as file:
+            data = file.read(MAX_SOURCE_BYTES + 1)
+    except FileNotFoundError:
+        raise MediaError(f"there is no file {source}") from None
+    except OSError as error:
+        raise MediaError(f"{source} cannot be read: {error.strerror or error}") from error
+    if len(data) > MAX_SOURCE_BYTES:
+        raise LimitExceeded(f"{source} has more bytes than the limit of {MAX_SOURCE_BYTES}")
+    return data
+
+
+class _Reader(io.RawIOBase):
+    """A file of fsspec whose errors are all OSErrors."""
+
+    def __init__(self, file: Any, url: str) -> None:
+        self._file = file
+        self._url = url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)
+        with _as_os_errors(self._url):
+            data = self._file.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with _as_os_errors(self._url):
+            return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def _system_of(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs  # imported late, because most inputs are local
+
+    system, path = url_to_fs(url)
+    return system, path
+
+
+@contextmanager
+def _as_os_errors(url: str) -> Iterator[None]:
+    """Turn errors of libraries for object stores, which have no common class, into OSErrors."""
+    try:
+        yield
+    except (OSError, InputError):
+        raise
+    except ImportError as error:
+        raise InputError(f"{url} cannot be read: {error}") from error
+    except Exception as error:
+        raise OSError(0, f"{type(error).__name__}: {error}") from error
