@@ -39,15 +39,11 @@ _DECODING = (*NOT_JSON, RecursionError)
 _NULL = msgspec.Raw(b"null")
 
 
-class _Line(msgspec.Struct):
-    """A line of a batch file. `body` is not decoded."""
-
-    custom_id: Any = None
-    url: Any = None
-    body: msgspec.Raw = _NULL
-
-
-_Stated = msgspec.defstruct("_Stated", [(name, msgspec.Raw, _NULL) for name in SAMPLING])
+_Stated = msgspec.defstruct(
+    "_Stated",
+    [("custom_id", Any, None), ("url", Any, None), *((name, msgspec.Raw, _NULL) for name in ("body", *SAMPLING))],
+)
+"""Keys of a record that concern its answer. Their values are not decoded."""
 
 
 def is_batch_line(row: Mapping[str, Any]) -> bool:
@@ -88,12 +84,12 @@ def request_of(record: Record) -> str | None:
     try:
         if isinstance(text, Mapping):
             text = msgspec.json.encode({key: text[key] for key in text if key in _READ}, enc_hook=str)
-        line = msgspec.json.decode(text, type=_Line)
-        if line.custom_id is not None and bytes(line.body).startswith(b"{"):
-            body = msgspec.json.decode(line.body, type=dict[str, msgspec.Raw])
-            stated = {name: value for name, value in body.items() if name not in _PROMPT}
-            return msgspec.json.encode({"custom_id": line.custom_id, "url": line.url, "body": stated}).decode()
         given = msgspec.structs.asdict(msgspec.json.decode(text, type=_Stated))
+        custom_id, url, body = (given.pop(name) for name in ("custom_id", "url", "body"))
+        if custom_id is not None and bytes(body).startswith(b"{"):
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            stated = {name: value for name, value in fields.items() if name not in _PROMPT}
+            return msgspec.json.encode({"custom_id": custom_id, "url": url, "body": stated}).decode()
     except _DECODING:
         return None
     stated = {name: value for name, value in given.items() if bytes(value) != b"null"}
