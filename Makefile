@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One test process more than there are cores, because tests wait a third of their time for processes that they start.
 WORKERS := $(shell expr $$(nproc) + 1)
 
-.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus helm
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-gemma3n test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus helm
 
 install: .venv/installed
 
@@ -145,6 +145,16 @@ test-npu-all: .venv-npu/installed gcc test-npu-2.10 test-npu-2.12
 	$(BIN)/coverage run -m pytest tests/cli/test_doctor_npu.py tests/device/test_cpu_binding.py  # without torch_npu
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing --fail-under=100
+
+# Gemma 3n, on the CPU and on the simulated NPU. Its tower needs timm, which requires torchvision, which mindie_mm does not use.
+build/timm/installed: .venv/installed constraints.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --constraint constraints.txt --target $(@D) timm
+	touch $@
+
+test-gemma3n: build/timm/installed .venv-npu/installed gcc
+	PYTHONPATH=build/timm $(BIN)/python -m pytest -m '' tests/models/test_gemma3n.py
+	PYTHONPATH=build/timm $(BIN)/python -m pytest -k gemma3n tests/cli/test_judgement.py
+	PYTHONPATH=build/timm $(NPU) pytest --device npu tests/models/test_gemma3n.py
 
 # The contract of every family, engine, service and faults on an NVIDIA GPU, where there is one. In one process: an engine
 # takes a share of what is free.

@@ -10,73 +10,21 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from abc import ABCMeta
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+from mindie_mm.processes.stand_in_modules import StandInFinder
+
 _REPLACED = (
-    *("torch", "transformers.integrations.hub_kernels", "av", "jinja2"),
+    *("torch", "timm", "transformers.integrations.hub_kernels", "av", "jinja2"),
     *("huggingface_hub.hf_api", "httpx", "httpx2", "httpcore", "httpcore2"),
 )
 """Modules that are replaced, together with all modules below them.
 
 Without media, templates and downloads, the others than torch are not needed either, and their imports are slow, too.
 """
-
-
-class _Type(ABCMeta):
-    """Type of the stand-ins for classes. Every attribute of such a class is a stand-in, too."""
-
-    def __getattr__(cls, name: str) -> type[Any]:
-        return _stand_in(cls, name)
-
-
-class _Name(metaclass=_Type):
-    """Stand-in for a class or function. It can be a base class, an annotation and a decorator."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __call__(self, decorated: Any) -> Any:
-        return decorated
-
-    def __bool__(self) -> bool:  # such as torch.distributed.is_available()
-        return False
-
-
-class _Module(ModuleType):
-    """Stand-in for a module. Every attribute is a stand-in, too."""
-
-    def __getattr__(self, name: str) -> type[Any]:
-        return _stand_in(self, name)
-
-
-def _stand_in(owner: Any, name: str) -> type[Any]:
-    if name.startswith("_"):
-        raise AttributeError(name)
-    base: Any = RuntimeError if name.endswith("Error") else _Name  # an `except` clause needs an exception
-    value: type[Any] = type(base)(name, (base,), {"__module__": owner.__name__})
-    setattr(owner, name, value)
-    return value
-
-
-class _Finder(MetaPathFinder, Loader):
-    """Finder of the stand-ins."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        is_replaced = any(fullname == name or fullname.startswith(f"{name}.") for name in _REPLACED)
-        return ModuleSpec(fullname, self, is_package=True) if is_replaced else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Module(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ == "torch":
-            module.__dict__["__version__"] = version("torch")
 
 
 class _Package(ModuleType):
@@ -103,7 +51,7 @@ def install() -> None:
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
     gc.disable()  # because what an import creates is not garbage
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, StandInFinder(_REPLACED))
     whole = _add_package("transformers", None)
     whole.__dict__["__version__"] = version("transformers")
     whole.__dict__["models"] = _add_package("transformers.models", whole.__path__)

@@ -2,13 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mindie_mm.errors import MediaError, UnsupportedCheckpoint
+from mindie_mm.inputs import Kind, Media
+from mindie_mm.media.audio.encoded_audio import open_audio
+from mindie_mm.media.audio.usm import UsmSettings, write_usm
+from mindie_mm.media.image.encoded_image import Data
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.family import Write
+from mindie_mm.nn.model_inputs import Item
 from mindie_mm.nn.splice import MediaItem
+from mindie_mm.nn.staging import to_device
+
+SPECTROGRAM = "input_features"
+"""Name of the array of an audio clip, float32 [frames, bins], as in transformers."""
+
+
+def enclosed(checkpoint: Checkpoint, kind: Kind, texts: Mapping[str, str], token: int) -> list[str]:
+    """Return the texts of the tokens before, of and after an item.
+
+    Args:
+        checkpoint: The checkpoint.
+        kind: Kind of the item.
+        texts: Keys of tokenizer_config.json for these tokens, with the texts of the tokens if the keys are missing.
+        token: Id of the item's token in config.json.
+
+    Raises:
+        UnsupportedCheckpoint: The tokenizer lacks a token, or has another id for the item's token.
+
+    """
+    found = [checkpoint.special_token(name) or text for name, text in texts.items()]
+    _, own, _ = map(checkpoint.token_id, found)
+    if own != token:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path}: {kind}_token_id is {token}, but the tokenizer's id of {found[1]!r} is {own}"
+        )
+    return found
+
+
+def planned_clip(media: Media, data: Data, usm: UsmSettings) -> tuple[int, str, Write]:
+    """Return the number of frames of an audio clip, its settings, and the function that writes its `SPECTROGRAM`.
+
+    Raises:
+        MediaError: The clip is too short for a frame.
+
+    """
+    samples = open_audio(data, media.options.sampling_rate).decode(usm.rate, usm.max_samples)
+    if not (frames := usm.num_frames(len(samples))):
+        raise MediaError(
+            f"the audio clip has {len(samples)} samples at {usm.rate} Hz; it must have at least {usm.least_samples}"
+        )
+
+    def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        write_usm(samples, usm, arrays[SPECTROGRAM])
+
+    return frames, f"sound of {media.options.sampling_rate}, {usm}", write
+
+
+def clip_inputs(item: Item, device: torch.device) -> dict[str, Tensor]:
+    """Return `ModelInputs.item_inputs` of an audio clip."""
+    sound = to_device(item.view, SPECTROGRAM, device).unsqueeze(0)
+    return {SPECTROGRAM: sound, f"{SPECTROGRAM}_mask": torch.ones(sound.shape[:2], dtype=torch.bool)}
 
 
 def spans_of(length: int, items: Sequence[MediaItem]) -> Tensor | None:

@@ -17,15 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mindie_mm.device import upload
-from mindie_mm.errors import MediaError, UnsupportedCheckpoint
+from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
-from mindie_mm.media.audio.encoded_audio import open_audio
-from mindie_mm.media.audio.usm import UsmSettings, write_usm
+from mindie_mm.media.audio.usm import UsmSettings
 from mindie_mm.media.image.encoded_image import Data, Resample, open_image, resize
 from mindie_mm.media.image.preprocess import check_settings, resample_of
 from mindie_mm.media.video.encoded_video import open_video
 from mindie_mm.media.video.frames import Sampling, stepped
-from mindie_mm.models._gemma import soft_capped, spans_of
+from mindie_mm.models._gemma import SPECTROGRAM, clip_inputs, enclosed, planned_clip, soft_capped, spans_of
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Placeholder, Plan, PretrainedFamily, Processor, Spelling, Write
@@ -51,25 +50,15 @@ _IMAGE: Mapping[str, Any] = {**_PIXELS, "do_normalize": False, "max_soft_tokens"
 _VIDEO: Mapping[str, Any] = {**_PIXELS, "max_soft_tokens": 70, "num_frames": 32, "do_sample_frames": True}
 _BUDGETS = (70, 140, 280, 560, 1120)
 """Numbers of features per image that the reference accepts as a limit."""
-_TOKENS: Mapping[Kind, tuple[str, str, str]] = {
-    "image": ("boi_token", "image_token", "eoi_token"),
-    "audio": ("boa_token", "audio_token", "eoa_token"),
+_TEXTS: Mapping[Kind, Mapping[str, str]] = {
+    "image": {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"},
+    "audio": {"boa_token": "<|audio>", "audio_token": "<|audio|>", "eoa_token": "<audio|>"},
 }
-"""Keys of tokenizer_config.json for the tokens before, of and after an item."""
+"""Keys of tokenizer_config.json for the tokens before, of and after an item, with the usual texts of these tokens."""
 _VIDEO_TOKEN = "<|video|>"  # noqa: S105 - not a password
-_TEXTS = {
-    "boi_token": "<|image>",
-    "image_token": "<|image|>",
-    "eoi_token": "<image|>",
-    "boa_token": "<|audio>",
-    "audio_token": "<|audio|>",
-    "eoa_token": "<audio|>",
-}
-"""Texts of special tokens, for tokenizers that do not name these tokens."""
 _UNSTATED_FPS = 24.0
 _MAX_SAMPLES = 480_000
 """Maximum length of an audio clip in samples. No setting of the reference raises it."""
-_SPECTROGRAM = "input_features"
 _FRAMES_AT_ONCE = 32
 """Maximum number of images or frames that the tower encodes at once."""
 
@@ -146,8 +135,8 @@ class Gemma4Processor(Processor):
             raise UnsupportedCheckpoint(f"{where}: use_bidirectional_attention is 'all', but a decoder is causal")
         if vision is None:
             raise UnsupportedCheckpoint(f"{where}: there is no vision_config; a text model needs no multimodal worker")
-        self._tokens = {name: checkpoint.special_token(name) or text for name, text in _TEXTS.items()}
-        self.placeholders = {"image": self._placeholder(checkpoint, "image", config.image_token_id)}
+        self._enclosed = {"image": enclosed(checkpoint, "image", _TEXTS["image"], config.image_token_id)}
+        self.placeholders = {"image": Placeholder((), config.image_token_id, ())}
         image = checkpoint.preprocessor("image", {"Gemma4ImageProcessor": _IMAGE})
         self._pictures: dict[Kind, _Pictures] = {"image": _Pictures.read(image, vision, where)}
         self.normalizations: dict[Kind, Normalization] = {"image": Normalization.read(image)}
@@ -162,22 +151,12 @@ class Gemma4Processor(Processor):
             )
         self.placeholders["video"] = Placeholder((), token, ())
         if config.audio_config is not None:
-            self.placeholders["audio"] = self._placeholder(checkpoint, "audio", config.audio_token_id)
+            self._enclosed["audio"] = enclosed(checkpoint, "audio", _TEXTS["audio"], config.audio_token_id)
+            self.placeholders["audio"] = Placeholder((), config.audio_token_id, ())
             settings = checkpoint.preprocessor("audio", {"Gemma4AudioFeatureExtractor": {"feature_size": 128}})
             bins = config.audio_config.subsampling_conv_channels[0]  # transformers takes this for the number of bins
             check_settings(settings, {"feature_size": bins}, f"{where} (audio)")
-            self._usm = UsmSettings.read(settings, _MAX_SAMPLES, f"{where} (audio)")
-
-    def _placeholder(self, checkpoint: Checkpoint, kind: Kind, token: int) -> Placeholder:
-        _, name, _ = _TOKENS[kind]
-        for own in _TOKENS[kind]:
-            checkpoint.token_id(self._tokens[own])
-        if (found := checkpoint.token_id(self._tokens[name])) != token:
-            raise UnsupportedCheckpoint(
-                f"{checkpoint.path}: {kind}_token_id is {token}, but the tokenizer's id of {self._tokens[name]!r} is "
-                f"{found}"
-            )
-        return Placeholder((), token, ())
+            self._usm = UsmSettings.read(settings, _MAX_SAMPLES, f"{where} (audio)", semicausal=True)
 
     def max_tokens(self, kind: Kind) -> int:
         if kind == "audio":
@@ -196,21 +175,19 @@ class Gemma4Processor(Processor):
             is_possible = num_features <= self.max_tokens(kind)
             if grid:
                 is_possible &= len(grid) == 1 and _num_features(grid[0]) == num_features
-            return Spelling(self._enclosed("audio"), [(token,) * num_features]) if is_possible else None
+            text = "".join(self._enclosed["audio"])
+            return Spelling(text, [(token,) * num_features]) if is_possible else None
         if len(grid) < 2 or min(grid) < 0 or (kind == "image" and len(grid) > 2):
             return None
         seconds = grid[2:] if kind == "video" else (0,)
         each = grid[0] * grid[1]
         if not each or each > self._pictures[kind].most or each * len(seconds) != num_features:
             return None
-        one = self._enclosed("image")
+        start, image, end = self._enclosed["image"]
+        one = f"{start}{image}{end}"
         if kind == "video":
-            one = one.replace(self._tokens["image_token"], _VIDEO_TOKEN)
-            one = " ".join(f"{time // 60:02d}:{time % 60:02d} {one}" for time in seconds)
+            one = " ".join(f"{time // 60:02d}:{time % 60:02d} {start}{_VIDEO_TOKEN}{end}" for time in seconds)
         return Spelling(one, [(token,) * each] * len(seconds))
-
-    def _enclosed(self, kind: Kind) -> str:
-        return "".join(self._tokens[name] for name in _TOKENS[kind])
 
     def plan(self, media: Media, data: Data, counts: Mapping[Kind, int]) -> tuple[Plan, Write]:
         match media.kind:
@@ -241,17 +218,7 @@ class Gemma4Processor(Processor):
         return self._plan("video", grid, math.prod(cells) * len(indices), f"frames {indices}, {pictures}"), write
 
     def _plan_audio(self, media: Media, data: Data) -> tuple[Plan, Write]:
-        usm = self._usm
-        samples = open_audio(data, media.options.sampling_rate).decode(usm.rate, usm.max_samples)
-        if not (frames := usm.num_frames(len(samples))):
-            raise MediaError(
-                f"the audio clip has {len(samples)} samples at {usm.rate} Hz; it must have at least {usm.least_samples}"
-            )
-
-        def write(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-            write_usm(samples, usm, arrays[_SPECTROGRAM])
-
-        settings = f"sound of {media.options.sampling_rate}, {usm}"
+        frames, settings, write = planned_clip(media, data, self._usm)
         return self._plan("audio", (frames,), _num_features(frames), settings), write
 
     def _plan(self, kind: Kind, grid: tuple[int, ...], num_features: int, settings: str) -> Plan:
@@ -270,8 +237,7 @@ class Gemma4Processor(Processor):
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
         kind, grid = item.shape.kind, item.shape.grid
         if kind == "audio":
-            sound = to_device(item.view, _SPECTROGRAM, device).unsqueeze(0)
-            return {_SPECTROGRAM: sound, f"{_SPECTROGRAM}_mask": torch.ones(sound.shape[:2], dtype=torch.bool)}
+            return clip_inputs(item, device)
         pictures, patches = self._pictures[kind], self.normalized(item, device)
         most = pictures.most * (pictures.cell // pictures.patch) ** 2
         places = padded(self.places(grid).unsqueeze(0), (most, 2), -1).expand(len(patches), -1, -1)
@@ -282,7 +248,7 @@ class Gemma4Processor(Processor):
         if not grid:
             return {}
         if kind == "audio":
-            return {_SPECTROGRAM: ArraySpec((grid[0], self._usm.num_bins), "float32")}
+            return {SPECTROGRAM: ArraySpec((grid[0], self._usm.num_bins), "float32")}
         frames = len(grid) - 2 if kind == "video" else 1
         return {"pixel_values": ArraySpec((frames, *self._pictures[kind].pixels(grid), 3), "uint8")}
 
@@ -327,7 +293,7 @@ class Gemma4Model(PictureModel, PretrainedModel):
 
     def _encode_audio(self, items: Sequence[MediaItem]) -> list[Tensor]:
         model, device = self.module.model, self.spec.device
-        clips = [to_device(item.view, _SPECTROGRAM, device).to(self.spec.dtype) for item in items]
+        clips = [to_device(item.view, SPECTROGRAM, device).to(self.spec.dtype) for item in items]
         longest = max(map(len, clips))
         batch = torch.stack([pad(clip, (0, 0, 0, longest - len(clip))) for clip in clips])
         lengths = torch.tensor([len(clip) for clip in clips])

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,8 @@ OWN = {
 """Folders with a config.json for the families that have no configuration class in transformers."""
 
 
+NEEDED = {"gemma3n": "timm"}
+"""Packages without which a family is refused, and which the ordinary installation lacks."""
 STATED = {"gemma4": {"vision_config": {}}}
 """Arguments of configuration classes whose defaults are those of a text model."""
 
@@ -103,6 +106,10 @@ def test_neither_torch_nor_modeling_code_is_imported(judged):
 @pytest.mark.parametrize("name", family_names())
 def test_every_family_is_judged_by_its_config_alone(name, judged):
     found = judged[f"family {name}"]
+    if name in NEEDED and not find_spec(NEEDED[name]):
+        assert (found["family"]["status"], [*found]) == ("error", ["family"])
+        assert f"which is not installed: pip install --no-deps '{NEEDED[name]}>=" in found["family"]["advice"]
+        return
     assert {one["status"] for one in found.values()} <= {"ok", "warning"}, found
     assert re.fullmatch(
         rf"family {name}, served; these files are missing: .*model\.safetensors.*", found["family"]["found"]

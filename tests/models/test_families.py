@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,10 @@ def test_every_family_declares_its_model_types_kinds_and_reference():
 
 
 def test_configuration_classes_match_the_modules():
-    for family in map(family_named, family_names()):
-        if issubclass(family, PretrainedFamily):
+    for name in family_names():
+        if name == "gemma3n" and not find_spec("timm"):
+            continue
+        if issubclass(family := family_named(name), PretrainedFamily):
             assert family.config_class() is family.module_class().config_class, family
 
 

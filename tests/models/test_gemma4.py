@@ -274,7 +274,7 @@ class TestGemma4(ExtremeShapes, FamilyContract):
         [
             ("image_processor", {"max_soft_tokens": 100}, "max_soft_tokens is 100"),
             ("video_processor", {"patch_size": 16}, "patch_size is 16; only 4"),
-            ("feature_extractor", {"preemphasis": 0.9}, "preemphasis is 0.9"),
+            ("feature_extractor", {"dither": 0.1}, "dither is 0.1"),
         ],
     )
     def test_unsupported_preprocessing_is_refused_by_name(self, part, change, named, path, tmp_path):

@@ -20,6 +20,7 @@ from tests.published.checkpoints import FOLDER, TOKENS
 from tools.shrunk import WIDTH, shrunk, write_shrunk
 
 NOT_MADE = {
+    "gemma3n_e2b": "the tower of Gemma 3n has a fixed size, so the checkpoint has more than a gigabyte",
     "phi4_multimodal": "Phi-4-multimodal needs its adapters",
     "molmo_nf4": "the tower of Molmo has a fixed size, so the checkpoint has more than a gigabyte",
     "qwen_vl_int4": "Qwen-VL needs its vocabulary, which is not in the folder",

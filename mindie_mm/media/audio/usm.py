@@ -1,7 +1,7 @@
-"""Log-mel spectrograms, equal to those of transformers' Gemma4AudioFeatureExtractor.
+"""Log-mel spectrograms, equal to those of transformers' Gemma3nAudioFeatureExtractor and Gemma4AudioFeatureExtractor.
 
-Source: Universal Speech Model, arXiv 2303.01037. The steps are half a window of silence before the clip, Hann windows,
-magnitudes, mel filters and the natural logarithm.
+Source: Universal Speech Model, arXiv 2303.01037. The steps are silence before or after the clip, preemphasis within
+each frame, Hann windows, magnitudes, mel filters and the natural logarithm.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from mindie_mm.media.audio.encoded_audio import Samples
 _NEEDED: Mapping[str, Any] = {
     "padding_value": 0.0,
     "dither": 0.0,
-    "preemphasis": 0.0,
-    "fft_overdrive": False,
+    "preemphasis_htk_flavor": True,
     "per_bin_mean": None,
     "per_bin_stddev": None,
 }
+_MULTIPLE = 128
+"""Number of samples to a multiple of which a clip without silence before it is padded."""
 _CHUNK = 1024
 """Maximum number of frames that are computed at once."""
 
@@ -50,13 +51,21 @@ class UsmSettings:
     scale: float
     """Factor by which samples are multiplied."""
     floor: float
-    """Number that is added before the logarithm."""
+    """Number that is added before the logarithm if `semicausal`, and otherwise the minimum before the logarithm."""
+    preemphasis: float
+    """Factor by which the previous sample of the frame is subtracted from each sample."""
+    overdrive: bool
+    """Whether the Fourier transform is twice as long as the window needs."""
+    semicausal: bool
+    """Whether half a window of silence precedes a clip. If False, silence pads it to a multiple of 128 samples."""
     max_samples: int
     """Maximum length of a clip in samples. The reference cuts longer clips off, but this package refuses them."""
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], max_samples: int, where: str) -> Self:
+    def read(cls, config: Mapping[str, Any], max_samples: int, where: str, *, semicausal: bool) -> Self:
         """Read the configuration of a feature extractor. `where` is its name in error messages.
+
+        The other arguments are fields that no configuration contains.
 
         Raises:
             UnsupportedCheckpoint: A setting is not supported.
@@ -75,17 +84,29 @@ class UsmSettings:
             highest=config.get("max_frequency", 8000.0),
             scale=config.get("input_scale_factor", 1.0),
             floor=config.get("mel_floor", 1e-3),
+            preemphasis=config.get("preemphasis", 0.0),
+            overdrive=config.get("fft_overdrive", False),
+            semicausal=semicausal,
             max_samples=max_samples,
         )
 
     @property
     def least_samples(self) -> int:
         """Minimum length of a clip in samples, for which there is one frame."""
-        return self.window + 1 - self.window // 2
+        before, least = self._silence(0)[0], self.window + 1
+        return least - before if self.semicausal else (least - 1) // _MULTIPLE * _MULTIPLE + 1
 
     def num_frames(self, num_samples: int) -> int:
-        """Return the number of frames that lie completely within a clip and the silence before it."""
-        return max(0, (num_samples - self.least_samples) // self.hop + 1)
+        """Return the number of frames that lie completely within a clip and the silence around it."""
+        return max(0, (num_samples + sum(self._silence(num_samples)) - self.window - 1) // self.hop + 1)
+
+    def padded(self, samples: Samples) -> Samples:
+        """Return a clip with the silence around it."""
+        return np.pad(samples, self._silence(len(samples)))
+
+    def _silence(self, num_samples: int) -> tuple[int, int]:
+        """Return the numbers of samples of silence before and after a clip."""
+        return (self.window // 2, 0) if self.semicausal else (0, -num_samples % _MULTIPLE)
 
 
 def write_usm(samples: Samples, settings: UsmSettings, out: NDArray[np.float32]) -> None:
@@ -99,14 +120,23 @@ def write_usm(samples: Samples, settings: UsmSettings, out: NDArray[np.float32])
     """
     if settings.scale != 1.0:
         samples = samples * settings.scale
-    padded = np.pad(samples, (settings.window // 2, 0))
     window, filters, length = _tables(settings)
     # The reference takes one sample more than a window and drops it, which decides the number of frames.
-    frames = np.lib.stride_tricks.sliding_window_view(padded, settings.window + 1)[:: settings.hop, :-1]
+    frames = np.lib.stride_tricks.sliding_window_view(settings.padded(samples), settings.window + 1)
+    frames = frames[:: settings.hop, :-1]
     for start in range(0, len(out), _CHUNK):
         part = slice(start, min(start + _CHUNK, len(out)))
-        magnitude = np.abs(np.fft.rfft(frames[part] * window, n=length, axis=-1))
-        out[part] = np.log(magnitude @ filters + settings.floor)
+        emphasized = _emphasized(frames[part], settings.preemphasis)
+        magnitude = np.abs(np.fft.rfft(emphasized * window, n=length, axis=-1)) @ filters
+        floored = magnitude + settings.floor if settings.semicausal else np.maximum(magnitude, settings.floor)
+        out[part] = np.log(floored)
+
+
+def _emphasized(frames: NDArray[np.float32], factor: float) -> NDArray[np.float32]:
+    """Return frames, float32 [frames, window], with preemphasis within each frame, as in HTK."""
+    if not factor:
+        return frames
+    return np.concatenate([frames[:, :1] * (1.0 - factor), frames[:, 1:] - factor * frames[:, :-1]], axis=1)
 
 
 @cache
@@ -114,7 +144,7 @@ def _tables(settings: UsmSettings) -> tuple[NDArray[np.float32], NDArray[np.floa
     """Return the window, the mel filters [bins of the spectrum, num_bins], and the length of the Fourier transform."""
     from transformers.audio_utils import mel_filter_bank, window_function  # late: the import takes a second
 
-    length = 2 ** math.ceil(math.log2(settings.window))
+    length = 2 ** (math.ceil(math.log2(settings.window)) + settings.overdrive)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the highest filters are narrower than a bin of the spectrum, hence empty
         filters = mel_filter_bank(
@@ -126,4 +156,8 @@ def _tables(settings: UsmSettings) -> tuple[NDArray[np.float32], NDArray[np.floa
             norm=None,
             mel_scale="htk",
         )
-    return window_function(settings.window).astype(np.float32), filters, length
+    if settings.semicausal:
+        return window_function(settings.window).astype(np.float32), filters, length
+    places = np.arange(settings.window, dtype=np.float32)  # the reference computes this window in float32
+    hann = 0.5 * (1 - np.cos(2 * np.pi * places / settings.window))
+    return hann.astype(np.float32), filters, length
