@@ -124,6 +124,7 @@ export class Chat {
     watch.start();
     this.#answering = conversation;
     composer.say("Asking.");
+    this.#keep(turn, conversation); // the user may close the page before the answer ends
     try {
       const turns = settings.earlier ? path : path.slice(-1);
       const messages = await conversation.messages(turns);
@@ -142,7 +143,7 @@ export class Chat {
     this.#answering = null;
     const failure = told.error ?? (told.reason === "stopped" ? "Stopped." : "");
     if (failure && !turn.answer && !turn.reasoning) {
-      conversation.remove(turn);
+      this.#remove(turn, conversation);
       view.fail(failure);
       composer.say(told.error ? "" : failure); // the view has the error
       return failure;
@@ -154,6 +155,20 @@ export class Chat {
     return "";
   }
 
+  /** Remove a turn that has no answer, also from the store. */
+  async #remove(turn, conversation) {
+    const { store, kept } = this.#outside;
+    conversation.remove(turn);
+    const used = new Set(conversation.turns.flatMap(({ items }) => items));
+    try {
+      if (conversation.turns.length) await store.remove({ turns: [turn.id], items: turn.items.filter((id) => !used.has(id)) });
+      else await store.delete(conversation.id);
+      kept();
+    } catch {
+      // The store has nothing to remove, because it could not keep the question.
+    }
+  }
+
   /**
    * Keep the conversation in the store, with a turn that has changed and turns that could not be kept before. Return
    * whether this worked.
@@ -163,10 +178,11 @@ export class Chat {
     if (conversation.isDeleted) return true;
     try {
       const { id, record } = conversation;
-      const turns = conversation.turns.filter((turn) => turn.end && (turn === changed || !conversation.kept.has(turn)));
-      const items = turns.flatMap((turn) => conversation.itemsOf(turn).map((item) => ({ ...item.record, conversation: id })));
+      const added = conversation.turns.filter((turn) => !conversation.kept.has(turn));
+      const items = added.flatMap((turn) => conversation.itemsOf(turn).map((item) => ({ ...item.record, conversation: id })));
+      const turns = !changed || added.includes(changed) ? added : [...added, changed];
       await store.put({ conversations: [record], turns, items });
-      turns.forEach((turn) => conversation.kept.add(turn));
+      added.forEach((turn) => conversation.kept.add(turn));
       kept();
       return true;
     } catch (error) {

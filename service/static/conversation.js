@@ -3,6 +3,7 @@
 import { Item } from "./items.js";
 
 const TITLE_CHARACTERS = 60;
+const MISSING = "The answer is missing: the page was closed before it was complete, or another tab is still receiving it.";
 
 export const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
 
@@ -26,6 +27,7 @@ export class Conversation {
     this.title = title;
     this.system = system;
     this.turns = turns.sort((one, other) => one.created - other.created);
+    for (const turn of turns) turn.end ??= { error: MISSING };
     this.kept = new Set(turns);
     this.items = new Map(items.map(({ id: key, file, kind }) => [key, new Item(file, kind, key)]));
     this.#chosen = chosen;

@@ -87,7 +87,7 @@ function startNew() {
 /** Show the list of conversations. */
 async function list() {
   const { id, turns } = chat.conversation;
-  if (turns.some((turn) => turn.end)) history.replaceState(null, "", `#${id}`);
+  history.replaceState(null, "", turns.length ? `#${id}` : "#");
   try {
     chats.show(await store.conversations(), id);
   } catch (error) {

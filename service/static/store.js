@@ -30,6 +30,13 @@ export class Store {
     await ended(transaction);
   }
 
+  /** Delete records of `turns` and `items` with the given ids, either all or none of them. */
+  async remove(ids) {
+    const transaction = (await this.#database).transaction(Object.keys(ids), "readwrite");
+    for (const [part, removed] of Object.entries(ids)) removed.forEach((id) => transaction.objectStore(part).delete(id));
+    await ended(transaction);
+  }
+
   /** Delete a conversation with its turns and items. */
   async delete(id) {
     const transaction = (await this.#database).transaction(["conversations", ...PARTS], "readwrite");

@@ -91,6 +91,7 @@ def test_a_turn_that_could_not_be_kept_is_kept_with_the_next_one(page: Page) -> 
         }"""
     )
     submit(page, "Hello!")
+    expect(page.get_by_role("button", name="Regenerate answer")).to_be_visible()
     expect(page.locator("#status")).to_contain_text("does not keep this conversation")
     page.evaluate("() => { IDBDatabase.prototype.transaction = window.transaction; }")
     ask(page, "Hello again!")
@@ -99,6 +100,35 @@ def test_a_turn_that_could_not_be_kept_is_kept_with_the_next_one(page: Page) -> 
     page.get_by_role("link", name="Skip to the question").press("Enter")
     expect(page.get_by_label("Question", exact=True)).to_be_focused()
     expect(page.locator("article")).to_have_count(2)
+
+
+def test_a_question_survives_if_the_page_is_closed_during_its_answer(page: Page, files: Path) -> None:
+    """A question without an answer goes back to the form, and is not kept."""
+    hold(page)
+    attach(page, files / "scene.png")
+    with page.expect_request(COMPLETIONS):
+        submit(page, "Which shape is it?")
+    rows = page.locator("#chats li")
+    expect(rows).to_have_text(["Which shape is it?"])
+    page.reload()
+    expect(page.get_by_role("alert")).to_contain_text("the page was closed before it was complete")
+    with page.expect_request(COMPLETIONS):
+        page.get_by_role("button", name="Regenerate answer").click()
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(page.locator("#status")).to_have_text("Stopped.")
+    page.unroute(COMPLETIONS)
+    page.get_by_role("button", name="Regenerate answer").click()
+    expect(page.locator(".answer")).to_have_text("square")
+    page.reload()
+    expect(page.get_by_text("2 of 2")).to_be_visible()
+    expect(page.get_by_role("img", name="scene.png")).to_have_js_property("naturalWidth", 160)
+    page.get_by_role("button", name="New chat").click()
+    hold(page)
+    with page.expect_request(COMPLETIONS):
+        submit(page, "And now?")
+    expect(rows).to_have_count(2)
+    page.get_by_role("button", name="Stop", exact=True).click()
+    expect(rows).to_have_text(["Which shape is it?"])
 
 
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page: Page) -> None:
