@@ -232,7 +232,7 @@ def write_layout(path: Path) -> Tokenizer:
             "bos_token_id": config["bos_token_id"],
             "eos_token_id": [config["eos_token_id"], config["bos_token_id"]],
             "pad_token_id": config["pad_token_id"],
-            "do_sample": False,
+            "temperature": 0,
             "max_new_tokens": 256,
         },
         "preprocessor_config.json": _pixels("image", IMAGE_PIXELS),

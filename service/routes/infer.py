@@ -105,7 +105,7 @@ class InferParameters(Settings):
         return self.params(
             default,
             max_tokens=self.max_new_tokens or DEFAULT_NEW_TOKENS,
-            temperature=self.temperature if self.draws else 0.0,
+            temperature=self.temperature or default.temperature or 1.0 if self.draws else 0.0,
             # If the request has no seed, choose one here, because the answer must report the seed.
             seed=randbits(_SEED_BITS) if self.seed is None and self.draws else self.seed,
         )

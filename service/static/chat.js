@@ -7,6 +7,7 @@ import { seconds } from "./format.js";
 import { TurnView } from "./turn.js";
 
 const MERGED = ["answer", "reasoning"];
+const SAME = " The answer is the same as before. For other answers, set a higher temperature in the settings.";
 
 export class Chat {
   conversation = new Conversation();
@@ -30,8 +31,10 @@ export class Chat {
         if (await this.#keep(turn)) outside.composer.say("Saved.");
       },
       ask: (turn, question) => this.#run(turn.parent, { question, items: this.conversation.itemsOf(turn) }, turn),
-      regenerate: (turn) =>
-        this.#run(turn.parent, { question: turn.question, items: this.conversation.itemsOf(turn), results: turn.results }, turn),
+      regenerate: (turn) => {
+        const { question, results, answer: before } = turn;
+        return this.#run(turn.parent, { question, items: this.conversation.itemsOf(turn), results, before }, turn);
+      },
       results: (turn, results) => this.#run(turn.id, { results }, turn),
       choose: (turn) => {
         this.conversation.choose(turn);
@@ -150,7 +153,8 @@ export class Chat {
     }
     turn.end = told;
     view.end();
-    const done = told.timings ? `Answered in ${seconds(told.timings.total_s)}.` : "Answered.";
+    const same = turn.answer && turn.answer === asked.before ? SAME : "";
+    const done = (told.timings ? `Answered in ${seconds(told.timings.total_s)}.` : "Answered.") + same;
     if (await this.#keep(turn, conversation)) composer.say(told.error ? "" : failure || done);
     return "";
   }

@@ -71,6 +71,14 @@ def test_do_sample_false_overrides_the_temperature(http: Any) -> None:
     assert len(drawn) > 1
 
 
+def test_do_sample_draws_although_the_checkpoint_is_greedy_by_default(http: Any) -> None:
+    body = {"prompt": "What colour", "max_tokens": 20}
+    answers = {http.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(2)}
+    assert answers == {infer(http, "What colour", max_new_tokens=20).json()["generated_text"]}
+    drawn = {infer(http, "What colour", do_sample=True, seed=seed).json()["generated_text"] for seed in range(4)}
+    assert len(drawn) > 1
+
+
 def test_a_drawn_seed_is_reported_and_reproduces_the_answer(http: Any) -> None:
     drawn = infer(http, "What colour", do_sample=True, temperature=50.0, details=True).json()
     seed = drawn["details"]["seed"]

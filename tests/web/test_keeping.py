@@ -68,6 +68,7 @@ def test_edited_and_regenerated_turns_are_versions(page: Page, files: Path) -> N
     expect(page.locator(".answer")).to_have_text(["red square", "red"])
     page.get_by_role("button", name="Regenerate answer").last.click()
     expect(page.locator("article").last.get_by_text("2 of 2")).to_be_visible()
+    expect(page.locator("#status")).to_contain_text("The answer is the same as before.")  # without a temperature
     expect(page.locator(".answer")).to_have_text(["red square", "red"])
     first.get_by_role("button", name="Edit answer").click()
     page.get_by_label("Answer", exact=True).fill("blue square")
