@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from mindie_mm.cli.console import print_table
-from mindie_mm.cli.hub import with_local_model
+from mindie_mm.cli.hub import hub_weight_bytes, with_local_model
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.processes.interrupts import importing
@@ -72,10 +72,13 @@ def _findings(
     path: Path | None, image_size: tuple[int, int], operators: bool, root: Path, flags: dict[str, Any]
 ) -> Iterator[Any]:
     """Yield the findings about the checkpoint, and about the machine unless the checkpoint has no weights."""
-    configuration = with_local_model(configured(path, flags), weights=False)
-    path = path and configuration.worker.model
+    given = configured(path, flags)
+    configuration = with_local_model(given, weights=False)
+    worker = configuration.worker
+    path = path and worker.model
     has_weights = path is None or _has_weights(path)
     if path is not None and has_weights is not None:
+        num_bytes = None if has_weights else hub_weight_bytes(given)
         with importing():
             if not has_weights:
                 from mindie_mm.doctor.stand_ins import install
@@ -84,7 +87,7 @@ def _findings(
             from mindie_mm.device.finding import Finding
             from mindie_mm.doctor.judgement import judge
 
-        yield from judge(path, configuration.worker.family, image_size)
+        yield from judge(path, worker.family, image_size, worker.engine, num_bytes)
         if not has_weights:
             advice = "to check this machine, leave out PATH"
             yield Finding("machine", "ok", "not checked, because PATH has no weights", advice)

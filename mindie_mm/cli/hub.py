@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import click
 
-from mindie_mm.nn.checkpoint.hub import downloaded, repository_name
+from mindie_mm.nn.checkpoint.hub import downloaded, repository_name, weight_bytes
 from mindie_mm.settings.sources import Configuration
 
 
@@ -35,6 +35,13 @@ def with_local_model(configuration: Configuration, *, weights: bool = True) -> C
         agrees = _confirmed if sys.stdin.isatty() else None
     folder = downloaded(name, worker.revision, agrees, weights=weights)
     return replace(configuration, worker=replace(worker, model=folder))
+
+
+def hub_weight_bytes(configuration: Configuration) -> int | None:
+    """Return the size of the weights of a model that is named as on the Hugging Face Hub, or None if it is unknown."""
+    worker = configuration.worker
+    name = worker.model and repository_name(worker.model)
+    return weight_bytes(name, worker.revision) if name else None
 
 
 def _announced(download: str) -> bool:

@@ -60,6 +60,14 @@ class Device(ABC):
         return True
 
     @classmethod
+    def reported_free_bytes(cls) -> list[int]:
+        """Return the free memory of each visible device in bytes, as the driver's own program reports it.
+
+        Unlike `free_bytes`, do not load the device's runtime. Return an empty list if no device answers.
+        """
+        return []
+
+    @classmethod
     def findings(cls, root: Path) -> Iterator[Finding]:
         """Report whether this machine can run the device. System files are read below `root`.
 

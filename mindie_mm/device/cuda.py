@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from mindie_mm.device import joined_experts
+from mindie_mm.device import joined_experts, programs
 from mindie_mm.device.base import Device, allocator_peak_bytes
 from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels
+from mindie_mm.settings.config import MiB
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvmap")
 """Device files of the driver on servers, on Windows' subsystem for Linux and on Jetson modules."""
@@ -79,6 +80,11 @@ class CUDA(Device):
     @classmethod
     def may_exist(cls) -> bool:
         return torch.version.cuda is not None and any(map(os.path.exists, _DRIVERS))
+
+    @classmethod
+    def reported_free_bytes(cls) -> list[int]:
+        reported = programs.output_of("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+        return [int(line) * MiB for line in reported.split() if line.isdecimal()]  # [N/A] if the memory is the host's
 
     @property
     def torch_device(self) -> torch.device:

@@ -11,7 +11,6 @@ import numpy as np
 
 from mindie_mm.device import KINDS
 from mindie_mm.device.finding import Finding
-from mindie_mm.device.host_memory import available_bytes
 from mindie_mm.errors import MindieMMError, UnsupportedCheckpoint
 from mindie_mm.inputs import Media
 from mindie_mm.models import family_of, reading, unknown_keys
@@ -22,20 +21,28 @@ from mindie_mm.nn.family import Family, PretrainedFamily, Processor
 from mindie_mm.nn.weights.build import check_quantized
 from mindie_mm.nn.weights.dequantize import scaling
 from mindie_mm.nn.weights.quantized import method_of, quantization, refuse_mindie
-from mindie_mm.settings.config import GiB
+from mindie_mm.settings.config import EngineConfig, GiB, kind_of_name
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TEXT_TOKEN = re.compile(r"<[^<>]+>|\n+|\w+|[^\w\s]")
 """Pattern of the parts of a text that usually have one token each."""
 
 
-def judge(path: Path, family_name: str | None, size: tuple[int, int]) -> Iterator[Finding]:
+def judge(
+    path: Path,
+    family_name: str | None,
+    size: tuple[int, int],
+    engine: EngineConfig = EngineConfig(),  # noqa: B008 - it is frozen
+    weight_bytes: int | None = None,
+) -> Iterator[Finding]:
     """Judge whether a checkpoint can be served, and what an image costs. Yield the findings one by one.
 
     Args:
         path: Directory of the checkpoint, or its config.json.
         family_name: Same as in `family_of`.
         size: Width and height of the image, in pixels.
+        engine: Settings with the device, and with the number of devices that share the weights.
+        weight_bytes: Size of the weights in bytes if the directory has neither them nor their index. None if unknown.
 
     """
     try:
@@ -59,7 +66,7 @@ def judge(path: Path, family_name: str | None, size: tuple[int, int]) -> Iterato
     yield _settings(checkpoint, family)
     yield _quantization(checkpoint, family)
     yield _context(checkpoint, config)
-    yield _weights(checkpoint)
+    yield _weights(checkpoint, engine, weight_bytes)
     yield _image(checkpoint, family, processor, size)
 
 
@@ -117,17 +124,25 @@ def _positions(config: Any) -> int | None:
     return context_length(text)
 
 
-def _weights(checkpoint: ConfigOnly) -> Finding:
-    """Compare the size of the weights with the free memory of this machine."""
+def _weights(checkpoint: ConfigOnly, engine: EngineConfig, elsewhere: int | None) -> Finding:
+    """Compare the size of the weights with the free memory of the device that would hold them."""
     index: Mapping[str, Any] = next(filter(None, map(checkpoint.json, _INDEXES)), {})
     stated = (index.get("metadata") or {}).get("total_size")
-    num_bytes = stated or sum(file.stat().st_size for file in checkpoint.weight_files())
+    num_bytes = stated or sum(file.stat().st_size for file in checkpoint.weight_files()) or elsewhere
     if not isinstance(num_bytes, int) or not num_bytes:
         return Finding("weights", "ok", "their size is unknown, because the folder has neither them nor their index")
-    free = available_bytes()
-    found = f"{num_bytes / GiB:.1f} GiB in the files; this machine has {free / GiB:.1f} GiB of free memory"
-    if num_bytes > free:
-        advice = "use an accelerator with enough memory of its own, or a smaller or quantized checkpoint"
+    found = f"{num_bytes / GiB:.1f} GiB in the files"
+    name = kind_of_name(engine.device)
+    kinds = [kind for kind in KINDS if name in ("auto", kind.name)]
+    reported = ((kind.name, free) for kind in kinds if (free := kind.reported_free_bytes()))
+    if (chosen := next(reported, None)) is None:
+        return Finding("weights", "ok", f"{found}; the free memory of the device {name} is unknown")
+    name, free = chosen
+    shared = sorted(free)[-engine.tensor_parallel :]
+    num = f"{len(shared)} {name} devices have" if len(shared) > 1 else f"the device {name} has"
+    found += f"; {num} {sum(shared) / GiB:.1f} GiB of free memory"
+    if num_bytes > sum(shared):
+        advice = "use a device with more memory, several devices (--tensor-parallel), or a smaller checkpoint"
         return Finding("weights", "warning", found, advice)
     return Finding("weights", "ok", found)
 

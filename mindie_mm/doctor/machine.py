@@ -6,7 +6,7 @@ import os
 import platform
 import resource
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -52,10 +52,11 @@ def examine(configuration: Configuration, root: Path = Path("/"), *, operators: 
     for message in misspelt_variables():
         yield Finding("settings", "warning", message, "unset it; `mindie-mm serve --help` lists all settings")
     yield _libraries()
-    yield from _devices(config.engine, root, operators=operators)
-    checks: tuple[Callable[[WorkerConfig], Finding], ...] = (checkpoint_finding, _shared_memory, _memory, _open_files)
-    for check in checks:
-        yield check(config)
+    chosen = yield from _devices(config.engine, root, operators=operators)
+    yield checkpoint_finding(config)
+    yield _shared_memory(config)
+    yield _memory(config, chosen)
+    yield _open_files()
     yield _decoders()
     yield _spool(service)
     if service.allowed_media_dir is not None:
@@ -74,8 +75,11 @@ def _libraries() -> Finding:
     return Finding("libraries", "ok", ", ".join(found))
 
 
-def _devices(config: EngineConfig, root: Path, *, operators: bool) -> Iterator[Finding]:
-    """Yield a finding about the device in `config`, and then the findings about each kind of device."""
+def _devices(config: EngineConfig, root: Path, *, operators: bool) -> Generator[Finding, None, str | None]:
+    """Yield a finding about the device in `config`, and then the findings about each kind of device.
+
+    Return the name of the device, or None if it cannot be used.
+    """
     report = {kind: list(kind.findings(root)) for kind in KINDS}
     broken = [kind.name for kind, findings in report.items() if any(one.status == "error" for one in findings)]
     device, chosen = _device(config.device, config.tensor_parallel, broken)
@@ -89,6 +93,7 @@ def _devices(config: EngineConfig, root: Path, *, operators: bool) -> Iterator[F
             # The service can start despite an error of a device that it does not use.
             spared = one.status == "error" and kind.name != kind_of_name(chosen)
             yield replace(one, status="warning") if spared else one
+    return None if device.status == "error" else chosen
 
 
 def _device(name: str, wanted: int, broken: Collection[str]) -> tuple[Finding, str]:
@@ -167,32 +172,35 @@ def _shared_memory(config: WorkerConfig) -> Finding:
     return Finding("shared memory", "ok", found)
 
 
-def _memory(config: WorkerConfig) -> Finding:
-    needed = (config.engine.kv_cache_bytes or 0) + config.engine.encoder_cache_bytes
+def _memory(config: WorkerConfig, chosen: str | None) -> Finding:
+    """Compare the weights and caches with the memory of the device `chosen`, or of the host if there is none."""
+    engine = config.engine
+    needed = (engine.kv_cache_bytes or 0) + engine.encoder_cache_bytes
     what = "the weights and caches need"
     try:
         needed += sum(file.stat().st_size for file in Checkpoint.open(config.model).weight_files())
     except MindieMMError:
         what = "the caches need"  # another finding says what is wrong with the checkpoint
+    name = chosen or "cpu"
+    subject = "host memory" if kind_of_name(name) == "cpu" else "device memory"
     try:
-        free = open_device("cpu").free_bytes()
-        if ShmSpace.now().free_bytes is None:
+        free = open_device(name).free_bytes()
+        if subject == "host memory" and ShmSpace.now().free_bytes is None:
             needed += config.arena_bytes
             what = what.replace(" and", ",").replace("caches", "caches and arenas")
     except MindieMMError as error:
-        return Finding("host memory", "error", "the free memory cannot be read", str(error))
+        return Finding(subject, "error", "the free memory cannot be read", str(error))
+    if subject == "device memory" and engine.tensor_parallel > 1:
+        free *= engine.tensor_parallel
+        what = f"on {engine.tensor_parallel} devices; {what}"
     found = f"{free / GiB:.1f} GiB available; {what} {needed / GiB:.1f} GiB"
-    if kind_of_name(config.engine.device) in ("auto", "cpu") and free < needed:
-        return Finding(
-            "host memory",
-            "warning",
-            found,
-            "lower --kv-cache-bytes or --encoder-cache-bytes, or use a smaller checkpoint",
-        )
-    return Finding("host memory", "ok", found)
+    if chosen and free < needed:
+        advice = "lower --kv-cache-bytes or --encoder-cache-bytes, or use a smaller checkpoint"
+        return Finding(subject, "warning", found, advice)
+    return Finding(subject, "ok", found)
 
 
-def _open_files(_: WorkerConfig) -> Finding:
+def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < MIN_OPEN_FILES:  # the service raises its soft limit to the hard limit
         return Finding(

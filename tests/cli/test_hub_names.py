@@ -31,6 +31,7 @@ def test_a_name_is_judged_then_downloaded_then_used_without_the_hub(hub: Hub) ->
     judged = run("doctor", NAME)
     assert "ok\tfamily\tfamily qwen2_5_omni, served; these files are missing: model.safetensors\t" in judged
     assert "ok\tmachine\tnot checked, because" in judged
+    assert "ok\tweights\t0.0 GiB in the files; the device " in judged
     assert not [request for request in hub.requests if request.startswith("GET") and "safetensors" in request]
     hub.requests.clear()
     refused = run("ask", "--model", NAME, "Hello!", status=2)

@@ -17,9 +17,11 @@ import pytest
 from mindie_mm.doctor.judgement import judge
 from mindie_mm.models import family_named, family_names
 from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.cli import judging
+from tests.cli.ascend_tree import smi_table
 from tests.cli.shell import run_warm
 from tests.models.contract import FamilyContract
 from tests.models.golden import GOLDEN
@@ -40,16 +42,32 @@ STATED = {"gemma4": {"vision_config": {}}}
 """Arguments of configuration classes whose defaults are those of a text model."""
 
 
-def test_the_size_of_the_weights_is_compared_with_the_free_memory(tmp_path):
+def test_the_size_of_the_weights_is_compared_with_the_free_memory_of_the_device(tmp_path, monkeypatch):
     folder = shutil.copytree(FOLDER / "qwen25_vl_7b", tmp_path / "model")
     findings = {one.subject: one for one in judge(folder, None, (64, 64))}
     assert "their size is unknown" in findings["weights"].found
+    for name, output in {"nvidia-smi": "40000\n81920\n[N/A]", "npu-smi": smi_table()}.items():
+        path = tmp_path / name / name
+        path.parent.mkdir()
+        path.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\n")
+        path.chmod(0o755)
+    for folders, settings, status, memory in (
+        (["nvidia-smi"], {}, "ok", "the device cuda has 80.0 GiB"),
+        (["nvidia-smi"], {"tensor_parallel": 2}, "ok", "2 cuda devices have 119.1 GiB"),
+        (["nvidia-smi"], {"device": "npu:0"}, "ok", "the free memory of the device npu is unknown"),
+        (["nvidia-smi", "npu-smi"], {}, "warning", "the device npu has 60.7 GiB"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv("PATH", ":".join([*(str(tmp_path / one) for one in folders), "/usr/bin", "/bin"]))
+            findings = {one.subject: one for one in judge(folder, None, (64, 64), EngineConfig(**settings), 70 * 2**30)}
+        assert findings["weights"].found.startswith(f"70.0 GiB in the files; {memory}")
+        assert findings["weights"].status == status
     for size, status in ((2**30, "ok"), (2**60, "warning")):
         index = {"metadata": {"total_size": size}, "weight_map": {}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         findings = {one.subject: one for one in judge(folder, None, (64, 64))}
         assert findings["weights"].status == status
-        assert f"{size / 2**30:.1f} GiB in the files; this machine has " in findings["weights"].found
+        assert f"{size / 2**30:.1f} GiB in the files; the device cpu has " in findings["weights"].found
 
 
 def _write_config(name: str, folder: Path, whole: Path) -> Path:

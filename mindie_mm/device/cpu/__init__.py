@@ -45,6 +45,10 @@ class CPU(Device):
     def missing(cls) -> str | None:
         return None
 
+    @classmethod
+    def reported_free_bytes(cls) -> list[int]:
+        return [host_memory.available_bytes()]
+
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")

@@ -85,6 +85,10 @@ class NPU(Device):
         return importlib.util.find_spec("torch_npu") is not None
 
     @classmethod
+    def reported_free_bytes(cls) -> list[int]:
+        return npu_doctor.free_bytes()
+
+    @classmethod
     def findings(cls, root: Path) -> Iterator[Finding]:
         return npu_doctor.findings(root)
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindie_mm.device.npu.doctor import programs
+from mindie_mm.device import programs
 from mindie_mm.settings.environment import foreign, in_c_locale
 
 _log = logging.getLogger(__name__)

@@ -8,9 +8,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mindie_mm.errors import OperationalError, UnsupportedCheckpoint
+from mindie_mm.errors import MindieMMError, OperationalError, UnsupportedCheckpoint
 from mindie_mm.settings.paths import working_directory
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 """Pattern of the name of a repository, owner/name. A relative path may also match."""
@@ -81,11 +85,28 @@ def downloaded(name: str, revision: str | None, agrees: Callable[[str], bool] | 
         )
     with _hub_errors(name, revision):
         info = HfApi().model_info(name, revision=revision, files_metadata=True)
-        files = _needed({file.rfilename: file.size or 0 for file in info.siblings or ()}, weights=weights)
+        files = _needed(_sizes(info), weights=weights)
         size = f"{sum(files.values()) / _GB:.2g} GB" if sum(files.values()) >= _GB / 100 else "less than 10 MB"
         if not agrees(f"{name}: {len(files)} files, {size}, from {constants.ENDPOINT} to {constants.HF_HUB_CACHE}"):
             raise UnsupportedCheckpoint(f"{name} was not downloaded")
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
+
+
+def weight_bytes(name: str, revision: str | None) -> int | None:
+    """Return the size in bytes of the weights that `downloaded` would download. None if the Hub does not answer."""
+    from huggingface_hub import HfApi
+
+    try:
+        with _hub_errors(name, revision):
+            info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=10)
+    except MindieMMError:
+        return None
+    sizes = _sizes(info)
+    return sum(_needed(sizes, weights=True).values()) - sum(_needed(sizes, weights=False).values())
+
+
+def _sizes(info: ModelInfo) -> dict[str, int]:
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
 
 def _in_cache(name: str, revision: str | None, weights: Collection[str]) -> Path | None:

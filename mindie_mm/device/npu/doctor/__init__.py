@@ -11,6 +11,12 @@ from mindie_mm.device.npu.doctor import cann, driver, ports, runtime, smi, versi
 from mindie_mm.device.npu.doctor.machine import Machine, Software
 
 
+def free_bytes() -> list[int]:
+    """Return the free memory of each visible NPU in bytes. Return an empty list if npu-smi does not report it."""
+    machine = Machine.here(Path("/"))
+    return smi.free_bytes(machine, visible.places(machine))
+
+
 def findings(root: Path) -> Iterator[Finding]:
     """Yield the results of all checks. Yield nothing on a machine without an NPU, CANN or torch_npu.
 

@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
+from mindie_mm.device import programs
 from mindie_mm.device.finding import Finding
-from mindie_mm.device.npu.doctor import programs
 from mindie_mm.device.npu.doctor.machine import Software
 from mindie_mm.device.npu.doctor.symptoms import explain
 from mindie_mm.processes.interpreter import interpreter

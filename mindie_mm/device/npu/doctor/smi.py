@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from mindie_mm.device import programs
 from mindie_mm.device.finding import Finding
-from mindie_mm.device.npu.doctor import programs
 from mindie_mm.device.npu.doctor.machine import Machine
 from mindie_mm.device.npu.doctor.symptoms import explain
+from mindie_mm.settings.config import MiB
 
 _TIMEOUT_S = 30.0  # npu-smi waits for the driver, which may have hung
 _BUSY_SHARE = 0.25
@@ -71,6 +72,22 @@ def parse(text: str) -> list[NPU]:
     return [npus[key] for key in sorted(npus)]
 
 
+def free_bytes(machine: Machine, visible: list[int] | None) -> list[int]:
+    """Return the free memory of each visible NPU in bytes. Return an empty list if npu-smi does not report it."""
+    npus = _selected(programs.output_of("npu-smi", "info", path=_folders(machine)), visible).values()
+    return [(one.total_mib - one.used_mib) * MiB for one in npus if one.total_mib]
+
+
+def _folders(machine: Machine) -> str:
+    """Return the folders in which npu-smi may be, as in the variable PATH."""
+    return os.pathsep.join((machine.variables.get("PATH", ""), "/usr/local/bin", "/usr/local/sbin"))
+
+
+def _selected(output: str, visible: list[int] | None) -> dict[int, NPU]:
+    """Return the visible NPUs in the output of npu-smi, by their indices."""
+    return {place: one for place, one in enumerate(parse(output)) if visible is None or place in visible}
+
+
 def findings(machine: Machine, visible: list[int] | None, timeout_s: float = _TIMEOUT_S) -> Iterator[Finding]:
     """Report the health and use of NPUs.
 
@@ -80,8 +97,7 @@ def findings(machine: Machine, visible: list[int] | None, timeout_s: float = _TI
         timeout_s: Time limit for npu-smi in seconds.
 
     """
-    folders = (machine.variables.get("PATH", ""), "/usr/local/bin", "/usr/local/sbin")
-    program = shutil.which("npu-smi", path=os.pathsep.join(folders))
+    program = shutil.which("npu-smi", path=_folders(machine))
     if program is None:
         advice = "in a container, mount /usr/local/bin/npu-smi and /usr/local/dcmi"
         yield Finding(
@@ -98,7 +114,7 @@ def findings(machine: Machine, visible: list[int] | None, timeout_s: float = _TI
         yield Finding("npu health", "error", found, "the driver does not respond: see dmesg, then reboot")
         return
     output = f"{ended.stdout}\n{ended.stderr}"
-    npus = {place: one for place, one in enumerate(parse(output)) if visible is None or place in visible}
+    npus = _selected(output, visible)
     if not npus:
         symptom = explain(output)
         text = " ".join(output.split())[:200] or f"no output, and exit status {ended.status}"

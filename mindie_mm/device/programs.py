@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +17,19 @@ class Ended:
     """Exit status. A negative value is the number of the signal that ended the program."""
     stdout: str
     stderr: str
+
+
+def output_of(name: str, *arguments: str, path: str | None = None, timeout_s: float = 5.0) -> str:
+    """Return what a program prints, or an empty text if there is no such program or it does not end in time.
+
+    `path` replaces the variable PATH.
+    """
+    program = shutil.which(name, path=path)
+    try:
+        ended = run([program, *arguments], timeout_s) if program else None
+    except OSError:  # the program is for another architecture, or its loader is missing
+        return ""
+    return ended.stdout if ended else ""
 
 
 def run(command: list[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> Ended | None:
