@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 
 FILE = FOLDER / "compose.yaml"
 FOUND = yaml.safe_load(FILE.read_text())
+CACHE = "/var/cache/huggingface"
+"""Folder of downloaded checkpoints. The image has it, because a new volume gets the owner of the image's folder."""
 MONITORING = ("prometheus", "grafana")
 BUILDS = ("docker/Dockerfile.npu", "docs/operate.md")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -89,15 +91,16 @@ def test_the_container_has_minimal_privileges(device: str) -> None:
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "ipc", "pid", "network_mode", "cap_add"} & service.keys()
     assert [plain(one) for one in service["ports"]] == ["127.0.0.1:8000:8000"], "loopback alone, unless asked"
-    assert all(volume.endswith(":ro") for volume in service["volumes"])
+    assert [volume for volume in service["volumes"] if not volume.endswith(":ro")] == [f"huggingface:{CACHE}"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_environment_variable_is_a_setting(device: str) -> None:
     service = of_device(device)
     named = {name for name in service["environment"] if name.startswith("MINDIE_MM_")}
-    assert named == service["environment"].keys()
+    assert service["environment"].keys() - named == {"HF_HOME", "HF_TOKEN", "HF_ENDPOINT"}
     assert named <= VARIABLES
+    assert service["environment"]["HF_HOME"] == CACHE
     assert service["environment"]["MINDIE_MM_API_KEY"] is None, "handed on, not written here"
 
 
@@ -114,7 +117,7 @@ def test_the_npu_has_its_devices_and_driver() -> None:
     assert devices == {"/dev/davinci0", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"}
     mounted = {plain(volume).split(":")[1] for volume in service["volumes"]}
     driver = {"/usr/local/Ascend/driver", "/usr/local/dcmi", "/usr/local/bin/npu-smi", "/etc/ascend_install.info"}
-    assert mounted == {"/models", *driver}, "its own list stands in place of the common one"
+    assert mounted == {"/models", CACHE, *driver}, "its own list stands in place of the common one"
     assert service["group_add"], "the devices are of a group, and the user is not root"
 
 
