@@ -51,6 +51,7 @@ export class Chat {
     if (!this.#outside.composer.busy) {
       this.conversation.close();
       this.#views.clear();
+      this.#outside.composer.say("");
     }
     this.conversation = conversation;
     this.show();

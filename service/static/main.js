@@ -87,7 +87,7 @@ function startNew() {
 /** Show the list of conversations. */
 async function list() {
   const { id, turns } = chat.conversation;
-  history.replaceState(null, "", turns.length ? `#${id}` : "#");
+  history.replaceState(null, "", turns.length ? `#${id}` : "");
   try {
     chats.show(await store.conversations(), id);
   } catch (error) {

@@ -63,6 +63,8 @@ def test_the_conversation_contains_stopped_answers(page: Page) -> None:
 def test_the_page_follows_the_answer_only_while_scrolled_to_the_end(page: Page) -> None:
     """If a reader of a phone scrolls up, the page stays there. The form and Stop stay visible below."""
     page.set_viewport_size({"width": 390, "height": 664})
+    expect(page.locator("#note")).to_have_text(re.compile("^demo model"))
+    assert page.locator("header").bounding_box()["height"] < 160  # type: ignore[index]
     answer = ask_at_length(page, HELLO)
     form, button = page.locator("#composer"), page.get_by_role("button", name="Stop", exact=True)
     log = page.locator("#log")

@@ -20,6 +20,7 @@ def test_conversations_are_listed_renamed_exported_and_deleted(page: Page, files
     ask(page, "What is in the image?")
     page.get_by_role("button", name="New chat").click()
     expect(page.locator("article")).to_have_count(0)
+    expect(page.locator("#status")).to_be_empty()
     ask(page, "Hello!")
     expect(rows).to_have_text(["Hello!", "What is in the image?"])
     page.get_by_role("link", name="What is in the image?").click()
