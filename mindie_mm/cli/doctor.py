@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def _findings(
             from mindie_mm.device.finding import Finding
             from mindie_mm.doctor.judgement import judge
 
+            _silence_libraries()
         yield from judge(path, worker.family, image_size, worker.engine, num_bytes)
         if not has_weights:
             advice = "to check this machine, leave out PATH"
@@ -96,6 +98,14 @@ def _findings(
         from mindie_mm.doctor.machine import examine
 
     yield from examine(configuration, root, operators=operators)
+
+
+def _silence_libraries() -> None:
+    """Suppress messages of transformers about settings, because the findings judge these settings."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
 
 
 def _has_weights(path: Path) -> bool | None:

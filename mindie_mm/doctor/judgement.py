@@ -15,6 +15,7 @@ from mindie_mm.errors import MindieMMError, UnsupportedCheckpoint
 from mindie_mm.inputs import Media
 from mindie_mm.models import family_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint.config_only import ConfigOnly
+from mindie_mm.nn.checkpoint.hub import checkpoint_name
 from mindie_mm.nn.checkpoint.missing_files import listed, missing_files
 from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Family, PretrainedFamily, Processor
@@ -62,7 +63,7 @@ def judge(
         return
     # Not every family needs a file with preprocessing settings. Reading its settings has shown whether this one does.
     missing = {*missing_files(checkpoint.path)} - {"preprocessor_config.json"} | checkpoint.assumed
-    yield _served(name, listed(sorted(missing)))
+    yield _served(name, checkpoint_name(checkpoint.path), listed(sorted(missing)))
     yield _settings(checkpoint, family)
     yield _quantization(checkpoint, family)
     yield _context(checkpoint, config)
@@ -70,11 +71,13 @@ def judge(
     yield _image(checkpoint, family, processor, size)
 
 
-def _served(name: str, missing: str) -> Finding:
+def _served(family: str, checkpoint: str, missing: str) -> Finding:
     if not missing:
-        return Finding("family", "ok", f"family {name}, served")
+        return Finding("family", "ok", f"family {family}, served")
     advice = "download them: hf download OWNER/NAME --local-dir FOLDER"
-    return Finding("family", "ok", f"family {name}, served; these files are missing: {missing}", advice)
+    if "/" in checkpoint:
+        advice = f"to download them: mindie-mm serve {checkpoint} --download"
+    return Finding("family", "ok", f"family {family}, served; these files are missing: {missing}", advice)
 
 
 def _settings(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
@@ -130,7 +133,9 @@ def _weights(checkpoint: ConfigOnly, engine: EngineConfig, elsewhere: int | None
     stated = (index.get("metadata") or {}).get("total_size")
     num_bytes = stated or sum(file.stat().st_size for file in checkpoint.weight_files()) or elsewhere
     if not isinstance(num_bytes, int) or not num_bytes:
-        return Finding("weights", "ok", "their size is unknown, because the folder has neither them nor their index")
+        advice = "give OWNER/NAME on the Hugging Face Hub in place of the folder, because the Hub states their size"
+        found = "their size is unknown, because the folder has neither them nor their index"
+        return Finding("weights", "ok", found, advice)
     found = f"{num_bytes / GiB:.1f} GiB in the files"
     name = kind_of_name(engine.device)
     kinds = [kind for kind in KINDS if name in ("auto", kind.name)]

@@ -29,7 +29,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def test_a_name_is_judged_then_downloaded_then_used_without_the_hub(hub: Hub) -> None:
     judged = run("doctor", NAME)
-    assert "ok\tfamily\tfamily qwen2_5_omni, served; these files are missing: model.safetensors\t" in judged
+    download = f"to download them: mindie-mm serve {NAME} --download"
+    assert f"qwen2_5_omni, served; these files are missing: model.safetensors\t{download}\n" in judged
     assert "ok\tmachine\tnot checked, because" in judged
     assert "ok\tweights\t0.0 GiB in the files; the device " in judged
     assert not [request for request in hub.requests if request.startswith("GET") and "safetensors" in request]

@@ -170,16 +170,17 @@ def test_a_folder_with_only_a_config_is_judged_and_the_machine_is_not(tmp_path):
     assert "is not a width and height" in run_warm("doctor", tmp_path, "--image-size", "640", status=2)
 
 
-def test_the_command_does_not_import_torch(tmp_path):
-    shutil.copyfile(FOLDER / "qwen3_vl_cosmos2" / "config.json", tmp_path / "config.json")
+def test_the_command_neither_imports_torch_nor_repeats_warnings_of_transformers(tmp_path):
+    shutil.copyfile(FOLDER / "paddleocr_vl" / "config.json", tmp_path / "config.json")
     code = (
         "import sys; from mindie_mm.cli import main; "
-        f"main(['doctor', {str(tmp_path)!r}, '--family', 'qwen3_vl'], standalone_mode=False)"
+        f"main(['doctor', {str(tmp_path)!r}, '--family', 'paddleocr_vl'], standalone_mode=False)"
     )
     code = f"try:\n    {code}\nfinally:\n    print([name for name in {judging.SLOW} if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert ended.stdout.splitlines()[-1] == "[]", ended.stderr
-    assert "family qwen3_vl, served; these files are missing: model.safetensors" in ended.stdout
+    assert "family paddleocr_vl, served; these files are missing: model.safetensors" in ended.stdout
+    assert ended.stderr == "", "transformers warns of these settings, although they are supported"
 
 
 def test_a_named_family_does_not_let_another_architecture_through(tmp_path):
