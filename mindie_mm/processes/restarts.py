@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mindie_mm.errors import InputError
+from mindie_mm.errors import InputError, MindieMMError
 
 T = TypeVar("T")
 
@@ -26,6 +26,8 @@ def logged(what: str) -> Iterator[None]:
     """Log any exception that the block raises, and continue. Use this in loops that run as long as the service."""
     try:
         yield
+    except MindieMMError as error:  # its message says why, so that nobody has to read a traceback
+        _log.error("%s: %s", what, error)
     except Exception:  # noqa: BLE001 - no exception may end the loop
         _log.exception(what)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ PLACEHOLDERS = frozenset({"default", "dummy", "model", "tgi"})
 SGLang's clients send "default", huggingface_hub sends "dummy", and the examples of text-generation-inference send
 "tgi". The name of a real model, such as gpt-3.5-turbo, is not a placeholder, because its sender expects that model.
 """
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,9 @@ class Service:
         """
         self.clients.reload()
         await self.worker.engine.reload(self.config.grace_s)
+        _log.info(
+            "the reload is complete; the number of engines with new processes is %d", len(self.worker.engine.engines)
+        )
 
     @property
     def model_name(self) -> str:

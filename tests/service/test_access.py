@@ -123,7 +123,11 @@ def test_the_file_of_keys_is_read_again_when_it_changes_and_on_a_reload(
     with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(file.with_name("socket"))), timeout=300) as unix:
         answer = unix.post("http://localhost/admin/reload")
     assert answer.status_code == 400
-    assert "[dave]: Object missing required field `key`" in answer.json()["error"]["message"]
+    reason = "[dave]: Object missing required field `key`"
+    assert reason in answer.json()["error"]["message"]
+    lines = guarded.log.read_text
+    wait_until(lambda: re.search(rf"stay in use: .*{re.escape(reason)}", lines()) is not None)
+    assert "Traceback" not in lines()
     assert ask(bare, "carols-key").status_code == 200
 
 

@@ -181,6 +181,7 @@ def test_sighup_replaces_the_only_engine_of_a_service_without_a_terminal(
                 transport=httpx2.HTTPTransport(uds=str(tmp_path / "socket")), base_url="http://localhost", timeout=300
             ) as unix:
                 assert unix.post("/admin/reload").json() == {"reloaded": 1}
+            assert running.log.read_text().count("the reload is complete") == 2
             assert engines(running) != [after]
         assert running.stop() == 0
 
