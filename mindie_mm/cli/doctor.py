@@ -7,9 +7,9 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,8 +17,12 @@ from mindie_mm.cli.console import print_table
 from mindie_mm.cli.hub import hub_weight_bytes, with_local_model
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
+from mindie_mm.errors import InputError
 from mindie_mm.processes.interrupts import importing
-from mindie_mm.settings.config import EngineConfig, WorkerConfig
+from mindie_mm.settings.config import EngineConfig, ServiceConfig, WorkerConfig
+
+if TYPE_CHECKING:
+    from mindie_mm.device.finding import Finding
 
 
 class _Size(click.ParamType[tuple[int, int]]):
@@ -71,7 +75,7 @@ def command(
 
 def _findings(
     path: Path | None, image_size: tuple[int, int], operators: bool, root: Path, flags: dict[str, Any]
-) -> Iterator[Any]:
+) -> Iterator[Finding]:
     """Yield the findings about the checkpoint, and about the machine unless the checkpoint has no weights."""
     given = configured(path, flags)
     configuration = with_local_model(given, weights=False)
@@ -98,6 +102,28 @@ def _findings(
         from mindie_mm.doctor.machine import examine
 
     yield from examine(configuration, root, operators=operators)
+    yield from _files_of_the_service(configuration.service)
+
+
+def _files_of_the_service(config: ServiceConfig) -> Iterator[Finding]:
+    """Check the certificate and the file of API keys, if the settings name them."""
+    from mindie_mm.device.finding import Finding
+    from service.http.certificate import Certificate
+    from service.http.clients import Clients
+
+    read: tuple[tuple[str, Path | None, Callable[[ServiceConfig], object]], ...] = (
+        ("certificate", config.ssl_certfile, Certificate.of),
+        ("API keys", config.api_key_file, Clients),
+    )
+    for subject, file, use in read:
+        if file is None:
+            continue
+        try:
+            use(config)
+        except InputError as error:
+            yield Finding(subject, "error", f"{file} cannot be used", str(error))
+        else:
+            yield Finding(subject, "ok", f"{file} can be used")
 
 
 def _silence_libraries() -> None:

@@ -22,13 +22,14 @@ def doctor(file, *, status=0, **environment):
     return {one["subject"]: one for one in json.loads(output)}
 
 
-def test_usable_folders_are_ok(tmp_path):
-    spool, file = tmp_path / "new" / "spool", tmp_path / "settings.toml"
-    file.write_text(f'spool = "{spool}"\nallowed_media_dir = "{tmp_path}"\n')
+def test_usable_folders_and_files_are_ok(tmp_path):
+    spool, file, keys = tmp_path / "new" / "spool", tmp_path / "settings.toml", tmp_path / "keys.toml"
+    file.write_text(f'spool = "{spool}"\nallowed_media_dir = "{tmp_path}"\napi_key_file = "{keys}"\n')
+    keys.write_text("[alice]\nkey = 'secret'\n")
     found = doctor(file, MINDIE_MM_MAX_MEDIA_ITEM="a-value")
     assert (found["spool"]["status"], found["spool"]["found"]) == ("ok", f"{spool} can be created")
     assert not spool.parent.exists()
-    assert found["media folder"]["status"] == "ok"
+    assert found["media folder"]["status"] == found["API keys"]["status"] == "ok"
     assert found["settings"]["status"] == "warning"
     assert (
         found["settings"]["found"]
@@ -41,7 +42,7 @@ def test_usable_folders_are_ok(tmp_path):
     assert "settings" not in found
 
 
-def test_unusable_folders_are_errors(tmp_path):
+def test_unusable_folders_and_files_are_errors(tmp_path):
     file = tmp_path / "settings.toml"
     nothing = tmp_path / "nothing"
     for spool, why in (
@@ -49,12 +50,13 @@ def test_unusable_folders_are_errors(tmp_path):
         (file, "is not a directory"),
         (file / "x", "cannot be written: Not a directory"),
     ):
-        file.write_text(f'spool = "{spool}"\nallowed_media_dir = "{nothing}"\n')
+        file.write_text(f'spool = "{spool}"\nallowed_media_dir = "{nothing}"\nssl_certfile = "{nothing}"\n')
         found = doctor(file, status=1)
         assert found["spool"]["status"] == found["media folder"]["status"] == "error"
         assert str(spool) in found["spool"]["found"]
         assert why in found["spool"]["found"]
         assert found["media folder"]["found"] == f"allowed_media_dir is {nothing}, which is not a folder"
+        assert (found["certificate"]["status"], found["certificate"]["found"]) == ("error", f"{nothing} cannot be used")
 
 
 def _lacks_a_shard(folder):
