@@ -13,7 +13,7 @@ from mindie_mm.device import KINDS
 from mindie_mm.device.finding import Finding
 from mindie_mm.errors import MindieMMError, UnsupportedCheckpoint
 from mindie_mm.inputs import Media
-from mindie_mm.models import family_of, reading, unknown_keys
+from mindie_mm.models import family_of, name_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint.config_only import ConfigOnly
 from mindie_mm.nn.checkpoint.hub import checkpoint_name
 from mindie_mm.nn.checkpoint.missing_files import listed, missing_files
@@ -52,7 +52,7 @@ def judge(
     except MindieMMError as error:
         yield Finding("family", "error", str(path), str(error))
         return
-    name = family.__module__.rpartition(".")[2]
+    name = name_of(family)
     try:
         with reading(checkpoint, family):
             translated = family.translated(checkpoint)

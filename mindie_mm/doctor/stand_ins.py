@@ -31,16 +31,20 @@ class _Package(ModuleType):
     """A package of transformers whose `__init__.py`, which builds the index, was not run."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return a configuration class, or the mapping of all of them. transformers has no others without its index."""
+        """Return a configuration class, the mapping of all of them, or a stand-in for the class of a model."""
         if name.startswith("__"):
             raise AttributeError(name)
         auto = importlib.import_module("transformers.models.auto.configuration_auto")
         if name == "CONFIG_MAPPING":
             return auto.CONFIG_MAPPING
-        types = [model_type for model_type, own in auto.CONFIG_MAPPING_NAMES.items() if own == name]
-        if not types:
+        types = {own: model_type for model_type, own in reversed(auto.CONFIG_MAPPING_NAMES.items())}
+        if name in types:
+            return auto.CONFIG_MAPPING[types[name]]
+        # The name of a model's class begins as that of its configuration: LlavaForConditionalGeneration, LlavaConfig.
+        begun = [own for own in types if name.startswith(own.removesuffix("Config"))]
+        if not begun:
             raise AttributeError(f"{self.__name__} has no attribute {name} without its index")
-        return auto.CONFIG_MAPPING[types[0]]
+        return type(name, (_Name,), {"config_class": auto.CONFIG_MAPPING[types[max(begun, key=len)]]})
 
 
 def install() -> None:

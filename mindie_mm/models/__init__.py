@@ -66,6 +66,15 @@ def _entries() -> Mapping[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
+def name_of(family: type[Family]) -> str:
+    """Return the name of a family: that of its module in this package, or of its entry point."""
+    package, _, module = family.__module__.rpartition(".")
+    if package == __name__:
+        return module
+    value = f"{family.__module__}:{family.__qualname__}"
+    return next((name for name, entry in _entries().items() if entry.value == value), module)
+
+
 def family_named(name: str) -> type[Family]:
     """Return the family called `name`.
 
@@ -342,8 +351,9 @@ def unknown_keys(checkpoint: Checkpoint, family: type[Family]) -> str:
     if not (names := family.unknown_keys(checkpoint)):
         return ""
     more = [f"and {len(names) - _MOST_KEYS} more"] if len(names) > _MOST_KEYS else []
-    name = family.__module__.rpartition(".")[2]
-    return f"config.json has keys that the family {name} does not use: {', '.join(names[:_MOST_KEYS] + more)}"
+    return (
+        f"config.json has keys that the family {name_of(family)} does not use: {', '.join(names[:_MOST_KEYS] + more)}"
+    )
 
 
 def _require_types(weights: str, vision: Placement, projector: Placement, ends: Sequence[int] | None) -> None:

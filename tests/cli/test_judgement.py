@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from mindie_mm.doctor.judgement import judge
 from mindie_mm.models import family_named, family_names
@@ -38,6 +41,8 @@ OWN = {
 
 NEEDED = {"gemma3n": "timm"}
 """Packages without which a family is refused, and which the ordinary installation lacks."""
+EXAMPLES = {"llava_v1": "llava", "minigpt4": "blip-2"}
+"""Families in the folder examples, with the model type whose configuration they have."""
 STATED = {"gemma4": {"vision_config": {}}}
 """Arguments of configuration classes whose defaults are those of a text model."""
 
@@ -110,8 +115,21 @@ def judged(tmp_path_factory):
         (root / name).mkdir()
         shutil.copyfile(FOLDER / name / "config.json", root / name / "config.json")
         folders[name] = root / name
+    for name, config in EXAMPLES.items():
+        folders[f"family {name}"] = root / "examples" / name
+        folders[f"family {name}"].mkdir(parents=True)
+        stated = {**AutoConfig.for_model(config).to_dict(), "model_type": name, "image_token_index": 9}
+        (folders[f"family {name}"] / "config.json").write_text(json.dumps(stated))
+        module = f"mindie_mm_{name}"
+        shutil.copy(Path("examples") / name / f"{module}.py", root)
+        (info := root / f"{module}-0.1.0.dist-info").mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0.1.0\n")
+        settings = tomllib.loads((Path("examples") / name / "pyproject.toml").read_text())
+        entry = settings["project"]["entry-points"]["mindie_mm.models"][name]
+        (info / "entry_points.txt").write_text(f"[mindie_mm.models]\n{name} = {entry}\n")
     command = [sys.executable, judging.__file__, *map(str, folders.values())]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ["PYTHONPATH"]])}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert ended.returncode == 0, ended.stderr
     *found, slow = map(json.loads, ended.stdout.splitlines())
     return {**dict(zip(folders, found, strict=True)), "slow": slow}
@@ -119,6 +137,13 @@ def judged(tmp_path_factory):
 
 def test_neither_torch_nor_modeling_code_is_imported(judged):
     assert judged["slow"] == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_family_of_another_package_is_judged_by_its_config_alone(name, judged):
+    found = judged[f"family {name}"]
+    assert found["family"]["found"].startswith(f"family {name}, served"), found
+    assert re.match(r"1024x768: \d+ tokens, \d+ features", found["image"]["found"])
 
 
 @pytest.mark.parametrize("name", family_names())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -274,6 +275,8 @@ class Checkpoint:
         from transformers import AutoTokenizer  # imported late: the import takes a second, and clients do not need it
 
         self.check_tokenizer()
+        # This logger warns of a model_type that transformers lacks, but a family of another package serves it.
+        logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 self.path, config=config, local_files_only=True, trust_remote_code=False
