@@ -99,12 +99,20 @@ def stopped_workers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[subprocess
     return workers
 
 
+MARKERS = (
+    "slow: left to `make test-all`",
+    "representative: run by `make test` for six families, because the other families would show the same",
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare the environment of the tests and of the processes that they start.
 
     These processes can import the tests' modules. They also receive SIGINT and SIGHUP, even if pytest runs under nohup
     or as a background job of a shell, where these signals are ignored.
     """
+    for marker in MARKERS:  # here, so that tests of a family in another repository know them, too
+        config.addinivalue_line("markers", marker)
     # Of two values of one choice, the last one counts.
     os.environ["MINDIE_MM_KERNELS"] = ",".join([KERNELS, *filter(None, [os.environ.get("MINDIE_MM_KERNELS")])])
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
