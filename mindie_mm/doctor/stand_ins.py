@@ -15,7 +15,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-from mindie_mm.processes.stand_in_modules import StandInFinder
+from mindie_mm.processes.stand_in_modules import StandIn, StandInFinder
 
 _REPLACED = (
     *("torch", "timm", "transformers.integrations.hub_kernels", "av", "jinja2"),
@@ -44,7 +44,7 @@ class _Package(ModuleType):
         begun = [own for own in types if name.startswith(own.removesuffix("Config"))]
         if not begun:
             raise AttributeError(f"{self.__name__} has no attribute {name} without its index")
-        return type(name, (_Name,), {"config_class": auto.CONFIG_MAPPING[types[max(begun, key=len)]]})
+        return type(name, (StandIn,), {"config_class": auto.CONFIG_MAPPING[types[max(begun, key=len)]]})
 
 
 def install() -> None:

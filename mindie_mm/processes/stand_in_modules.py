@@ -18,7 +18,7 @@ class _Type(ABCMeta):
         return _stand_in(cls, name)
 
 
-class _Name(metaclass=_Type):
+class StandIn(metaclass=_Type):
     """Stand-in for a class or function. It can be a base class, an annotation and a decorator."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -41,7 +41,7 @@ class _Module(ModuleType):
 def _stand_in(owner: Any, name: str) -> type[Any]:
     if name.startswith("_"):
         raise AttributeError(name)
-    base: Any = RuntimeError if name.endswith("Error") else _Name  # an `except` clause needs an exception
+    base: Any = RuntimeError if name.endswith("Error") else StandIn  # an `except` clause needs an exception
     value: type[Any] = type(base)(name, (base,), {"__module__": owner.__name__})
     setattr(owner, name, value)
     return value
