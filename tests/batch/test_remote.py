@@ -113,10 +113,12 @@ def test_a_url_is_never_taken_for_a_path(tmp_path: Path, monkeypatch: pytest.Mon
         assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
     refused = CliRunner().invoke(main, ["tokenize", "rows.jsonl", "--output", "memory://gone/run"])
     assert (refused.exit_code, "is a URL; give the path of a local file or folder" in refused.stderr) == (2, True)
-    lines = written(tmp_path / "rows.jsonl", [{"image": "memory://gone/0.png", "text": "What?"}])
+    urls = ("memory://gone/0.png", "memory://a::http://localhost/0.png")
+    lines = written(tmp_path / "rows.jsonl", [{"image": url, "text": "What?"} for url in urls])
     run_in_process(settings(lines), tmp_path / "run")
-    (sample,) = Dataset(tmp_path / "run")
-    assert sample.error == "MediaError: there is no file memory://gone/0.png"
+    gone, chain = Dataset(tmp_path / "run")
+    assert gone.error == "MediaError: there is no file memory://gone/0.png"
+    assert str(chain.error).endswith("is a chain of URLs, which rows cannot have as media")
 
 
 def test_urls_with_a_star_are_expanded_in_order(store: Any) -> None:

@@ -103,6 +103,8 @@ def fetched(media: Media) -> Media:
 def _content(source: Any) -> Any:
     if not isinstance(source, str) or not is_url(source) or source.lower().startswith(("http:", "https:")):
         return source
+    if "::" in source:  # fsspec would read the URL after it, also one of a host that is not public
+        raise MediaError(f"{source} is a chain of URLs, which rows cannot have as media")
     try:
         with RemoteFile(source).open() as file:
             data = file.read(MAX_SOURCE_BYTES + 1)
