@@ -8,7 +8,8 @@ settings, the input, the checkpoint and the versions of packages have not change
 from mindie_mm.errors import InputError
 
 try:
-    from mindie_mm.batch.output.dataset import Dataset, Sample
+    from mindie_mm.batch.output.dataset import Dataset
+    from mindie_mm.batch.output.sample import Sample
 except ModuleNotFoundError as error:
     if error.name != "pyarrow":
         raise

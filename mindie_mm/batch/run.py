@@ -20,6 +20,7 @@ from mindie_mm.batch.input.source import Chunk, chunks
 from mindie_mm.batch.output.journal import forget_failures
 from mindie_mm.batch.output.manifest import Manifest, drop_changed, drop_failed
 from mindie_mm.batch.output.shard import SCHEMA
+from mindie_mm.batch.output.shard_row import ASSISTANT
 from mindie_mm.batch.progress import Show
 from mindie_mm.batch.settings import RUN_FILE, Run, Settings, part_of, require_run
 from mindie_mm.batch.tally import Tally
@@ -138,7 +139,7 @@ def _require_apart(inputs: Sequence[str], folder: Path) -> None:
 
 def _require_free(columns: Collection[str]) -> None:
     """Raise InputError if a column that is kept has the name of a column that every table has."""
-    own = [*SCHEMA.names, REQUEST]
+    own = [*SCHEMA.names, REQUEST, ASSISTANT]
     if taken := [name for name in columns if name in own]:
         raise InputError(
             f"keep_columns has {taken[0]}, which is the name of a column of each output table ({', '.join(own)}). "

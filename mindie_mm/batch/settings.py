@@ -88,6 +88,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     whole_conversations: bool = False
     """Whether conversations keep their answers, for training. Otherwise a data set's conversation ends before its first
     answer."""
+    assistant_spans: bool = False
+    """Whether the ranges of the assistant's turns are recorded, for training. A conversation whose turns cannot be
+    located fails."""
     webui_images: bool = False
     """Whether texts may contain pictures in the format of text-generation-webui."""
     limit_mm_per_prompt: PromptLimits = {}
@@ -116,6 +119,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"template contains {MEDIA_MARK} {marks} times; it may contain this mark only once")
         if self.truncate and not self.max_tokens:
             raise InputError("truncate requires max_tokens, because without max_tokens no row is too long")
+        if self.truncate and self.assistant_spans:
+            raise InputError("truncate and assistant_spans are both set, but turns of truncated rows are not located")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit is {self.limit}; it must be at least 1")
 

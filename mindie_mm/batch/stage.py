@@ -23,6 +23,7 @@ from mindie_mm.batch.input.source import Chunk, Source
 from mindie_mm.batch.output.array_file import ArrayFile
 from mindie_mm.batch.output.disk_writer import StoredArray, WriteBatchMemory
 from mindie_mm.batch.output.shard import ShardInfo, ShardWriter, finished_shard, read_table, table_path
+from mindie_mm.batch.output.shard_row import ASSISTANT
 from mindie_mm.batch.settings import Run
 from mindie_mm.device import host_memory
 from mindie_mm.errors import InputError, MediaError, MindieMMError, StorageError, error_name, naming
@@ -68,6 +69,8 @@ class Stage:
         ]
         self._aside = set_aside(settings.columns, settings.keep_columns)
         self._columns = {REQUEST: pa.string()} | {name: arrow_type(kind) for name, kind in run.columns.items()}
+        if settings.assistant_spans:
+            self._columns[ASSISTANT] = pa.list_(pa.list_(pa.int64()))
         self._last = self._sources[0]
         self._memory = WriteBatchMemory()
         self._store = _ShardStore()
@@ -169,7 +172,12 @@ class Stage:
 
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings
-        options = PromptOptions(settings.max_tokens, settings.truncate, parse_special=row.parse_special)
+        options = PromptOptions(
+            settings.max_tokens,
+            settings.truncate,
+            parse_special=row.parse_special,
+            marks_assistant=settings.assistant_spans,
+        )
         request = TokenizeRequest(
             messages=None if row.messages is None else read_texts(row.messages, webui=settings.webui_images),
             items=read_texts(row.items or (), webui=settings.webui_images),

@@ -36,6 +36,9 @@ from mindie_mm.settings.config import MediaCaps, MiB
 @click.option("--whole-conversations", is_flag=True,
               help="Keep the answers in conversations, for training.  [default: a conversation ends before its first "
               "answer, but messages are kept as they are]")  # fmt: skip
+@click.option("--assistant-spans", is_flag=True,
+              help="Record which tokens the assistant writes in conversations, for training. A conversation in which "
+              "they cannot be located fails.")  # fmt: skip
 @click.option("--template", default="",
               help="Prompt for each item of a folder or tar file, with {media} where the item belongs.")  # fmt: skip
 @click.option("--chat-template/--no-chat-template", "chat", default=True, show_default=True,

@@ -75,6 +75,7 @@ class QwenProcessor(Processor):
         has_grid_thw=True,
         grids={"image": THW, "video": THW},
         token_types=("mm_token_type_ids",),
+        packs_samples=False,
         mindie_layouts=_MINDIE,
     )
 

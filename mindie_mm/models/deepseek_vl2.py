@@ -143,7 +143,7 @@ class DeepseekVL2Processor(Processor):
     one tile.
     """
 
-    traits = Traits(chat_template=_TEMPLATE)
+    traits = Traits(chat_template=_TEMPLATE, packs_samples=False)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = configuration(checkpoint)

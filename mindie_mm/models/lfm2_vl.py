@@ -72,7 +72,8 @@ class Lfm2VLProcessor(Processor):
     """
 
     traits = Traits(
-        grids={"image": "the numbers of rows and columns of tiles, and the size of the whole image in patches"}
+        grids={"image": "the numbers of rows and columns of tiles, and the size of the whole image in patches"},
+        packs_samples=False,
     )
 
     def __init__(self, checkpoint: Checkpoint) -> None:

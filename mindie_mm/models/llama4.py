@@ -55,7 +55,8 @@ class Llama4Processor(Processor):
     """
 
     traits = Traits(
-        grids={"image": "the numbers of rows and columns of tiles, not counting the tile of the whole image"}
+        grids={"image": "the numbers of rows and columns of tiles, not counting the tile of the whole image"},
+        packs_samples=False,
     )
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -38,6 +38,7 @@ from mindie_mm.nn.model_inputs import PIXELS, Item
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
+from mindie_mm.nn.traits import Traits
 from mindie_mm.shm import ArraySpec
 
 _EDGES = (384, 768, 1152, 1536, 1920, 2304)
@@ -64,6 +65,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
     `pixel_values_videos`, uint8 [frames, side, side, 3]. Its grid is (frames,).
     """
 
+    traits = Traits(packs_samples=False)  # a row with several images has no tiles
     config_name = "LlavaOnevisionConfig"
     image_type = "LlavaOnevisionImageProcessor"
     defaults: ClassVar[Mapping[str, Any]] = _IMAGE

@@ -68,6 +68,7 @@ class Molmo2Processor(Processor):
         mixes_kinds=False,
         splice_adds=True,
         token_types=("mm_token_type_ids",),
+        packs_samples=False,
         grids={
             "image": "the numbers of rows and columns of crops",
             "video": "the time of each frame in tenths of a second",

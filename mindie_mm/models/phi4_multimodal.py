@@ -78,9 +78,10 @@ class Phi4MultimodalProcessor(Processor):
     """
 
     traits = Traits(
+        packs_samples=False,
         grids={
             "image": "the numbers of rows and columns of tiles, and of rows and columns of patches that show the image"
-        }
+        },
     )
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -59,6 +59,11 @@ class Traits:
     """
     token_types: tuple[str, ...] = ()
     """Processor: names of transformers' arrays with the type of each token: text, or the kind of its item."""
+    packs_samples: bool = True
+    """Processor: whether trainers may pack several samples into one row for transformers' model.
+
+    The position of a token must be its index, no layer may have a state, and no item may attend to another.
+    """
     splice_adds: bool = False
     """Processor and model: whether features are added to the embedding of the placeholder instead of replacing it."""
     needs_ids: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -50,6 +50,9 @@ class Prompt:
     opening: tuple[int, int] = (0, 0)
     """Range [start, stop) of the ids with which the text of every prompt begins, such as BOS. Only `truncate` uses this
     range. It is not sent to other processes."""
+    assistant: tuple[tuple[int, int], ...] | None = None
+    """Ranges [start, stop) of the assistant's turns, with `PromptOptions.marks_assistant`. It is not sent to other
+    processes."""
 
     @property
     def plain_ids(self) -> NDArray[np.int64]:
@@ -105,6 +108,8 @@ class PromptOptions:
     contrast to `truncate`, exactly this number of tokens is kept, and the cut must not split a media item."""
     cut_side: Side = "left"
     """Side from which tokens are cut off."""
+    marks_assistant: bool = False
+    """Whether the assistant's turns of a chat are located. A prompt whose turns cannot be located is refused."""
 
     @property
     def domain(self) -> tuple[bytes, str]:
@@ -119,4 +124,4 @@ def put_words(prompt: Prompt, words: Iterable[Sequence[int]]) -> Prompt:
         own = ids[span.start : span.stop]
         slots = np.flatnonzero(own == span.token)[: len(item_words)]
         own[slots] = item_words[: len(slots)]
-    return Prompt(ids, prompt.spans, prompt.opening)
+    return replace(prompt, ids=ids)

@@ -168,10 +168,38 @@ class Prompts:
             )
             if options.max_prompt_tokens:  # a template may write numbers, or a text several times
                 self._text.check_size([rendered.text], options.max_prompt_tokens)
-            encoded = self._encode(rendered, planned, "all" if options.repeat_special_tokens else "unless_begun")
-            return self._expanded(encoded, planned)
+            special_tokens: SpecialTokens = "all" if options.repeat_special_tokens else "unless_begun"
+            prompt = self._expanded(self._encode(rendered, planned, special_tokens), planned)
+            if not options.marks_assistant:
+                return prompt
+            cuts = self._text.render_turns(messages, variables, list(self._spell(planned)))
+            return replace(prompt, assistant=self._turns(prompt, cuts, planned, special_tokens))
 
         return Draft(media_of_messages(messages), expand, options)
+
+    def _turns(
+        self, prompt: Prompt, cuts: Sequence[Rendered], planned: Sequence[PlannedItem], special_tokens: SpecialTokens
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of ids between the bounds of turns. `cuts` are the texts before each bound.
+
+        Raise InputError if the ids of a text are not the first ids of the prompt.
+        """
+        bounds = []
+        for index, cut_off in enumerate(cuts):
+            num_items = len(planned)
+            if self._inserted_at is None:
+                num_items = min(num_items, self._text.count_markers(cut_off, self._markers))
+            own = planned[:num_items]
+            ids = self._expanded(self._encode(cut_off, own, special_tokens), own).ids
+            if not np.array_equal(ids, prompt.ids[: len(ids)]):
+                at = _in_common(ids.tolist(), prompt.ids.tolist())
+                raise InputError(
+                    f"the assistant's turn {index // 2 + 1} cannot be located: the conversation up to its "
+                    f"{'end' if index % 2 else 'beginning'} has other tokens from token {at} on than the whole "
+                    "conversation. Use a chat template with {% generation %}, or train on all tokens"
+                )
+            bounds.append(len(ids))
+        return tuple(zip(bounds[::2], bounds[1::2], strict=True))
 
     def draft_turn(
         self,

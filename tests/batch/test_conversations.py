@@ -105,7 +105,7 @@ def test_the_command_reads_an_array_of_whole_conversations(tmp_path: Path) -> No
     rows: list[Any] = [{"image": "a.png", "conversations": talk}, {"text": "a\r", "note": [1.50]}]
     rows.append({"images": ["a.png"], "texts": [{"user": spelled, "assistant": spelled}]})
     (tmp_path / "rows.json").write_text(json.dumps(rows, indent=2))
-    options = ("--workers", 1, "--whole-conversations", "--keep-columns", "note")
+    options = ("--workers", 1, "--whole-conversations", "--assistant-spans", "--keep-columns", "note")
     done = tokenize(tmp_path / "rows.json", "--output", tmp_path / "run", *options)
     assert done.returncode == 0, done.stderr + (tmp_path / "run/errors.jsonl").read_text()
     samples = Dataset(tmp_path / "run")
@@ -115,7 +115,9 @@ def test_the_command_reads_an_array_of_whole_conversations(tmp_path: Path) -> No
         assert sample.ids is not None
         assert set((sample.ids == span.token).nonzero()[0]) <= {*range(span.start, span.stop)}
     (tmp_path / "rows.json.gz").write_bytes(gzip.compress((tmp_path / "rows.json").read_bytes()))
-    same = settings(tmp_path / "rows.json.gz", whole_conversations=True, keep_columns={"note": ""})
+    same = settings(
+        tmp_path / "rows.json.gz", whole_conversations=True, assistant_spans=True, keep_columns={"note": ""}
+    )
     assert run_in_process(same, tmp_path / "packed").run.input_digests == samples.manifest.run.input_digests
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from operator import index
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import Any, SupportsIndex, overload
 from weakref import WeakSet
 
 import numpy as np
@@ -17,63 +16,19 @@ import pyarrow as pa
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from mindie_mm.batch.output.inputs import RunModel, SampleItem
+from mindie_mm.batch.output.collate import Labels, Padding, collate
 from mindie_mm.batch.output.manifest import Manifest, Shard
+from mindie_mm.batch.output.sample import RunModel, Sample
 from mindie_mm.batch.output.shard import ShardInfo, arrays_path, read_table, table_path
 from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, os_errors_as
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mapping import map_file
-from mindie_mm.tokenize.prompt import MediaSpan
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _MAPPED_FILES = 8
 _TABLE_BYTES = 128 << 20
 """Maximum total size in bytes of the tables in memory. Reading a table takes far longer than reading a row of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One row of a run."""
-
-    row: int
-    id: str
-    ids: NDArray[np.int64] | None
-    """Token ids, int64 [T], with placeholder ids at the positions of features. None if the row has an error."""
-    spans: Sequence[MediaSpan]
-    """Positions of each media item in `ids`."""
-    arrays: Sequence[Mapping[str, NDArray[Any]]]
-    """For each media item, its arrays by name. The arrays are read-only views of the mapped file."""
-    error: str | None = None
-    """Error of the row, or None if the row has no error."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the columns that the run kept (`--keep-columns`), by name."""
-    model: RunModel | None = field(default=None, repr=False)
-    """Checkpoint with which the row was tokenized. None if the row has an error."""
-
-    def model_inputs(self) -> dict[str, Tensor]:
-        """Return the keyword arguments of transformers' model, as a batch of size 1.
-
-        The arrays equal those of transformers' processor, or of the original code for families that transformers lacks.
-
-        Raises:
-            InputError: The row has an error, or the checkpoint is not the one with which the row was tokenized.
-            UnsupportedCheckpoint: The checkpoint cannot be read.
-
-        """
-        ids, items = self.usable()
-        assert self.model is not None
-        return self.model.processor().model_inputs(ids, items)
-
-    def usable(self) -> tuple[NDArray[np.int64], list[SampleItem]]:
-        """Return the ids and the media items. Raise InputError if the row has an error."""
-        if self.ids is None:
-            raise InputError(f"row {self.row} has no ids, because it failed: {self.error}. Leave out such samples")
-        located = zip(self.spans, self.arrays, strict=True)
-        return self.ids, [SampleItem.of(self.ids, span, arrays) for span, arrays in located]
 
 
 class Dataset(Sequence[Sample]):
@@ -129,6 +84,32 @@ class Dataset(Sequence[Sample]):
         for row in range(len(self)):
             yield self._sample(row)
 
+    def collate(
+        self,
+        samples: Sequence[Sample],
+        *,
+        padding: Padding = "right",
+        labels: Labels | None = None,
+        packing: int = 0,
+    ) -> dict[str, Any]:
+        """Return a batch for transformers' model. The arrays of media are the same as in `Sample.model_inputs`.
+
+        Args:
+            samples: Samples of this dataset without errors.
+            padding: Side on which shorter rows are padded.
+            labels: Tokens that count in the loss: those of the assistant's turns, or all tokens. Tokens of media never
+                count. None leaves out the labels.
+            packing: Number of tokens of a row, into which several samples are packed. The `position_ids` of each
+                sample begin at 0, and `use_cache` is False, because transformers otherwise lets samples attend to each
+                other. If `packing` is 0, each row has one sample.
+
+        Raises:
+            InputError: A sample has an error, is longer than `packing` or has no known turns of the assistant, or the
+                model cannot be trained on packed samples.
+
+        """
+        return collate(samples, self._model.processor(), self._model.pad_token(), padding, labels, packing)
+
     def record(self, number: int) -> ShardRow:
         """Return the row as it is recorded in its table."""
         info = self.shard(number).info
@@ -172,7 +153,14 @@ class Dataset(Sequence[Sample]):
             return Sample(number, record.id, None, (), (), record.error, record.columns)
         prompt = record.prompt
         return Sample(
-            number, record.id, prompt.ids, prompt.spans, self.arrays(record), None, record.columns, self._model
+            number,
+            record.id,
+            prompt.ids,
+            prompt.spans,
+            self.arrays(record),
+            columns=record.columns,
+            assistant=record.assistant_spans,
+            model=self._model,
         )
 
     def _table(self, info: ShardInfo) -> pa.Table:

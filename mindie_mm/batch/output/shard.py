@@ -261,6 +261,7 @@ class ShardWriter:
                 spans=prompt.spans,
                 digests=tuple(digest for digest, _ in items),
                 arrays=tuple(arrays for _, arrays in items),
+                assistant_spans=prompt.assistant,
                 columns=columns,
             )
         )

@@ -30,6 +30,8 @@ class ShardRow(msgspec.Struct, eq=False):
     """Digest of the content of each media item."""
     arrays: tuple[list[StoredArray], ...] | None = None
     """Arrays of each media item."""
+    assistant_spans: tuple[tuple[int, int], ...] | None = None
+    """Ranges of the assistant's turns in `input_ids`. Tables have them only in runs with `Settings.assistant_spans`."""
     error: str | None = None
     records_digest: str = ""
     """Digest of the shard's records up to this row. Only journals contain it."""
@@ -47,8 +49,9 @@ class ShardRow(msgspec.Struct, eq=False):
             row = msgspec.convert(own, cls, dec_hook=decode_hook)
         except msgspec.ValidationError as error:
             raise CorruptReference(f"row {record['row']} is damaged: {in_words(error)}") from None
-        row.columns = {name: value for name, value in record.items() if name not in (*_COLUMNS, REQUEST)}
+        row.columns = {name: value for name, value in record.items() if name not in (*_COLUMNS, REQUEST, ASSISTANT)}
         row.request = record.get(REQUEST)
+        row.assistant_spans = record.get(ASSISTANT)
         if row.error is not None:
             return row
         if row.input_ids is None or row.spans is None or row.digests is None or row.arrays is None:
@@ -80,10 +83,13 @@ class ShardRow(msgspec.Struct, eq=False):
             "digests": self.digests,
             "arrays": self.arrays and [[*map(msgspec.structs.asdict, arrays)] for arrays in self.arrays],
             "error": self.error,
+            ASSISTANT: self.assistant_spans,
             **self.columns,
         }
 
 
+ASSISTANT = "assistant_spans"
+"""Column with the ranges of the assistant's turns."""
 SPAN_NAMES = MediaSpan.__struct_fields__
 _COLUMNS = ("row", "id", "input_ids", "spans", "digests", "arrays", "error")
 

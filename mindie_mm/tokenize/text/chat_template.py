@@ -29,6 +29,8 @@ _REMEMBERED_BYTES = 4096
 _VOLATILE = re.compile(r"\b(?:strftime_now|random|lipsum)\b")
 """Names of functions that return the time or a random value. Prompts of a template that contains such a name are not
 cached. A name that is composed at run time, such as `map('ran' ~ 'dom')`, is not detected."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Tag before the part of a template that writes what the assistant generates."""
 _RESERVED_KWARGS = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "padding", "truncation", "max_length"}
     | {"tokenize", "tokenizer_kwargs", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -141,6 +143,29 @@ class ChatTemplate:
                 return self._remembered(key, tuple(items), bool(add_generation_prompt), continue_final_message)
         return self._rendered(conversation, items, add_generation_prompt, template_kwargs, continue_final_message)
 
+    def render_turns(
+        self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], items: Sequence[str] = ()
+    ) -> list[Rendered]:
+        """Return the prompt up to the beginning of each turn of the assistant, and up to its end.
+
+        The template may state its turns by `{% generation %}`. Otherwise, the messages up to each turn are rendered.
+
+        Raises:
+            InputError: The template refuses messages that end before or after a turn.
+
+        """
+        if _GENERATION.search(self._source):
+            conversation = [self._turn(message) for message in messages]
+            cuts: list[Rendered] = []
+            self._rendered(conversation, items, False, template_kwargs, False, cuts)
+            return cuts
+        found = []
+        for index, message in enumerate(messages):
+            if message.role == "assistant":
+                found.append(self.render(messages[:index], True, template_kwargs, items))
+                found.append(self.render(messages[: index + 1], False, template_kwargs, items))
+        return found
+
     def _rendered(
         self,
         conversation: Any,
@@ -148,7 +173,9 @@ class ChatTemplate:
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any],
         continue_final_message: bool,
+        cuts: list[Rendered] | None = None,
     ) -> Rendered:
+        """Render a conversation. Append the prompt up to each bound of `{% generation %}` to `cuts`."""
         texts = [*strings(conversation), *strings(template_kwargs)]
         kinds = [part["type"] for turn in conversation for part in _parts(turn) if part["type"] != "text"]
         items = [item for kind, item in zip(kinds, items, strict=False) if kind != PROMPT]
@@ -162,8 +189,9 @@ class ChatTemplate:
 
         if is_string:
             conversation = [{**turn, "content": _joined(turn["content"], mark)} for turn in conversation]
+        run = self._run if cuts is None else self._run_marked
         try:
-            text = self._run(
+            text, bounds = run(
                 escapes.apply(conversation),
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -174,8 +202,14 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and can raise anything
             reason, *_ = str(error).split(_SHOWN_PROMPT)
             raise InputError(f"the chat template refuses these messages: {reason}") from error
-        rendered = escapes.rendered(_with_items(text, mark, items) if mark else text)
-        return replace(rendered, embeds_mark=text_mark)
+
+        def finished(text: str, items: Sequence[str]) -> Rendered:
+            rendered = escapes.rendered(_with_items(text, mark, items) if mark else text)
+            return replace(rendered, embeds_mark=text_mark)
+
+        if cuts is not None:
+            cuts += [finished(text[:at], items[: text[:at].count(mark)] if mark else ()) for at in bounds]
+        return finished(text, items)
 
     def _turn(self, message: Message) -> dict[str, Any]:
         """Convert a message for the template. Raise InputError if the template would skip a part of the message."""
@@ -212,7 +246,7 @@ class ChatTemplate:
             as_dict(Message(one, text), self._wraps_strings) for one, text in (("user", "another"), (role, _PROBE))
         ]
         try:
-            text = self._run([{**turn, "content": self._formatted(turn["content"])} for turn in tried])
+            text, _ = self._run([{**turn, "content": self._formatted(turn["content"])} for turn in tried])
         except Exception:  # noqa: BLE001 - a template is a program and can raise anything
             return None
         return text if _PROBE in text and repr(_PROBE) not in text else None
@@ -248,7 +282,7 @@ class ChatTemplate:
     def _shows(self, conversation: Sequence[Mapping[str, Any]]) -> bool | None:
         """Return whether the template writes the probe into a prompt, or None if it refuses the conversation."""
         try:
-            text = self._run(
+            text, _ = self._run(
                 [{**turn, "content": self._formatted(turn["content"])} for turn in conversation], **self._tried_with
             )
             return _PROBE in text and repr(_PROBE) not in text
@@ -258,11 +292,24 @@ class ChatTemplate:
     def _formatted(self, content: Any) -> Any:
         return _joined(content, "") if self._content_format == "string" else content
 
-    def _run(self, conversation: Any, **kwargs: Any) -> str:
+    def _run(self, conversation: Any, **kwargs: Any) -> tuple[str, Sequence[int]]:
+        """Return the rendered conversation, and no bounds."""
         text: str = self._tokenizer.apply_chat_template(
             conversation, chat_template=self._source, tokenize=False, **kwargs
         )
-        return text
+        return text, ()
+
+    def _run_marked(self, conversation: Any, **kwargs: Any) -> tuple[str, Sequence[int]]:
+        """Return the rendered conversation, and the bounds of its parts in `{% generation %}`, in order."""
+        from transformers.utils.chat_template_utils import render_jinja_template  # imported late, because it is slow
+
+        (text,), (ranges,) = render_jinja_template(
+            [conversation],
+            chat_template=self._source,
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **kwargs},
+        )
+        return text, [bound for bounds in ranges for bound in bounds]
 
 
 def _words(source: str) -> set[str]:

@@ -164,6 +164,19 @@ class TextEncoder:
             messages, add_generation_prompt, template_kwargs, items, continue_final_message=continue_final_message
         )
 
+    def render_turns(
+        self, messages: Sequence[Message], template_kwargs: Mapping[str, Any], items: Sequence[str]
+    ) -> list[Rendered]:
+        """Return `ChatTemplate.render_turns` for messages that `render_messages` has rendered."""
+        kinds = {item.kind for item in media_of_messages(messages)} - {PROMPT}
+        template = self._template(kinds, with_tools=bool(template_kwargs.get("tools")))
+        assert template is not None
+        return template.render_turns(messages, template_kwargs, items)
+
+    def count_markers(self, rendered: Rendered, names: frozenset[str]) -> int:
+        """Return the number of media markers in a rendered prompt. `names` are all markers that the model has."""
+        return len(_one_of(names | {*filter(None, [rendered.embeds_mark])}).findall(rendered.text))
+
     def replace_markers(
         self, rendered: Rendered, names: frozenset[str], markers: Sequence[str], texts: Sequence[str]
     ) -> Rendered:

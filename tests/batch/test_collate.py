@@ -1,0 +1,57 @@
+"""Tests of batches for trainers, made from a finished run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindie_mm.batch import Dataset
+from mindie_mm.errors import InputError
+from tests.batch.conftest import run_in_process, settings, written
+from tests.media_samples import encoded, photograph
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Return a run with a conversation about an image, another without media, and a text."""
+    here = tmp_path_factory.mktemp("conversations")
+    (here / "a.png").write_bytes(encoded(photograph(size=(90, 120)), "PNG"))
+    question = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]
+    turns = [("user", question), ("assistant", "A red square."), ("user", "And?"), ("assistant", "Blue.")]
+    rows = [
+        {"messages": [{"role": role, "content": content} for role, content in own], "add_generation_prompt": False}
+        for own in (turns, [("user", "Hello"), ("assistant", "Hi!")])
+    ]
+    rows.append({"text": "Words.", "chat": False})
+    run_in_process(settings(written(here / "rows.jsonl", rows), assistant_spans=True, chat=False), here / "run")
+    return Dataset(here / "run")
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_a_batch_has_the_samples_inputs_and_labels(dataset: Dataset, padding: str) -> None:
+    samples = dataset[:2]
+    batch = dataset.collate(samples, padding=padding, labels="assistant")
+    for index, sample in enumerate(samples):
+        own = batch["attention_mask"][index].bool()
+        assert batch["input_ids"][index][own].tolist() == sample.ids.tolist()
+        labels = torch.full((len(sample.ids),), -100)
+        for start, stop in sample.assistant:
+            labels[start:stop] = torch.from_numpy(sample.ids[start:stop])
+        assert batch["labels"][index][own].tolist() == labels.tolist()
+        assert (batch["labels"][index][~own] == -100).all()
+        assert own[-1 if padding == "left" else 0]
+    assert torch.equal(batch["pixel_values"], samples[0].model_inputs()["pixel_values"])
+    everything = dataset.collate(samples, labels="all")["labels"]
+    of_media = sum(span.stop + span.tail - span.start + span.lead for sample in samples for span in sample.spans)
+    assert (everything != -100).sum() == sum(len(sample.ids) for sample in samples) - of_media
+
+
+def test_wrong_batches_are_refused(dataset: Dataset) -> None:
+    with pytest.raises(InputError, match=r"turns of row 2 are not known.* --assistant-spans"):
+        dataset.collate(dataset[:], labels="assistant")
+    with pytest.raises(InputError, match="packing is not supported for this model"):
+        dataset.collate(dataset[:], packing=64)
+    with pytest.raises(InputError, match="padding is 'top'; it must be left or right"):
+        dataset.collate(dataset[:], padding="top")
+    with pytest.raises(InputError, match="labels is 'none'; it must be assistant, all or None"):
+        dataset.collate(dataset[:], labels="none")

@@ -1,0 +1,76 @@
+"""Tests that locate the assistant's turns in the tokens of a conversation, for training."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from mindie_mm.errors import InputError
+from mindie_mm.inputs import parse_messages
+from mindie_mm.models import family_named
+from mindie_mm.nn.checkpoint.directory import EMBEDDED, Checkpoint
+from mindie_mm.shm import release
+from mindie_mm.tokenize import Tokenizer
+from mindie_mm.tokenize.prompt import PromptOptions
+
+IMAGE = np.zeros((60, 40, 3), np.uint8)
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "user",
+        "content": [{"type": "image", "image": np.zeros((60, 40, 3), np.uint8)}, {"type": "text", "text": "?"}],
+    },
+    {"role": "assistant", "content": "A red square."},
+    {"role": "user", "content": "And <|im_start|> here?"},
+    {"role": "assistant", "content": "Blue."},
+]
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}\n{% else %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_bos|><|IMAGE|><|vision_eos|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endif %}{% endfor %}"
+)
+FORGETTING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}..."
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def with_template(out, template):
+    shutil.copytree(EMBEDDED, out)
+    for file in out.glob("chat_template*"):
+        file.unlink()
+    (out / "chat_template.jinja").write_text(template)
+    return out
+
+
+def turns(path, messages, path_file):
+    """Return the texts of the assistant's turns."""
+    decode = family_named("qwen2_5_omni").tokenizer(Checkpoint.open(path)).decode
+    with Tokenizer.from_pretrained(path) as tokenizer:
+        draft = tokenizer.prompts.draft_messages(
+            parse_messages(messages), False, options=PromptOptions(marks_assistant=True)
+        )
+        prompt = tokenizer.make(draft, path_file)
+        release(path_file)
+    return [decode(prompt.plain_ids[start:stop]) for start, stop in prompt.assistant]
+
+
+def test_turns_are_found_by_rendering_the_conversation_up_to_them(tmp_path):
+    found = turns(None, MESSAGES, tmp_path / "shm_name.txt")
+    assert found == ["A red square.<|im_end|>\n", "Blue.<|im_end|>\n"]
+    assert turns(None, MESSAGES[:2], tmp_path / "shm_name.txt") == []
+
+
+def test_turns_may_be_stated_by_the_template(tmp_path):
+    path = with_template(tmp_path / "other", MARKED)
+    assert turns(path, MESSAGES, tmp_path / "shm_name.txt") == ["A red square.<|im_end|>", "Blue.<|im_end|>"]
+
+
+def test_a_conversation_whose_turns_cannot_be_located_is_refused(tmp_path):
+    """This template leaves out all answers but the last, so that the tokens before a turn depend on later turns."""
+    path = with_template(tmp_path / "other", FORGETTING)
+    texts = [message for message in MESSAGES if isinstance(message["content"], str)]
+    with pytest.raises(InputError, match=r"turn 1 cannot be located: .* to its end has other tokens from token \d+ on"):
+        turns(path, texts, None)
