@@ -72,7 +72,7 @@ def _plan_embeddings(
     """
     array = np.ascontiguousarray(source.array)
     num_features, width = array.shape
-    if width != (expected := processor.hidden_size if kind == PROMPT else processor.feature_width):
+    if width != (expected := processor.feature_width - (processor.extra_width if kind == PROMPT else 0)):
         raise InputError(f"the embeddings have width {width}; the model needs {expected}")
     if kind == PROMPT and source.grid:
         raise InputError(

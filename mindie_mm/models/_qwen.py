@@ -95,9 +95,10 @@ class QwenProcessor(Processor):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         read = read_config(self.config_name, checkpoint)
-        self._hidden_size: int = read.get_text_config().hidden_size
+        width: int = read.get_text_config().hidden_size
         # A feature also has the outputs of the tower's deepstack layers, if there are any.
-        self.feature_width = self._hidden_size * (1 + len(getattr(read.vision_config, "deepstack_visual_indexes", ())))
+        self.extra_width = width * len(getattr(read.vision_config, "deepstack_visual_indexes", ()))
+        self.feature_width = width + self.extra_width
         image = checkpoint.preprocessor("image", dict.fromkeys(self.image_types, self.image_defaults))
         self.image = self.image_settings(image, f"{checkpoint.path} (images)")
         temporal = getattr(read.vision_config, "temporal_patch_size", 1) if self.video_types else 1
@@ -111,10 +112,6 @@ class QwenProcessor(Processor):
             _check_tower(self.video, read.vision_config, temporal, f"{checkpoint.path} (videos)")
             placeholders["video"] = Placeholder(before, read.video_token_id, after)
         self.placeholders = placeholders
-
-    @property
-    def hidden_size(self) -> int:
-        return self._hidden_size
 
     def max_tokens(self, kind: Kind) -> int:
         if kind == "image":

@@ -131,15 +131,12 @@ class Processor(ModelInputs, ABC):
 
     feature_width: int
     """Number of columns of a feature: the sum of `ModelSpec.hidden_size` and `ModelSpec.extra_width`."""
+    extra_width: int = 0
+    """`ModelSpec.extra_width`, by which a feature is wider than the embedding of a text token."""
     placeholders: Mapping[Kind, Placeholder]
     """Placeholder of each kind of media that the family supports."""
     mindie_pad: int = -1
     """Id that MindIE writes over further placeholders in its wire format: `pad_token_id` of the text config, or -1."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the embedding of a text token."""
-        return self.feature_width
 
     @abstractmethod
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -133,7 +133,7 @@ class Planner:
         processor, kind = self.processor, media.kind
         spelling = Spelling() if kind == PROMPT else processor.spelling(kind, plan.num_features, plan.grid)
         if media.is_embeddings or isinstance(media.source, Embeddings):
-            width = processor.hidden_size if kind == PROMPT else processor.feature_width
+            width = processor.feature_width - (processor.extra_width if kind == PROMPT else 0)
             dtype = next(iter(plan.specs.values())).dtype
             expected: Mapping[str, ArraySpec] | None = {EMBEDDINGS: ArraySpec((plan.num_features, width), dtype)}
         else:

@@ -707,7 +707,7 @@ class FamilyContract:
         """A prompt may be embeddings alone, or embeddings between media."""
         if not processor.traits.takes_prompt_embeds:
             with pytest.raises(InputError, match="prompt_embeds are not supported"):
-                tokenizer.tokenize([{"prompt_embeds": np.zeros((4, processor.hidden_size), np.float32)}], path_file)
+                tokenizer.tokenize([{"prompt_embeds": np.zeros((4, processor.feature_width), np.float32)}], path_file)
             return
         text = torch.arange(20, 29)
         with torch.inference_mode():
@@ -728,6 +728,7 @@ class FamilyContract:
     @pytest.mark.representative
     def test_embeddings_of_a_wrong_shape_are_refused(self, model, processor, tokenizer, tokenized, path_file):
         """Features are refused if their width, number of rows or number of dimensions is wrong."""
+        assert processor.extra_width == model.spec.extra_width
         assert processor.feature_width == model.spec.hidden_size + model.spec.extra_width
         for name, items in self.prompts.items():
             kinds = [kind for item in items for kind in item if kind in KINDS]
