@@ -28,6 +28,8 @@ from mindie_mm.processes.shown_progress import loading_shown
               help="Maximum number of tokens of an answer to a row that does not state it.")  # fmt: skip
 @click.option("--temperature", type=float, default=0.0, show_default=True,
               help="Sampling temperature of rows that do not state it. 0 always gives the same answers.")  # fmt: skip
+@click.option("--retry-errors", is_flag=True,
+              help="Ask the rows again whose line in the output has an error. Other lines are kept.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(1), help="Run only the first N rows.", metavar="N")
 @click.option("--generation-config", metavar="auto|vllm|FOLDER",
               help="Source of the other sampling parameters: the checkpoint's generation_config.json (auto), "
@@ -51,6 +53,7 @@ def command(
     other_model: bool,
     max_tokens: int,
     temperature: float,
+    retry_errors: bool,
     generation_config: str | None,
     limit: int | None,
     device: str | None,
@@ -108,7 +111,17 @@ def command(
             show_rows(done, earlier)
 
         rows, errors = asyncio.run(
-            generate(dataset, output, config, requests, limit, other_model=other_model, loading=loading, show=show)
+            generate(
+                dataset,
+                output,
+                config,
+                requests,
+                limit,
+                other_model=other_model,
+                retry_errors=retry_errors,
+                loading=loading,
+                show=show,
+            )
         )
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")
     if errors:

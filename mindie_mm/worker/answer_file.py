@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -146,9 +149,42 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             ) from None
 
 
+class EarlierAnswers:
+    """The lines of an answer file whose failed rows are asked again. They are beside the file until it is complete."""
+
+    def __init__(self, output: Path) -> None:
+        self.path = output.with_name(f"{output.name}.earlier")
+
+    def lines(self, row: int) -> Iterator[Line]:
+        """Yield the lines from a row on."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                yield from map(msgspec.json.decode, islice(file, row, None))
+
+    def num_rows(self) -> int:
+        """Return the number of lines."""
+        if not self.path.exists():
+            return 0
+        with self.path.open("rb") as file:
+            return sum(1 for _ in file)
+
+    def take(self, file: BinaryIO) -> None:
+        """Move all lines of an answer file here. An earlier call may have been killed after copying them."""
+        if not self.path.exists():
+            file.seek(0)
+            with replacing(self.path) as unfinished, unfinished.open("wb") as copy:
+                shutil.copyfileobj(file, copy)
+        if self.path.stat().st_size == file.seek(0, os.SEEK_END):
+            file.truncate(0)
+
+
 @contextmanager
-def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], None], int, int, str | None]]:
-    """Open an answer file to append lines to it.
+def continued(
+    output: Path, origin: Origin, stop: int | None = None, *, retry_errors: bool = False
+) -> Iterator[tuple[Callable[[bytes], None], int, int, str | None]]:
+    """Open an answer file to append lines to it. With `retry_errors`, a file with errors becomes `EarlierAnswers`.
+
+    `stop` is the number of rows to answer, or None for any number.
 
     Yields:
         A function that appends a line, the number of answers in the file, the number of errors among the answers, and
@@ -170,11 +206,17 @@ def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], 
     try:
         with _writing(output):
             _require_lock(file, output)
-            if file.tell():
+            earlier = EarlierAnswers(output)
+            if file.tell() or earlier.path.exists():
                 origin.require(output)
             else:
                 origin.begin(output)
             begun = _begun(file, output)
+            most = max(begun[0], earlier.num_rows())
+            _require_few(output, most, stop)
+            if retry_errors and begun[1]:
+                earlier.take(file)
+                begun = _begun(file, output)
         yield append, *begun
     except BaseException:
         with suppress(OSError):  # closing would retry the failed write
@@ -182,6 +224,11 @@ def continued(output: Path, origin: Origin) -> Iterator[tuple[Callable[[bytes], 
         raise
     with _writing(output):
         file.close()
+
+
+def _require_few(output: Path, num_rows: int, stop: int | None) -> None:
+    if stop is not None and num_rows > stop:
+        raise InputError(f"{output} has {num_rows} rows, but only {stop} were requested")
 
 
 def _writing(output: Path) -> AbstractContextManager[None]:

@@ -38,7 +38,7 @@ from mindie_mm.processes.tasks import off_loop
 from mindie_mm.settings.config import WorkerConfig, kind_of_name
 from mindie_mm.shm import Arena, ArraySpec, Block
 from mindie_mm.tokenize.prompt import Prompt, put_words
-from mindie_mm.worker.answer_file import Line, Origin, Requests, continued, has_failed
+from mindie_mm.worker.answer_file import EarlierAnswers, Line, Origin, Requests, continued, has_failed
 from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Worker
@@ -67,6 +67,7 @@ async def generate(
     limit: int | None = None,
     *,
     other_model: bool = False,
+    retry_errors: bool = False,
     loading: Callable[[float], object] | None = None,
     show: Show = _nowhere,
 ) -> tuple[int, int]:
@@ -81,6 +82,7 @@ async def generate(
         requests: Sampling settings of the rows, and the form of their answers.
         limit: Number of rows to answer, counted from the first row, or None for all rows.
         other_model: Whether to accept a checkpoint that differs from the checkpoint of the `tokenize` run.
+        retry_errors: Whether to ask rows again whose line in `output` has an error. Other lines are kept.
         loading: Has the same meaning as in `Worker.start`.
         show: Function to call when the model is loaded, and for each row.
 
@@ -110,9 +112,8 @@ async def generate(
         versions=versions(LIBRARIES),
         dtype="" if config.engine.dtype == "auto" else config.engine.dtype,
     )
-    with continued(output, origin) as (append, begun, earlier_errors, last_id):
-        if begun > stop:
-            raise InputError(f"{output} has {begun} rows, but only {stop} were requested")
+    with continued(output, origin, stop, retry_errors=retry_errors) as (append, begun, earlier_errors, last_id):
+        given = EarlierAnswers(output)
         if begun and last_id != (own := dataset.record(begun - 1).id):
             raise InputError(
                 f"{output} has the answers of another run: its row {begun - 1} has the id {last_id!r}, but the id "
@@ -125,7 +126,7 @@ async def generate(
             await Worker.start(
                 replace(config, arena_bytes=_TOKENIZER_ARENA_BYTES), in_process=True, loading=loading
             ) as worker,
-            aclosing(_answers(dataset, range(begun, stop), worker, requests, config.arena_bytes)) as answers,
+            aclosing(_answers(dataset, range(begun, stop), given, worker, requests, config.arena_bytes)) as answers,
         ):
             origin.require_engine(output, worker.engine.info.device, worker.engine.info.dtype)
             earlier = Progress(begun, earlier_errors, share=begun / stop)
@@ -138,6 +139,7 @@ async def generate(
                     show(Progress(done, errors, share=done / stop), earlier)
             except _ENGINE_FAILED as error:
                 raise type(error)(f"{error}. {done} of {stop} rows were answered before the failure") from error
+        given.path.unlink(missing_ok=True)
     return stop, errors
 
 
@@ -150,9 +152,9 @@ def _deciding(config: WorkerConfig) -> dict[str, Any]:
 
 
 async def _answers(
-    dataset: Dataset, rows: range, worker: Worker, requests: Requests, arena_bytes: int
+    dataset: Dataset, rows: range, earlier: EarlierAnswers, worker: Worker, requests: Requests, arena_bytes: int
 ) -> AsyncGenerator[Line, None]:
-    """Yield the answers of `rows` in order. A shard is verified before its first row.
+    """Yield the answers of `rows` in order. A shard is verified before its first row. Earlier answers are repeated.
 
     Twice as many rows are in progress as the engine can run, so that the engine never waits for rows.
 
@@ -164,7 +166,7 @@ async def _answers(
     largest = max(shard.info.max_row_bytes for shard in dataset.manifest.shards)
     # Twice the size of the largest row leaves room for the headers and the size classes of its blocks.
     with Arena.create(max(arena_bytes, 2 * largest)) as arena:
-        asking = _Asking(dataset, arena, worker, requests)
+        asking, kept = _Asking(dataset, arena, worker, requests), earlier.lines(rows.start)
         try:
             for first_row, own in _by_shard(dataset, rows):
                 try:
@@ -174,7 +176,8 @@ async def _answers(
                         yield await asking.next()
                     raise
                 for row in own:
-                    asking.ask(dataset.record(row))
+                    line = next(kept, None)
+                    asking.ask(dataset.record(row), None if line is None or has_failed(line) else line)
                     if len(asking) == most:
                         yield await asking.next()
             while asking:
@@ -188,8 +191,8 @@ class _Asked:
     """A row in progress."""
 
     record: ShardRow
-    task: asyncio.Task[None] = field(init=False)
     answer: Line | None = None
+    task: asyncio.Task[None] = field(init=False)
     failure: MindieMMError | None = None
     """Engine failure that left the row without an answer. The row may be the cause."""
 
@@ -211,9 +214,9 @@ class _Asking:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def ask(self, record: ShardRow) -> None:
-        """Request another row."""
-        asked = _Asked(record)
+    def ask(self, record: ShardRow, answer: Line | None = None) -> None:
+        """Request another row, unless its `answer` is known."""
+        asked = _Asked(record, answer)
         self._begin(asked)
         self._asked.append(asked)
 
@@ -242,6 +245,8 @@ class _Asking:
 
     async def _answer(self, asked: _Asked) -> None:
         record = asked.record
+        if asked.answer is not None:
+            return
         if record.error is not None:
             asked.answer = self._requests.error_line(record, _reason(record.error))
             return

@@ -217,10 +217,16 @@ def test_generate_answers_every_row_in_order_and_continues(folder: Path, linked:
     whole = output.read_bytes()
     finished = CliRunner().invoke(main, [*arguments, "--device", "none"])
     assert (finished.exit_code, finished.stdout) == (1, done.stdout), "no engine is started if all rows have answers"
-    output.write_bytes(whole[: whole.index(b'{"row":4') + 9])
+    failed = b'{"row":1,"id":"r1","error":"ProcessDied: the engine died"}\n'
+    output.write_bytes(whole[: whole.index(b'{"row":1')] + failed + whole[whole.index(b'{"row":2') : -40])
+    before = output.read_bytes()
+    refused = CliRunner().invoke(main, [*arguments, "--limit", "3", "--retry-errors"])
+    assert (refused.exit_code, "has 7 rows, but only 3 were requested" in refused.stderr) == (2, True), refused.stderr
+    assert output.read_bytes() == before[: before.rindex(b"\n") + 1]
     by_links = ["generate", "--tokenized", str(linked), *arguments[3:]]
-    gone_on = CliRunner().invoke(main, by_links)
+    gone_on = CliRunner().invoke(main, [*by_links, "--retry-errors"])
     assert gone_on.exit_code == 1, gone_on.output
+    assert not output.with_name("out.jsonl.earlier").exists()
     assert output.read_bytes() == whole
     output.write_text("something else\n")
     refused = CliRunner().invoke(main, arguments)

@@ -20,8 +20,8 @@ _BLOCK_BYTES = 4 << 20
 """Number of bytes that one request fetches. s3fs would fetch 50 MiB to read the footer of a table."""
 _BUFFER_BYTES = 1 << 20
 _VERSIONS = (
-    *("ETag", "etag", "generation", "blob_id", "content_md5", "md5Hash"),
-    *("LastModified", "last_modified", "mtime", "created"),
+    *("ETag", "generation", "etag", "blob_id", "content_md5", "md5Hash"),
+    *("Last-Modified", "LastModified", "last_modified", "mtime", "created"),
 )
 """Names that file systems use for what identifies the content of a file. The first of them that a file has is used."""
 
