@@ -159,10 +159,10 @@ def test_a_shard_of_another_run_is_not_reused(few: Path, whole: Path, tmp_path: 
     assert content(tmp_path / "run") == content(whole)
 
 
-def test_files_left_by_killed_actors_are_removed_at_the_end(few: Path, whole: Path, tmp_path: Path) -> None:
-    """Such files are accepted when a run begins, because they may be copied from another node with its shards."""
+def test_files_that_are_not_part_of_the_run_are_removed_at_the_end(few: Path, whole: Path, tmp_path: Path) -> None:
+    """Killed actors leave such files, and users may copy them from another node with its shards."""
     (tmp_path / "run").mkdir()
-    for name in ("at-3.json", "input-000.jsonl.0123abcd.partial"):
+    for name in ("at-3.json", "input-000.jsonl.0123abcd.partial", "shard-000000003.parquet", "shard-000000003.journal"):
         (tmp_path / "run" / name).write_text("{}")
     require_run(tmp_path / "run")
     run_in_process(settings(few), tmp_path / "run")

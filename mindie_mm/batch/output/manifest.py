@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 MANIFEST_FILE = "manifest.json"
 ERRORS_FILE = "errors.jsonl"
 README_FILE = "README.md"
+_SHARD_FILES = [f"shard-[0-9]*.{suffix}" for suffix in ("parquet", "safetensors", "journal")]
 _README = """---
 configs:
 - config_name: default
@@ -122,8 +123,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         with replacing(folder / MANIFEST_FILE) as unfinished:
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
         own = {path(folder, info.first_row) for info in infos for path in (table_path, arrays_path)}
-        for left in {*folder.glob("shard-*")} - own:  # readers of the folder would find rows twice
-            left.unlink(missing_ok=True)
+        for left in {path for pattern in _SHARD_FILES for path in folder.glob(pattern)} - own:
+            left.unlink(missing_ok=True)  # otherwise, other readers of the folder would find rows twice
         return manifest
 
     @property
