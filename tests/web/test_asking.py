@@ -275,9 +275,13 @@ def test_settings_are_checked_sent_and_kept(page: Page) -> None:
     assert "top_p" not in sent
     page.get_by_role("button", name="Settings").click()
     page.get_by_role("button", name="Reset").click()
-    expect(field).to_have_value("0")
+    expect(field).to_have_value("")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(244, 246, 248)"
     assert page.evaluate("localStorage.getItem('mindie_mm.settings')") == "{}"
+    page.keyboard.press("Escape")
+    with page.expect_request(COMPLETIONS) as caught:
+        ask(page, "Hello!")
+    assert not wanted.keys() & caught.value.post_data_json.keys()
 
 
 def test_stop_ends_the_answer_and_frees_its_memory(page: Page, service: RunningService, files: Path) -> None:
