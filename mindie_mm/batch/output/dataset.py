@@ -113,7 +113,10 @@ class Dataset(Sequence[Sample]):
     def record(self, number: int) -> ShardRow:
         """Return the row as it is recorded in its table."""
         info = self.shard(number).info
-        return ShardRow.of(self._table(info).slice(number - info.first_row, 1).to_pylist()[0])
+        table, at = self._table(info), number - info.first_row
+        ids = table["input_ids"][at].values  # converting 3,000 ids to Python objects takes 0.1 ms
+        record = table.drop_columns("input_ids").slice(at, 1).to_pylist()[0]
+        return ShardRow.of(record | {"input_ids": None if ids is None else ids.to_numpy().copy()})
 
     def shard(self, number: int) -> Shard:
         """Return the shard that contains the row `number`."""
