@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.batch.output.collate import Labels, Padding, collate
 from mindie_mm.batch.output.manifest import Manifest, Shard
+from mindie_mm.batch.output.order import Order
 from mindie_mm.batch.output.sample import RunModel, Sample
 from mindie_mm.batch.output.shard import ShardInfo, arrays_path, read_table, table_path
 from mindie_mm.batch.output.shard_row import ShardRow
@@ -109,6 +110,29 @@ class Dataset(Sequence[Sample]):
 
         """
         return collate(samples, self._model.processor(), self._model.pad_token(), padding, labels, packing)
+
+    def order(self, seed: int = 0, epoch: int = 0, *, consumed: int = 0, rank: int = 0, num_ranks: int = 1) -> Order:
+        """Return the numbers of the rows that a rank reads in an epoch, shuffled and without failed rows.
+
+        The order depends only on `seed`, `epoch` and the rows. To resume an epoch with any number of ranks and workers,
+        pass the number of samples that all ranks have consumed. Rows of eight shards are shuffled together, so that a
+        worker keeps few files open. If the ranks' numbers of samples would differ, some rows are read twice.
+
+        Args:
+            seed: Number that selects an order.
+            epoch: Number of the epoch.
+            consumed: Number of samples of this epoch that all ranks together have consumed.
+            rank: Number of this rank, from 0.
+            num_ranks: Number of ranks.
+
+        Raises:
+            InputError: A number is out of its range.
+            StorageError: The list of failed rows cannot be read.
+
+        """
+        shards = [range(shard.info.first_row, shard.info.stop_row) for shard in self.manifest.shards]
+        failed = self.manifest.failed_rows(self.folder) if self.manifest.num_errors else ()
+        return Order(shards, failed, (seed, epoch), consumed, rank, num_ranks)
 
     def record(self, number: int) -> ShardRow:
         """Return the row as it is recorded in its table."""

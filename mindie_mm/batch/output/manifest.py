@@ -68,6 +68,12 @@ class Shard(msgspec.Struct, frozen=True):
                 )
 
 
+class _Failed(msgspec.Struct, frozen=True):
+    """The part of a line in the list of failed rows that is read again."""
+
+    row: int
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a finished run."""
 
@@ -136,6 +142,25 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def first_row(self) -> int:
         """Number of the first row. It is 0 unless the run is a part."""
         return self.shards[0].info.first_row if self.run.part and self.shards else 0
+
+    def failed_rows(self, folder: Path) -> frozenset[int]:
+        """Return the numbers of the rows that failed, from their list in `folder`.
+
+        Raises:
+            CorruptReference: The list does not belong to this manifest.
+            StorageError: The list cannot be read.
+
+        """
+        file = folder / ERRORS_FILE
+        with os_errors_as(StorageError, f"{file} cannot be read"):
+            lines = file.read_bytes().splitlines()
+        try:
+            rows = frozenset(msgspec.json.decode(line, type=_Failed).row for line in lines)
+        except NOT_JSON as error:
+            raise CorruptReference(f"{file} is damaged: {in_words(error)}") from None
+        if len(rows) != self.num_errors:
+            raise CorruptReference(f"{file} has {len(rows)} rows, but {self.num_errors} rows failed")
+        return rows
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
