@@ -268,7 +268,7 @@ class _Server(uvicorn.Server):
             assert isinstance(connection, Connection)
             connection.drain()
         admission, grace_s = self._service.admission, self._settings.grace_s
-        _log.info("stopping; %d requests are running, with %g s to finish", len(admission), grace_s)
+        _log.info("stopping; running requests: %d, which have %g s to finish", len(admission), grace_s)
         await admission.stop(grace_s)
         faults.point("stopping")
         for task in self._tasks:

@@ -124,4 +124,4 @@ def test_closing_the_terminal_stops_the_service_like_sigterm(settings: dict[str,
             os.close(terminal)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert running.process.wait(30) == 0
-    assert "stopping; 1 requests are running" in (tmp_path / "log").read_text()
+    assert "stopping; running requests: 1, " in (tmp_path / "log").read_text()
