@@ -192,7 +192,7 @@ class TestInternVL(MindIEContract, ExtremeShapes, FamilyContract):
         )
         found = {"pixel_values": np.empty(plan.specs["pixel_values"].shape, np.uint8)}
         write(found)
-        pixels = model.normalizations["video"](torch.from_numpy(found["pixel_values"]))
+        pixels = model.processor.normalizations["video"](torch.from_numpy(found["pixel_values"]))
         assert torch.equal(pixels, expected["pixel_values_videos"][0])
 
     def test_too_many_frames_are_refused(self, processor):

@@ -91,7 +91,7 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
         expected = LlavaOnevisionVideoProcessor.from_pretrained(path)([frames[indices]], return_tensors="pt")
         found = {"pixel_values_videos": np.empty(plan.specs["pixel_values_videos"].shape, np.uint8)}
         write(found)
-        pixels = model.normalizations["video"](torch.from_numpy(found["pixel_values_videos"]))
+        pixels = model.processor.normalizations["video"](torch.from_numpy(found["pixel_values_videos"]))
         assert torch.equal(pixels, expected["pixel_values_videos"][0])
 
     @pytest.mark.parametrize(
