@@ -13,7 +13,7 @@ from mindie_mm.batch import Dataset
 from mindie_mm.batch.output.manifest import Manifest
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
-from tests.batch.conftest import content, run_in_process, settings, write_shards, written
+from tests.batch.conftest import content, run_in_process, settings, tokenize, write_shards, written
 
 ROWS: list[dict[str, Any]] = [{"text": f"row {row}"} for row in range(23)]
 SHARD_ROWS = ("--shard-rows", 7)
@@ -103,8 +103,8 @@ def test_failed_rows_are_repeated_after_the_cause_is_removed(rows: Path, media: 
     kept = {path: path.stat().st_ino for path in (tmp_path / "run").glob("shard-*") if "000000007" not in path.name}
     (tmp_path / "late.jpg").write_bytes((media / "2.jpg").read_bytes())
     assert run_in_process(settings(rows), tmp_path / "run").num_errors == 1, "finished shards are not repeated"
-    again = invoke("tokenize", rows, "--output", tmp_path / "run", *SHARD_ROWS, "--workers", 1, "--retry-errors")
-    assert again.exit_code == 0, again.output
+    again = tokenize(rows, "--output", tmp_path / "run", *SHARD_ROWS, "--workers", 1, "--retry-errors")
+    assert again.returncode == 0, again.stderr
     assert {path: path.stat().st_ino for path in kept} == kept, "shards without failed rows stay as they are"
     run_in_process(settings(rows), tmp_path / "whole")
     assert content(tmp_path / "run") == content(tmp_path / "whole")

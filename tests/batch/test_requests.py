@@ -16,7 +16,8 @@ from mindie_mm.batch.input.request import request_of
 from mindie_mm.batch.input.row import parse, row_id
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
-from tests.batch.conftest import run_in_process, settings, written
+from tests import warm
+from tests.batch.conftest import CLI, run_in_process, settings, written
 from tests.media_samples import encoded, photograph
 
 MESSAGES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]
@@ -26,6 +27,7 @@ def batch_line(custom_id: str, body: dict[str, Any], url: str = "/v1/chat/comple
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "m", **body}}
 
 
+@pytest.mark.usefixtures("copied_workers")
 def test_generate_answers_batch_lines_and_rows_with_their_own_sampling(tmp_path: Path) -> None:
     """Rows without sampling parameters of their own take those of the command."""
     (tmp_path / "a.png").write_bytes(encoded(photograph(size=(60, 40))))
@@ -43,8 +45,8 @@ def test_generate_answers_batch_lines_and_rows_with_their_own_sampling(tmp_path:
     run_in_process(settings(written(tmp_path / "rows.jsonl", rows)), tmp_path / "run")
     output = tmp_path / "out.jsonl"
     arguments = ["generate", "--tokenized", str(tmp_path / "run"), "--output", str(output), "--max-tokens", "5"]
-    done = CliRunner().invoke(main, arguments)
-    assert (done.exit_code, done.stdout) == (1, f"8 rows in {output}; 3 rows failed\n"), done.output
+    done = warm.run([CLI, *arguments], timeout=300)
+    assert (done.returncode, done.stdout) == (1, f"8 rows in {output}; 3 rows failed\n"), done.stderr
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     one, two, three, four, five, six, seven, eight = lines
     assert [line["custom_id"] for line in (one, two, three, four, eight)] == ["one", "two", "three", "four", "eight"]
