@@ -119,7 +119,8 @@ class Scheduler(BaseScheduler):
 
     When a waiting request is admitted, the blocks of its prefix are looked up in the cache. Tokens of the blocks that
     are found count as computed. If the model has recurrent layers, the request also needs a snapshot of their states.
-    A prefill therefore pauses at the end of its last full block, and leaves a snapshot.
+    A prefill therefore pauses at the end of its last full block, and leaves a snapshot. It also pauses at the end of
+    the blocks that it shares if the last snapshot is in their first half, because more requests may begin with them.
     """
 
     def __init__(
@@ -227,7 +228,9 @@ class Scheduler(BaseScheduler):
         extend_keys(request, self._blocks.block_size, request.num_tokens - 1)  # the last token is always computed
         shared = [] if request.params.prompt_logprobs is not None else self._blocks.find(request.keys)
         if self._states is not None:
-            shared = shared[: self._states.find(request.keys[: len(shared)])]
+            found = self._states.find(request.keys[: len(shared)])
+            request.pause = len(shared) * self._blocks.block_size if 2 * found < len(shared) else 0
+            shared = shared[:found]
         start = len(shared) * self._blocks.block_size
         if self._comes_soon(request, len(shared), budget):
             return None
@@ -282,6 +285,8 @@ class Scheduler(BaseScheduler):
             # The last token is never shared, so that no other request needs the states after it.
             boundary = min(stop, request.num_tokens - 1, request.num_shareable)
             boundary -= boundary % self._blocks.block_size
+            if start < request.pause < boundary:
+                boundary = request.pause
             stop = boundary if start < boundary else stop
         for first, last in request.spans_in(stop - 1, stop):
             if stop < last:

@@ -135,6 +135,14 @@ def test_a_longer_prompt_continues_from_the_snapshot_of_a_shorter_one(model, exp
     assert_all_free(engine)
 
 
+def test_the_second_request_with_a_system_prompt_leaves_a_snapshot_after_it(model, expected):
+    engine = engine_of(model)
+    assert [ask(engine, PROMPTS[number])[0] for number in (5, 3, 2)] == [0, 0, 5 * BLOCK]
+    assert ask(engine, PROMPTS[5]) == (9 * BLOCK, expected[5])
+    assert ask(engine, PROMPTS[3]) == (15 * BLOCK, expected[3])
+    assert_all_free(engine)
+
+
 def test_the_least_recently_used_snapshot_is_evicted(model, expected):
     engine = engine_of(model, slots=3)
     prompts = [torch.tensor([*range(start, start + 9)]) for start in (20, 120, 220)]

@@ -52,6 +52,8 @@ class Request:
     """Slot with the states of recurrent layers after `num_computed` tokens."""
     snapshots: dict[int, int] = field(default_factory=dict)
     """Slots with the states after some numbers of tokens, as far as the steps that write them have not finished."""
+    pause: int = 0
+    """Number of tokens after which the prefill pauses, so that it leaves a snapshot of the states. 0 if it need not."""
     media_consumed: bool = False
     """Whether the shared-memory blocks of `items` may be freed, because the KV cache covers all features."""
     num_computed: int = 0
