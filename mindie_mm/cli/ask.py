@@ -53,13 +53,13 @@ def command(
         from mindie_mm.worker.deltas import Answer
 
     request = request_of_items([*items_of(media), {"text": question}], webui=webui_images)
-    answer = Answer()
     if note := demo_note(config.model, "mindie-mm ask --model"):
         click.echo(note, err=True)
     with Session(config) as session:
-        session.answer(request, params, answer, silent=as_json)
-    if as_json:
-        printed = {name: getattr(answer, name) for name in ("text", "token_ids", "finish_reason", "timings")}
-        click.echo(msgspec.json.encode(printed | {"sampling": effective(params)}).decode())
-    else:
-        click.echo()
+        if not as_json:
+            session.answer(request, params, Answer())
+            click.echo()
+            return
+        answer = session.whole_answer(request, params)
+    printed = {name: getattr(answer, name) for name in ("text", "token_ids", "finish_reason", "timings")}
+    click.echo(msgspec.json.encode(printed | {"sampling": effective(params)}).decode())

@@ -188,14 +188,19 @@ class Session:
             self._loop.close()
             raise
 
-    def answer(self, request: TokenizeRequest, params: SamplingParams, answer: Answer, *, silent: bool = False) -> None:
-        """Answer a request. Add the pieces to `answer` as they arrive, and write their text unless `silent`.
+    def answer(self, request: TokenizeRequest, params: SamplingParams, answer: Answer) -> None:
+        """Answer a request. Write the text, and add the pieces to `answer`, as they arrive.
 
         If this call is interrupted, `answer` contains the pieces that arrived before.
         """
-        self._loop.run(self._answer(request, params, answer, silent=silent))
+        self._loop.run(self._answer(request, params, answer))
 
-    async def _answer(self, request: TokenizeRequest, params: SamplingParams, answer: Answer, *, silent: bool) -> None:
+    def whole_answer(self, request: TokenizeRequest, params: SamplingParams) -> Answer:
+        """Return the answer to a request. If the weights are replaced meanwhile, the answer starts again."""
+        with progress_shown(lambda: "thinking"):
+            return self._loop.run(self.worker.whole_answer(request, params, uuid.uuid4().hex))
+
+    async def _answer(self, request: TokenizeRequest, params: SamplingParams, answer: Answer) -> None:
         deltas = self.worker.answer(request, params, uuid.uuid4().hex)
         with ExitStack() as waiting:
             waiting.enter_context(progress_shown(lambda: "thinking"))
@@ -203,8 +208,7 @@ class Session:
                 async for delta in deltas:
                     waiting.close()
                     answer.add(delta)
-                    if not silent:
-                        write(delta.text)
+                    write(delta.text)
 
     def __enter__(self) -> Self:
         return self
