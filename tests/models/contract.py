@@ -73,9 +73,10 @@ from mindie_mm.nn.placement import Placement, parts
 from mindie_mm.nn.splice import MediaItem, plain_ids
 from mindie_mm.processes.ipc import Failure
 from mindie_mm.settings.config import EngineConfig, MediaCaps
-from mindie_mm.shm import release
+from mindie_mm.shm import Arena, release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
+from mindie_mm.tokenize.stores import ARENA_BYTES
 from mindie_mm.tokenize.truncate import truncate
 from tests.media_samples import encode_video, encoded, moving_frames, photograph
 from tests.models.references import Items, Reference, Remembered
@@ -449,7 +450,8 @@ class FamilyContract:
     @pytest.fixture(scope="class")
     @classmethod
     def tokenizer(cls, path: Path) -> Iterator[Tokenizer]:
-        with Tokenizer.from_pretrained(path) as tokenizer:
+        # The arena is created here, because a test must leave no arena that it did not find.
+        with Arena.create(ARENA_BYTES) as arena, Tokenizer.from_pretrained(path, arena=arena) as tokenizer:
             yield tokenizer
 
     @pytest.fixture(scope="class")
