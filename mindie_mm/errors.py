@@ -222,6 +222,15 @@ def panics_as(kind: type[MindieMMError], what: str) -> Iterator[None]:
         raise kind(f"{what}: {error}") from error
 
 
+def without_frames(error: MindieMMError) -> MindieMMError:
+    """Return an error that was caught, without the frames in which it and its causes were raised.
+
+    A frame keeps its variables alive. If a variable refers to the error, only the garbage collector frees both.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
 def error_name(error: MindieMMError) -> str:
     """Return the name under which the error can be sent to another process: its nearest class in this module."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)

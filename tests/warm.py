@@ -285,7 +285,6 @@ def copied_workers() -> Iterator[None]:
         if torch.get_num_threads() == 1:  # a copy lacks the threads of a used thread pool, and would hang
             importlib.import_module("tests.pristine")
             patch.setattr(ipc, "subprocess", SUBPROCESS)
-            gc.collect()  # a copy would keep mappings of removed arenas that are garbage
         yield
 
 

@@ -43,6 +43,7 @@ from mindie_mm.errors import (
     OperationalError,
     TokenOutOfRange,
     WeightsChanged,
+    without_frames,
 )
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.placement import devices_of
@@ -157,7 +158,7 @@ class BaseEngine(ABC):
         try:
             result = work()
         except MindieMMError as error:
-            failure = error
+            failure = without_frames(error)
         except Exception as error:  # noqa: BLE001 - an unreadable request must not end the others
             _log.exception("request %s failed with an unexpected error", request_id)
             failure = OperationalError(f"the request failed: {type(error).__name__}")

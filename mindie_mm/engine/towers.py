@@ -14,7 +14,7 @@ from mindie_mm.engine.cache.encoder_cache import EncoderCache
 from mindie_mm.engine.ranks import Ranks
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.scheduler import Scheduled, TowerBudget, TowerLimits
-from mindie_mm.errors import DeviceError, MindieMMError
+from mindie_mm.errors import DeviceError, MindieMMError, without_frames
 from mindie_mm.nn.model import MediaModel
 from mindie_mm.nn.placement import devices_of
 from mindie_mm.nn.splice import ItemRef, ItemView, MediaItem
@@ -139,7 +139,7 @@ class Towers:
         try:
             features = self._model.encode(own) if own else []
         except MindieMMError as error:
-            failure = error
+            failure = without_frames(error)
         except Exception as error:  # noqa: BLE001 - a device error must not fail other requests either
             if len(items) == 1:
                 _log.exception("the tower failed on %s", items[0].ref)

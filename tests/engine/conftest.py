@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import gc
+import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
+from mindie_mm.shm.mapped import drop_removed
+from tests.removed_arenas import removed_arenas
+
 STEP_TIMEOUT_S = 86.0
 """Value of EngineConfig.step_timeout_s that tests use to select a fake timeout."""
+
+
+@pytest.fixture
+def unmapped() -> Iterator[None]:
+    """Check that no removed arena stays mapped after a test, without a run of the garbage collector."""
+    before = removed_arenas([os.getpid()], 0)
+    gc.disable()
+    yield
+    drop_removed(cleanups=True)
+    left = removed_arenas([os.getpid()], 0)
+    gc.enable()
+    assert left <= before
 
 
 class Periods:

@@ -115,6 +115,7 @@ def test_a_preempted_output_may_be_a_continued_output(model: Any, grammars: Gram
     assert [*found.values()] == alone
 
 
+@pytest.mark.usefixtures("unmapped")
 def test_an_output_about_media_continues_only_with_the_same_media(engine: Engine, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with Tokenizer.from_pretrained() as tokenizer:

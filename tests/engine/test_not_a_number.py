@@ -91,6 +91,7 @@ def test_features_that_may_have_failed_a_request_are_encoded_again(model, random
         release(tmp_path / "shm_name.txt")
 
 
+@pytest.mark.usefixtures("unmapped")
 def test_features_that_cannot_be_encoded_fail_only_their_own_request(model, random_checkpoint, tmp_path):
     with Tokenizer.from_pretrained(random_checkpoint) as tokenizer:
         ids = tokenizer.tokenize([{"image": picture(56, 84)}], tmp_path / "shm_name.txt")

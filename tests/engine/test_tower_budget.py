@@ -107,6 +107,7 @@ def test_a_burst_of_large_pictures_takes_several_calls_of_the_tower(random_check
     release(path_file)
 
 
+@pytest.mark.usefixtures("unmapped")
 def test_repeated_pictures_are_encoded_once_and_sent_in_messages_of_limited_size(
     random_checkpoint, device, tmp_path, monkeypatch
 ):

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from mindie_mm.errors import BadReference
 from mindie_mm.shm import Arena, ArraySpec, Ref, attach, free, survey
 from mindie_mm.shm.format.layout import ENTRY_BYTES, PAGE, ArenaHeader
+from mindie_mm.shm.mapped import drop_removed
 from tests.fuzz.target import Target, sealed, sealed_arena
 
 _SPECS = (
@@ -168,3 +169,4 @@ def arena_file() -> Iterator[Target]:
                 left.unlink()
         for descriptor in kept:
             os.close(descriptor)
+        drop_removed()

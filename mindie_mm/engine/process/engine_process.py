@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable
@@ -122,8 +121,7 @@ def _run_steps(channel: ChildChannel, ranks: Ranks, engine: BaseEngine, send: Ca
             if stepped is not None:
                 send(stepped)
             faults.point("after-reply")
-        if drop_removed(cleanups=True):
-            gc.collect()  # a reference cycle of an error and its frames may keep media of a failed request mapped
+        drop_removed(cleanups=True)
 
 
 def _rarely(report: Callable[[float], None]) -> Callable[[float], None]:
