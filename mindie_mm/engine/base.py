@@ -270,7 +270,7 @@ class BaseEngine(ABC):
         """
         if draw is None:
             for item in request.items:  # the features may be the cause, so other requests must not reuse them
-                self._encoder_cache.drop(item)
+                self._encoder_cache.free(item)
             return self._fail(request, OperationalError("the model returned non-finite logits for this request"))
         token, logprobs = draw
         if token == NO_TOKEN:
@@ -340,7 +340,7 @@ class BaseEngine(ABC):
         """
         for item in request.items:
             if item.digest is None:
-                self._encoder_cache.drop(item)
+                self._encoder_cache.free(item)
 
     def _take_out(self, failed: Mapping[Request, MindieMMError]) -> list[Progress]:
         """Fail requests. If a device is lost for good, raise its error before any request changes.

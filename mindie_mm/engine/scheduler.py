@@ -184,7 +184,7 @@ class Scheduler(BaseScheduler):
                 self._blocks.keep(block, key)
             if self._states is not None and (slot := request.snapshots.pop(scheduled.stop, None)) is not None:
                 self._states.keep(slot, request.keys[scheduled.stop // size - 1])
-                self._states.release(slot)
+                self._states.free(slot)
 
     def forget(self, request: Request) -> None:
         """Do not share the blocks and snapshots of `request` any longer, because they may contain non-finite values."""
@@ -320,7 +320,7 @@ class Scheduler(BaseScheduler):
             elif key is not None:
                 states.forget([key])
             else:
-                states.release(request.snapshots.pop(start))
+                states.free(request.snapshots.pop(start))
         request.state_slot = writes
         size = self._blocks.block_size
         if stop % size == 0 and stop < request.num_tokens and stop // size <= len(request.keys):
@@ -331,7 +331,7 @@ class Scheduler(BaseScheduler):
     def _release_read(self) -> None:
         for slot in self._read:
             assert self._states is not None
-            self._states.release(slot)
+            self._states.free(slot)
         self._read.clear()
 
     def _uncached(self, request: Request, start: int, stop: int) -> list[MediaItem]:
@@ -341,7 +341,7 @@ class Scheduler(BaseScheduler):
         self._blocks.free(request)
         if self._states is not None and request.state_slot is not None:
             for slot in (request.state_slot, *request.snapshots.values()):
-                self._states.release(slot)
+                self._states.free(slot)
             request.state_slot = None
             request.snapshots.clear()
 

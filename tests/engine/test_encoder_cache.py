@@ -48,5 +48,5 @@ def test_an_item_without_a_digest_is_keyed_by_its_reference():
     cache.put(media(None, "one"), features())
     assert media(None, "one") in cache
     assert media(None, "two") not in cache
-    cache.drop(media(None, "one"))
+    cache.free(media(None, "one"))
     assert media(None, "one") not in cache

@@ -35,7 +35,7 @@ class EncoderCache:
             features = features.clone()  # a view would keep the memory of the whole batch alive
         self._features[item.key] = features
 
-    def drop(self, item: MediaItem) -> None:
+    def free(self, item: MediaItem) -> None:
         """Remove the item's features, if they are in the cache."""
         self._features.pop(item.key, None)
 

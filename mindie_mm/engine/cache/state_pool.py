@@ -52,7 +52,7 @@ class StatePool:
         """Add a holder."""
         self._holders[slot] += 1
 
-    def release(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Remove a holder. The slot becomes free if it has no other holder and no key."""
         self._holders[slot] -= 1
         assert self._holders[slot] >= 0, slot
