@@ -23,7 +23,7 @@ from mindie_mm.processes.interrupts import INTERRUPTED, importing, interruptible
 from mindie_mm.processes.standard_streams import has_terminal, use_utf8
 from mindie_mm.settings.environment import keep_backends_out, restart_in_utf8
 
-COMMANDS = ("serve", "ask", "chat", "tokenize", "merge", "generate", "inspect", "models", "shm", "doctor")
+COMMANDS = ("serve", "ask", "chat", "tokenize", "merge", "generate", "inspect", "verify", "models", "shm", "doctor")
 
 
 _WIDEST_HELP = 160

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mindie_mm.cli.paths import PATH
-from mindie_mm.errors import StorageError, os_errors_as
+from mindie_mm.errors import StorageError, UnsupportedCheckpoint, os_errors_as
 from mindie_mm.processes.interrupts import importing
 
 
@@ -43,36 +43,54 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
     if sample.ids is None:
         click.echo(f"failed: {sample.error}")
         return
-    run = dataset.manifest.run
-    with importing():  # imports torch, which is not needed without ROW
-        from mindie_mm.models import family_of
-        from mindie_mm.nn.checkpoint.directory import Checkpoint
-
-        checkpoint = run.settings.checkpoint() if model is None else Checkpoint.open(model)
-        if not other_model:
-            run.require_model(checkpoint)
-        family = family_of(checkpoint, run.settings.family or None)
-    pictures = _show_prompt(sample, family.tokenizer(checkpoint), family.processor(checkpoint))
+    tokenizer, processor = _opened(dataset.manifest.run, model, other_model=other_model, required=png is not None)
+    pictures = _show_prompt(sample, tokenizer, processor)
     if png is not None:
         _save(pictures, png)
     elif pictures:
         click.echo(f"{_counted(pictures)}; to write a PNG file of them, use --png FILE")
 
 
+def _opened(run: Any, model: Path | None, *, other_model: bool, required: bool) -> tuple[Any, Any]:
+    """Return the tokenizer and the processor of the checkpoint.
+
+    If the checkpoint that tokenized the rows is not on this machine, print that and return None for both, unless the
+    caller named a checkpoint or the checkpoint is `required`.
+    """
+    with importing():  # imports torch, which is not needed without ROW
+        from mindie_mm.models import family_of
+        from mindie_mm.nn.checkpoint.directory import Checkpoint
+
+        try:
+            checkpoint = run.settings.checkpoint() if model is None else Checkpoint.open(model)
+        except UnsupportedCheckpoint as error:
+            if required or model is not None:
+                raise
+            click.echo(f"token ids are shown instead of text, because {error}. Give the path with --model")
+            return None, None
+        if not other_model:
+            run.require_model(checkpoint)
+        family = family_of(checkpoint, run.settings.family or None)
+    return family.tokenizer(checkpoint), family.processor(checkpoint)
+
+
 def _show_prompt(sample: Any, tokenizer: Any, processor: Any) -> list[Any]:
-    """Print the row's text and describe its media. Return the pictures."""
+    """Print the row's text and describe its media. Return the pictures. Without a tokenizer, print token ids."""
     from mindie_mm.shm.format.item import ITEM, MediaShape
+
+    def shown(ids: Any) -> str:
+        return repr(ids.tolist() if tokenizer is None else tokenizer.decode(ids))
 
     click.echo(f"{len(sample.ids)} tokens")
     pictures, at = [], 0
     for span, arrays in zip(sample.spans, sample.arrays, strict=True):
-        click.echo(repr(tokenizer.decode(sample.ids[at : span.start])))
+        click.echo(shown(sample.ids[at : span.start]))
         held = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items() if name != ITEM)
         click.echo(f"{span.kind} at tokens {span.start} to {span.stop - 1}: {held}")
-        if span.kind != "audio":
+        if processor is not None and span.kind != "audio":
             pictures += processor.pictures(arrays, MediaShape.of(arrays).grid)
         at = span.stop
-    click.echo(repr(tokenizer.decode(sample.ids[at:])))
+    click.echo(shown(sample.ids[at:]))
     return pictures
 
 

@@ -22,6 +22,7 @@ from mindie_mm.batch.settings import Run, Settings, part_of
 from mindie_mm.batch.stage import Stage
 from tests import warm
 from tests.media_samples import PHOTOGRAPHS, encode_video, encoded, moving_frames, photograph
+from tests.sound_samples import encode_sound, tone
 
 CLI = str(Path(sys.executable).with_name("mindie-mm"))
 UNEQUAL = ("timings.jsonl", ".lock")
@@ -65,6 +66,23 @@ def lines(media: Path, rows: list[dict[str, Any]], request: pytest.FixtureReques
     path = media / f"{request.node.name.replace('/', '-')}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(scope="session")
+def eight_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with eight rows in two shards. One row has failed."""
+    here = tmp_path_factory.mktemp("rows")
+    for index in range(4):
+        (here / f"{index}.png").write_bytes(encoded(photograph(size=(90 + 40 * index, 120)), "PNG"))
+    rows = [{"id": f"r{i}", "inputs": [{"image": f"{i}.png"}, {"text": "What?"}]} for i in range(4)]
+    rows += [{"text": "Hello!"}, {"images": ["0.png", "1.png"], "text": "Both?"}]
+    (here / "clip.mp4").write_bytes(encode_video(moving_frames(6)))
+    (here / "tone.wav").write_bytes(encode_sound(tone(0.5), 16_000))
+    rows += [{"video": "clip.mp4", "text": "What moves?"}, {"audio": "tone.wav", "text": "What is it?"}]
+    rows[2]["inputs"][0]["image"] = "gone.png"
+    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_in_process(settings(here / "rows.jsonl", shard_rows=4), here / "run")
+    return here / "run"
 
 
 def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: Any) -> Manifest:

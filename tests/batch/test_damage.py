@@ -97,6 +97,8 @@ def test_reading_damaged_files_raises_an_error(damage: str, folder: Path, tmp_pa
     assert (shown.exit_code, shown.stderr[:7]) == (1, "Error: "), shown
     assert str(folder / "shard-") in shown.stderr
     assert not (tmp_path / "row.png").exists()
+    verified = invoke("verify", folder)
+    assert (verified.exit_code, verified.stdout[:12]) == (1, "rows 0 to 2:"), verified.output
 
 
 @pytest.mark.slow

@@ -35,25 +35,12 @@ from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests import warm
 from tests.batch.conftest import CLI, run_in_process, settings, written
-from tests.media_samples import encode_video, encoded, moving_frames, photograph
-from tests.sound_samples import encode_sound, tone
+from tests.media_samples import encoded, photograph
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run with eight rows in two shards. One row has failed."""
-    here = tmp_path_factory.mktemp("rows")
-    for index in range(4):
-        (here / f"{index}.png").write_bytes(encoded(photograph(size=(90 + 40 * index, 120)), "PNG"))
-    rows = [{"id": f"r{i}", "inputs": [{"image": f"{i}.png"}, {"text": "What?"}]} for i in range(4)]
-    rows += [{"text": "Hello!"}, {"images": ["0.png", "1.png"], "text": "Both?"}]
-    (here / "clip.mp4").write_bytes(encode_video(moving_frames(6)))
-    (here / "tone.wav").write_bytes(encode_sound(tone(0.5), 16_000))
-    rows += [{"video": "clip.mp4", "text": "What moves?"}, {"audio": "tone.wav", "text": "What is it?"}]
-    rows[2]["inputs"][0]["image"] = "gone.png"
-    (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_in_process(settings(here / "rows.jsonl", shard_rows=4), here / "run")
-    return here / "run"
+@pytest.fixture
+def folder(eight_rows: Path) -> Path:
+    return eight_rows
 
 
 @pytest.fixture

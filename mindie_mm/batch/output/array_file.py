@@ -5,7 +5,6 @@ Any safetensors reader can open a file. `safetensors.save_file` is not used, bec
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import time
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 from mindie_mm.batch.input.files import sync_folder
 from mindie_mm.batch.output.disk_writer import DiskWriter, StoredArray, WriteBatch, WriteBatchMemory, write_all
@@ -40,7 +39,9 @@ _DTYPES = {
     **{f"float{8 * size}": f"F{8 * size}" for size in (2, 4, 8)},
 }
 """Names of numpy's dtypes in safetensors."""
+_NUMPY_DTYPES = {stored: dtype for dtype, stored in _DTYPES.items()}
 _PADDING = "padding"
+_PIECE_BYTES = 1 << 20
 
 
 def file_bytes(num_bytes: int) -> int:
@@ -240,7 +241,18 @@ class ArrayFile:
 
 
 def digest_of(path: Path) -> str:
-    """Compute the digest of a file from its contents. If the file is intact, it equals the result of `finish`.
+    """Compute the digest of a file from its contents. `read_arrays` lists the errors."""
+    return read_arrays(path)[0]
+
+
+def read_arrays(path: Path) -> tuple[str, dict[str, StoredArray]]:
+    """Read a file in small pieces, and compute its digest and the digest of each array.
+
+    The file is not mapped, because reading a mapped file from a faulty disk would end the process with SIGBUS.
+
+    Returns:
+        The digest of the file, which equals the result of `finish` if the file is intact, and the arrays by their names
+        in the file. Paddings are left out.
 
     Raises:
         CorruptReference: The file is not a complete file of arrays.
@@ -250,30 +262,47 @@ def digest_of(path: Path) -> str:
     with path.open("rb") as file:
         if (size := os.fstat(file.fileno()).st_size) < _LENGTH.size:
             raise CorruptReference(f"{path} is truncated: it has {size} bytes")
-        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as data:
-            (length,) = _LENGTH.unpack(data[: _LENGTH.size])
-            start = _LENGTH.size + length
-            try:
-                with data[_LENGTH.size : start] as encoded:
-                    places = sorted(msgspec.json.decode(encoded, type=dict[str, _Entry]).values(), key=_stop)
-            except msgspec.DecodeError as error:
-                raise CorruptReference(f"{path} has a damaged header: {error}") from error
-            digests = []
-            for place in places:
-                first, stop = place.data_offsets
-                with data[start + first : start + stop] as array:
-                    digests.append(xxh3_128_digest(array))
-            if start + max(map(_stop, places), default=0) != size:
-                raise CorruptReference(f"{path} has {size} bytes, which does not agree with its header")
-            return _combined(data[:start].tobytes(), digests)
+        head = file.read(_LENGTH.size)
+        (length,) = _LENGTH.unpack(head)
+        if _LENGTH.size + length > HEADER_BYTES:
+            raise CorruptReference(
+                f"{path} has a damaged header: it has {length} bytes, but at most {HEADER_BYTES} fit"
+            )
+        head += file.read(length)
+        try:
+            entries = msgspec.json.decode(head[_LENGTH.size :], type=dict[str, _Entry])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptReference(f"{path} has a damaged header: {error}") from error
+        arrays, at, buffer = dict[str, StoredArray](), 0, memoryview(bytearray(_PIECE_BYTES))
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+            start, stop = entry.data_offsets
+            if start != at or stop < start:
+                raise CorruptReference(
+                    f"{path} has a damaged header: {name} does not begin where the array before ends"
+                )
+            digest = xxh3_128()
+            while at < stop and (count := file.readinto(buffer[: stop - at])):
+                digest.update(buffer[:count])
+                at += count
+            at = stop  # a truncated file ends earlier
+            arrays[name] = StoredArray(
+                name.split(".", 2)[-1],
+                _NUMPY_DTYPES.get(entry.dtype, entry.dtype),
+                entry.shape,
+                len(head) + start,
+                stop - start,
+                digest.digest(),
+            )
+    if len(head) + at != size:
+        raise CorruptReference(f"{path} has {size} bytes, but its header requires {len(head) + at}")
+    combined = _combined(head, [array.digest for array in arrays.values()])
+    return combined, {name: array for name, array in arrays.items() if array.name != _PADDING}
 
 
 class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
     data_offsets: tuple[int, int]
-
-
-def _stop(entry: _Entry) -> int:
-    return entry.data_offsets[1]
 
 
 def _combined(head: bytes, digests: Sequence[bytes]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,7 @@ MANIFEST_FILE = "manifest.json"
 ERRORS_FILE = "errors.jsonl"
 README_FILE = "README.md"
 _SHARD_FILES = [f"shard-[0-9]*.{suffix}" for suffix in ("parquet", "safetensors", "journal")]
+_WRITE_AGAIN = "Remove this file, and run the command of `mindie-mm tokenize` again, which keeps the shards"
 _README = """---
 configs:
 - config_name: default
@@ -53,19 +55,18 @@ class Shard(msgspec.Struct, frozen=True):
             CorruptReference: A file has different content or cannot be read.
 
         """
-        table, arrays = (path(folder, self.info.first_row) for path in (table_path, arrays_path))
-        for path, written, digest in (
-            (table, self.table_digest, file_digest),
-            (arrays, self.info.arrays_digest, arrays_digest),
-        ):
-            try:
-                actual = digest(path)
-            except OSError as error:
-                raise CorruptReference(f"{path} cannot be read: {error.strerror}") from error
-            if actual != written:
-                raise CorruptReference(
-                    f"{path} is not the file that the run wrote: its digest is {actual}; the manifest has {written}"
-                )
+        require_digest(table_path(folder, self.info.first_row), file_digest, self.table_digest)
+        require_digest(arrays_path(folder, self.info.first_row), arrays_digest, self.info.arrays_digest)
+
+
+def require_digest(path: Path, digest_of: Callable[[Path], str], written: str) -> None:
+    """Raise CorruptReference unless a file can be read and has the digest `written`."""
+    with os_errors_as(CorruptReference, f"{path} cannot be read"):
+        actual = digest_of(path)
+    if actual != written:
+        raise CorruptReference(
+            f"{path} is not the file that the run wrote: its digest is {actual}; the manifest has {written}"
+        )
 
 
 class _Failed(msgspec.Struct, frozen=True):
@@ -184,13 +185,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         except OSError as error:
             raise StorageError(f"{file} cannot be read: {error.strerror}") from error
         except NOT_JSON as error:
-            raise CorruptReference(f"{file} is damaged: {in_words(error)}") from None
+            raise CorruptReference(f"{file} is damaged: {in_words(error)}. {_WRITE_AGAIN}") from None
         first = manifest.first_row
         stops = [first, *(shard.info.stop_row for shard in manifest.shards)]
         firsts = [*(shard.info.first_row for shard in manifest.shards), first + manifest.num_rows]
         if stops != firsts or any(shard.info.num_rows < 1 for shard in manifest.shards):
             raise CorruptReference(
-                f"{file} is damaged: its shards do not contain exactly the rows 0 to {manifest.num_rows - 1}"
+                f"{file} is damaged: its shards do not contain exactly the rows {first} to "
+                f"{first + manifest.num_rows - 1}. {_WRITE_AGAIN}"
             )
         return manifest
 

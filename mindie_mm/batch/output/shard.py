@@ -166,6 +166,18 @@ def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) 
     return table
 
 
+def counts_of(rows: Sequence[ShardRow]) -> dict[str, int]:
+    """Return the fields of `ShardInfo` that depend only on the rows of the shard."""
+    items = [row.arrays or () for row in rows]
+    return {
+        "num_rows": len(rows),
+        "num_errors": sum(row.error is not None for row in rows),
+        "num_tokens": sum(len(row.input_ids) for row in rows if row.input_ids is not None),
+        "num_items": sum(map(len, items)),
+        "max_row_bytes": max(sum(array.length for arrays in row for array in arrays) for row in items),
+    }
+
+
 class ShardWriter:
     """A shard that is being written. Use the writer as a context manager.
 
@@ -304,18 +316,13 @@ class ShardWriter:
         return pa.table([arrays[name] for name in self._schema.names], self._schema)
 
     def _info(self, digest: str) -> ShardInfo:
-        items = [row.arrays or () for row in self._rows]
         return ShardInfo(
             run=self._run,
             first_row=self._first_row,
-            num_rows=len(self._rows),
-            num_errors=sum(row.error is not None for row in self._rows),
-            num_tokens=sum(len(row.input_ids) for row in self._rows if row.input_ids is not None),
-            num_items=sum(map(len, items)),
             num_bytes=self.file.used_bytes,
-            max_row_bytes=max(sum(array.length for arrays in row for array in arrays) for row in items),
             arrays_digest=digest,
             records_digest=self.records.hex(),
+            **counts_of(self._rows),
         )
 
     def __enter__(self) -> Self:

@@ -1,0 +1,123 @@
+"""Checks of the files of a finished run. No model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from mindie_mm.batch.input.files import file_digest
+from mindie_mm.batch.output.array_file import file_bytes, read_arrays
+from mindie_mm.batch.output.disk_writer import StoredArray
+from mindie_mm.batch.output.manifest import MANIFEST_FILE, Manifest, Shard, require_digest
+from mindie_mm.batch.output.shard import arrays_path, counts_of, read_info, read_table, table_path
+from mindie_mm.batch.output.shard_row import ShardRow
+from mindie_mm.batch.progress import Progress, Show
+from mindie_mm.errors import CorruptReference, os_errors_as
+
+_TOTALS = ("num_errors", "num_tokens", "num_items", "num_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Damage to a file of a run."""
+
+    message: str
+    """Path of the file, and the reason."""
+    remove: Path
+    """File to remove, so that another call of `mindie-mm tokenize` repairs the damage."""
+    rows: range = range(0)
+    """Rows that are damaged."""
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return self.message
+        first, last = self.rows[0], self.rows[-1]
+        return f"row{f' {first}' if first == last else f's {first} to {last}'}: {self.message}"
+
+
+def damages(folder: Path, manifest: Manifest, show: Show) -> Iterator[Damage]:
+    """Read all files of a run, and yield the damages. Memory is needed for the rows of one shard, without arrays."""
+    infos = [shard.info for shard in manifest.shards]
+    for name in _TOTALS:
+        if (total := sum(getattr(info, name) for info in infos)) != (stated := getattr(manifest, name)):
+            file = folder / MANIFEST_FILE
+            yield Damage(f"{file} is damaged: {name} is {stated}, but the shards have {total}", file)
+    own = {path(folder, info.first_row) for info in infos for path in (table_path, arrays_path)}
+    for path in sorted({*folder.glob("shard-*.parquet"), *folder.glob("shard-*.safetensors")} - own):
+        yield Damage(f"{path} is not a file of this run, but other programs would read it", path)
+    rows = errors = num_bytes = 0
+    for shard in manifest.shards:
+        found = [*_damages_of(folder, shard)]
+        yield from found
+        rows, num_bytes = rows + shard.info.num_rows, num_bytes + shard.info.num_bytes
+        errors += len({row for damage in found for row in damage.rows})
+        show(Progress(rows, errors, num_bytes, rows / manifest.num_rows), Progress())
+
+
+def _damages_of(folder: Path, shard: Shard) -> Iterator[Damage]:
+    info, rows = shard.info, list[ShardRow]()
+    table, path = (path(folder, info.first_row) for path in (table_path, arrays_path))
+    every = range(info.first_row, info.stop_row)
+    try:
+        require_digest(table, file_digest, shard.table_digest)
+        rows = _rows(folder, shard)
+    except CorruptReference as error:
+        yield Damage(str(error), table, every)
+    try:
+        with os_errors_as(CorruptReference, f"{path} cannot be read"):
+            digest, found = read_arrays(path)
+            size = path.stat().st_size
+    except CorruptReference as error:
+        yield Damage(str(error), table, every)
+        return
+    differing = _differing(rows, found)
+    for damaged in _ranges(differing):
+        name = differing[damaged.start]
+        yield Damage(f"{path} does not have the array {name} that its table describes", table, damaged)
+    if differing:
+        return
+    if digest != info.arrays_digest or size != file_bytes(info.num_bytes):
+        reason = f"is not the file that the run wrote: its digest is {digest}; the manifest has {info.arrays_digest}"
+        yield Damage(f"{path} {reason}", table, every)
+    elif rows and found:
+        yield Damage(f"{path} has the array {min(found)}, which its table does not list", table, every)
+
+
+def _differing(rows: Iterable[ShardRow], found: dict[str, StoredArray]) -> dict[int, str]:
+    """Return the rows with an array that differs from the one in the file, with the name of the array.
+
+    All arrays of the rows are removed from `found`.
+    """
+    differing = dict[int, str]()
+    for row in rows:
+        for index, arrays in enumerate(row.arrays or ()):
+            for array in arrays:
+                name = f"{row.row}.{index}.{array.name}"
+                if found.pop(name, None) != array:
+                    differing.setdefault(row.row, name)
+    return differing
+
+
+def _ranges(rows: Iterable[int]) -> Iterator[range]:
+    """Yield the ranges of consecutive numbers in `rows`, which are sorted."""
+    for _, group in groupby(enumerate(rows), lambda item: item[1] - item[0]):
+        numbers = [row for _, row in group]
+        yield range(numbers[0], numbers[-1] + 1)
+
+
+def _rows(folder: Path, shard: Shard) -> list[ShardRow]:
+    """Return the rows of a shard. Raise CorruptReference if the rows are not those that the manifest describes."""
+    info, path = shard.info, table_path(folder, shard.info.first_row)
+    if read_info(path) != info:
+        raise CorruptReference(f"{path} describes its shard otherwise than the manifest")
+    rows = []
+    for number, record in enumerate(read_table(path, info.num_rows).to_pylist(), info.first_row):
+        rows.append(ShardRow.of(record))
+        if record["row"] != number:
+            raise CorruptReference(f"{path} has the row {record['row']} at the place of row {number}")
+    for name, count in counts_of(rows).items():
+        if count != getattr(info, name):
+            raise CorruptReference(f"{path} is damaged: {name} is {getattr(info, name)}, but its rows have {count}")
+    return rows

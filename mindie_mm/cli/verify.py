@@ -1,0 +1,46 @@
+"""mindie-mm verify."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mindie_mm.cli.paths import PATH
+from mindie_mm.processes.interrupts import importing
+from mindie_mm.settings.paths import absolute
+
+
+@click.command("verify", short_help="Check the files of a tokenized data set.")
+@click.argument("folder", type=PATH)
+def command(folder: Path) -> None:
+    """Check the files of the run that `mindie-mm tokenize` wrote to FOLDER. No model is loaded.
+
+    The digests of all tables and files of arrays, the position and digest of each array, and the numbers of rows,
+    errors, tokens and media items must be the same as in manifest.json. The command prints the damaged files and rows,
+    and which files to remove for a repair. It does not change any file.
+
+    Exit status: 0 if the run is intact, 1 if it is damaged.
+    """
+    with importing():
+        from mindie_mm.batch.output.manifest import Manifest
+        from mindie_mm.batch.output.verify import Damage, damages
+        from mindie_mm.batch.progress import shown
+
+    folder = absolute(folder)
+    manifest = Manifest.read(folder)
+    found: list[Damage] = []
+    try:
+        with shown("auto") as show:
+            found.extend(damages(folder, manifest, show))
+    finally:  # after the progress bar, and also after an interrupt
+        for damage in found:
+            click.echo(damage)
+    if not found:
+        click.echo(f"{manifest.num_rows} rows and {manifest.num_bytes / 1e6:.1f} MB of arrays are intact")
+        return
+    click.echo("To repair the run, remove these files, and run the command of `mindie-mm tokenize` again, which writes")
+    click.echo("only the shards that have no table:")
+    for path in dict.fromkeys(damage.remove for damage in found if damage.remove.exists()):
+        click.echo(f"    {path}")
+    raise SystemExit(1)

@@ -1,0 +1,138 @@
+"""Tests for `mindie-mm verify`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from mindie_mm.batch import Dataset
+from mindie_mm.batch.input.files import file_digest
+from mindie_mm.cli import main
+from tests.batch.conftest import content, run_in_process, settings
+
+TABLES = ("shard-000000000.parquet", "shard-000000004.parquet")
+ARRAYS = ("shard-000000000.safetensors", "shard-000000004.safetensors")
+
+
+@pytest.fixture
+def folder(eight_rows: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(eight_rows, tmp_path / "run"))
+
+
+def verify(folder: Path, status: int = 1) -> list[str]:
+    shown = CliRunner().invoke(main, ["verify", str(folder)])
+    assert shown.exit_code == status, shown.output
+    return shown.stdout.splitlines()
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def forge(folder: Path, change: Mapping[str, Any]) -> None:
+    """Change values in row 1 of the first table, and record the changed table in the manifest."""
+    path = folder / TABLES[0]
+    table, info = pq.read_table(path), pq.read_metadata(path).metadata[b"mindie_mm"]
+    rows = table.to_pylist()
+    rows[1] |= change
+    forged = pa.Table.from_pylist(rows, table.schema.with_metadata({b"mindie_mm": info}))
+    pq.write_table(forged, path)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest["shards"][0]["table_digest"] = file_digest(path)
+    (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+
+
+def test_an_intact_run_is_verified_without_torch(folder: Path) -> None:
+    program = f"""
+import sys
+from mindie_mm.cli import main
+main(["verify", {str(folder)!r}], standalone_mode=False)
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:11]) == (0, "8 rows and "), done.stderr
+    assert done.stderr.startswith("8 rows, 0 failed, "), "the progress"
+
+
+def test_the_damaged_rows_are_named_and_only_their_shard_is_repaired(folder: Path, eight_rows: Path) -> None:
+    record = Dataset(folder).record(5)
+    for item in record.arrays:
+        flip(folder / ARRAYS[1], item[0].offset)
+    flip(folder / ARRAYS[1], Dataset(folder).record(6).arrays[0][0].offset)
+    intact = (folder / TABLES[0]).stat().st_mtime_ns
+    damage, *_, remove = verify(folder)
+    assert damage == (
+        f"rows 5 to 6: {folder / ARRAYS[1]} does not have the array 5.0.{record.arrays[0][0].name} that its table "
+        "describes"
+    )
+    assert remove == f"    {folder / TABLES[1]}"
+    Path(remove.strip()).unlink()
+    run_in_process(settings(eight_rows.parent / "rows.jsonl", shard_rows=4), folder)
+    assert content(folder) == content(eight_rows)
+    assert (folder / TABLES[0]).stat().st_mtime_ns == intact
+    verify(folder, 0)
+
+
+def test_every_damaged_file_is_named(folder: Path) -> None:
+    flip(folder / TABLES[0], 100)
+    (folder / ARRAYS[0]).unlink()
+    arrays = folder / ARRAYS[1]
+    flip(arrays, arrays.stat().st_size - 1)  # in a padding
+    shutil.copy(folder / TABLES[1], folder / "shard-000000009.parquet")
+    damages = verify(folder)
+    expected = (
+        f"{folder}/shard-000000009.parquet is not a file of this run, but other programs would read it",
+        f"rows 0 to 3: {folder / TABLES[0]} is not the file that the run wrote",
+        f"rows 0 to 3: {folder / ARRAYS[0]} cannot be read: No such file or directory",
+        f"rows 4 to 7: {arrays} is not the file that the run wrote",
+    )
+    for damage, start in zip(damages, expected, strict=False):
+        assert damage.startswith(start)
+    assert damages[len(expected)].startswith("To repair the run, ")
+    flip(arrays, 9)
+    assert "has a damaged header" in verify(folder)[3]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"row": 3}, f"rows 0 to 3: .../{TABLES[0]} has the row 3 at the place of row 1"),
+        ({"input_ids": [1] * 999}, f"rows 0 to 3: .../{TABLES[0]} is damaged: num_tokens is "),
+        ({"arrays": [[{"name": "x", "offset": 0}]]}, "rows 0 to 3: row 1 is damaged: "),
+    ],
+)
+def test_a_forged_table_is_compared_with_the_arrays(change: Mapping[str, Any], reason: str, folder: Path) -> None:
+    forge(folder, change)
+    assert verify(folder)[0].startswith(reason.replace("...", str(folder)))
+
+
+def test_offsets_and_digests_of_a_forged_table_are_compared_with_the_header(folder: Path) -> None:
+    arrays = pq.read_table(folder / TABLES[0])["arrays"][1].as_py()
+    for name, value in (("offset", arrays[0][0]["offset"] + 4096), ("digest", bytes(16)), ("dtype", "int8")):
+        forge(folder, {"arrays": [[arrays[0][0] | {name: value}, *arrays[0][1:]]]})
+        assert verify(folder)[0].startswith(f"row 1: {folder / ARRAYS[0]} does not have the array 1.0.")
+    forge(folder, {"arrays": [arrays[0][1:]]})
+    assert verify(folder)[0].endswith(f"has the array 1.0.{arrays[0][0]['name']}, which its table does not list")
+
+
+def test_totals_and_gaps_are_checked(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest | {"num_tokens": 7}))
+    total = manifest["num_tokens"]
+    assert verify(folder)[0] == f"{folder}/manifest.json is damaged: num_tokens is 7, but the shards have {total}"
+    (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest | {"shards": manifest["shards"][1:]}))
+    shown = CliRunner().invoke(main, ["verify", str(folder)])
+    assert (shown.exit_code, "its shards do not contain exactly the rows 0 to 7. Remove" in shown.stderr) == (1, True)
