@@ -39,8 +39,10 @@ def command(folder: Path) -> None:
     if not found:
         click.echo(f"{manifest.num_rows} rows and {manifest.num_bytes / 1e6:.1f} MB of arrays are intact")
         return
-    click.echo("To repair the run, remove these files, and run the command of `mindie-mm tokenize` again, which writes")
-    click.echo("only the shards that have no table:")
-    for path in dict.fromkeys(damage.remove for damage in found if damage.remove.exists()):
+    removed = [path for path in dict.fromkeys(damage.remove for damage in found) if path.exists()]
+    first = "remove these files, and " if removed else ""
+    click.echo(f"To repair the run, {first}run the command of `mindie-mm tokenize` again.")
+    click.echo("It writes only the shards that have no table.")
+    for path in removed:
         click.echo(f"    {path}")
     raise SystemExit(1)

@@ -104,6 +104,9 @@ def test_every_damaged_file_is_named(folder: Path) -> None:
     assert damages[len(expected)].startswith("To repair the run, ")
     flip(arrays, 9)
     assert "has a damaged header" in verify(folder)[3]
+    for path in folder.glob("*.parquet"):
+        path.unlink()
+    assert verify(folder)[-2].startswith("To repair the run, run the command"), "there is no file to remove"
 
 
 @pytest.mark.parametrize(
