@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from mindie_mm.batch.input.files import file_digest
@@ -16,6 +16,8 @@ from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.batch.progress import Progress, Show
 from mindie_mm.errors import CorruptReference, os_errors_as
 
+_CONVERTED_ROWS = 64
+"""Number of rows that are converted at a time, because a list of ids takes four times the memory of an array."""
 _TOTALS = ("num_errors", "num_tokens", "num_items", "num_bytes")
 
 
@@ -112,8 +114,9 @@ def _rows(folder: Path, shard: Shard) -> list[ShardRow]:
     info, path = shard.info, table_path(folder, shard.info.first_row)
     if read_info(path) != info:
         raise CorruptReference(f"{path} describes its shard otherwise than the manifest")
-    rows = []
-    for number, record in enumerate(read_table(path, info.num_rows).to_pylist(), info.first_row):
+    rows = list[ShardRow]()
+    pieces = read_table(path, info.num_rows).to_batches(max_chunksize=_CONVERTED_ROWS)
+    for number, record in enumerate(chain.from_iterable(piece.to_pylist() for piece in pieces), info.first_row):
         rows.append(ShardRow.of(record))
         if record["row"] != number:
             raise CorruptReference(f"{path} has the row {record['row']} at the place of row {number}")
