@@ -9,6 +9,7 @@ from mindie_mm.settings.environment import limit_spinning
 
 if TYPE_CHECKING:
     from mindie_mm.batch.output.dataset import Dataset
+    from mindie_mm.batch.tokenizing import TokenizedRun, tokenize_dataset
     from mindie_mm.engine.requests.sampling_params import SamplingParams
     from mindie_mm.errors import MindieMMError
     from mindie_mm.inputs import Embeddings
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from mindie_mm.worker.deltas import Delta
     from mindie_mm.worker.llm import LLM, Output
+    from service.offline import generate_dataset
 
 __all__ = [
     "LLM",
@@ -34,8 +36,11 @@ __all__ = [
     "Output",
     "SamplingParams",
     "StructuredOutputs",
+    "TokenizedRun",
     "Tokenizer",
     "WorkerConfig",
+    "generate_dataset",
+    "tokenize_dataset",
 ]
 __version__ = "0.1.0"
 
@@ -55,8 +60,11 @@ _HOMES = {
     "Output": "mindie_mm.worker.llm",
     "SamplingParams": "mindie_mm.engine.requests.sampling_params",
     "StructuredOutputs": "mindie_mm.structured.outputs",
+    "TokenizedRun": "mindie_mm.batch.tokenizing",
     "Tokenizer": "mindie_mm.tokenize.tokenizer",
     "WorkerConfig": "mindie_mm.settings.config",
+    "generate_dataset": "service.offline",
+    "tokenize_dataset": "mindie_mm.batch.tokenizing",
 }
 
 

@@ -7,15 +7,16 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, TextIO
+from typing import Literal, Protocol, TextIO, get_args
 
 import msgspec
 
+from mindie_mm.errors import InputError
 from mindie_mm.processes.progress import LOG_INTERVAL_S, repeating
 
 JSON_INTERVAL_S = 1.0
 
-Style = Literal["auto", "json"]
+Style = Literal["auto", "json", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +61,35 @@ class Rates:
         return cls(own.rows / elapsed_s, own.num_bytes / elapsed_s / 1e6, eta_s)
 
 
+def is_shown(style: Style | None) -> bool:
+    """Return whether progress in a style is shown on standard error.
+
+    Raises:
+        InputError: There is no such style.
+
+    """
+    if style is not None and style not in get_args(Style):
+        raise InputError(f"progress is {style!r}; it must be 'auto', 'json' or 'off'")
+    return style != "off" and (style is not None or (sys.stderr is not None and sys.stderr.isatty()))
+
+
 @contextmanager
-def shown(style: Style, out: TextIO = sys.stderr, interval_s: float | None = None) -> Iterator[Show]:
+def shown(style: Style | None, out: TextIO = sys.stderr, interval_s: float | None = None) -> Iterator[Show]:
     """Show the progress of a run at intervals, and at its end.
 
     Nothing is shown for a run that is refused, because it never calls `Show`.
 
     Args:
         style: "auto" draws a bar if `out` is a terminal, and otherwise prints a line every 10 s. "json" prints an
-            object every second.
+            object every second. "off" shows nothing. None is "auto" if standard error is a terminal, and else "off".
         out: Stream to print to.
         interval_s: Time in seconds between two lines or objects. The default depends on the style.
 
     """
-    if style == "auto" and out.isatty():
+    if not is_shown(style):
+        yield lambda *_: None
+        return
+    if style != "json" and out.isatty():
         with _bar() as drawn:
             yield drawn
         return

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import msgspec
 
 from mindie_mm.batch.input.file_state import STATES_FILE, InputStates
 from mindie_mm.batch.input.files import creating, locked
-from mindie_mm.batch.input.gather import drop_gathered, gather, is_stream
+from mindie_mm.batch.input.gather import Write, drop_gathered, gather, is_stream
 from mindie_mm.batch.input.request import REQUEST
 from mindie_mm.batch.input.source import Chunk, chunks
 from mindie_mm.batch.output.journal import forget_failures
@@ -26,6 +24,7 @@ from mindie_mm.batch.settings import RUN_FILE, Run, Settings, part_of, require_r
 from mindie_mm.batch.tally import Tally
 from mindie_mm.batch.workers import Workers
 from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_as
+from mindie_mm.processes.loop_thread import run_to_end
 from mindie_mm.settings.paths import absolute, is_url
 from mindie_mm.shm.liveness_lock import is_same
 
@@ -45,6 +44,7 @@ def run_batch(
     ray_address: str | None = None,
     part: str = "",
     retry_errors: bool = False,
+    rows: Mapping[str, Write] | None = None,
 ) -> tuple[Manifest, Counter[str]]:
     """Process the unfinished part of a run, and write its manifest. After an error, a second call continues the run.
 
@@ -58,6 +58,7 @@ def run_batch(
             processes.
         part: Part of the rows to process, such as "2/4". `merge` combines the folders of all parts.
         retry_errors: Whether to process the shards with failed rows again.
+        rows: Functions that write the rows of a program, by name of the input.
 
     Returns:
         The manifest, and the number of files in media folders that were left out because they are not media, for each
@@ -78,7 +79,7 @@ def run_batch(
         require_run(folder)
         with ExitStack() as refused:
             refused.callback(drop_gathered, settings.inputs, folder)
-            left_out = gather(settings.inputs, folder, settings.template, sys.stdin.buffer, settings.limit)
+            left_out = gather(settings.inputs, folder, settings.template, None, settings.limit, rows)
             sources = settings.sources(folder)
             for source in sources:
                 source.check()
@@ -102,7 +103,7 @@ def run_batch(
         tally = Tally(run, folder, sources, max_errors, show, states.begun, share)
         if ray_address is None:
             try:
-                asyncio.run(Workers(folder, every, tally).run(num_workers))
+                run_to_end(Workers(folder, every, tally).run(num_workers))
             except TooManyErrors:
                 forget_failures(folder)
                 raise

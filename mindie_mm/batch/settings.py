@@ -15,6 +15,7 @@ from blake3 import blake3
 from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.batch.input.files import replacing
 from mindie_mm.batch.input.gather import (
+    are_rows,
     called,
     gathered_path,
     is_folder,
@@ -58,7 +59,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     family: str = ""
     """Same as `WorkerConfig.family`. If it is empty, the checkpoint determines the family."""
     inputs: tuple[str, ...]
-    """Absolute paths of files of rows, pipes with JSON lines and media folders. "-" is standard input."""
+    """Absolute paths of files of rows, pipes with JSON lines and media folders. "-" is standard input. Rows of a
+    program have a name."""
     stdin_folder: str = ""
     """Absolute path of the base folder for relative paths in rows from standard input and pipes."""
     columns: tuple[str, ...] = ()
@@ -382,7 +384,11 @@ def _moved(earlier: Settings, now: Settings) -> list[str]:
 
 def _is_same_place(was: str, now: str) -> bool:
     """Return whether relative paths in two inputs have the same base folder, or the earlier folder no longer exists."""
-    if was == now or (is_stream(was) and is_stream(now)):
+    if was == now:
+        return True
+    if are_rows(was) or are_rows(now):
+        return False
+    if is_stream(was) and is_stream(now):
         return True
     if is_url(was) or is_url(now):
         return was.rpartition("/")[0] == now.rpartition("/")[0]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -12,7 +11,6 @@ from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import configured
 from mindie_mm.processes.interrupts import importing
-from mindie_mm.processes.shown_progress import loading_shown
 
 
 @click.command("generate", short_help="Run the model on tokenized rows.")
@@ -49,17 +47,12 @@ def command(
     folder: Path,
     output: Path,
     *,
-    model: Path | None,
-    other_model: bool,
-    max_tokens: int,
-    temperature: float,
-    retry_errors: bool,
     generation_config: str | None,
-    limit: int | None,
     device: str | None,
     dtype: str | None,
     weights: str | None,
     tensor_parallel: int | None,
+    **given: Any,
 ) -> None:
     """Run the model on rows that `mindie-mm tokenize` has prepared.
 
@@ -72,24 +65,8 @@ def command(
     for another reason.
     """
     with importing():
-        import asyncio
+        from service.offline import generate_dataset
 
-        from mindie_mm.batch import Dataset
-        from mindie_mm.batch.progress import Progress, shown
-        from mindie_mm.engine.requests.default_sampling import defaults_of
-        from mindie_mm.nn.checkpoint.directory import EMBEDDED
-        from mindie_mm.nn.checkpoint.hub import checkpoint_name
-        from mindie_mm.worker.offline import generate
-        from service.request.batch_lines import BatchLines
-
-    if output.name == "-":
-        raise click.BadParameter(
-            "standard output (-) is not supported, because an interrupted run could not be resumed from it; give the "
-            "name of a file",
-            param_hint="--output",
-        )
-    dataset = Dataset(folder)
-    settings = dataset.manifest.run.settings
     flags = {
         "device": device,
         "dtype": dtype,
@@ -97,32 +74,8 @@ def command(
         "tensor_parallel": tensor_parallel,
         "generation_config": generation_config,
     }
-    # The environment may set the checkpoint and family of a service, which need not be those of the rows.
-    own = Path(settings.model) if settings.model else None
-    config = replace(configured(None, flags).worker, model=model or own, family=settings.family or None)
-    default = defaults_of(config.model, config.family, config.generation_config)
-    params = default.stating(max_tokens=max_tokens, temperature=temperature)
-    requests = BatchLines(params, checkpoint_name(config.model or EMBEDDED))
-    with shown("auto") as show_rows, ExitStack() as starting:
-        loading = starting.enter_context(loading_shown())
-
-        def show(done: Progress, earlier: Progress) -> None:
-            starting.close()  # a terminal shows one thing at a time
-            show_rows(done, earlier)
-
-        rows, errors = asyncio.run(
-            generate(
-                dataset,
-                output,
-                config,
-                requests,
-                limit,
-                other_model=other_model,
-                retry_errors=retry_errors,
-                loading=loading,
-                show=show,
-            )
-        )
+    config = configured(None, flags).worker
+    rows, errors = generate_dataset(folder, output, config, progress="auto", **given)
     click.echo(f"{rows} rows in {output}; {errors or 'no'} row{'' if errors == 1 or not errors else 's'} failed")
     if errors:
         raise SystemExit(ROWS_FAILED)

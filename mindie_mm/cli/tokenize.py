@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import click
 from mindie_mm.cli.paths import PATH, TEXT
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
-from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.processes.interrupts import importing
-from mindie_mm.settings.config import MediaCaps, MiB
+from mindie_mm.settings.config import NO_DECODERS, MediaCaps, MiB
+
+_LIMITS = {field.name for field in fields(MediaCaps)} - NO_DECODERS
 
 
 @click.command("tokenize", cls=SettingsCommand, short_help="Tokenize and preprocess a data set.")
@@ -41,7 +42,7 @@ from mindie_mm.settings.config import MediaCaps, MiB
               "they cannot be located fails.")  # fmt: skip
 @click.option("--template", default="",
               help="Prompt for each item of a folder or tar file, with {media} where the item belongs.")  # fmt: skip
-@click.option("--chat-template/--no-chat-template", "chat", default=True, show_default=True,
+@click.option("--chat-template/--no-chat-template", default=True, show_default=True,
               help="Apply the checkpoint's chat template to rows of items, as one user turn.")  # fmt: skip
 @click.option("--parse-special", type=click.Choice(["on", "off"]), default="on", show_default=True,
               help="Treatment of control tokens in texts without a chat template. on: they are control tokens, except "
@@ -69,26 +70,17 @@ from mindie_mm.settings.config import MediaCaps, MiB
               help="Tokenize only part I of N parts of the rows, for example on one of N machines. `mindie-mm merge` "
               "combines the folders of the parts.")  # fmt: skip
 @click.option("--json-progress", is_flag=True, help="Write progress to standard error as one JSON object per second.")
-@click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
+@click.option("--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]",
               help="Run on the Ray cluster at ADDRESS, or on a local cluster. Each node writes to its own "
               "folder.")  # fmt: skip
-@settings(MediaCaps, without={"max_decode_bytes", "isolate_requests"})
+@settings(MediaCaps, without=NO_DECODERS)
 @resuming()
 def command(
     inputs: tuple[str, ...],
     *,
     output: Path,
-    model: Path | None,
-    workers: int | None,
-    select_columns: str,
-    keep_columns: str,
-    on_error: str,
-    resume: bool,
-    retry_errors: bool,
-    part: str,
-    json_progress: bool,
-    ray_address: str | None,
     limit_mm_per_prompt: str | None,
+    json_progress: bool,
     config: Path | None,
     **given: Any,
 ) -> None:
@@ -103,62 +95,24 @@ def command(
     if the run is not finished for another reason. Run the same command again to continue.
     """
     with importing():
-        from mindie_mm.batch.input.gather import input_named, is_stream, left_out_summary
-        from mindie_mm.batch.input.kept import kept_columns
-        from mindie_mm.batch.input.remote import matching
-        from mindie_mm.batch.progress import shown
-        from mindie_mm.batch.run import run_batch
-        from mindie_mm.batch.settings import Settings
+        from mindie_mm.batch.input.gather import left_out_summary
+        from mindie_mm.batch.tokenizing import tokenize_dataset
 
-    max_errors = _max_errors(on_error)
-    with os_errors_as(InputError, f"{output} cannot be listed"):
-        is_used = output.is_dir() and any(output.iterdir())
-    if is_used and not resume:
-        raise click.UsageError(f"{output} is not empty; --no-resume needs an empty folder")
-    caps = {field.name: given.pop(field.name, None) for field in fields(MediaCaps)}
-    worker = configured(None, caps | {"config": config, "limit_mm_per_prompt": limit_mm_per_prompt}).worker
-    columns = tuple(column for part in select_columns.split(",") if (column := part.strip()))
-    named = tuple(input_named(one) for given in inputs for one in matching(given))
-    run_settings = Settings(
-        model="" if model is None else str(model.absolute()),
-        inputs=named,
-        stdin_folder=str(Path.cwd()) if any(map(is_stream, named)) else "",
-        columns=columns,
-        keep_columns=kept_columns(keep_columns),
+    limits = {name: given.pop(name, None) for name in _LIMITS}
+    worker = configured(None, limits | {"config": config, "limit_mm_per_prompt": limit_mm_per_prompt}).worker
+    run = tokenize_dataset(
+        inputs,
+        output,
         limit_mm_per_prompt=worker.limit_mm_per_prompt,
-        media=replace(worker.media, max_decode_bytes=MediaCaps().max_decode_bytes, isolate_requests=False),
+        progress="json" if json_progress else "auto",
         **given,
+        **{name: getattr(worker.media, name) for name in _LIMITS},
     )
-    with shown("json" if json_progress else "auto") as show:
-        manifest, left_out = run_batch(
-            run_settings,
-            output,
-            num_workers=workers,
-            max_errors=max_errors,
-            show=show,
-            ray_address=ray_address,
-            part=part,
-            retry_errors=retry_errors,
-        )
-    message = f"{manifest.num_rows} rows, {manifest.num_tokens} tokens, {manifest.num_items} media items in {output}"
-    if left_out:
-        message += f"; left out: {left_out_summary(left_out)}"
-    if manifest.num_errors:
-        failed = "1 row" if manifest.num_errors == 1 else f"{manifest.num_errors} rows"
+    message = f"{run.num_rows} rows, {run.num_tokens} tokens, {run.num_items} media items in {output}"
+    if run.left_out:
+        message += f"; left out: {left_out_summary(run.left_out)}"
+    if run.num_errors:
+        failed = "1 row" if run.num_errors == 1 else f"{run.num_errors} rows"
         click.echo(f"{message}; {failed} failed, see {output / 'errors.jsonl'}")
         raise SystemExit(ROWS_FAILED)
     click.echo(f"{message}; no row failed")
-
-
-def _max_errors(on_error: str) -> int | None:
-    """Return the maximum number of rows that may fail, or None for any number."""
-    if on_error == "skip":
-        return None
-    if on_error == "stop":
-        return 0
-    name, _, number = on_error.partition("=")
-    if name != "fail-after" or not number.isdecimal() or int(number) < 1:
-        raise click.BadParameter(
-            f"{on_error!r} is not valid; use skip, stop or fail-after=N, where N is at least 1", param_hint="--on-error"
-        )
-    return int(number) - 1

@@ -19,6 +19,19 @@ _THREADS = "mindie_mm"
 """Prefix of the names of this package's threads."""
 
 
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` and return its result, also if the caller is inside an event loop, for example in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    loop = LoopThread("batch")
+    try:
+        return loop.run(work)
+    finally:
+        loop.close()
+
+
 class LoopThread:
     """An event loop on its own thread, for callers that have no event loop or are inside another one."""
 

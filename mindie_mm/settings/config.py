@@ -182,6 +182,10 @@ class MediaCaps:
         require(self)
 
 
+NO_DECODERS = frozenset({"max_decode_bytes", "isolate_requests"})
+"""Fields of `MediaCaps` that have no effect where no decoder processes are started."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Settings of the worker.

@@ -97,6 +97,14 @@ def test_encoded_features_take_the_place_of_a_picture(capsys: pytest.CaptureFixt
     assert text == "red circle"
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("copied_workers")
+def test_rows_of_a_program_are_tokenized_and_answered(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(snippet(PYTHON_PAGE, "python", "tokenize_dataset"))
+    assert capsys.readouterr().out.startswith("(2, 0)\n[")
+    assert len((checkout / "answers.jsonl").read_text().splitlines()) == 2
+
+
 def test_release_frees_the_blocks_of_tokenize(checkout: Path) -> None:
     names = run(snippet(README, "python", "tokenizer.tokenize("))
     assert (names["ids"] < 0).sum() == 2, "the two words of a handle"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BufferedReader
 from itertools import islice
@@ -26,7 +27,12 @@ from mindie_mm.media.endings import ending_of, kind_of
 from mindie_mm.msgspec_errors import in_words
 from mindie_mm.settings.paths import absolute, is_url
 
+Write = Callable[[BinaryIO, int | None], None]
+"""Function that writes rows to a file, and a limit on their number."""
+
 STDIN = "-"
+ROWS, TABLE = "rows:", "table:"
+"""Beginnings of the names of rows and data sets that a Python program gives. No path or URL of a run has them."""
 _STDIN_PATHS = frozenset({"/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"})
 _DESCRIPTOR = re.compile(r"/(dev|proc/self)/fd/[0-9]+")
 """Paths that a shell passes for `<(...)`. Such a path is valid only in the process that the shell starts."""
@@ -44,6 +50,8 @@ _NAMED = re.compile(r"\.[a-z0-9]{1,8}")
 
 def gathered_path(folder: Path, index: int, given: str = STDIN) -> Path:
     """Return the path in the run's `folder` to which the input `given`, number `index`, is converted."""
+    if given.startswith(TABLE):
+        return folder / f"input-{index:03d}.parquet"
     ending = ".tar" if is_packed(given) and ending_of(PurePath(given).stem) == ".tar" else ".jsonl"
     return folder / f"input-{index:03d}{ending}"
 
@@ -62,9 +70,14 @@ def input_named(given: str) -> str:
     return STDIN if given == STDIN or given in _STDIN_PATHS else str(absolute(given))
 
 
+def are_rows(given: str) -> bool:
+    """Return whether an input is the name of rows that a Python program gives."""
+    return given.startswith((ROWS, TABLE))
+
+
 def is_stream(given: str) -> bool:
-    """Return whether an input is standard input or a pipe, which can be read only once."""
-    if given == STDIN or _DESCRIPTOR.fullmatch(given):
+    """Return whether an input is standard input, a pipe or rows of a program, which can be read only once."""
+    if given == STDIN or are_rows(given) or _DESCRIPTOR.fullmatch(given):
         return True
     if is_url(given):
         return False
@@ -109,13 +122,28 @@ def is_gathered(given: str) -> bool:
 
 def called(given: str) -> str:
     """Return the name that messages use for an input."""
+    if are_rows(given):
+        return f"the rows {given.partition(':')[2]!r}"
     return "standard input" if given == STDIN else given
 
 
 def gather(
-    inputs: Sequence[str], folder: Path, template: str, stdin: BinaryIO, limit: int | None = None
+    inputs: Sequence[str],
+    folder: Path,
+    template: str,
+    stdin: BinaryIO | None = None,
+    limit: int | None = None,
+    rows: Mapping[str, Write] | None = None,
 ) -> Counter[str]:
     """Convert all `inputs` that are not files of rows. Read at most `limit` rows of each stream of JSON lines.
+
+    Args:
+        inputs: Names of the inputs.
+        folder: Folder of the run.
+        template: Prompt for the media of folders.
+        stdin: Standard input, by default that of this process.
+        limit: Maximum number of rows of each stream of JSON lines.
+        rows: Functions that write the rows of a program, by name of the input.
 
     Returns:
         The number of files in media folders that were left out because they are not media, for each extension.
@@ -130,7 +158,9 @@ def gather(
         if is_gathered(given):
             path = gathered_path(folder, index, given)
             with replacing(path) as unfinished, unfinished.open("wb") as file:
-                if is_listed(given, template):
+                if are_rows(given):
+                    (rows or {})[given](file, limit)
+                elif is_listed(given, template):
                     left_out += _list(Path(given), file, template)
                 else:
                     file.writelines(_content(given, template, stdin, limit))
@@ -155,7 +185,7 @@ def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
             gathered_path(folder, index, given).unlink(missing_ok=True)
 
 
-def _content(given: str, template: str, stdin: BinaryIO, limit: int | None) -> Iterator[bytes]:
+def _content(given: str, template: str, stdin: BinaryIO | None, limit: int | None) -> Iterator[bytes]:
     """Yield the content of the file of rows that an input is converted to."""
     if is_folder(given) and (metadata := metadata_of(given, template)) is not None:
         yield from islice(_table_rows(metadata), limit)
@@ -207,7 +237,7 @@ def _table_rows(path: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def _opened(given: str, stdin: BinaryIO) -> Iterator[BinaryIO]:
+def _opened(given: str, stdin: BinaryIO | None) -> Iterator[BinaryIO]:
     """Open a stream or a compressed file, and yield its content, which is not compressed.
 
     Raises:
@@ -215,7 +245,7 @@ def _opened(given: str, stdin: BinaryIO) -> Iterator[BinaryIO]:
 
     """
     if given == STDIN:
-        yield stdin
+        yield sys.stdin.buffer if stdin is None else stdin
         return
     with os_errors_as(InputError, f"{given} cannot be read"):
         file = file_at(given).open("rb")

@@ -24,16 +24,22 @@ _PLAIN = {"bool": bool, "double": float, "string": str}
 _DECODING = (*NOT_JSON, RecursionError)
 
 
-def kept_columns(given: str) -> dict[str, str]:
-    """Return the type by name of columns that are given as `name,name=type`. A type that is not given is empty.
+def kept_columns(given: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """Return the type by name of columns that are given as `name,name=type`, or as a list or a mapping.
+
+    A type that is not given is empty.
 
     Raises:
         InputError: A name occurs twice, or a type is unknown.
 
     """
     columns: dict[str, str] = {}
-    for part in filter(None, map(str.strip, given.split(","))):
-        name, _, kind = part.partition("=")
+    if isinstance(given, Mapping):
+        pairs = [*given.items()]
+    else:
+        parts = filter(None, map(str.strip, given.split(",") if isinstance(given, str) else given))
+        pairs = [(name, kind) for name, _, kind in (part.partition("=") for part in parts)]
+    for name, kind in pairs:
         if name in columns:
             raise InputError(f"keep_columns has {name} twice. Remove one of them")
         if kind not in ("", JSON) and arrow_type(kind) is None:

@@ -41,8 +41,8 @@ from mindie_mm.msgspec_errors import in_words
 _PROMPTS = ("inputs", "messages")
 _TEXTS = ("text", "prompt")
 _SOURCES = (*KINDS, *(f"{kind}_url" for kind in KINDS), "input_audio")
-_MEDIA = frozenset({*_SOURCES, *(f"{source}s" for source in _SOURCES)})
-_FLAT = _MEDIA.union(_TEXTS)
+MEDIA_KEYS = frozenset({*_SOURCES, *(f"{source}s" for source in _SOURCES)})
+_FLAT = MEDIA_KEYS.union(_TEXTS)
 _VARIABLES = frozenset(
     {"tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "parse_special"}
 )
@@ -205,7 +205,7 @@ def _from_object(record: Any, locate: _Locate, whole: bool) -> Row:
 
 
 def _from_row(record: Mapping[str, Any], locate: _Locate, whole: bool) -> Row:
-    if _MEDIA.isdisjoint(record):
+    if MEDIA_KEYS.isdisjoint(record):
         record = with_named_files(record)
     record = as_chat(record, whole=whole)
     given = [key for key in _PROMPTS if key in record]
@@ -215,7 +215,11 @@ def _from_row(record: Mapping[str, Any], locate: _Locate, whole: bool) -> Row:
     prompt: Any = record[given[0]] if given else None
     if isinstance(prompt, str):
         prompt = _decoded(prompt, f"the row's {given[0]}")
-    if given == ["messages"] and _MEDIA.issuperset(flat) and (has_places(prompt) or (flat and has_question(prompt))):
+    if (
+        given == ["messages"]
+        and MEDIA_KEYS.issuperset(flat)
+        and (has_places(prompt) or (flat and has_question(prompt)))
+    ):
         prompt, flat = with_media(prompt, _flat_items(record)), []
     if len(given) + bool(flat) > 1 or record.keys() >= {*_TEXTS}:
         raise InputError(
@@ -240,7 +244,7 @@ def _require_whole(record: Mapping[str, Any], flat: Sequence[str]) -> None:
             f"the row has media but no text, and its keys {others} would be ignored. Rename the key of the text to "
             f"text, or use --select-columns {chosen} to read the row without a text"
         )
-    if _MEDIA.isdisjoint(flat) and (named := [key for key in others if key in _FILE_KEYS]):
+    if MEDIA_KEYS.isdisjoint(flat) and (named := [key for key in others if key in _FILE_KEYS]):
         raise InputError(
             f"the row has a text but no media, and its keys {named} would be ignored. Rename the key of the media to "
             f"image, video or audio, or use --select-columns {chosen} to read the row without media"
@@ -262,7 +266,7 @@ def _from_files(record: Files, folder: Path | str, template: str, aside: Collect
     if (own := record.own(".json")) is not None:
         described = _without_nulls(_without(_decoded(own, f"{record.key}.json"), aside))
         # If the row has media files, a text in its .json file is only the text for these media.
-        prompts = (_MEDIA if media else _FLAT).union(_PROMPTS, CONVERSATIONS)
+        prompts = (MEDIA_KEYS if media else _FLAT).union(_PROMPTS, CONVERSATIONS)
         if not isinstance(described, dict) or described.keys() & prompts:
             return _from_object(described, partial(_located_file, files=record.files, folder=folder), whole)
     if packed := [name for name in record.files if ending_of(name) in _PACKED and _is_meant(name)]:
@@ -342,7 +346,7 @@ def _flat_items(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     for key, value in record.items():
         if key in _TEXTS:
             texts.append({"text": value})
-        elif key in _MEDIA:
+        elif key in MEDIA_KEYS:
             name = key.removesuffix("s")
             media += [{name: one} for one in (value if isinstance(value, list) else [value])]
     return media + texts
@@ -396,7 +400,7 @@ def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat
     a list inside an item, nulls are kept, because they represent missing frames of a video.
     """
     if isinstance(value, Mapping):
-        if key in _MEDIA and value:
+        if key in MEDIA_KEYS and value:
             if all(one is None for one in value.values()):
                 return None
             if value.keys() <= {"bytes", "path"}:
@@ -408,7 +412,7 @@ def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat
         }
     if isinstance(value, list):
         without = (_without_nulls(one, key, kept, flat=False) for one in value)
-        return [left for left in without if left is not None or not (flat and key in _MEDIA)]
+        return [left for left in without if left is not None or not (flat and key in MEDIA_KEYS)]
     return _number(value) if isinstance(value, Decimal) and key != "id" else value
 
 
