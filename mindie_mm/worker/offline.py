@@ -114,7 +114,7 @@ async def generate(
     )
     with continued(output, origin, stop, retry_errors=retry_errors) as (append, begun, earlier_errors, last_id):
         given = EarlierAnswers(output)
-        if begun and last_id != (own := dataset.record(begun - 1).id):
+        if begun and last_id is not None and last_id != (own := dataset.record(begun - 1).id):
             raise InputError(
                 f"{output} has the answers of another run: its row {begun - 1} has the id {last_id!r}, but the id "
                 f"in this run is {own!r}"

@@ -61,16 +61,22 @@ class BatchLines(Requests):
             "usage": {"prompt_tokens": used[0], "completion_tokens": used[1], "total_tokens": sum(used)},
         }
         response = {"status_code": 200, "request_id": batch_id(row.row), "body": body}
-        return {"id": batch_id(row.row), "custom_id": row.id, "response": response, "error": None}
+        return {"id": batch_id(row.row), "custom_id": _custom_id(row, request), "response": response, "error": None}
 
     def error_line(self, row: ShardRow, why: str) -> Line:
-        if _batch_request(row) is None:
+        request = _batch_request(row)
+        if request is None:
             return super().error_line(row, why)
         code, _, message = why.partition(": ")
         error = {"code": code, "message": message or why}
-        return {"id": batch_id(row.row), "custom_id": row.id, "response": None, "error": error}
+        return {"id": batch_id(row.row), "custom_id": _custom_id(row, request), "response": None, "error": error}
 
 
 def _batch_request(row: ShardRow) -> dict[str, Any] | None:
     request: dict[str, Any] = {} if row.request is None else msgspec.json.decode(row.request)
     return request if "custom_id" in request else None
+
+
+def _custom_id(row: ShardRow, request: dict[str, Any]) -> str | None:
+    """Return the `custom_id` of a line, or None if it is not a string."""
+    return row.id if isinstance(request["custom_id"], str) else None

@@ -43,7 +43,8 @@ def test_a_batch_has_the_samples_inputs_and_labels(dataset: Dataset, padding: st
     assert torch.equal(batch["pixel_values"], samples[0].model_inputs()["pixel_values"])
     everything = dataset.collate(samples, labels="all")["labels"]
     of_media = sum(span.stop + span.tail - span.start + span.lead for sample in samples for span in sample.spans)
-    assert (everything != -100).sum() == sum(len(sample.ids) for sample in samples) - of_media
+    counted = sum(len(sample.ids) for sample in samples) - of_media - len(samples)
+    assert (everything != -100).sum() == counted, "nothing precedes the first token of a sample"
 
 
 def test_wrong_batches_are_refused(dataset: Dataset) -> None:
@@ -53,5 +54,7 @@ def test_wrong_batches_are_refused(dataset: Dataset) -> None:
         dataset.collate(dataset[:], packing=64)
     with pytest.raises(InputError, match="padding is 'top'; it must be left or right"):
         dataset.collate(dataset[:], padding="top")
+    with pytest.raises(InputError, match="samples is empty; it must have at least one"):
+        dataset.collate([])
     with pytest.raises(InputError, match="labels is 'none'; it must be assistant, all or None"):
         dataset.collate(dataset[:], labels="none")

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.output.manifest import Manifest
+from mindie_mm.batch.output.manifest import Manifest, drop_failed
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from tests.batch.conftest import content, run_in_process, settings, tokenize, write_shards, written
@@ -108,3 +108,14 @@ def test_failed_rows_are_repeated_after_the_cause_is_removed(rows: Path, media: 
     assert {path: path.stat().st_ino for path in kept} == kept, "shards without failed rows stay as they are"
     run_in_process(settings(rows), tmp_path / "whole")
     assert content(tmp_path / "run") == content(tmp_path / "whole")
+
+
+def test_an_interrupted_retry_keeps_the_shards_that_it_has_written(rows: Path, media: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = run_in_process(settings(rows), folder).run
+    (tmp_path / "late.jpg").write_bytes((media / "2.jpg").read_bytes())
+    drop_failed(folder, run)
+    write_shards(settings(rows), folder)  # the manifest is not written
+    written_again = (folder / "shard-000000007.parquet").stat().st_ino
+    assert run_in_process(settings(rows), folder).num_errors == 0
+    assert (folder / "shard-000000007.parquet").stat().st_ino == written_again

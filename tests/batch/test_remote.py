@@ -13,12 +13,14 @@ import pytest
 from click.testing import CliRunner
 
 from mindie_mm.batch import Dataset
+from mindie_mm.batch.input import remote
 from mindie_mm.batch.input.gather import input_named
-from mindie_mm.batch.input.remote import RemoteFile, matching
+from mindie_mm.batch.input.remote import RemoteFile, fetched, matching
 from mindie_mm.batch.input.source import open_source
 from mindie_mm.batch.settings import Settings
 from mindie_mm.cli import main
-from mindie_mm.errors import InputError, StorageError
+from mindie_mm.errors import InputError, MediaError, StorageError
+from mindie_mm.inputs import Media
 from tests.batch.conftest import content, run_in_process, tokenize, written
 from tests.batch.test_forms import packed, tabled
 from tests.media_samples import encoded, photograph
@@ -27,8 +29,9 @@ PICTURE = encoded(photograph(size=(60, 40)))
 
 
 @pytest.fixture
-def store() -> Iterator[Any]:
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return fsspec's memory file system with the folder /data. It is empty after the test."""
+    monkeypatch.setattr(remote, "STORES", {"memory"})  # workers are copies of this process
     system = fsspec.filesystem("memory")
     system.makedirs("/data", exist_ok=True)
     yield system
@@ -98,6 +101,14 @@ def test_a_replaced_object_is_noticed_by_its_version(store: Any, tmp_path: Path)
         source.require_unchanged()
 
 
+@pytest.mark.parametrize("url", ["webhdfs://127.0.0.1:1/a.png", "ftp://127.0.0.1:1/a.png", "local:///etc/hosts"])
+@pytest.mark.parametrize("frames", [False, True])
+def test_rows_reach_no_other_hosts_or_files(url: str, frames: bool) -> None:
+    """Http and https are checked elsewhere."""
+    with pytest.raises(MediaError, match=r"is not in an object store; media of rows may be in .*, s3"):
+        fetched(Media("video", (url,)) if frames else Media("image", url))
+
+
 def test_a_url_is_never_taken_for_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files exist at the paths that look like the URLs."""
     monkeypatch.chdir(tmp_path)
@@ -113,6 +124,7 @@ def test_a_url_is_never_taken_for_a_path(tmp_path: Path, monkeypatch: pytest.Mon
         assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
     refused = CliRunner().invoke(main, ["tokenize", "rows.jsonl", "--output", "memory://gone/run"])
     assert (refused.exit_code, "is a URL; give the path of a local file or folder" in refused.stderr) == (2, True)
+    monkeypatch.setattr(remote, "STORES", {"memory"})
     urls = ("memory://gone/0.png", "memory://a::http://localhost/0.png")
     lines = written(tmp_path / "rows.jsonl", [{"image": url, "text": "What?"} for url in urls])
     run_in_process(settings(lines), tmp_path / "run")

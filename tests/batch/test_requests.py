@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from openai.types.chat import ChatCompletion
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.input.request import request_of
+from mindie_mm.batch.input.request import SAMPLING, request_of
 from mindie_mm.batch.input.row import parse, row_id
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
@@ -79,6 +80,8 @@ def test_generate_answers_batch_lines_and_rows_with_their_own_sampling(tmp_path:
         (batch_line("a", {"messages": MESSAGES, "tools": [{"type": "function"}]}), "has tools, which is not supported"),
         (batch_line("a", {"prompt": ["a", "b"]}, "/v1/completions"), "has a prompt of type list; it must be a string"),
         (batch_line("a", {}), "it must have inputs, messages, or text and media"),
+        (batch_line("a", {}) | {"body": "x"}, "the row's body is str; it must be an object"),
+        (batch_line("a", {}) | {"custom_id": ["a"]}, "the row's custom_id is list; it must be a string"),
     ],
 )
 def test_a_batch_line_that_cannot_be_answered_as_stated_fails(line: dict[str, Any], why: str, tmp_path: Path) -> None:
@@ -94,3 +97,30 @@ def test_a_request_contains_everything_but_the_prompt() -> None:
         assert request == {"custom_id": "a", "url": line["url"], "body": {"model": "m", "top_p": 0.5}}
     assert request_of(b'{"text": "a", "stop": ["x"], "seed": null, "label": 3}') == '{"body":{"stop":["x"]}}'
     assert [request_of(record) for record in (b'{"text": "a"}', b"[]", b"{", {"text": "a", "seed": None})] == [None] * 4
+
+
+def test_values_that_cannot_be_read_are_left_out_of_a_request() -> None:
+    """The rows fail, and other rows are answered."""
+    line = b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "a", "user": 1e999}}'
+    assert json.loads(str(request_of(line))) == {"custom_id": "a", "url": "/v1/completions", "body": {}}
+    for value in (b"1e999", b'"\xff"', b"[" * 5000 + b"]" * 5000):
+        assert request_of(b'{"text": "a", "stop": ' + value + b"}") is None
+
+
+def test_nulls_and_decimals_of_tables_are_read_as_in_prompts() -> None:
+    row = {"temperature": Decimal("0.5"), "seed": Decimal(3), "logit_bias": {"5": 1.0, "7": None}, "stop": ["a", None]}
+    expected = {"temperature": 0.5, "seed": 3, "logit_bias": {"5": 1.0}, "stop": ["a"]}
+    assert json.loads(str(request_of({"text": "a", **row}))) == {"body": expected}
+
+
+def test_the_id_of_a_batch_line_is_its_custom_id() -> None:
+    line = batch_line("b", {"messages": MESSAGES}) | {"id": "other"}
+    assert (row_id(line), row_id(json.dumps(line).encode())) == ("b", "b")
+    row = {"id": "own", "custom_id": "b", "text": "not a batch line"}
+    assert row_id(row) == "own"
+
+
+def test_a_request_does_not_depend_on_the_process() -> None:
+    """Python orders sets of strings differently in each process."""
+    record = json.dumps({"text": "a", **dict.fromkeys(sorted(SAMPLING, reverse=True), 1)}).encode()
+    assert list(json.loads(str(request_of(record)))["body"]) == sorted(SAMPLING)

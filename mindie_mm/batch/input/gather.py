@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import stat
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path, PurePath
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO, cast
 
 import msgspec
@@ -163,7 +165,7 @@ def gather(
                 elif is_listed(given, template):
                     left_out += _list(Path(given), file, template)
                 else:
-                    file.writelines(_content(given, template, stdin, limit))
+                    file.writelines(_content(given, template, stdin, limit, folder))
     return left_out
 
 
@@ -185,8 +187,8 @@ def drop_gathered(inputs: Sequence[str], folder: Path) -> None:
             gathered_path(folder, index, given).unlink(missing_ok=True)
 
 
-def _content(given: str, template: str, stdin: BinaryIO | None, limit: int | None) -> Iterator[bytes]:
-    """Yield the content of the file of rows that an input is converted to."""
+def _content(given: str, template: str, stdin: BinaryIO | None, limit: int | None, folder: Path) -> Iterator[bytes]:
+    """Yield the content of the file of rows in `folder` that an input is converted to."""
     if is_folder(given) and (metadata := metadata_of(given, template)) is not None:
         yield from islice(_table_rows(metadata), limit)
         return
@@ -197,30 +199,42 @@ def _content(given: str, template: str, stdin: BinaryIO | None, limit: int | Non
         elif ending == ".tar":
             yield from _blocks(stream, given)
         else:
-            yield from islice(_array_rows(b"".join(_blocks(stream, given)), given), limit)
+            yield from islice(_array_rows(stream, given, folder), limit)
 
 
-def _array_rows(data: bytes, given: str) -> Iterator[bytes]:
+def _array_rows(stream: BinaryIO, given: str, folder: Path) -> Iterator[bytes]:
     """Yield the elements of a JSON array as lines. A file that is not an array is yielded as it is.
+
+    The array is mapped from a temporary file in `folder`, because an unpacked file may be larger than the memory.
 
     Raises:
         InputError: The array is not valid JSON.
 
     """
-    if data[:_PIECE_BYTES].lstrip(_BLANK)[:1] != b"[":  # `datasets` writes JSON lines under this extension
-        yield data
-        return
+    with TemporaryFile(dir=folder) as whole:
+        whole.writelines(_blocks(stream, given))
+        whole.seek(0)
+        begun = whole.read(_PIECE_BYTES)
+        if begun.lstrip(_BLANK)[:1] != b"[":  # `datasets` writes JSON lines under this extension
+            yield begun
+            yield from _blocks(whole, given)
+            return
+        whole.flush()
+        data = memoryview(mmap.mmap(whole.fileno(), 0, prot=mmap.PROT_READ))
     try:
-        rows = msgspec.json.decode(data.removeprefix(BOM_UTF8), type=list[msgspec.Raw])
-    except NOT_JSON as error:
-        raise InputError(f"{given} is not a JSON array of rows: {no_json(data) or in_words(error)}") from None
+        start = len(BOM_UTF8) if begun.startswith(BOM_UTF8) else 0
+        rows = msgspec.json.decode(data[start:], type=list[msgspec.Raw])
+    except (*NOT_JSON, RecursionError) as error:
+        why = no_json(bytes(data)) or (in_words(error) if isinstance(error, NOT_JSON) else "it is nested too deeply")
+        raise InputError(f"{given} is not a JSON array of rows: {why}") from None
     for row in rows:
         yield msgspec.json.format(row, indent=-1) + b"\n"
 
 
 def _table_rows(path: Path) -> Iterator[bytes]:
     """Yield the rows of a table of media files as JSON lines. Raise InputError if the table cannot be read."""
-    from pyarrow import ArrowException, csv, parquet
+    import pyarrow as pa
+    from pyarrow import csv, parquet
 
     with os_errors_as(InputError, f"{path} cannot be read"):
         if path.suffix == ".jsonl":
@@ -228,8 +242,19 @@ def _table_rows(path: Path) -> Iterator[bytes]:
                 yield from (line for line in file if line.strip(_BLANK))
             return
         try:
-            table = csv.read_csv(path) if path.suffix == ".csv" else parquet.read_table(path)
-        except ArrowException as error:
+            table = (
+                csv.read_csv(
+                    path,
+                    # A caption may have several lines, and may be a number.
+                    parse_options=csv.ParseOptions(newlines_in_values=True),
+                    convert_options=csv.ConvertOptions(
+                        column_types=dict.fromkeys(("file_name", "text", "prompt", "id"), pa.string())
+                    ),
+                )
+                if path.suffix == ".csv"
+                else parquet.read_table(path)
+            )
+        except pa.ArrowException as error:
             raise InputError(f"{path} cannot be read: {error}") from None
     for batch in table.to_batches():
         for row in batch.to_pylist():

@@ -19,6 +19,8 @@ from mindie_mm.settings.paths import is_url
 _BLOCK_BYTES = 4 << 20
 """Number of bytes that one request fetches. s3fs would fetch 50 MiB to read the footer of a table."""
 _BUFFER_BYTES = 1 << 20
+STORES = {"s3", "s3a", "gs", "gcs", "hf", "az", "abfs", "abfss", "adl", "oss", "oci"}
+"""Protocols that rows may name. Their hosts are those that the store's package is configured with."""
 _VERSIONS = (
     *("ETag", "generation", "etag", "blob_id", "content_md5", "md5Hash"),
     *("Last-Modified", "LastModified", "last_modified", "mtime", "created"),
@@ -105,6 +107,8 @@ def _content(source: Any) -> Any:
         return source
     if "::" in source:  # fsspec would read the URL after it, also one of a host that is not public
         raise MediaError(f"{source} is a chain of URLs, which rows cannot have as media")
+    if source.partition(":")[0].lower() not in STORES:  # such as webhdfs and ftp, whose hosts may not be public
+        raise MediaError(f"{source} is not in an object store; media of rows may be in {', '.join(sorted(STORES))}")
     try:
         with RemoteFile(source).open() as file:
             data = file.read(MAX_SOURCE_BYTES + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -41,14 +42,18 @@ _NULL = msgspec.Raw(b"null")
 
 _Stated = msgspec.defstruct(
     "_Stated",
-    [("custom_id", Any, None), ("url", Any, None), *((name, msgspec.Raw, _NULL) for name in ("body", *SAMPLING))],
+    [
+        ("custom_id", Any, None),
+        ("url", Any, None),
+        *((name, msgspec.Raw, _NULL) for name in ("body", *sorted(SAMPLING))),
+    ],
 )
 """Keys of a record that concern its answer. Their values are not decoded."""
 
 
 def is_batch_line(row: Mapping[str, Any]) -> bool:
     """Return whether a row is a line of OpenAI's Batch API."""
-    return "custom_id" in row and isinstance(row.get("body"), Mapping)
+    return "custom_id" in row and "body" in row and (isinstance(row["body"], Mapping) or row.get("url") is not None)
 
 
 def prompt_of(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,6 +64,10 @@ def prompt_of(line: Mapping[str, Any]) -> dict[str, Any]:
 
     """
     url, method, body = line.get("url"), line.get("method", "POST"), line["body"]
+    if not isinstance(line["custom_id"], str):
+        raise InputError(f"the row's custom_id is {type(line['custom_id']).__name__}; it must be a string")
+    if not isinstance(body, Mapping):
+        raise InputError(f"the row's body is {type(body).__name__}; it must be an object")
     if method != "POST" or url not in (CHAT, COMPLETION):
         raise InputError(
             f"the row has the method {method!r} and the url {url!r}; it must be POST {CHAT} or {COMPLETION}"
@@ -76,24 +85,43 @@ def request_of(record: Record) -> str | None:
     """Return what a record states about its answer as JSON text, or None if it states nothing.
 
     The text is an object with `body`: the sampling parameters, or all fields of a request but its prompt. For a line of
-    OpenAI's Batch API, it also has `custom_id` and `url`. A record that is not valid JSON states nothing.
+    OpenAI's Batch API, it also has `custom_id` and `url`. What cannot be read is left out, because its row fails
+    anyway.
     """
     text = record.own(".json") if isinstance(record, Files) else record
     if text is None:
         return None
     try:
         if isinstance(text, Mapping):
-            text = msgspec.json.encode({key: text[key] for key in text if key in _READ}, enc_hook=str)
+            stated = {key: _without_nulls(text[key]) for key in text if key in _READ}
+            text = msgspec.json.encode(stated, enc_hook=str)
         given = msgspec.structs.asdict(msgspec.json.decode(text, type=_Stated))
-        custom_id, url, body = (given.pop(name) for name in ("custom_id", "url", "body"))
-        if custom_id is not None and bytes(body).startswith(b"{"):
-            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-            stated = {name: value for name, value in fields.items() if name not in _PROMPT}
-            return msgspec.json.encode({"custom_id": custom_id, "url": url, "body": stated}).decode()
     except _DECODING:
         return None
+    custom_id, url, body = (given.pop(name) for name in ("custom_id", "url", "body"))
     stated = {name: value for name, value in given.items() if bytes(value) != b"null"}
-    return msgspec.json.encode({"body": stated}).decode() if stated else None
+    is_line = custom_id is not None and (url is not None or bytes(body).startswith(b"{"))
+    own = {"custom_id": custom_id, "url": url} if is_line else {}
+    try:
+        if is_line:
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            stated = {name: value for name, value in fields.items() if name not in _PROMPT}
+        encoded = msgspec.json.encode({**own, "body": stated})
+        msgspec.json.decode(encoded)  # numbers and text were not decoded yet
+    except _DECODING:
+        encoded, stated = msgspec.json.encode({**own, "body": {}}), {}
+    return encoded.decode() if own or stated else None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table without nulls, which Arrow adds to structs, and with numbers in place of decimals."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value if one is not None]
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value
 
 
 _READ = SAMPLING.union(["custom_id", "url", "body"])

@@ -88,8 +88,9 @@ def row_id(record: Record) -> str | None:
         if isinstance(record, bytes):
             named = msgspec.json.decode(record, type=_Named)
         else:
-            named = _Named(record.get("id"), record.get("custom_id"))
-        return _id(named.custom_id if named.id is None else named.id)
+            named = _Named(record.get("id"), record.get("custom_id"), record.get("url"))
+        is_line = isinstance(named.custom_id, str) and named.url is not None
+        return _id(named.custom_id if is_line or named.id is None else named.id)
     except InputError:
         return None
     except (*NOT_JSON, RecursionError):
@@ -142,6 +143,7 @@ def printable(text: str) -> str:
 class _Named(msgspec.Struct):
     id: Any = None
     custom_id: Any = None
+    url: Any = None
 
 
 def set_aside(columns: Collection[str], kept: Collection[str]) -> frozenset[str]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 from mindie_mm.batch.input.files import sync_folder
+from mindie_mm.batch.input.source import NOT_JSON
 from mindie_mm.batch.output.disk_writer import DiskWriter, StoredArray, WriteBatch, WriteBatchMemory, write_all
 from mindie_mm.batch.output.journal import Journal
 from mindie_mm.batch.output.shard_row import ShardRow
@@ -159,8 +160,9 @@ class ArrayFile:
             try:
                 self._append(f"{row.row}.{index}", sorted(arrays, key=lambda array: array.offset))
                 data = memoryview(os.pread(self._descriptor, self._end - start, start))
-            except (LimitExceeded, OSError):
-                data = memoryview(b"")
+            except (LimitExceeded, OSError, LookupError, MemoryError, OverflowError, ValueError):  # a changed journal
+                self.roll_back(mark)
+                return False
             at = 0
             for array in self._arrays[known:]:
                 content = data[at : at + array.length]
@@ -271,7 +273,7 @@ def read_arrays(path: Path) -> tuple[str, dict[str, StoredArray]]:
         head += file.read(length)
         try:
             entries = msgspec.json.decode(head[_LENGTH.size :], type=dict[str, _Entry])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (*NOT_JSON, RecursionError) as error:
             raise CorruptReference(f"{path} has a damaged header: {error}") from error
         arrays, at, buffer = dict[str, StoredArray](), 0, memoryview(bytearray(_PIECE_BYTES))
         for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):

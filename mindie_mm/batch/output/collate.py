@@ -46,6 +46,8 @@ def collate(
     """Implement `Dataset.collate`. `pad_token` fills rows up."""
     import torch  # imported late, because reading samples does not need it
 
+    if not samples:
+        raise InputError("samples is empty; it must have at least one sample without an error")
     if padding not in ("left", "right"):
         raise InputError(f"padding is {padding!r}; it must be left or right")
     if labels not in (None, "assistant", "all"):
@@ -88,6 +90,7 @@ def _row(sample: Sample, processor: ModelInputs, labels: Labels | None) -> _Row:
             counted[:] = False
             for start, stop in sample.answers():
                 counted[start:stop] = True
+        counted[0] = False  # it would be predicted from padding, or from the sample before
         for span in sample.spans:  # a model does not generate the tokens of media, and may have no logits for them
             counted[span.start - span.lead : span.stop + span.tail] = False
         tokens["labels"] = torch.from_numpy(np.where(counted, ids, IGNORED))

@@ -23,7 +23,7 @@ from mindie_mm.batch.output.sample import RunModel, Sample
 from mindie_mm.batch.output.shard import ShardInfo, arrays_path, read_table, table_path
 from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, os_errors_as
-from mindie_mm.settings.paths import absolute
+from mindie_mm.settings.paths import absolute, is_url
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mapping import map_file
 
@@ -46,6 +46,8 @@ class Dataset(Sequence[Sample]):
             InputError: The folder does not contain a finished run, or has only a part of one.
 
         """
+        if is_url(str(folder)):
+            raise InputError(f"folder is {str(folder)!r}, which is a URL; give the path of a local copy of the run")
         self.folder = absolute(folder)
         self.manifest = Manifest.read(self.folder)
         run = self.manifest.run

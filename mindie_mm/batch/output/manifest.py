@@ -246,14 +246,17 @@ def drop_changed(folder: Path, run: Run) -> None:
 def drop_failed(folder: Path, run: Run) -> None:
     """Remove the tables of a run that have failed rows, so that their shards are written again.
 
+    The manifest is removed first. After an interruption, new tables would otherwise count as changed.
+
     Raises:
-        StorageError: A table cannot be removed.
+        StorageError: A table or the manifest cannot be removed.
 
     """
     for path in folder.glob("shard-*.parquet"):
         with suppress(CorruptReference), os_errors_as(StorageError, f"{path} cannot be removed"):
             info = read_info(path)
             if info.run == run.digest and info.num_errors:
+                (folder / MANIFEST_FILE).unlink(missing_ok=True)
                 path.unlink()
 
 
