@@ -19,7 +19,7 @@ from mindie_mm.processes.loop_thread import run_to_end
 from mindie_mm.processes.shown_progress import loading_shown
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import Count, converted
-from mindie_mm.settings.paths import absolute
+from mindie_mm.settings.paths import local
 from mindie_mm.worker.offline import generate
 from service.request.batch_lines import BatchLines
 
@@ -73,14 +73,15 @@ def generate_dataset(
         NoProcess, ProcessDied, DeviceError: The engine does not restart, or every request makes it fail.
 
     """
-    if Path(output).name == "-":
+    output = local("output", output)
+    if output.name == "-":
         raise InputError(
             "standard output (-) is not supported, because an interrupted run could not be resumed from it; give the "
             "name of a file"
         )
     if config is not None and not isinstance(config, WorkerConfig):
         raise InputError(f"config is {type_of(config)}; it must be a WorkerConfig")
-    dataset = tokenized if isinstance(tokenized, Dataset) else Dataset(absolute(tokenized))
+    dataset = tokenized if isinstance(tokenized, Dataset) else Dataset(local("tokenized", tokenized))
     settings = dataset.manifest.run.settings
     config = config or WorkerConfig()
     of_engine: dict[str, Any] = {
@@ -94,7 +95,7 @@ def generate_dataset(
     config = replace(config, engine=engine, generation_config=source)
     # The environment may set the checkpoint and family of a service, which need not be those of the rows.
     own = Path(settings.model) if settings.model else None
-    config = replace(config, model=own if model is None else absolute(model), family=settings.family or None)
+    config = replace(config, model=own if model is None else local("model", model), family=settings.family or None)
     default = defaults_of(config.model, config.family, config.generation_config)
     params = default.stating(max_tokens=max_tokens, temperature=temperature)
     requests = BatchLines(params, checkpoint_name(config.model or EMBEDDED))
@@ -109,7 +110,7 @@ def generate_dataset(
         return run_to_end(
             generate(
                 dataset,
-                absolute(output),
+                output,
                 config,
                 requests,
                 limit,

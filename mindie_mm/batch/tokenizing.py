@@ -20,7 +20,7 @@ from mindie_mm.batch.settings import Settings
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.settings.config import NO_DECODERS, MediaCaps, MiB, Switch
 from mindie_mm.settings.limits import PromptLimits, converted
-from mindie_mm.settings.paths import absolute, is_url, working_directory
+from mindie_mm.settings.paths import local, working_directory
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Rows = Iterable[Mapping[str, Any] | Sequence[Mapping[str, Any]]]
@@ -117,8 +117,11 @@ def tokenize_dataset(
         TooManyErrors: More rows failed than `on_error` allows.
 
     """
+    for one, text in (("part", part), ("ray", "" if ray is None else ray)):
+        if not isinstance(text, str):
+            raise InputError(f"{one} is {text!r}; it must be a string")
     max_errors = _max_errors(on_error)
-    output = _local(output, "output")
+    output = local("output", output)
     with os_errors_as(InputError, f"{output} cannot be listed"):
         if not resume and output.is_dir() and any(output.iterdir()):
             raise InputError(f"{output} is not empty; --no-resume needs an empty folder")
@@ -131,7 +134,7 @@ def tokenize_dataset(
         "shard_bytes": shard_bytes,
         "shard_rows": shard_rows,
         "limit": limit,
-        "columns": _columns(select_columns),
+        "columns": _names("select_columns", select_columns),
         "whole_conversations": whole_conversations,
         "assistant_spans": assistant_spans,
         "template": template,
@@ -148,10 +151,12 @@ def tokenize_dataset(
         for one, value in options.items()
     }
     settings = Settings(
-        model="" if model is None else str(_local(model, "model")),
+        model="" if model is None else str(local("model", model)),
         inputs=named,
         stdin_folder=working_directory() if any(map(is_stream, named)) else "",
-        keep_columns=kept_columns(keep_columns),
+        keep_columns=kept_columns(
+            keep_columns if isinstance(keep_columns, Mapping) else _names("keep_columns", keep_columns)
+        ),
         media=media,
         **checked,
     )
@@ -182,14 +187,9 @@ def _named(inputs: Any, name: str, media: MediaCaps) -> tuple[tuple[str, ...], d
     return (own,), {own: partial(write_rows, inputs, media)}
 
 
-def _columns(given: str | Sequence[str]) -> tuple[str, ...]:
-    return tuple(column for part in (given.split(",") if isinstance(given, str) else given) if (column := part.strip()))
-
-
-def _local(path: str | os.PathLike[str], what: str) -> Path:
-    if isinstance(path, str) and (not path or is_url(path)):
-        raise InputError(f"{what} is {path!r}; it must be the path of a local folder")
-    return absolute(path)
+def _names(name: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    parts = given.split(",") if isinstance(given, str) else converted(name, given, tuple[str, ...])
+    return tuple(column for part in parts if (column := part.strip()))
 
 
 def _max_errors(on_error: str) -> int | None:

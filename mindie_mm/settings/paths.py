@@ -42,6 +42,13 @@ def require_path(value: str | os.PathLike[str]) -> Path:
     return path
 
 
+def local(name: str, path: str | os.PathLike[str]) -> Path:
+    """Return the argument `name` as an absolute path. Raise InputError if it is empty, a URL or not a path."""
+    if isinstance(path, str) and (not path or is_url(path)):
+        raise InputError(f"{name} is {path!r}; it must be the path of a local file or folder")
+    return absolute(path)
+
+
 def absolute(path: str | os.PathLike[str]) -> Path:
     """Return `path`, resolved against the working directory if it is relative.
 

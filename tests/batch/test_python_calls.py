@@ -150,8 +150,15 @@ def test_a_row_that_cannot_be_written_is_named(row: Any, why: str) -> None:
         ([], {"workers": 0}, "num_workers is 0; it must be at least 1"),
         ([], {"parse_special": "maybe"}, "parse_special is 'maybe'; it must be one of on, off"),
         ([], {"progress": "bar"}, "progress is 'bar'; it must be 'auto', 'json' or 'off'"),
+        ([], {"part": 2}, "part is 2; it must be a string"),
+        ([], {"select_columns": ["a", 7]}, "select_columns is ['a', 7]; it must be a list of elements, each a string"),
+        ([], {"keep_columns": {"a": 7}}, "the column a has the type 7, which is unknown"),
         ([], {"max_image_pixels": 0}, "max_image_pixels is 0; it must be"),
-        ([], {"output": "s3://bucket/run"}, "output is 's3://bucket/run'; it must be the path of a local folder"),
+        (
+            [],
+            {"output": "s3://bucket/run"},
+            "output is 's3://bucket/run'; it must be the path of a local file or folder",
+        ),
     ],
 )
 def test_an_argument_that_is_not_valid_is_refused(

@@ -24,8 +24,8 @@ _PLAIN = {"bool": bool, "double": float, "string": str}
 _DECODING = (*NOT_JSON, RecursionError)
 
 
-def kept_columns(given: str | Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Return the type by name of columns that are given as `name,name=type`, or as a list or a mapping.
+def kept_columns(given: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """Return the type by name of columns that are given as `name` or `name=type`, or as a mapping.
 
     A type that is not given is empty.
 
@@ -37,12 +37,11 @@ def kept_columns(given: str | Sequence[str] | Mapping[str, str]) -> dict[str, st
     if isinstance(given, Mapping):
         pairs = [*given.items()]
     else:
-        parts = filter(None, map(str.strip, given.split(",") if isinstance(given, str) else given))
-        pairs = [(name, kind) for name, _, kind in (part.partition("=") for part in parts)]
+        pairs = [(name, kind) for name, _, kind in (part.partition("=") for part in given)]
     for name, kind in pairs:
         if name in columns:
             raise InputError(f"keep_columns has {name} twice. Remove one of them")
-        if kind not in ("", JSON) and arrow_type(kind) is None:
+        if kind not in ("", JSON) and (not isinstance(kind, str) or arrow_type(kind) is None):
             raise InputError(
                 f"the column {name} has the type {kind!r}, which is unknown. Use json or a type of Arrow, such as "
                 "bool, int64, double, string or list<int64>"
