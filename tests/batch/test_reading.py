@@ -180,7 +180,7 @@ def test_the_data_loader_example_of_the_documentation_works(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (Path(__file__).parents[2] / "docs/batch.md").read_text()
-    example = "".join(re.findall(r"(?m)^    (?:from|dataset|order|loader) .*\n", page))
+    example = "".join(re.findall(r"(?m)^    (?:from|dataset|order|collate|loader) .*\n", page))
     (tmp_path / "run").symlink_to(folder)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
