@@ -71,6 +71,7 @@ class IdeficsProcessor(Processor):
         self._size = read_size(settings["size"], where)
         self.side = tile_side(settings, where)
         self._splitting: bool = settings["do_image_splitting"]
+        self._has_mask: bool = settings.get("do_pad", True)
         self._resample = resample_of(settings, where)
         self.normalizations: dict[Kind, Normalization] = {"image": Normalization.read(settings)}
         patch, scale = config.vision_config.patch_size, config.scale_factor
@@ -142,9 +143,10 @@ class IdeficsProcessor(Processor):
         return {"pixel_values": ArraySpec((grid[0] * grid[1] + 1, self.side, self.side, 3), "uint8")}
 
     def item_inputs(self, item: Item, device: torch.device) -> dict[str, Tensor]:
-        pixels = self.normalized(item, device).unsqueeze(0)
-        mask = torch.ones(pixels[:, :, 0].shape, dtype=torch.int64)  # [1, tiles, side, side]
-        return {"pixel_values": pixels, "pixel_attention_mask": mask}
+        inputs = {"pixel_values": self.normalized(item, device).unsqueeze(0)}
+        if self._has_mask:  # int64 [1, tiles, side, side]
+            inputs["pixel_attention_mask"] = torch.ones_like(inputs["pixel_values"][:, :, 0], dtype=torch.int64)
+        return inputs
 
     def join(self, name: str, prompts: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return the tiles of each prompt in one row, [prompts, tiles, ...]. Shorter rows end in zeros."""
