@@ -79,7 +79,7 @@ def test_reading_the_memory_of_the_host_without_proc_fails(tmp_path: Path, monke
         DeviceError, match=r"the host's free memory cannot be read from /proc.*: No such file or directory"
     ):
         available_bytes()
-    assert doctor._memory(WorkerConfig()).status == "error"
+    assert doctor._memory(WorkerConfig(), "cpu").status == "error"
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def test_settings_are_checked_sent_and_kept(page: Page) -> None:
     page.get_by_role("button", name="Settings").click()
     page.get_by_role("button", name="Reset").click()
     expect(field).to_have_value("")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(244, 246, 248)"
+    page.wait_for_function("getComputedStyle(document.body).backgroundColor == 'rgb(244, 246, 248)'")
     assert page.evaluate("localStorage.getItem('mindie_mm.settings')") == "{}"
     page.keyboard.press("Escape")
     with page.expect_request(COMPLETIONS) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import mmap
 import os
 import re
@@ -232,33 +233,44 @@ def _array_rows(stream: BinaryIO, given: str, folder: Path) -> Iterator[bytes]:
 
 
 def _table_rows(path: Path) -> Iterator[bytes]:
-    """Yield the rows of a table of media files as JSON lines. Raise InputError if the table cannot be read."""
-    import pyarrow as pa
-    from pyarrow import csv, parquet
+    """Yield the rows of a table of media files as JSON lines. All values of a .csv file are strings.
 
+    Raises:
+        InputError: The table cannot be read.
+
+    """
     with os_errors_as(InputError, f"{path} cannot be read"):
         if path.suffix == ".jsonl":
             with path.open("rb") as file:
                 yield from (line for line in file if line.strip(_BLANK))
             return
         try:
-            table = (
-                csv.read_csv(
-                    path,
-                    # A caption may have several lines, and may be a number.
-                    parse_options=csv.ParseOptions(newlines_in_values=True),
-                    convert_options=csv.ConvertOptions(
-                        column_types=dict.fromkeys(("file_name", "text", "prompt", "id"), pa.string())
-                    ),
-                )
-                if path.suffix == ".csv"
-                else parquet.read_table(path)
-            )
-        except pa.ArrowException as error:
+            for row in _csv_rows(path) if path.suffix == ".csv" else _parquet_rows(path):
+                yield msgspec.json.encode(row, enc_hook=str) + b"\n"
+        except (csv.Error, UnicodeDecodeError) as error:
             raise InputError(f"{path} cannot be read: {error}") from None
-    for batch in table.to_batches():
-        for row in batch.to_pylist():
-            yield msgspec.json.encode(row, enc_hook=str) + b"\n"
+
+
+def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
+    # pyarrow's reader opens a pipe for signals, after which copies of this process that close it abort.
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, strict=True)
+        for row in rows:
+            if None in row:
+                raise csv.Error(f"line {rows.line_num} has more values than there are columns")
+            yield row
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa  # imported late, because most inputs are no folders
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except pa.ArrowException as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
 
 
 @contextmanager
