@@ -81,8 +81,7 @@ def numbers(answer: Answer) -> list[float]:
 @pytest.mark.parametrize(
     ("worker", "case"),
     [pytest.param(1, case, id=f"one rank-{case}") for case in CASES]
-    + [pytest.param(2, "seeded", id="two ranks-seeded")]
-    + [pytest.param(2, case, id=f"two ranks-{case}", marks=pytest.mark.slow) for case in CASES if case != "seeded"],
+    + [pytest.param(2, case, id=f"two ranks-{case}", marks=pytest.mark.slow) for case in CASES],
     indirect=["worker"],
     scope="module",
 )

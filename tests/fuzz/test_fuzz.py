@@ -9,6 +9,7 @@ from tests.fuzz.runner import TARGETS, run
 INPUTS = {"living_arena": 1500, "arena_file": 400, "pictures": 1000, "videos": 1500, "sounds": 1500, "embeddings": 1500}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_short_fuzzing_run_has_no_findings(name: str) -> None:
     result = run(name, INPUTS.get(name, 5000), seed=7)

@@ -11,11 +11,23 @@ REPRESENTATIVE = {"TestQwen2VL", "TestQwen2Audio", "TestGemma3", "TestInternVL",
 """Tests of six families that differ in media, positions, attention masks, code of their own, and decoders."""
 
 
+LAYOUT = {
+    "test_ids_and_arrays_equal_the_references",
+    "test_logits_equal_the_references",
+    "test_generated_tokens_equal_the_references",
+    "test_logits_under_other_settings_equal_the_references",
+}
+"""Tests of the contract that depend on how a checkpoint is stored. The others pass if they pass in the usual layout."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the `representative` tests of all other families as slow."""
+    """Mark tests as slow that would show the same for several families, or for two layouts of a family."""
     for item in items:
         if item.get_closest_marker("representative") and item.cls.__name__ not in REPRESENTATIVE:
+            item.add_marker(pytest.mark.slow)
+        in_contract = item.function.__module__.endswith("contract")
+        if in_contract and item.cls.__name__.endswith("Original") and item.originalname not in LAYOUT:
             item.add_marker(pytest.mark.slow)
 
 

@@ -127,6 +127,7 @@ def children(spans: list[Any], parent: Any) -> list[Any]:
     return [span for span in spans if span.parent_span_id == parent.span_id]
 
 
+@pytest.mark.slow
 def test_a_request_is_a_span_in_the_clients_trace(traced: list[Any], collector: Collector) -> None:
     first, second, refused = roots(traced)
     assert (first.trace_id.hex(), first.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)

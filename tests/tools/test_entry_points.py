@@ -84,7 +84,11 @@ def test_unknown_arguments_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["bench", "no-such-benchmark"], ["tools.random_checkpoint", "out", "no-such-size"]]
+    "command",
+    [
+        ["bench", "no-such-benchmark"],
+        pytest.param(["tools.random_checkpoint", "out", "no-such-size"], marks=pytest.mark.slow),
+    ],
 )
 def test_an_unknown_name_is_refused_with_the_known_names(command: list[str], tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-m", *command], cwd=tmp_path, capture_output=True, text=True, check=False)
