@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from typing import ClassVar
 from weakref import WeakSet
 
@@ -79,12 +80,18 @@ class CUDA(Device):
 
     @classmethod
     def may_exist(cls) -> bool:
-        return torch.version.cuda is not None and any(map(os.path.exists, _DRIVERS))
+        # `doctor` has stand-ins for torch, so that only the version says whether this is a build for CPUs.
+        is_built = "+cpu" not in version("torch") and torch.version.cuda is not None
+        return is_built and any(map(os.path.exists, _DRIVERS))
 
     @classmethod
     def reported_free_bytes(cls) -> list[int]:
-        reported = programs.output_of("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
-        return [int(line) * MiB for line in reported.split() if line.isdecimal()]  # [N/A] if the memory is the host's
+        lines = programs.output_of("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits").split()
+        if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+            selected: list[str] = lines
+        else:
+            selected = [lines[int(part)] for part in visible.split(",") if part.isdecimal() and int(part) < len(lines)]
+        return [int(line) * MiB for line in selected if line.isdecimal()]  # [N/A] if the memory is the host's
 
     @property
     def torch_device(self) -> torch.device:

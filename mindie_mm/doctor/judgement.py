@@ -24,6 +24,8 @@ from mindie_mm.nn.weights.dequantize import scaling
 from mindie_mm.nn.weights.quantized import method_of, quantization, refuse_mindie
 from mindie_mm.settings.config import EngineConfig, GiB, kind_of_name
 
+_MOST_BYTES = 1 << 60
+"""Largest size of weights that an index may state. Other numbers are ignored."""
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TEXT_TOKEN = re.compile(r"<[^<>]+>|\n+|\w+|[^\w\s]")
 """Pattern of the parts of a text that usually have one token each."""
@@ -130,20 +132,25 @@ def _positions(config: Any) -> int | None:
 def _weights(checkpoint: ConfigOnly, engine: EngineConfig, elsewhere: int | None) -> Finding:
     """Compare the size of the weights with the free memory of the device that would hold them."""
     index: Mapping[str, Any] = next(filter(None, map(checkpoint.json, _INDEXES)), {})
-    stated = (index.get("metadata") or {}).get("total_size")
-    num_bytes = stated or sum(file.stat().st_size for file in checkpoint.weight_files()) or elsewhere
-    if not isinstance(num_bytes, int) or not num_bytes:
+    metadata = index.get("metadata")
+    stated = metadata.get("total_size") if isinstance(metadata, Mapping) else None
+    if not isinstance(stated, int | float) or not 0 < stated < _MOST_BYTES:
+        stated = 0
+    num_bytes = int(stated) or sum(file.stat().st_size for file in checkpoint.weight_files()) or elsewhere
+    if not num_bytes:
         advice = "give OWNER/NAME on the Hugging Face Hub in place of the folder, because the Hub states their size"
         found = "their size is unknown, because the folder has neither them nor their index"
         return Finding("weights", "ok", found, advice)
     found = f"{num_bytes / GiB:.1f} GiB in the files"
     name = kind_of_name(engine.device)
-    kinds = [kind for kind in KINDS if name in ("auto", kind.name)]
+    kinds = [kind for kind in KINDS if name == kind.name or (name == "auto" and kind.may_exist())]
     reported = ((kind.name, free) for kind in kinds if (free := kind.reported_free_bytes()))
     if (chosen := next(reported, None)) is None:
         return Finding("weights", "ok", f"{found}; the free memory of the device {name} is unknown")
     name, free = chosen
-    shared = sorted(free)[-engine.tensor_parallel :]
+    first = 0 if name == "cpu" else int(engine.device.partition(":")[2] or 0)
+    if not (shared := free[first : first + engine.tensor_parallel]):
+        return Finding("weights", "ok", f"{found}; the free memory of the device {engine.device} is unknown")
     num = f"{len(shared)} {name} devices have" if len(shared) > 1 else f"the device {name} has"
     found += f"; {num} {sum(shared) / GiB:.1f} GiB of free memory"
     if num_bytes > sum(shared):

@@ -101,7 +101,14 @@ def with_timm_tower(module_class: type[Any]) -> type[Any]:
             super().__init__(config)
             arguments = deepcopy(config.model_args or {})  # timm changes them
             activation = partial(_GELU, approximate="tanh")
-            self.timm_model = timm.create_model(config.architecture, num_classes=0, act_layer=activation, **arguments)
+            self.timm_model = timm.create_model(
+                config.architecture,
+                pretrained=False,
+                checkpoint_path="",
+                num_classes=0,
+                act_layer=activation,
+                **arguments,
+            )
             self.post_init()
 
         def forward(self, pixels: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ _TEXTS: Mapping[Kind, Mapping[str, str]] = {
 }
 """Keys of tokenizer_config.json for the tokens before, of and after an item, with the usual texts of these tokens."""
 _TOWER = "mobilenetv5_300m_enc"
+_ARGUMENTS = {"msfa_output_resolution", "block_args", "layer_scale_init_value", "stem_size"}
+"""Arguments of timm's tower that config.json may state. They determine the layers."""
 _TOWER_WIDTH = 2048
 """Width of the features of timm's encoder, which no setting changes."""
 _MAX_SAMPLES = 480_000
@@ -142,7 +144,12 @@ def _check_config(config: Any, where: str) -> None:
     """Raise UnsupportedCheckpoint if the towers and the embeddings do not fit together."""
     text, vision, audio = config.text_config, config.vision_config, config.audio_config
     check_settings(vision.to_dict(), {"architecture": _TOWER, "hidden_size": _TOWER_WIDTH}, f"{where}: vision_config")
-    side = (vision.model_args or {}).get("msfa_output_resolution", 16)
+    arguments = vision.model_args or {}
+    if unknown := sorted(arguments.keys() - _ARGUMENTS):  # timm has others that load files and weights
+        raise UnsupportedCheckpoint(
+            f"{where}: model_args of vision_config has {unknown}; only {sorted(_ARGUMENTS)} are supported"
+        )
+    side = arguments.get("msfa_output_resolution", 16)
     check_settings(config.to_dict(), {"vision_soft_tokens_per_image": side**2}, where)
     stops = [embedder.vocab_offset + embedder.vocab_size for embedder in (vision, audio)]
     if stops != [audio.vocab_offset, text.vocab_size]:

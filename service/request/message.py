@@ -94,7 +94,8 @@ class MessageReader:
             return parts
         parts += self._kept(self._calls.finish(whole=whole and not by_token))
         call, self._call = self._call, []
-        if by_token and (text := self._calls.call_text):
+        is_kept = self._rules.parallel or self._calls.num_calls == bool(call)
+        if by_token and is_kept and (text := self._calls.call_text):
             if call and _is_json("".join(event.text for event in call if isinstance(event, CallArguments))):
                 call.append(CallEnd(self._calls.num_calls - 1))
             else:

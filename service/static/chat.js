@@ -105,6 +105,7 @@ export class Chat {
     }
     if (failure) {
       conversation.choose(from);
+      this.#keep(null, conversation); // the store has the new turn as the selected one
       this.show();
       composer.say(failure);
     }

@@ -102,6 +102,7 @@ export class Conversation {
   async #messages(turn) {
     const asked = turn.results?.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content })) ?? [await this.#question(turn)];
     if (!turn.end) return asked;
+    if (!turn.answer && !turn.reasoning && !turn.calls.length) return turn.results ? asked : []; // the answer is missing
     const calls = turn.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
     const answer = { role: "assistant", content: turn.answer || (calls.length ? null : "") };
     return [...asked, calls.length ? { ...answer, tool_calls: calls } : answer];

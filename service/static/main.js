@@ -117,7 +117,7 @@ async function remove(record) {
 }
 
 async function exported({ id }) {
-  download(id === chat.conversation.id ? chat.conversation : new Conversation(await store.conversation(id)));
+  download(inUse(id) ?? new Conversation(await store.conversation(id)));
 }
 
 async function copy(text) {

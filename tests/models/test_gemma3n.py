@@ -230,6 +230,11 @@ class TestGemma3n(ExtremeShapes, FamilyContract):
             ("config", {"vision_soft_tokens_per_image": 256}, "vision_soft_tokens_per_image is 256; only 16"),
             ("config", {"audio_soft_tokens_per_image": 40}, "is 40, but a clip of 480000 samples has 47 features"),
             ("config", {"vision_config": {"architecture": "resnet50"}}, "architecture is 'resnet50'"),
+            (
+                "config",
+                {"vision_config": {"model_args": {"checkpoint_path": "x"}}},
+                r"has \['checkpoint_path'\]; only ",
+            ),
             ("config", {"audio_config": {"vocab_offset": 1}}, "must stop where"),
         ]
     )

@@ -184,3 +184,10 @@ def test_a_call_that_a_stop_token_cuts_off_is_text(name: str, text: str) -> None
                 assert parts.answer.content == text[:length]
                 assert parts.finish_reason("stop", rules) == "stop"
     assert len(parts.answer.calls) == len(read(rules, [text]).answer.calls)
+
+
+def test_a_second_call_that_is_not_allowed_is_dropped_also_if_a_stop_token_cuts_it_off() -> None:
+    rules = MessageRules(parser=parser_named("hermes"), tools=CALLED, holds_calls=True, parallel=False)
+    for length in range(len("<tool_call>"), len(HERMES)):
+        parts = read(rules, [HERMES + HERMES[:length]], by_token=True)
+        assert (parts.answer.content.strip(), len(parts.answer.calls)) == ("", 1), HERMES[:length]
