@@ -130,3 +130,17 @@ def test_a_failed_regeneration_shows_the_answer_again(page: Page, noted: Noted) 
     expect(page.locator(".answer")).to_have_count(1)
     expect(page.locator(".answer")).not_to_be_empty()
     expect(page.get_by_role("button", name="Regenerate answer")).to_be_visible()
+
+
+@pytest.mark.slow
+def test_a_failed_regeneration_keeps_the_selected_version(page: Page) -> None:
+    ask(page, "Hello!")
+    page.get_by_role("button", name="Regenerate answer").click()
+    expect(page.get_by_text("2 of 2")).to_be_visible()
+    page.get_by_role("button", name="Previous version").click()
+    page.route(COMPLETIONS, lambda route: route.fulfill(status=429, json={"error": {"message": "full"}}), times=1)
+    page.get_by_role("button", name="Regenerate answer").click()
+    expect(page.locator("#status")).to_have_text("full")
+    expect(page.get_by_text("1 of 2")).to_be_visible()
+    page.reload()
+    expect(page.get_by_text("1 of 2")).to_be_visible()
