@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models._qwen3 import Qwen3Model, Qwen3Processor
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import PretrainedFamily
+from mindie_mm.nn.model import Model
+from mindie_mm.nn.seq2seq import Seq2SeqModel
 
 
 class Qwen3VLMoeProcessor(Qwen3Processor):
@@ -42,15 +47,17 @@ class Qwen3VLMoe(PretrainedFamily):
     other_keys = ("text_config.norm_topk_prob",)
 
     @classmethod
-    def module_class(cls) -> type[Any]:
-        """Return the transformers class, and let it also load checkpoints with separate weights for each expert.
+    def model(cls, checkpoint: Checkpoint, processor: Any, device: Device, dtype: torch.dtype) -> Model | Seq2SeqModel:
+        """Load the model. The checkpoint may have separate weights for each expert.
 
         Programs that quantize or fine-tune a checkpoint save such weights.
         """
         from transformers import conversion_mapping as transformers  # imported late, because it is slow
 
         name = cls.model_types[0]
-        if name not in transformers.USER_REGISTERED_MAPPINGS:
-            joined, separate = map(transformers.get_checkpoint_conversion_mapping, (name, "qwen2_moe"))
-            transformers.register_checkpoint_conversion_mapping(name, joined + separate, overwrite=True)
-        return super().module_class()
+        joined, separate = map(transformers.get_checkpoint_conversion_mapping, (name, "qwen2_moe"))
+        transformers.register_checkpoint_conversion_mapping(name, joined + separate, overwrite=True)
+        try:
+            return super().model(checkpoint, processor, device, dtype)
+        finally:  # otherwise `save_pretrained` would convert the weights twice
+            transformers.register_checkpoint_conversion_mapping(name, joined, overwrite=True)

@@ -77,6 +77,8 @@ class TestQwen3VLMoe(FamilyContract):
         saved = rewritten(path, tmp_path, lambda name, weight: weight.mT if ".experts." in name else weight)
         found = self.logits(load_model(saved, device="cpu", dtype="float32"), tokenized["text"])
         torch.testing.assert_close(found, self.logits(model, tokenized["text"]).cpu(), rtol=1e-4, atol=1e-4)
+        self.write_checkpoint(tmp_path / "again")  # loading has not changed how transformers saves
+        assert (tmp_path / "again" / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
 
     def test_separate_weights_of_experts_give_the_same_logits(self, path, model, tokenized, tmp_path):
         shutil.copytree(path, tmp_path, dirs_exist_ok=True)

@@ -11,7 +11,10 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("module", "files", "functions"), [("trace_request", 82, 457), ("trace_http", 127, 709)])
+@pytest.mark.parametrize(
+    ("module", "files", "functions"),
+    [("trace_request", 82, 457), pytest.param("trace_http", 127, 709, marks=pytest.mark.slow)],
+)
 def test_a_request_enters_few_files_and_functions(module, files, functions):
     command = [sys.executable, "-m", f"tools.{module}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
