@@ -19,7 +19,9 @@ from mindie_mm.device.base import Device, allocator_peak_bytes
 from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels
 from mindie_mm.settings.config import MiB
+from mindie_mm.settings.environment import foreign
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvmap")
 """Device files of the driver on servers, on Windows' subsystem for Linux and on Jetson modules."""
 
@@ -87,7 +89,7 @@ class CUDA(Device):
     @classmethod
     def reported_free_bytes(cls) -> list[int]:
         lines = programs.output_of("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits").split()
-        if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        if (visible := foreign([_VISIBLE]).get(_VISIBLE)) is None:
             selected: list[str] = lines
         else:
             selected = [lines[int(part)] for part in visible.split(",") if part.isdecimal() and int(part) < len(lines)]

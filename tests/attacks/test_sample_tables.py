@@ -161,6 +161,7 @@ def test_honest_files_open(container: str, options: dict[str, str]) -> None:
     assert EncodedVideo.open(clips.muxed(container, options)).num_frames == 4
 
 
+@pytest.mark.slow
 def test_many_edits_within_the_limit_are_accepted() -> None:
     assert EncodedVideo.open(clips.edited(100)).num_frames
 

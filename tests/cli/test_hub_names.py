@@ -27,6 +27,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield hub
 
 
+@pytest.mark.slow
 def test_a_name_is_judged_then_downloaded_then_used_without_the_hub(hub: Hub) -> None:
     judged = run("doctor", NAME)
     download = f"to download them: mindie-mm serve {NAME} --download"

@@ -376,6 +376,7 @@ async def ask(engine, ids):
     return [progress async for progress in engine.generate(str(id(ids)), ids, params)]
 
 
+@pytest.mark.slow
 async def test_a_burst_of_large_pictures_stays_within_the_computed_memory(random_checkpoint, tmp_path):
     """The engine's peak of anonymous memory is at most the computed worst case plus the caches."""
     path, kv, encoder, arena_bytes = random_checkpoint, 4 * MiB, 2 * MiB, 16 * MiB

@@ -30,6 +30,8 @@ from tests.models.contract import FamilyContract, media_texts, picture
 from tests.models.references import Reference
 from tests.published.checkpoints import ELSEWHERE, FOLDER, ONLY_CONFIGS, REFUSED, SIZES, write_small
 
+pytestmark = pytest.mark.slow  # the tests of the families compare the same with small checkpoints
+
 MARKERS = {
     "fuyu": "",
     "gemma3": "<start_of_image>",

@@ -154,6 +154,7 @@ def test_a_request_is_a_span_in_the_clients_trace(traced: list[Any], collector: 
     assert collector.resource["deployment.environment"] == "test"
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_request_are_child_spans(traced: list[Any]) -> None:
     first, second, _ = roots(traced)
     stages = {span.name: span for span in children(traced, first)}

@@ -72,6 +72,7 @@ def test_every_kind_of_entry_point_is_found() -> None:
     assert {"tests.soak", "tests.fuzz", "tests.ascend", "tests.lockdown.acts"} <= {*MODULES}
 
 
+@pytest.mark.slow
 def test_help_shows_the_usage(tmp_path: Path) -> None:
     assert not {name: end for name, end in outcomes(HELP, tmp_path).items() if end[0] != 0 or "usage:" not in end[1]}
 

@@ -11,6 +11,8 @@ from playwright.sync_api import Page, Route, expect
 
 from tests.web.conftest import COMPLETIONS, Noted, ask, attach, submit
 
+pytestmark = pytest.mark.slow  # each test takes seconds
+
 WHAT = "What do you see and hear?"
 BACK = "The question is back in the form."
 LOADED = """(audio) => new Promise((resolve) => {
@@ -52,7 +54,6 @@ def test_a_refused_question_returns_to_the_form(page: Page, files: Path) -> None
     expect(question).to_have_value("")
 
 
-@pytest.mark.slow
 def test_a_recording_survives_a_lost_connection(page: Page) -> None:
     """The recording is put back into the form, and stays there even if the user opens another conversation."""
     page.get_by_role("button", name="Record sound").click()
@@ -69,7 +70,6 @@ def test_a_recording_survives_a_lost_connection(page: Page) -> None:
     expect(turn.locator(".answer")).not_to_be_empty()
 
 
-@pytest.mark.slow
 def test_a_failed_question_returns_before_later_text_and_files(page: Page, files: Path) -> None:
     """Until then, another question has to wait."""
     for question in (WHAT, ""):
@@ -121,7 +121,6 @@ def test_a_question_stopped_before_its_answer_returns_to_the_form(page: Page, fi
     page.unroute(COMPLETIONS)
 
 
-@pytest.mark.slow
 def test_a_failed_regeneration_shows_the_answer_again(page: Page, noted: Noted) -> None:
     ask(page, "Hello!")
     page.route(COMPLETIONS, lambda route: route.fulfill(status=429, json={"error": {"message": "full"}}), times=1)
@@ -132,7 +131,6 @@ def test_a_failed_regeneration_shows_the_answer_again(page: Page, noted: Noted) 
     expect(page.get_by_role("button", name="Regenerate answer")).to_be_visible()
 
 
-@pytest.mark.slow
 def test_a_failed_regeneration_keeps_the_selected_version(page: Page) -> None:
     ask(page, "Hello!")
     page.get_by_role("button", name="Regenerate answer").click()

@@ -44,6 +44,7 @@ def stop(page: Page) -> None:
     expect(page.locator("#status")).to_contain_text("Stopped.")
 
 
+@pytest.mark.slow
 def test_the_conversation_contains_stopped_answers(page: Page) -> None:
     partial = ask_at_length(page, "two")
     stop(page)

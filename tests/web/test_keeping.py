@@ -82,6 +82,7 @@ def test_edited_and_regenerated_turns_are_versions(page: Page, files: Path) -> N
     assert caught.value.post_data_json["messages"][1]["content"] == "blue square"
 
 
+@pytest.mark.slow
 def test_a_turn_that_could_not_be_kept_is_kept_with_the_next_one(page: Page) -> None:
     page.evaluate(
         """() => {

@@ -21,6 +21,8 @@ from tests.web.test_answers import ANSWER
 from tools.demo import data_url, picture
 from tools.serving import RunningService
 
+pytestmark = pytest.mark.slow  # each test takes seconds, and the panel is one of the page's secondary parts
+
 KEY = "a-key-of-the-page"
 PICTURE = [{"image": data_url(picture("red", (220, 40, 40), "square", x=0.4))}, {"text": "What colour"}]
 LONG = {"ignore_eos": True, "max_tokens": 3900, "stream": True, "media_spans": True}
@@ -92,7 +94,6 @@ def test_shared_memory_is_shown_while_it_is_used(page: Page, service: RunningSer
     expect(page.locator(".arena .block.published")).to_have_count(0)
 
 
-@pytest.mark.slow
 def test_the_queue_and_the_throughput_are_shown(page: Page, busy: ExitStack) -> None:
     open_panel(page)
     expect(page.locator("#queue .legend")).to_contain_text("Running 2")
@@ -120,7 +121,6 @@ def test_the_diagrams_are_polled_while_their_panel_is_open(page: Page, noted: No
     assert {url.rpartition("/")[2] for url in noted.requests[before:]} <= {"health"}
 
 
-@pytest.mark.slow
 def test_a_question_triggers_polling_at_once(page: Page) -> None:
     """The page polls before the first token arrives, without its polling timer, which the test disables."""
     open_panel(page)
@@ -132,7 +132,6 @@ def test_a_question_triggers_polling_at_once(page: Page) -> None:
         page.keyboard.press("Enter")
 
 
-@pytest.mark.slow
 def test_a_part_that_cannot_be_polled_is_marked_stale(page: Page) -> None:
     """Each part is marked separately, and the other parts are still updated. Only /health changes the badge."""
     open_panel(page)
@@ -155,7 +154,6 @@ def test_a_part_that_cannot_be_polled_is_marked_stale(page: Page) -> None:
     expect(queue).to_have_class("card stale")
 
 
-@pytest.mark.slow
 def test_an_unhealthy_service_is_not_polled_more_often(page: Page, noted: Noted) -> None:
     """While a question waits, /health and /metrics are polled at the usual rate, and /shm is polled more often."""
     open_panel(page)
@@ -176,7 +174,6 @@ def test_an_unhealthy_service_is_not_polled_more_often(page: Page, noted: Noted)
     assert polled["shm?blocks=true"] > polled["health"] >= 2
 
 
-@pytest.mark.slow
 def test_the_model_is_updated_when_a_service_returns(page: Page) -> None:
     expect(page.locator("#model")).to_contain_text("tiny")
     model = {"data": [{"id": "other", "max_model_len": 2048, "note": "demo model"}]}
@@ -337,7 +334,6 @@ def test_a_key_that_is_no_valid_header_value_is_refused(
     assert not noted.complaints
 
 
-@pytest.mark.slow
 def test_a_late_request_for_the_key_does_not_move_the_focus(page: Page) -> None:
     """The focus stays in the question that the user is writing."""
     question = page.get_by_label("Question", exact=True)
