@@ -19,9 +19,9 @@ from mindie_mm.settings.paths import absolute
 
 
 def merge(parts: Sequence[Path], folder: Path) -> tuple[Manifest, list[str]]:
-    """Combine the folders of all parts of a run to the run in `folder`. A second call continues an unfinished merge.
+    """Combine the folders of all parts into one run in `folder`. A second call continues an unfinished merge.
 
-    All files of the run are the same bytes as those of one run without parts, except for paths that differ.
+    The files have the same bytes as those of a run without parts, except for paths that differ.
 
     Returns:
         The manifest of the run, and descriptions of the paths in the parts' settings that differ.

@@ -18,7 +18,8 @@ from mindie_mm.batch.input.kept import arrow_type, values_of
 from mindie_mm.batch.input.record import Record
 from mindie_mm.batch.input.remote import fetched
 from mindie_mm.batch.input.request import REQUEST, request_of
-from mindie_mm.batch.input.row import Row, parse, printable, row_id, set_aside
+from mindie_mm.batch.input.row import Row, parse, set_aside
+from mindie_mm.batch.input.row_id import printable, row_id
 from mindie_mm.batch.input.source import Chunk, Source
 from mindie_mm.batch.output.array_file import ArrayFile
 from mindie_mm.batch.output.disk_writer import StoredArray, WriteBatchMemory

@@ -18,9 +18,9 @@ from mindie_mm.processes.interrupts import importing
 )
 @resuming()
 def command(parts: tuple[Path, ...], *, output: Path) -> None:
-    """Combine the folders PART of `mindie-mm tokenize --part` to the run that one call without --part would write.
+    """Combine each folder PART of `mindie-mm tokenize --part` into one run, as if --part had not been used.
 
-    The files are the same bytes as those of one call. Only paths in run.json and manifest.json may differ, if the parts
+    The files have the same bytes as those of one call. Only paths in run.json and manifest.json may differ, if the parts
     were written on machines with other paths. Files on the same file system are linked instead of copied.
 
     Exit status: 0 if all rows succeeded, 1 if some rows failed, 130 if interrupted, 3 if the merge is not finished for

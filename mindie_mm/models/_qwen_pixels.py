@@ -151,7 +151,7 @@ def bounding_grids(settings: PixelSettings) -> Iterator[tuple[int, int]]:
 
 
 def largest(settings: PixelSettings) -> Iterator[tuple[int, int]]:
-    """Yield heights and widths of images, one of which is resized to nearly the most tokens. None is upright."""
+    """Yield sizes (height, width) of images no higher than wide. One of them takes nearly the most tokens."""
     factor, area = settings.factor, settings.max_pixels // settings.factor**2
     yield 1, MAX_ASPECT_RATIO
     yield factor, MAX_ASPECT_RATIO * factor

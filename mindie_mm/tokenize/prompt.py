@@ -109,7 +109,7 @@ class PromptOptions:
     cut_side: Side = "left"
     """Side from which tokens are cut off."""
     marks_assistant: bool = False
-    """Whether the assistant's turns of a chat are located. A prompt whose turns cannot be located is refused."""
+    """Whether to locate the assistant's turns in a chat. If they cannot be located, the prompt is refused."""
 
     @property
     def domain(self) -> tuple[bytes, str]:

@@ -14,7 +14,8 @@ from openai.types.chat import ChatCompletion
 
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.input.request import SAMPLING, request_of
-from mindie_mm.batch.input.row import parse, row_id
+from mindie_mm.batch.input.row import parse
+from mindie_mm.batch.input.row_id import row_id
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from tests import warm
@@ -30,7 +31,7 @@ def batch_line(custom_id: str, body: dict[str, Any], url: str = "/v1/chat/comple
 
 @pytest.mark.usefixtures("copied_workers")
 def test_generate_answers_batch_lines_and_rows_with_their_own_sampling(tmp_path: Path) -> None:
-    """Rows without sampling parameters of their own take those of the command."""
+    """Rows that do not state sampling parameters use those of the command."""
     (tmp_path / "a.png").write_bytes(encoded(photograph(size=(60, 40))))
     said = [{"role": "user", "content": "Hello!"}]
     rows = [

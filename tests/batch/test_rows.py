@@ -21,7 +21,8 @@ import pytest
 
 import mindie_mm
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.input.row import Row, parse, row_id
+from mindie_mm.batch.input.row import Row, parse
+from mindie_mm.batch.input.row_id import row_id
 from mindie_mm.batch.input.source import open_source
 from mindie_mm.batch.settings import Run
 from mindie_mm.errors import InputError

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mindie_mm.batch.input.row import parse, row_id
+from mindie_mm.batch.input.row import parse
+from mindie_mm.batch.input.row_id import row_id
 from mindie_mm.batch.input.source import Source, open_source
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Media, Text

@@ -17,6 +17,7 @@ from uuid import UUID
 from PIL import Image
 
 from mindie_mm.batch.input.gather import ROWS, TABLE
+from mindie_mm.batch.input.record import number_of
 from mindie_mm.batch.input.row import MEDIA_KEYS
 from mindie_mm.errors import InputError, MindieMMError, os_errors_as
 from mindie_mm.inputs import KINDS, Media, type_of
@@ -147,7 +148,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
+        return number_of(value)
     if isinstance(value, date | UUID):
         return str(value)
     if hasattr(value, "tolist") and not isinstance(value, memoryview):  # of numpy or torch

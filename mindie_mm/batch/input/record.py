@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -56,3 +57,8 @@ class RecordsDigest:
     def _add(self, data: bytes) -> None:
         self._hash.update(len(data).to_bytes(8, "little"))
         self._hash.update(data)
+
+
+def number_of(value: Decimal) -> int | float:
+    """Convert a decimal to a JSON number. Integral values, for example of type decimal(20, 0), become integers."""
+    return int(value) if value == value.to_integral_value() else float(value)

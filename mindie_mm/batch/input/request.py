@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from mindie_mm.batch.input.record import Files, Record
+from mindie_mm.batch.input.record import Files, Record, number_of
 from mindie_mm.batch.input.source import NOT_JSON
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import OFF, refused_fields
@@ -120,7 +120,7 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(one) for one in value if one is not None]
     if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
+        return number_of(value)
     return value
 
 

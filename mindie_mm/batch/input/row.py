@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
-from uuid import UUID
 
 import msgspec
 
 from mindie_mm.batch.input.conversations import CONVERSATION_KEYS, CONVERSATIONS, as_chat, with_named_files
 from mindie_mm.batch.input.placed import has_places, has_question, with_media
-from mindie_mm.batch.input.record import Files, Record
+from mindie_mm.batch.input.record import Files, Record, number_of
 from mindie_mm.batch.input.request import CHAT, is_batch_line, prompt_of
+from mindie_mm.batch.input.row_id import id_text
 from mindie_mm.batch.input.sniff import no_json
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON
 from mindie_mm.errors import InputError, MediaError
@@ -51,8 +49,6 @@ _KNOWN = _FLAT.union(_PROMPTS, _VARIABLES, _NOT_SERVED, ["id"])
 _FILE_KEYS = frozenset({"img", *(f"{kind}_{end}" for kind in KINDS for end in ("path", "file"))})
 """Keys that other formats use for the path of a media file. A row with a text and no media may not have such a key."""
 _PACKED = frozenset({".gz", ".zst", ".xz", ".bz2"})
-_EXACT = 2**53
-"""Above this absolute value, a float may represent several integers."""
 _KEPT = frozenset({"tools", "tool_calls", "chat_template_kwargs"})
 """JSON keys whose values are passed to the chat template unchanged, because nulls in them may have a meaning."""
 
@@ -74,76 +70,6 @@ class Row:
     """Same as `PromptOptions.parse_special`."""
     chat: bool | None = None
     """Whether items are formatted as one user turn. None means the setting of the run."""
-
-
-def row_id(record: Record) -> str | None:
-    """Return the id of a row in the input, or None if there is no id.
-
-    Even if a row is not valid JSON, its id is returned if the id can be read. Unpaired surrogates in an id are escaped.
-    """
-    if isinstance(record, Files):
-        described = record.own(".json")
-        return (row_id(described) if described is not None else None) or printable(record.key)
-    try:
-        if isinstance(record, bytes):
-            named = msgspec.json.decode(record, type=_Named)
-        else:
-            named = _Named(record.get("id"), record.get("custom_id"), record.get("url"))
-        is_line = isinstance(named.custom_id, str) and named.url is not None
-        return _id(named.custom_id if is_line or named.id is None else named.id)
-    except InputError:
-        return None
-    except (*NOT_JSON, RecursionError):
-        return _damaged_id(record) if isinstance(record, bytes) else None
-
-
-def _damaged_id(record: bytes) -> str | None:
-    """Return the `id` of an object that contains NaN or text that is not Unicode. Python's decoder accepts both."""
-    try:
-        value = json.loads(record.decode(errors="surrogateescape"))
-        row_id = _id(value.get("id")) if isinstance(value, dict) else None
-    except (ValueError, RecursionError, InputError):
-        return None
-    return None if row_id is None else printable(row_id)
-
-
-def _id(value: Any) -> str | None:
-    """Return the value of a row's `id` as a string, or None if it is missing.
-
-    Integers may be given as floats or decimals. If integers are missing in a column, pandas turns the column into
-    floats with NaN. Databases export integers as decimals.
-
-    Raises:
-        InputError: The id is neither a string nor an integer.
-
-    """
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return None
-    number = _number(value) if isinstance(value, Decimal) else value
-    if isinstance(number, float) and number.is_integer() and abs(number) <= _EXACT:
-        number = int(number)
-    if isinstance(number, bool) or not isinstance(number, str | int | UUID):
-        raise InputError(
-            f"the row's id is {type(value).__name__}; it must be a string or an integer. In a table, cast the "
-            "column to one of these types"
-        )
-    return str(number)
-
-
-def _number(value: Decimal) -> int | float:
-    """Convert a decimal to a JSON number. Integral values, for example of type decimal(20, 0), become integers."""
-    return int(value) if value == value.to_integral_value() else float(value)
-
-
-def printable(text: str) -> str:
-    """Escape all parts of a text that are not Unicode, such as bytes of a file name, because tables require Unicode."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-class _Named(msgspec.Struct):
-    id: Any = None
-    custom_id: Any = None
-    url: Any = None
 
 
 def set_aside(columns: Collection[str], kept: Collection[str]) -> frozenset[str]:
@@ -199,7 +125,7 @@ def _from_object(record: Any, locate: _Locate, whole: bool) -> Row:
         record = {"inputs": record}
     if not isinstance(record, Mapping):
         raise InputError(f"the row is {type(record).__name__}; it must be an object or a list of items")
-    _id(record.get("id"))
+    id_text(record.get("id"))
     if is_batch_line(record):
         row = _from_row(prompt_of(record), locate, whole=False)
         return replace(row, chat=None if record["url"] == CHAT else False)
@@ -415,7 +341,7 @@ def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat
     if isinstance(value, list):
         without = (_without_nulls(one, key, kept, flat=False) for one in value)
         return [left for left in without if left is not None or not (flat and key in MEDIA_KEYS)]
-    return _number(value) if isinstance(value, Decimal) and key != "id" else value
+    return number_of(value) if isinstance(value, Decimal) and key != "id" else value
 
 
 def _decoded(text: str | bytes, what: str) -> Any:
