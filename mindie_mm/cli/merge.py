@@ -20,8 +20,8 @@ from mindie_mm.processes.interrupts import importing
 def command(parts: tuple[Path, ...], *, output: Path) -> None:
     """Combine each folder PART of `mindie-mm tokenize --part` into one run, as if --part had not been used.
 
-    The files have the same bytes as those of one call. If the parts were written on machines with other paths, the paths
-    in run.json and manifest.json may differ. Files on the same file system are linked instead of copied.
+    The files have the same bytes as those of one call. If the parts were written on machines with other paths, paths in
+    run.json and manifest.json may differ. Files on the same file system are linked instead of copied.
 
     Exit status: 0 if all rows succeeded, 1 if some rows failed, 130 if interrupted, 3 if the merge is not finished for
     another reason. Run the same command again to continue.

@@ -140,8 +140,19 @@ class ModelInputs:
         """
         device = device or torch.device("cpu")
         tokens = {name: array.unsqueeze(0) for name, array in self.token_inputs(ids, items).items()}
-        inputs = tokens | self.media_inputs([items], device)
+        inputs = tokens | writable(self.media_inputs([items], device), items)
         return {name: array.to(device).contiguous() for name, array in inputs.items()}
+
+
+def writable(inputs: Mapping[str, Tensor], items: Sequence[Item]) -> dict[str, Tensor]:
+    """Return `inputs` with copies of the arrays that still lie in the memory of an item, which may be read-only.
+
+    Writing to a mapped file of a run would end the process with SIGSEGV.
+    """
+    mapped = {array.ctypes.data for item in items for array in item.view.values()}
+    return {
+        name: array.clone() if array.untyped_storage().data_ptr() in mapped else array for name, array in inputs.items()
+    }
 
 
 def padded_cat(arrays: Sequence[Tensor], value: float = 0) -> Tensor:

@@ -528,6 +528,10 @@ class FamilyContract:
             own = model.processor.token_inputs(plain_ids(ids.numpy(), media), media)
             assert own.keys() == expected.keys() & OF_TOKENS
             assert_same_arrays({key: array.unsqueeze(0) for key, array in own.items()}, expected)
+            # A trainer may write to its inputs, but not to the memory of the items, which may be a mapped file.
+            inputs = model.processor.model_inputs(plain_ids(ids.numpy(), media), media)
+            mapped = {item.view[key].ctypes.data for item in media for key in item.view}
+            assert not mapped & {array.untyped_storage().data_ptr() for array in inputs.values()}, name
             if media:
                 self.assert_arrays(expected, media, model)
 

@@ -46,6 +46,8 @@ def collate(
     """Implement `Dataset.collate`. `pad_token` fills rows up."""
     import torch  # imported late, because reading samples does not need it
 
+    from mindie_mm.nn.model_inputs import writable
+
     if not samples:
         raise InputError("samples is empty; it must have at least one sample without an error")
     if padding not in ("left", "right"):
@@ -69,7 +71,7 @@ def collate(
             ]
         )
     items = [[_moved(item, before) for item in row.items] for row, (before, _) in zip(rows, missing, strict=True)]
-    arrays = processor.media_inputs(items, torch.device("cpu"))
+    arrays = writable(processor.media_inputs(items, torch.device("cpu")), [item for own in items for item in own])
     batch |= {name: array.contiguous() for name, array in arrays.items()}
     if packing:
         # Without a mask and a cache, transformers separates samples where positions begin again.
