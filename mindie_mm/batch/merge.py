@@ -1,4 +1,4 @@
-"""Combines the parts of a run, which several machines may have written, to one run."""
+"""Combines the parts of a run, which several machines may have written, into one run."""
 
 from __future__ import annotations
 
