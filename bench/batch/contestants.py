@@ -76,9 +76,11 @@ def tokenize(rows: Path, checkpoint: Path, out: Path, workers: int, *options: st
     """Run `mindie-mm tokenize` with one thread per process, and return its cost."""
     command = [CLI, "tokenize", str(rows), "--model", str(checkpoint), "--output", str(out), "--workers", str(workers)]
     with Clock() as clock:
-        subprocess.run(
-            [*command, *options], check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, *options], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} exited with status {done.returncode}:\n{done.stderr[-2000:]}")
     return clock.cost
 
 

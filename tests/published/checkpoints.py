@@ -89,6 +89,7 @@ ELSEWHERE: Mapping[str, str] = {
 ONLY_CONFIGS = frozenset(
     {
         "aria",
+        "ernie45_vl_28b",
         "gemma3n_e2b",
         "gemma4_26b_a4b",
         "gemma4_e2b",
