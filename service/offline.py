@@ -19,7 +19,7 @@ from mindie_mm.processes.loop_thread import run_to_end
 from mindie_mm.processes.shown_progress import loading_shown
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import Count, converted
-from mindie_mm.settings.paths import local
+from mindie_mm.settings.paths import is_url, local
 from mindie_mm.worker.offline import generate
 from service.request.batch_lines import BatchLines
 
@@ -47,7 +47,7 @@ def generate_dataset(
     A second call with the same arguments continues the file. A script needs no `__main__` guard.
 
     Args:
-        tokenized: Folder that `tokenize_dataset` wrote, or its `Dataset`.
+        tokenized: Folder that `tokenize_dataset` wrote, its URL in an object store, or its `Dataset`.
         output: File for the answers, one JSON line per row.
         config: Settings of the worker, which the other arguments override. Its checkpoint and family are not used.
         model: Checkpoint directory. The default is the checkpoint that tokenized the rows.
@@ -68,7 +68,7 @@ def generate_dataset(
 
     Raises:
         InputError: An argument is invalid, or `output` belongs to another run.
-        StorageError: `output` cannot be written.
+        StorageError: `output` cannot be written, or the store of the run fails.
         CorruptReference: A shard is damaged or missing.
         NoProcess, ProcessDied, DeviceError: The engine does not restart, or every request makes it fail.
 
@@ -81,7 +81,11 @@ def generate_dataset(
         )
     if config is not None and not isinstance(config, WorkerConfig):
         raise InputError(f"config is {type_of(config)}; it must be a WorkerConfig")
-    dataset = tokenized if isinstance(tokenized, Dataset) else Dataset(local("tokenized", tokenized))
+    if isinstance(tokenized, Dataset):
+        dataset = tokenized
+    else:
+        is_remote = isinstance(tokenized, str) and is_url(tokenized)
+        dataset = Dataset(str(tokenized) if is_remote else local("tokenized", tokenized))
     settings = dataset.manifest.run.settings
     config = config or WorkerConfig()
     of_engine: dict[str, Any] = {

@@ -25,7 +25,7 @@ from mindie_mm.batch.input.gather import (
     require_streams_once,
 )
 from mindie_mm.batch.input.kept import types_of
-from mindie_mm.batch.input.remote import file_at
+from mindie_mm.batch.input.remote import RemoteFile, file_at
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
 from mindie_mm.batch.same_run import differences, first_difference, model_digest, versions
 from mindie_mm.errors import InputError, os_errors_as
@@ -171,7 +171,7 @@ class RunFormat(msgspec.Struct, frozen=True):
     format: int
 
 
-def require_format(run: RunFormat, folder: Path) -> None:
+def require_format(run: RunFormat, folder: Path | RemoteFile) -> None:
     """Raise InputError if another version of the package wrote the run in `folder`, and its format was different."""
     if run.format != FORMAT:
         raise InputError(

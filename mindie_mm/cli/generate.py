@@ -7,14 +7,15 @@ from typing import Any
 
 import click
 
-from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.paths import PATH, RUN_FOLDER
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import configured
 from mindie_mm.processes.interrupts import importing
 
 
 @click.command("generate", short_help="Run the model on tokenized rows.")
-@click.option("--tokenized", "folder", type=PATH, required=True, help="Folder that `mindie-mm tokenize` wrote.")
+@click.option("--tokenized", "folder", type=RUN_FOLDER, required=True,
+              help="Folder that `mindie-mm tokenize` wrote, or its URL, such as s3://bucket/run/.")  # fmt: skip
 @click.option("--output", type=PATH, required=True, help="File for the answers, one JSON line per row.")
 @click.option("--model", type=PATH, help="Checkpoint directory.  [default: the checkpoint that tokenized the rows]")
 @click.option(
@@ -44,7 +45,7 @@ from mindie_mm.processes.interrupts import importing
               help="Number of devices that share the model's weights.  [default: 1]")  # fmt: skip
 @resuming()
 def command(
-    folder: Path,
+    folder: Path | str,
     output: Path,
     *,
     generation_config: str | None,

@@ -7,24 +7,24 @@ from typing import Any
 
 import click
 
-from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.paths import PATH, RUN_FOLDER
 from mindie_mm.errors import StorageError, UnsupportedCheckpoint, os_errors_as
 from mindie_mm.processes.interrupts import importing
 
 
 @click.command("inspect", short_help="Show a tokenized data set, or a row of it.")
-@click.argument("folder", type=PATH)
+@click.argument("folder", type=RUN_FOLDER)
 @click.argument("row", type=int, required=False)
 @click.option("--model", type=PATH, help="Checkpoint directory.  [default: the checkpoint that tokenized the rows]")
 @click.option("--other-model", is_flag=True,
               help="Accept a checkpoint even if its tokenizer files differ from the files that were used to tokenize "
               "the rows.")  # fmt: skip
 @click.option("--png", type=PATH, help="Write the row's pictures to this PNG file, on one page.")
-def command(folder: Path, row: int | None, model: Path | None, *, other_model: bool, png: Path | None) -> None:
+def command(folder: Path | str, row: int | None, model: Path | None, *, other_model: bool, png: Path | None) -> None:
     """Show the run that `mindie-mm tokenize` wrote to FOLDER, or one ROW of the run.
 
-    Without ROW, the sizes of the run and of its shards are printed. With ROW, the row's text and media are printed. The
-    command does not write files unless you give --png.
+    FOLDER may be a URL, such as s3://bucket/run/. Without ROW, the sizes of the run and of its shards are printed. With
+    ROW, the row's text and media are printed. The command does not write files unless you give --png.
     """
     with importing():
         from mindie_mm.batch import Dataset
@@ -37,7 +37,7 @@ def command(folder: Path, row: int | None, model: Path | None, *, other_model: b
         return
     if not 0 <= row < len(dataset):
         raise click.UsageError(f"there is no row {row}: {folder} has {len(dataset)} rows, numbered from 0")
-    dataset.shard(row).verify(folder)
+    dataset.verify(row)
     sample = dataset[row]
     click.echo(f"row {sample.row}, id {sample.id}")
     if sample.ids is None:

@@ -30,6 +30,15 @@ class _Path(click.Path):
         return super().convert(value, param, ctx)
 
 
+class _RunFolder(_Path):
+    """The type of the folder of a finished run, which may be the URL of a folder in an object store."""
+
+    name = "folder|url"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if isinstance(value, str) and is_url(value) else super().convert(value, param, ctx)
+
+
 class _Text(click.ParamType[str]):
     """The type of text in UTF-8 or in the locale's encoding."""
 
@@ -59,6 +68,8 @@ class _MediaFile(_Path):
 
 PATH = _Path(path_type=Path)
 """Type of options and arguments that are paths."""
+RUN_FOLDER = _RunFolder(path_type=Path)
+"""Type of options and arguments that are folders of finished runs. A URL is a string."""
 MEDIA_FILE = _MediaFile(path_type=Path, exists=True, dir_okay=False, readable=True)
 """Type of options that are media. If a file cannot be read, parsing the command line fails. A URL is a string, and
 standard input is read as bytes."""

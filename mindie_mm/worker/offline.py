@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.output.shard_row import ShardRow
@@ -31,12 +30,13 @@ from mindie_mm.errors import (
     MindieMMError,
     NoProcess,
     ProcessDied,
+    StorageError,
     error_name,
 )
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.processes.tasks import off_loop
+from mindie_mm.processes.tasks import in_thread
 from mindie_mm.settings.config import WorkerConfig, kind_of_name
-from mindie_mm.shm import Arena, ArraySpec, Block
+from mindie_mm.shm import Arena, Block
 from mindie_mm.tokenize.prompt import Prompt, put_words
 from mindie_mm.worker.answer_file import EarlierAnswers, Line, Origin, Requests, continued, has_failed
 from mindie_mm.worker.deltas import Answer
@@ -93,7 +93,7 @@ async def generate(
         InputError: `output` belongs to another run, device or data type, the checkpoint differs from that of the run,
             or a sampling setting is invalid. Everything except the device and its data type is checked before the model
             is loaded.
-        StorageError: `output` cannot be written.
+        StorageError: `output` cannot be written, or the store of the run fails.
         CorruptReference: A shard is damaged or missing.
         NoProcess, ProcessDied, DeviceError: The engine does not restart, or every request makes it fail.
 
@@ -160,6 +160,7 @@ async def _answers(
 
     Raises:
         CorruptReference: A shard is damaged or missing. All rows of earlier shards have been answered.
+        StorageError: The store of the run fails.
 
     """
     most = 2 * worker.config.engine.max_num_seqs * len(worker.engine.engines)
@@ -170,8 +171,8 @@ async def _answers(
         try:
             for first_row, own in _by_shard(dataset, rows):
                 try:
-                    await asyncio.to_thread(dataset.shard(first_row).verify, dataset.folder)
-                except BadReference:
+                    await asyncio.to_thread(dataset.verify, first_row)
+                except (BadReference, StorageError):
                     while asking:
                         yield await asking.next()
                     raise
@@ -221,7 +222,13 @@ class _Asking:
         self._asked.append(asked)
 
     async def next(self) -> Line:
-        """Return the answer of the oldest row. Raise an error of `_ENGINE_FAILED` if no request can be answered."""
+        """Return the answer of the oldest row.
+
+        Raises:
+            ProcessDied, NoProcess, DeviceError: No request can be answered.
+            CorruptReference, StorageError: The row's arrays cannot be read.
+
+        """
         oldest = self._asked[0]
         await oldest.task
         if oldest.answer is None:
@@ -251,9 +258,10 @@ class _Asking:
             asked.answer = self._requests.error_line(record, _reason(record.error))
             return
         copy = partial(self._copied, record)
+        prompt = await copy()  # if the arrays cannot be read, the run ends
         try:
             # another attempt after the death of an engine would hide a row that kills the engine
-            source = PromptSource(await copy(), copy, deaths=0)
+            source = PromptSource(prompt, copy, deaths=0)
             params = self._requests.params(record)
             answer = await Answer.of(self._worker.generate(source, params, str(record.row)))
         except _ENGINE_FAILED as error:
@@ -265,15 +273,13 @@ class _Asking:
 
     async def _copied(self, record: ShardRow) -> Prompt:
         """Copy the row's arrays to the arena, and return its prompt with handle words. Wait while the arena is full."""
-        items = self._dataset.arrays(record)
-        if not items:
+        specs = self._dataset.specs(record)
+        if not specs:
             return record.prompt
-        specs = [{name: ArraySpec(array.shape, array.dtype.name) for name, array in arrays.items()} for arrays in items]
+        # Arrays are read after the allocation, so that the arena limits how many rows of a store are in memory.
         blocks = await self._arena.allocate_together(specs, path_file=None, timeout_s=math.inf)
         try:
-            for block, arrays in zip(blocks, items, strict=True):
-                num_bytes = sum(array.nbytes for array in arrays.values())
-                await off_loop(num_bytes, partial(_copy, arrays, block))
+            await in_thread(partial(_fill, blocks, self._dataset, record))
             words = [
                 block.publish(digest).to_words() for block, digest in zip(blocks, record.digests or (), strict=True)
             ]
@@ -313,9 +319,10 @@ class _Asking:
             return  # an error of the request shows that the engine works
 
 
-def _copy(arrays: Mapping[str, NDArray[Any]], block: Block) -> None:
-    for name, array in arrays.items():
-        block[name][...] = array
+def _fill(blocks: Sequence[Block], dataset: Dataset, record: ShardRow) -> None:
+    for block, arrays in zip(blocks, dataset.arrays(record), strict=True):
+        for name, array in arrays.items():
+            block[name][...] = array
 
 
 def _reason(error: MindieMMError | str | None) -> str:

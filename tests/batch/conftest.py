@@ -6,10 +6,11 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import msgspec
 import pytest
 
@@ -83,6 +84,25 @@ def eight_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_in_process(settings(here / "rows.jsonl", shard_rows=4), here / "run")
     return here / "run"
+
+
+@pytest.fixture
+def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a real S3 server, whose address is in the environment. It has an empty bucket named bucket."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
+    yield server
+    server.stop()
 
 
 def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: Any) -> Manifest:

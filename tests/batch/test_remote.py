@@ -141,37 +141,23 @@ def test_urls_with_a_star_are_expanded_in_order(store: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_reads_from_a_real_s3_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("s3_server")
+def test_the_command_reads_from_a_real_s3_server(tmp_path: Path) -> None:
     """A second call of the run continues it. After an object was replaced, a call is refused."""
-    pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        for name, value in {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            monkeypatch.setenv(name, value)
-        store = fsspec.filesystem("s3")
-        store.mkdir("bucket")
-        given = files(tmp_path, "s3://bucket/data")
-        for path in (*given, tmp_path / "0.png"):
-            store.pipe(f"bucket/data/{path.name}", path.read_bytes())
-        urls = [f"s3://bucket/data/{path.name}" for path in given]
-        for arguments in (urls, ["s3://bucket/data/rows.js*"]):
-            out = tmp_path / f"run {len(arguments)}"
-            done = tokenize(*arguments, "--output", out, "--workers", 1)
-            assert done.returncode == 1, done.stderr
-        run_in_process(settings(*given), tmp_path / "local")
-        require_equal(tmp_path / "run 5", tmp_path / "local")
-        before = content(tmp_path / "run 5")
-        assert tokenize(*urls, "--output", tmp_path / "run 5").returncode == 1
-        assert content(tmp_path / "run 5") == before
-        store.pipe("bucket/data/rows.jsonl", b'{"text": "b"}\n')
-        refused = tokenize(*urls, "--output", tmp_path / "run 5")
-        assert (refused.returncode, "because the content of s3://bucket/data/rows.jsonl" in refused.stderr) == (2, True)
-    finally:
-        server.stop()
+    store = fsspec.filesystem("s3")
+    given = files(tmp_path, "s3://bucket/data")
+    for path in (*given, tmp_path / "0.png"):
+        store.pipe(f"bucket/data/{path.name}", path.read_bytes())
+    urls = [f"s3://bucket/data/{path.name}" for path in given]
+    for arguments in (urls, ["s3://bucket/data/rows.js*"]):
+        out = tmp_path / f"run {len(arguments)}"
+        done = tokenize(*arguments, "--output", out, "--workers", 1)
+        assert done.returncode == 1, done.stderr
+    run_in_process(settings(*given), tmp_path / "local")
+    require_equal(tmp_path / "run 5", tmp_path / "local")
+    before = content(tmp_path / "run 5")
+    assert tokenize(*urls, "--output", tmp_path / "run 5").returncode == 1
+    assert content(tmp_path / "run 5") == before
+    store.pipe("bucket/data/rows.jsonl", b'{"text": "b"}\n')
+    refused = tokenize(*urls, "--output", tmp_path / "run 5")
+    assert (refused.returncode, "because the content of s3://bucket/data/rows.jsonl" in refused.stderr) == (2, True)

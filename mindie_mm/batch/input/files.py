@@ -127,6 +127,11 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest(16)
 
 
+def content_digest(content: bytes) -> str:
+    """Return the same digest as `file_digest` for the content of a file."""
+    return blake3(content).hexdigest(16)
+
+
 def sync_folder(folder: Path) -> None:
     """Sync the directory entries of a folder to disk. Do nothing if its file system does not support this.
 

@@ -1,20 +1,24 @@
-"""Input files and media in object stores, such as s3://, gs:// and hf://. fsspec reads them."""
+"""Files in object stores, such as s3://, gs:// and hf://: inputs, media, and finished runs. fsspec reads them."""
 
 from __future__ import annotations
 
+import errno
 import io
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, TypeVar
 
 import msgspec
 
 from mindie_mm.batch.input.file_state import FileState
-from mindie_mm.errors import InputError, LimitExceeded, MediaError, os_errors_as
+from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, MediaError, StorageError, os_errors_as
 from mindie_mm.inputs import Media
 from mindie_mm.settings.config import MAX_SOURCE_BYTES
-from mindie_mm.settings.paths import is_url
+from mindie_mm.settings.paths import absolute, is_url
 
 _BLOCK_BYTES = 4 << 20
 """Number of bytes that one request fetches. s3fs would fetch 50 MiB to read the footer of a table."""
@@ -28,27 +32,61 @@ _VERSIONS = (
 """Names that file systems use for what identifies the content of a file. The first of them that a file has is used."""
 
 
+@dataclass(frozen=True, order=True, slots=True)
 class RemoteFile:
-    """A file in an object store, with the methods of `Path` that reading needs."""
+    """A file or a folder in an object store, with the methods of `Path` that reading needs.
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    The connection is not part of it. fsspec keeps one per process and thread, so that copies after a fork also work.
+    """
+
+    url: str
 
     def __str__(self) -> str:
         return self.url
+
+    def __truediv__(self, name: str) -> RemoteFile:
+        return RemoteFile(f"{self.url.rstrip('/')}/{name}")
 
     @property
     def name(self) -> str:
         """Part of the URL after the last slash."""
         return self.url.rpartition("/")[2]
 
-    def open(self, mode: str = "rb") -> BinaryIO:
+    def open(self, mode: str = "rb") -> io.BufferedReader:
         """Open the file to read it. Raise InputError if its file system is not installed, and OSError if it fails."""
         assert mode == "rb"
         with _as_os_errors(self.url):
             system, path = _system_of(self.url)
             file = _Reader(system.open(path, "rb", block_size=_BLOCK_BYTES), self.url)
-            return cast("BinaryIO", io.BufferedReader(file, _BUFFER_BYTES))
+            return io.BufferedReader(file, _BUFFER_BYTES)
+
+    def read_bytes(self) -> bytes:
+        """Return the content of the file. `open` lists the errors."""
+        with _as_os_errors(self.url):
+            system, path = _system_of(self.url)
+            return bytes(system.cat_file(path))
+
+    def size(self) -> int:
+        """Return the current size of the file in bytes. `open` lists the errors."""
+        with _as_os_errors(self.url):
+            system, path = _system_of(self.url)
+            system.invalidate_cache()
+            return int(system.size(path))
+
+    def exists(self) -> bool:
+        """Return whether there is such a file or folder. `open` lists the errors."""
+        with _as_os_errors(self.url):
+            system, path = _system_of(self.url)
+            system.invalidate_cache()
+            return bool(system.exists(path))
+
+    def glob(self, pattern: str) -> list[RemoteFile]:
+        """Return the files of the folder whose names match. `open` lists the errors."""
+        with _as_os_errors(self.url):
+            system, path = _system_of(self.url)
+            system.invalidate_cache()
+            names = [found.rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False)]
+        return [self / name for name in names if fnmatchcase(name, pattern)]
 
     def state(self) -> FileState:
         """Return the current state of the file. Raise InputError if nothing identifies its content, or OSError."""
@@ -66,9 +104,46 @@ class RemoteFile:
         return FileState(size=int(info["size"]), mtime_ns=0, ctime_ns=0, device=0, inode=0, version=version)
 
 
-def file_at(given: str) -> Path | RemoteFile:
-    """Return the file with a path or a URL."""
-    return RemoteFile(given) if is_url(given) else Path(given)
+AnyPath = TypeVar("AnyPath", bound=Path | RemoteFile)
+"""Path of a local file, or a file in a store."""
+
+
+def file_at(given: str | os.PathLike[str]) -> Path | RemoteFile:
+    """Return the file or the folder with a path or a URL. Raise InputError if no file can have this path."""
+    return RemoteFile(given) if isinstance(given, str) and is_url(given) else absolute(given)
+
+
+def read_ranges(ranges: Sequence[tuple[RemoteFile, int, int]]) -> list[bytes | OSError]:
+    """Fetch ranges [start, stop) of files of one store at the same time, with one request for each.
+
+    The result for a range that cannot be fetched is the error.
+
+    Raises:
+        InputError: The file system is not installed.
+        OSError: The store cannot be opened.
+
+    """
+    if not ranges:
+        return []
+    url = ranges[0][0].url
+    with _as_os_errors(url):
+        system, _ = _system_of(url)
+        paths = [_system_of(file.url)[1] for file, _, _ in ranges]
+        starts, stops = ([one[at] for one in ranges] for at in (1, 2))
+        found = system.cat_ranges(paths, starts, stops, on_error="return")
+    return [_os_error(one) if isinstance(one, Exception) else bytes(one) for one in found]
+
+
+@contextmanager
+def reading_run(path: Path | RemoteFile) -> Iterator[None]:
+    """Turn an OSError from reading a file of a run into CorruptReference, or into StorageError if its store fails."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CorruptReference(f"{path} cannot be read: {os.strerror(errno.ENOENT)}") from error
+    except OSError as error:
+        kind = StorageError if isinstance(path, RemoteFile) else CorruptReference
+        raise kind(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def matching(given: str) -> list[str]:
@@ -171,4 +246,8 @@ def _as_os_errors(url: str) -> Iterator[None]:
     except ImportError as error:
         raise InputError(f"{url} cannot be read: {error}") from error
     except Exception as error:
-        raise OSError(0, f"{type(error).__name__}: {error}") from error
+        raise _os_error(error) from error
+
+
+def _os_error(error: Exception) -> OSError:
+    return error if isinstance(error, OSError) else OSError(0, f"{type(error).__name__}: {error}")

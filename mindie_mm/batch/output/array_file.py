@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_hexdigest
 
 from mindie_mm.batch.input.files import sync_folder
+from mindie_mm.batch.input.remote import RemoteFile
 from mindie_mm.batch.input.source import NOT_JSON
 from mindie_mm.batch.output.disk_writer import DiskWriter, StoredArray, WriteBatch, WriteBatchMemory, write_all
 from mindie_mm.batch.output.journal import Journal
@@ -247,14 +248,14 @@ def digest_of(path: Path) -> str:
     return read_arrays(path)[0]
 
 
-def read_arrays(path: Path) -> tuple[str, dict[str, StoredArray]]:
+def read_arrays(path: Path | RemoteFile) -> tuple[str, int, dict[str, StoredArray]]:
     """Read a file in small pieces, and compute its digest and the digest of each array.
 
     The file is not mapped, because reading a mapped file from a faulty disk would end the process with SIGBUS.
 
     Returns:
-        The digest of the file, which equals the result of `finish` if the file is intact, and the arrays by their names
-        in the file. Paddings are left out.
+        The digest of the file, which equals the result of `finish` if the file is intact, its size in bytes, and the
+        arrays by their names in the file. Paddings are left out.
 
     Raises:
         CorruptReference: The file is not a complete file of arrays.
@@ -262,8 +263,9 @@ def read_arrays(path: Path) -> tuple[str, dict[str, StoredArray]]:
 
     """
     with path.open("rb") as file:
-        if (size := os.fstat(file.fileno()).st_size) < _LENGTH.size:
+        if (size := file.seek(0, os.SEEK_END)) < _LENGTH.size:
             raise CorruptReference(f"{path} is truncated: it has {size} bytes")
+        file.seek(0)
         head = file.read(_LENGTH.size)
         (length,) = _LENGTH.unpack(head)
         if _LENGTH.size + length > HEADER_BYTES:
@@ -298,7 +300,7 @@ def read_arrays(path: Path) -> tuple[str, dict[str, StoredArray]]:
     if len(head) + at != size:
         raise CorruptReference(f"{path} has {size} bytes, but its header requires {len(head) + at}")
     combined = _combined(head, [array.digest for array in arrays.values()])
-    return combined, {name: array for name, array in arrays.items() if array.name != _PADDING}
+    return combined, size, {name: array for name, array in arrays.items() if array.name != _PADDING}
 
 
 class _Entry(msgspec.Struct):

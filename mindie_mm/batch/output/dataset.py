@@ -4,51 +4,57 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import index
 from pathlib import Path
 from threading import Lock
 from typing import Any, SupportsIndex, overload
 from weakref import WeakSet
 
-import numpy as np
 import pyarrow as pa
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
+from mindie_mm.batch.input.remote import RemoteFile, file_at, reading_run
+from mindie_mm.batch.output.array_file import file_bytes
 from mindie_mm.batch.output.collate import Labels, Padding, collate
 from mindie_mm.batch.output.manifest import Manifest, Shard
 from mindie_mm.batch.output.order import Order
+from mindie_mm.batch.output.row_arrays import Arrays, fetch, specs_of, views
 from mindie_mm.batch.output.sample import RunModel, Sample
-from mindie_mm.batch.output.shard import ShardInfo, arrays_path, read_table, table_path
+from mindie_mm.batch.output.shard import arrays_path, read_table, table_path
 from mindie_mm.batch.output.shard_row import ShardRow
-from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, os_errors_as
-from mindie_mm.settings.paths import absolute, is_url
+from mindie_mm.errors import InputError
+from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import ArraySpec
 from mindie_mm.shm.mapping import map_file
 
 _MAPPED_FILES = 8
+_FETCHED_ROWS = 8
+"""Number of rows whose arrays are fetched at the same time if the rows of a run in a store are read in order."""
 _TABLE_BYTES = 128 << 20
 """Maximum total size in bytes of the tables in memory. Reading a table takes far longer than reading a row of it."""
 
 
 class Dataset(Sequence[Sample]):
-    """Rows of a finished run, in input order. A dataset may be shared by threads and pickled for other processes."""
+    """Rows of a finished run, in input order. A dataset may be shared by threads and pickled for other processes.
+
+    If the run is in an object store, the table of a shard is fetched as a whole, and the arrays of a row with one
+    request. Their digests are compared.
+    """
 
     def __init__(self, folder: str | Path, model: str | Path | None = None) -> None:
         """Open a run.
 
         Args:
-            folder: Folder of the run.
+            folder: Folder of the run, or its URL in an object store, such as "s3://bucket/run/".
             model: Directory of the checkpoint with which the rows were tokenized, if it has been moved since.
 
         Raises:
-            InputError: The folder does not contain a finished run, or has only a part of one.
+            InputError: The folder does not contain a finished run, has only a part of one, or its store cannot be read.
 
         """
-        if is_url(str(folder)):
-            raise InputError(f"folder is {str(folder)!r}, which is a URL; give the path of a local copy of the run")
-        self.folder = absolute(folder)
+        self.folder = file_at(folder)
         self.manifest = Manifest.read(self.folder)
         run = self.manifest.run
         path = run.settings.model if model is None else str(absolute(model))
@@ -73,19 +79,25 @@ class Dataset(Sequence[Sample]):
         Raises:
             IndexError: There is no such row.
             CorruptReference: A file is missing, or has been changed since the run.
+            StorageError: The store of the folder fails.
 
         """
         if isinstance(row, slice):
-            return [self[one] for one in range(*row.indices(len(self)))]
-        number = index(row)
-        number += len(self) if number < 0 else 0
-        if not 0 <= number < len(self):
-            raise IndexError(f"there is no row {row}; the data set has {len(self)} rows")
-        return self._sample(number)
+            return self.__getitems__(range(*row.indices(len(self))))
+        return self.__getitems__([row])[0]
+
+    def __getitems__(self, rows: Iterable[SupportsIndex]) -> list[Sample]:
+        """Return the samples of several rows. torch's `DataLoader` calls this method for each batch.
+
+        The arrays of these rows are fetched from a store at the same time. `__getitem__` lists the errors.
+        """
+        records = [self.record(self._number(row)) for row in rows]
+        return [*map(self._sample, records, self._arrays(records))]
 
     def __iter__(self) -> Iterator[Sample]:
-        for row in range(len(self)):
-            yield self._sample(row)
+        together = _FETCHED_ROWS if isinstance(self.folder, RemoteFile) else 1
+        for row in range(0, len(self), together):
+            yield from self[row : row + together]
 
     def collate(
         self,
@@ -138,8 +150,8 @@ class Dataset(Sequence[Sample]):
 
     def record(self, number: int) -> ShardRow:
         """Return the row as it is recorded in its table."""
-        info = self.shard(number).info
-        table, at = self._table(info), number - info.first_row
+        shard = self.shard(number)
+        table, at = self._table(shard), number - shard.info.first_row
         ids = table["input_ids"][at].values  # converting 3,000 ids to Python objects takes 0.1 ms
         record = table.drop_columns("input_ids").slice(at, 1).to_pylist()[0]
         return ShardRow.of(record | {"input_ids": None if ids is None else ids.to_numpy().copy()})
@@ -148,76 +160,105 @@ class Dataset(Sequence[Sample]):
         """Return the shard that contains the row `number`."""
         return self.manifest.shards[bisect_right(self._firsts, number) - 1]
 
+    def specs(self, row: ShardRow) -> list[dict[str, ArraySpec]]:
+        """Return the shapes and types of the arrays of each media item of a row by name, without reading the arrays.
+
+        Raises:
+            CorruptReference: The table of the row's shard is damaged.
+
+        """
+        info = self.shard(row.row).info
+        return specs_of(row, arrays_path(self.folder, info.first_row), file_bytes(info.num_bytes))
+
     def arrays(self, row: ShardRow) -> list[dict[str, NDArray[Any]]]:
-        """Return the arrays of each media item of a row by name, as read-only views of the mapped file.
+        """Return the arrays of each media item of a row by name. They are read-only.
 
         Raises:
             CorruptReference: The file is missing, or has been changed since the run.
+            StorageError: The store of the folder fails.
 
         """
-        items = row.arrays or ()
-        if not items:
-            return []
-        first_row = self.shard(row.row).info.first_row
-        data, found = self._file(first_row), list[dict[str, NDArray[Any]]]()
-        for arrays in items:
-            found.append({})
-            for array in arrays:
-                try:
-                    spec = ArraySpec(array.shape, array.dtype)
-                except (InputError, LimitExceeded) as error:
-                    raise CorruptReference(f"row {row.row} has a damaged array {array.name}: {error}") from None
-                stop = array.offset + spec.nbytes
-                if array.length != spec.nbytes or not 0 <= array.offset < stop <= len(data):
-                    raise CorruptReference(
-                        f"{arrays_path(self.folder, first_row)} has {len(data)} bytes, but its array {array.name} of "
-                        f"row {row.row} is at bytes {array.offset} to {stop - 1}"
-                    )
-                found[-1][array.name] = np.ndarray(spec.shape, spec.dtype, data, array.offset)
-        return found
+        return self._arrays([row])[0]
 
-    def _sample(self, number: int) -> Sample:
-        record = self.record(number)
+    def verify(self, number: int) -> None:
+        """Check that the files of the shard with the row `number` have the content that the run wrote.
+
+        In a store, only the table is checked, because the arrays of each row are checked when they are fetched.
+
+        Raises:
+            CorruptReference: A file has different content or is missing.
+            StorageError: The store of the folder fails.
+
+        """
+        shard = self.shard(number)
+        if isinstance(self.folder, RemoteFile):
+            self._table(shard)
+        else:
+            shard.verify(self.folder)
+
+    def _arrays(self, rows: Sequence[ShardRow]) -> list[Arrays]:
+        if isinstance(self.folder, RemoteFile):
+            return fetch(self.folder, [(row, self.shard(row.row).info) for row in rows])
+        return [self._mapped(self.folder, row) for row in rows]
+
+    def _mapped(self, folder: Path, row: ShardRow) -> Arrays:
+        if not row.arrays:
+            return []
+        path = arrays_path(folder, self.shard(row.row).info.first_row)
+        data = self._file(path)
+        return views(row, specs_of(row, path, len(data)), data)
+
+    def _number(self, row: SupportsIndex) -> int:
+        number = index(row)
+        number += len(self) if number < 0 else 0
+        if not 0 <= number < len(self):
+            raise IndexError(f"there is no row {row}; the data set has {len(self)} rows")
+        return number
+
+    def _sample(self, record: ShardRow, arrays: Arrays) -> Sample:
         if record.error is not None:
-            return Sample(number, record.id, None, (), (), record.error, record.columns)
+            return Sample(record.row, record.id, None, (), (), record.error, record.columns)
         prompt = record.prompt
         return Sample(
-            number,
+            record.row,
             record.id,
             prompt.ids,
             prompt.spans,
-            self.arrays(record),
+            arrays,
             columns=record.columns,
             assistant=record.assistant_spans,
             model=self._model,
         )
 
-    def _table(self, info: ShardInfo) -> pa.Table:
+    def _table(self, shard: Shard) -> pa.Table:
+        info = shard.info
         with self._lock:
             table = self._tables.get(info.first_row)
         if table is not None:
             return table
         # Read without the lock, so that other threads can continue.
-        table = read_table(table_path(self.folder, info.first_row), info.num_rows)
+        if isinstance(self.folder, RemoteFile):
+            table = shard.read_table(self.folder)
+        else:
+            table = read_table(table_path(self.folder, info.first_row), info.num_rows)
         with self._lock:
             self._tables[info.first_row] = table
         return table
 
-    def _file(self, first_row: int) -> memoryview:
+    def _file(self, path: Path) -> memoryview:
         with self._lock:
-            data = self._files.get(first_row)
+            data = self._files.get(path)
         if data is not None:
             return data
-        path = arrays_path(self.folder, first_row)
-        with os_errors_as(CorruptReference, f"{path} cannot be read"), path.open("rb") as file:
+        with reading_run(path), path.open("rb") as file:
             data = map_file(file.fileno(), os.fstat(file.fileno()).st_size)
         with self._lock:
-            return self._files.setdefault(first_row, data)
+            return self._files.setdefault(path, data)
 
     def begin(self) -> None:
         """Create the caches and their lock, also after a fork. The child has no thread to release the lock."""
         self._tables = LRUCache[int, pa.Table](_TABLE_BYTES, getsizeof=lambda table: min(table.nbytes, _TABLE_BYTES))
-        self._files = LRUCache[int, memoryview](_MAPPED_FILES)
+        self._files = LRUCache[Path, memoryview](_MAPPED_FILES)
         self._lock = Lock()
         _datasets.add(self)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
 import pyarrow.compute as pc
 from blake3 import blake3
 
-from mindie_mm.batch.input.files import file_digest, replacing
+from mindie_mm.batch.input.files import content_digest, file_digest, replacing
+from mindie_mm.batch.input.remote import RemoteFile, reading_run
 from mindie_mm.batch.input.repeated import RepeatedIds
 from mindie_mm.batch.input.source import NOT_JSON
 from mindie_mm.batch.output.array_file import digest_of as arrays_digest
@@ -55,14 +56,28 @@ class Shard(msgspec.Struct, frozen=True):
             CorruptReference: A file has different content or cannot be read.
 
         """
-        require_digest(table_path(folder, self.info.first_row), file_digest, self.table_digest)
-        require_digest(arrays_path(folder, self.info.first_row), arrays_digest, self.info.arrays_digest)
+        table, arrays = (path(folder, self.info.first_row) for path in (table_path, arrays_path))
+        with reading_run(table):
+            _require_digest(table, file_digest(table), self.table_digest)
+        with reading_run(arrays):
+            _require_digest(arrays, arrays_digest(arrays), self.info.arrays_digest)
+
+    def read_table(self, folder: Path | RemoteFile) -> pa.Table:
+        """Return the table.
+
+        Raises:
+            CorruptReference: The file is not the file that the run wrote, or cannot be read.
+            StorageError: The store of the folder fails.
+
+        """
+        path = table_path(folder, self.info.first_row)
+        with reading_run(path):
+            content = path.read_bytes()
+        _require_digest(path, content_digest(content), self.table_digest)
+        return read_table(path, self.info.num_rows, content=content)
 
 
-def require_digest(path: Path, digest_of: Callable[[Path], str], written: str) -> None:
-    """Raise CorruptReference unless a file can be read and has the digest `written`."""
-    with os_errors_as(CorruptReference, f"{path} cannot be read"):
-        actual = digest_of(path)
+def _require_digest(path: Path | RemoteFile, actual: str, written: str) -> None:
     if actual != written:
         raise CorruptReference(
             f"{path} is not the file that the run wrote: its digest is {actual}; the manifest has {written}"
@@ -144,7 +159,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Number of the first row. It is 0 unless the run is a part."""
         return self.shards[0].info.first_row if self.run.part and self.shards else 0
 
-    def failed_rows(self, folder: Path) -> frozenset[int]:
+    def failed_rows(self, folder: Path | RemoteFile) -> frozenset[int]:
         """Return the numbers of the rows that failed, from their list in `folder`.
 
         Raises:
@@ -164,11 +179,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return rows
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path | RemoteFile) -> Manifest:
         """Read the manifest in `folder`.
 
         Raises:
-            InputError: There is no finished run, or its format is not supported.
+            InputError: There is no finished run, its format is not supported, or the store cannot be read.
             CorruptReference: The file is damaged.
             StorageError: The file cannot be read.
 
@@ -183,7 +198,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         except FileNotFoundError:
             raise InputError(f"{folder} does not contain a finished run: there is no {MANIFEST_FILE}") from None
         except OSError as error:
-            raise StorageError(f"{file} cannot be read: {error.strerror}") from error
+            kind = InputError if isinstance(folder, RemoteFile) else StorageError
+            raise kind(f"{file} cannot be read: {error.strerror or error}") from error
         except NOT_JSON as error:
             raise CorruptReference(f"{file} is damaged: {in_words(error)}. {_WRITE_AGAIN}") from None
         first = manifest.first_row

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mindie_mm.batch.input.files import replacing
 from mindie_mm.batch.input.record import Record, RecordsDigest
+from mindie_mm.batch.input.remote import AnyPath, RemoteFile
 from mindie_mm.batch.input.source import NOT_JSON, Chunk
 from mindie_mm.batch.output.array_file import ArrayFile, file_bytes
 from mindie_mm.batch.output.disk_writer import StoredArray, WriteBatchMemory
@@ -102,22 +103,30 @@ class ShardInfo(msgspec.Struct, frozen=True):
             )
 
 
-def table_path(folder: Path, first_row: int) -> Path:
+def table_path(folder: AnyPath, first_row: int) -> AnyPath:
     """Return the path of the table of the shard that begins with `first_row`."""
-    return folder / f"shard-{first_row:09d}.parquet"
+    return cast("AnyPath", folder / f"shard-{first_row:09d}.parquet")
 
 
-def arrays_path(folder: Path, first_row: int) -> Path:
+def arrays_path(folder: AnyPath, first_row: int) -> AnyPath:
     """Return the path of the file of arrays of the shard that begins with `first_row`."""
-    return folder / f"shard-{first_row:09d}.safetensors"
+    return cast("AnyPath", folder / f"shard-{first_row:09d}.safetensors")
 
 
 def read_info(path: Path) -> ShardInfo:
     """Return the description in a shard's table. Raise CorruptReference if the file is not the table of a shard."""
     try:
         metadata = pq.read_metadata(path).metadata or {}
-        return msgspec.json.decode(metadata[_INFO], type=ShardInfo)
-    except (OSError, pa.ArrowException, KeyError) as error:
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptReference(f"{path} is not the table of a shard: {error}") from error
+    return info_in(metadata, path)
+
+
+def info_in(metadata: Mapping[bytes, bytes] | None, path: Path | RemoteFile) -> ShardInfo:
+    """Return the description in the metadata of the table `path`. Raise CorruptReference if there is none."""
+    try:
+        return msgspec.json.decode((metadata or {})[_INFO], type=ShardInfo)
+    except KeyError as error:
         raise CorruptReference(f"{path} is not the table of a shard: {error}") from error
     except NOT_JSON as error:
         raise CorruptReference(f"{path} is not the table of a shard: {in_words(error)}") from error
@@ -151,10 +160,16 @@ def complete_shards(folder: Path, chunk: Chunk, run: str) -> list[ShardInfo] | N
     return shards if row == chunk.stop_row else None
 
 
-def read_table(path: Path, num_rows: int, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the table of a shard, with all columns or only `columns`. Raise CorruptReference if it is damaged."""
+def read_table(
+    path: Path | RemoteFile, num_rows: int, columns: Sequence[str] | None = None, content: bytes | None = None
+) -> pa.Table:
+    """Return the table of a shard, with all columns or only `columns`. Raise CorruptReference if it is damaged.
+
+    The file is not read if its `content` is given.
+    """
     try:
-        with pq.ParquetFile(path) as file:  # takes half the time of `pq.read_table`
+        source = path if content is None else pa.BufferReader(content)
+        with pq.ParquetFile(source) as file:  # takes half the time of `pq.read_table`
             schema, table = file.schema_arrow, file.read(columns)
     except (OSError, pa.ArrowException) as error:
         raise CorruptReference(f"{path} cannot be read: {error}") from error

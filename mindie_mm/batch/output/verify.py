@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 
-from mindie_mm.batch.input.files import file_digest
+from mindie_mm.batch.input.remote import RemoteFile, reading_run
 from mindie_mm.batch.output.array_file import file_bytes, read_arrays
 from mindie_mm.batch.output.disk_writer import StoredArray
-from mindie_mm.batch.output.manifest import MANIFEST_FILE, Manifest, Shard, require_digest
-from mindie_mm.batch.output.shard import arrays_path, counts_of, read_info, read_table, table_path
+from mindie_mm.batch.output.manifest import MANIFEST_FILE, Manifest, Shard
+from mindie_mm.batch.output.shard import arrays_path, counts_of, info_in, table_path
 from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.batch.progress import Progress, Show
-from mindie_mm.errors import CorruptReference, os_errors_as
+from mindie_mm.errors import CorruptReference
 
 _CONVERTED_ROWS = 64
 """Number of rows that are converted at a time, because a list of ids takes four times the memory of an array."""
@@ -27,7 +27,7 @@ class Damage:
 
     message: str
     """Path of the file, and the reason."""
-    remove: Path
+    remove: Path | RemoteFile
     """File to remove, so that another call of `mindie-mm tokenize` repairs the damage."""
     rows: range = range(0)
     """Rows that are damaged."""
@@ -39,15 +39,22 @@ class Damage:
         return f"row{f' {first}' if first == last else f's {first} to {last}'}: {self.message}"
 
 
-def damages(folder: Path, manifest: Manifest, show: Show) -> Iterator[Damage]:
-    """Read all files of a run, and yield the damages. Memory is needed for the rows of one shard, without arrays."""
+def damages(folder: Path | RemoteFile, manifest: Manifest, show: Show) -> Iterator[Damage]:
+    """Read all files of a run, and yield the damages. Memory is needed for the rows of one shard, without arrays.
+
+    Raises:
+        StorageError: The store of the folder fails.
+
+    """
     infos = [shard.info for shard in manifest.shards]
     for name in _TOTALS:
         if (total := sum(getattr(info, name) for info in infos)) != (stated := getattr(manifest, name)):
             file = folder / MANIFEST_FILE
             yield Damage(f"{file} is damaged: {name} is {stated}, but the shards have {total}", file)
     own = {path(folder, info.first_row) for info in infos for path in (table_path, arrays_path)}
-    for path in sorted({*folder.glob("shard-*.parquet"), *folder.glob("shard-*.safetensors")} - own):
+    with reading_run(folder):
+        present = {*folder.glob("shard-*.parquet"), *folder.glob("shard-*.safetensors")}
+    for path in sorted(present - own):
         yield Damage(f"{path} is not a file of this run, but other programs would read it", path)
     rows = errors = num_bytes = 0
     for shard in manifest.shards:
@@ -58,19 +65,17 @@ def damages(folder: Path, manifest: Manifest, show: Show) -> Iterator[Damage]:
         show(Progress(rows, errors, num_bytes, rows / manifest.num_rows), Progress())
 
 
-def _damages_of(folder: Path, shard: Shard) -> Iterator[Damage]:
+def _damages_of(folder: Path | RemoteFile, shard: Shard) -> Iterator[Damage]:
     info, rows = shard.info, list[ShardRow]()
     table, path = (path(folder, info.first_row) for path in (table_path, arrays_path))
     every = range(info.first_row, info.stop_row)
     try:
-        require_digest(table, file_digest, shard.table_digest)
         rows = _rows(folder, shard)
     except CorruptReference as error:
         yield Damage(str(error), table, every)
     try:
-        with os_errors_as(CorruptReference, f"{path} cannot be read"):
-            digest, found = read_arrays(path)
-            size = path.stat().st_size
+        with reading_run(path):
+            digest, size, found = read_arrays(path)
     except CorruptReference as error:
         yield Damage(str(error), table, every)
         return
@@ -109,13 +114,14 @@ def _ranges(rows: Iterable[int]) -> Iterator[range]:
         yield range(numbers[0], numbers[-1] + 1)
 
 
-def _rows(folder: Path, shard: Shard) -> list[ShardRow]:
+def _rows(folder: Path | RemoteFile, shard: Shard) -> list[ShardRow]:
     """Return the rows of a shard. Raise CorruptReference if the rows are not those that the manifest describes."""
     info, path = shard.info, table_path(folder, shard.info.first_row)
-    if read_info(path) != info:
+    table = shard.read_table(folder)
+    if info_in(table.schema.metadata, path) != info:
         raise CorruptReference(f"{path} describes its shard otherwise than the manifest")
     rows = list[ShardRow]()
-    pieces = read_table(path, info.num_rows).to_batches(max_chunksize=_CONVERTED_ROWS)
+    pieces = table.to_batches(max_chunksize=_CONVERTED_ROWS)
     for number, record in enumerate(chain.from_iterable(piece.to_pylist() for piece in pieces), info.first_row):
         rows.append(ShardRow.of(record))
         if record["row"] != number:
