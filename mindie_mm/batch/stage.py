@@ -16,7 +16,7 @@ from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.batch.input.gather import is_listed
 from mindie_mm.batch.input.kept import arrow_type, values_of
 from mindie_mm.batch.input.record import Record
-from mindie_mm.batch.input.remote import fetched
+from mindie_mm.batch.input.remote import RemoteFile, fetched
 from mindie_mm.batch.input.request import REQUEST, request_of
 from mindie_mm.batch.input.row import Row, parse, set_aside
 from mindie_mm.batch.input.row_id import printable, row_id
@@ -27,9 +27,10 @@ from mindie_mm.batch.output.shard import ShardInfo, ShardWriter, finished_shard,
 from mindie_mm.batch.output.shard_row import ASSISTANT
 from mindie_mm.batch.settings import Run
 from mindie_mm.device import host_memory
-from mindie_mm.errors import InputError, MediaError, MindieMMError, StorageError, error_name, naming
+from mindie_mm.errors import InputError, MediaError, MindieMMError, StorageError, error_name, naming, os_errors_as
 from mindie_mm.inputs import Media, read_texts
 from mindie_mm.processes import faults
+from mindie_mm.settings.paths import is_url
 from mindie_mm.shm.format.item import ITEM
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.planning import PlannedItem
@@ -240,8 +241,15 @@ def _require_listed(record: Record, folder: Path | str) -> None:
     for item in parse(record, folder, "").items or ():
         source = item.source if isinstance(item, Media) else None
         # If a name contains an escaped byte, such as \xe9, the file exists under the unescaped name.
-        if isinstance(source, str) and "\\x" not in source and not os.path.lexists(source):
+        if isinstance(source, str) and "\\x" not in source and not _exists(source):
             raise StorageError(f"{source} was removed while the run was reading {folder}. Restore the file")
+
+
+def _exists(path: str) -> bool:
+    if not is_url(path):
+        return os.path.lexists(path)
+    with os_errors_as(StorageError, f"{path} cannot be read"):
+        return "::" in path or RemoteFile(path).exists()  # a name with :: cannot be read, but exists
 
 
 def _next(records: Iterator[Record], source: Source) -> Record:

@@ -87,9 +87,9 @@ def command(
     """Tokenize and preprocess the rows of INPUT, for `mindie-mm generate` or for training.
 
     INPUT is a .jsonl, .json or .parquet file, a .tar file in WebDataset format, a folder of media, or JSON lines from a
-    pipe or from standard input (-). Files may be URLs that fsspec reads (s3://, gs://, hf://). JSON and tars may be
-    compressed as .gz or .zst. A row is a List[Dict], an object with `inputs` or `messages`, an object with text and
-    media, or a conversation of a common data set.
+    pipe or from standard input (-). Files and folders may be URLs that fsspec reads (s3://, gs://, hf://). JSON and
+    tars may be compressed as .gz or .zst. A row is a List[Dict], an object with `inputs` or `messages`, an object with
+    text and media, or a conversation of a common data set.
 
     Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 if interrupted, 3
     if the run is not finished for another reason. Run the same command again to continue.

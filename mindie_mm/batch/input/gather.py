@@ -12,7 +12,7 @@ from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, TextIOWrapper
 from itertools import islice
 from pathlib import Path, PurePath
 from tempfile import TemporaryFile
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 import msgspec
 
 from mindie_mm.batch.input.files import replacing
-from mindie_mm.batch.input.remote import file_at
+from mindie_mm.batch.input.remote import Entry, RemoteFile, file_at, refusal_of
 from mindie_mm.batch.input.sniff import no_json
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON
 from mindie_mm.errors import InputError, os_errors_as
@@ -62,14 +62,20 @@ def gathered_path(folder: Path, index: int, given: str = STDIN) -> Path:
 def input_named(given: str) -> str:
     """Return the name that a run records for an input: its absolute path, its URL, or `-` for standard input.
 
+    The URL of a folder ends with a slash.
+
     Raises:
-        InputError: `given` is empty, or is a relative path and the working directory was removed.
+        InputError: `given` is empty, is a relative path and the working directory was removed, or its store cannot be
+            read.
 
     """
     if not given:
         raise InputError("an input is an empty string. Remove this input, or give the name of a file")
     if is_url(given):
-        return given
+        if given.endswith("/") or ending_of(given) in (*_ROWS, ".json") or is_packed(given):
+            return given
+        with os_errors_as(InputError, f"{given} cannot be read"):
+            return f"{given}/" if RemoteFile(given).is_folder() else given
     return STDIN if given == STDIN or given in _STDIN_PATHS else str(absolute(given))
 
 
@@ -99,7 +105,9 @@ def require_streams_once(inputs: Sequence[str]) -> None:
 
 def is_folder(given: str) -> bool:
     """Return whether an input is a folder of media."""
-    return not is_url(given) and not is_stream(given) and os.path.isdir(given)  # noqa: PTH112 - False for a path that cannot be read
+    if is_url(given):
+        return given.endswith("/")
+    return not is_stream(given) and os.path.isdir(given)  # noqa: PTH112 - False for a path that cannot be read
 
 
 def is_packed(given: str) -> bool:
@@ -112,10 +120,20 @@ def is_listed(given: str, template: str) -> bool:
     return is_folder(given) and metadata_of(given, template) is None
 
 
-def metadata_of(given: str, template: str) -> Path | None:
-    """Return the table of a folder of media in the format of `datasets`' imagefolder. A template takes precedence."""
-    paths = [] if template else [Path(given) / f"metadata.{ending}" for ending in ("jsonl", "csv", "parquet")]
-    return next((path for path in paths if os.path.isfile(path)), None)  # noqa: PTH113 - as in `is_folder`
+def metadata_of(given: str, template: str) -> Path | RemoteFile | None:
+    """Return the table of a folder of media in the format of `datasets`' imagefolder. A template takes precedence.
+
+    Raises:
+        InputError: The store of the folder cannot be read.
+
+    """
+    paths = [] if template else [file_at(given) / f"metadata.{ending}" for ending in ("jsonl", "csv", "parquet")]
+    with os_errors_as(InputError, f"{given} cannot be read"):
+        return next((path for path in paths if _is_there(path)), None)
+
+
+def _is_there(path: Path | RemoteFile) -> bool:
+    return path.exists() if isinstance(path, RemoteFile) else os.path.isfile(path)  # noqa: PTH113 - as in `is_folder`
 
 
 def is_gathered(given: str) -> bool:
@@ -164,7 +182,7 @@ def gather(
                 if are_rows(given):
                     (rows or {})[given](file, limit)
                 elif is_listed(given, template):
-                    left_out += _list(Path(given), file, template)
+                    left_out += _list(file_at(given), file, template)
                 else:
                     file.writelines(_content(given, template, stdin, limit, folder))
     return left_out
@@ -232,7 +250,7 @@ def _array_rows(stream: BinaryIO, given: str, folder: Path) -> Iterator[bytes]:
         yield msgspec.json.format(row, indent=-1) + b"\n"
 
 
-def _table_rows(path: Path) -> Iterator[bytes]:
+def _table_rows(path: Path | RemoteFile) -> Iterator[bytes]:
     """Yield the rows of a table of media files as JSON lines. All values of a .csv file are strings.
 
     Raises:
@@ -240,20 +258,20 @@ def _table_rows(path: Path) -> Iterator[bytes]:
 
     """
     with os_errors_as(InputError, f"{path} cannot be read"):
-        if path.suffix == ".jsonl":
+        if ending_of(path.name) == ".jsonl":
             with path.open("rb") as file:
                 yield from (line for line in file if line.strip(_BLANK))
             return
         try:
-            for row in _csv_rows(path) if path.suffix == ".csv" else _parquet_rows(path):
+            for row in _csv_rows(path) if ending_of(path.name) == ".csv" else _parquet_rows(path):
                 yield msgspec.json.encode(row, enc_hook=str) + b"\n"
         except (csv.Error, UnicodeDecodeError) as error:
             raise InputError(f"{path} cannot be read: {error}") from None
 
 
-def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
+def _csv_rows(path: Path | RemoteFile) -> Iterator[dict[str, str]]:
     # pyarrow's reader opens a pipe for signals, after which copies of this process that close it abort.
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with TextIOWrapper(path.open("rb"), encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         for row in rows:
             if None in row:
@@ -261,12 +279,12 @@ def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
             yield row
 
 
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _parquet_rows(path: Path | RemoteFile) -> Iterator[dict[str, Any]]:
     import pyarrow as pa  # imported late, because most inputs are no folders
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
+        with path.open("rb") as opened, pq.ParquetFile(opened) as file:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
     except pa.ArrowException as error:
@@ -313,44 +331,46 @@ def _pieces(stream: BinaryIO, given: str, limit: int | None) -> Iterator[bytes]:
                 rows, blank = rows + (not blank), True
 
 
-def _list(root: Path, file: BinaryIO, template: str) -> Counter[str]:
-    """Write one row per media file, sorted by name. Count all other files by extension, and return the counts."""
+def _list(root: Path | RemoteFile, file: BinaryIO, template: str) -> Counter[str]:
+    """Write one row per media file, sorted by name. Count all other files by extension, and return the counts.
+
+    A row of a file in a store has the file's version, so that the list differs if the file is replaced.
+    """
     before, _, after = template.rpartition(MEDIA_MARK)
     encoder, has_media, left_out = msgspec.json.Encoder(), False, Counter[str]()
-    for found_path, kind in _media_files(os.fspath(root), left_out):
+    if isinstance(root, RemoteFile) and (refusal := refusal_of(root.url)):
+        raise InputError(refusal)
+    for own, kind, version in _media_files(root, left_out):
         # JSON cannot contain a name that is not UTF-8, so the name is escaped. No file has this name, so the row fails.
-        name = os.fsencode(os.path.relpath(found_path, root)).decode(errors="backslashreplace")
+        name = os.fsencode(own).decode(errors="backslashreplace")
         items: list[dict[str, Any]] = [{kind: f"./{name}"}]  # "./", so that no name is read as a URL or base64
         items = [{"text": before}, *items] if before else items
         items += [{"text": after}] if after else []
-        file.write(encoder.encode({"id": name, "inputs": items}) + b"\n")
+        file.write(encoder.encode({"id": name, "inputs": items} | ({"version": version} if version else {})) + b"\n")
         has_media = True
     if not has_media:
         tables = [ending for ending in left_out if ending in _ROWS]
-        advice = f". If these files contain rows, give their names: {root}/*{tables[0]}" if tables else ""
+        advice = f". If these files contain rows, give their names: {root / f'*{tables[0]}'}" if tables else ""
         raise InputError(f"{root} has no file with a media extension; it has {left_out_summary(left_out)}{advice}")
     return left_out
 
 
-def _media_files(folder: str, left_out: Counter[str]) -> Iterator[tuple[str, Kind]]:
-    """Yield the media files of a folder and its subfolders, sorted by name.
+def _media_files(folder: Path | RemoteFile, left_out: Counter[str], above: str = "") -> Iterator[tuple[str, Kind, str]]:
+    """Yield the name, the kind and the version of the media files of a folder and its subfolders, sorted by name.
 
-    Count all other files in `left_out`, by extension.
+    Count all other files in `left_out`, by extension. Names begin with `above`. Local files have an empty version.
     """
     with os_errors_as(InputError, f"{folder} cannot be listed"):
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _media_files(entry.path, left_out)
-        elif (kind := kind_of(entry.name)) and _is_file(entry):
-            yield entry.path, kind
+        entries = folder.entries() if isinstance(folder, RemoteFile) else _entries(folder)
+    for name, is_folder, version in entries:
+        if is_folder:
+            yield from _media_files(folder / name, left_out, f"{above}{name}/")
+        elif (kind := kind_of(name)) and (isinstance(folder, RemoteFile) or _is_there(folder / name)):
+            yield above + name, kind, version
         else:
-            left_out[ending_of(entry.name)] += 1
+            left_out[ending_of(name)] += 1
 
 
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    """Return whether `entry` is a file. Return False for a broken link or a link to itself."""
-    try:
-        return entry.is_file()
-    except OSError:
-        return False
+def _entries(folder: Path) -> list[Entry]:
+    with os.scandir(folder) as found:
+        return sorted(Entry(one.name, one.is_dir(follow_symlinks=False), "") for one in found)

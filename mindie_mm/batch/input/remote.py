@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -30,6 +30,15 @@ _VERSIONS = (
     *("Last-Modified", "LastModified", "last_modified", "mtime", "created"),
 )
 """Names that file systems use for what identifies the content of a file. The first of them that a file has is used."""
+
+
+class Entry(NamedTuple):
+    """A file or a folder in a folder of a store."""
+
+    name: str
+    is_folder: bool
+    version: str
+    """Size and, if known, ETag or version of a file."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -80,6 +89,42 @@ class RemoteFile:
             system.invalidate_cache()
             return bool(system.exists(path))
 
+    def is_folder(self) -> bool:
+        """Return whether there is such a folder. `open` lists the errors."""
+        with _as_os_errors(self.url):
+            system, path = _system_of(self.url)
+            system.invalidate_cache()
+            return bool(system.isdir(path))
+
+    def entries(self) -> list[Entry]:
+        """Return the files and folders in this folder, sorted by name.
+
+        Raises:
+            InputError: There is no such folder, it has an entry without a name, or its file system is not installed.
+            OSError: The store fails.
+
+        """
+        found = list[Entry]()
+        try:
+            with _as_os_errors(self.url):
+                system, path = _system_of(self.url)
+                system.invalidate_cache()
+                infos = system.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            raise InputError(f"there is no folder {self.url}") from None
+        for info in infos:
+            name = info["name"].rpartition("/")[2]
+            is_folder = info["type"] == "directory"
+            if info["name"] == path and not is_folder:
+                raise InputError(f"{self.url} is a file. Give its URL without a slash at the end")
+            if not name and is_folder:
+                raise InputError(
+                    f"{self.url} has a folder without a name, so that URLs have two slashes there. Rename the objects"
+                )
+            if name:  # an object without a name stands for the folder itself
+                found.append(Entry(name, is_folder, f"{info.get('size')} {_version_of(info)}"))
+        return sorted(found)
+
     def glob(self, pattern: str) -> list[RemoteFile]:
         """Return the files of the folder whose names match. `open` lists the errors."""
         with _as_os_errors(self.url):
@@ -96,7 +141,7 @@ class RemoteFile:
             info = system.info(path)
         if info.get("type") != "file":
             raise IsADirectoryError(0, f"{self.url} is not a file")
-        version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
+        version = _version_of(info)
         if not version or info.get("size") is None:
             raise InputError(
                 f"{self.url} has no ETag and no version, so that a change could not be noticed. Copy it to a local file"
@@ -180,10 +225,8 @@ def fetched(media: Media) -> Media:
 def _content(source: Any) -> Any:
     if not isinstance(source, str) or not is_url(source) or source.lower().startswith(("http:", "https:")):
         return source
-    if "::" in source:  # fsspec would read the URL after it, also one of a host that is not public
-        raise MediaError(f"{source} is a chain of URLs, which rows cannot have as media")
-    if source.partition(":")[0].lower() not in STORES:  # such as webhdfs and ftp, whose hosts may not be public
-        raise MediaError(f"{source} is not in an object store; media of rows may be in {', '.join(sorted(STORES))}")
+    if refusal := refusal_of(source):
+        raise MediaError(refusal)
     try:
         with RemoteFile(source).open() as file:
             data = file.read(MAX_SOURCE_BYTES + 1)
@@ -194,6 +237,19 @@ def _content(source: Any) -> Any:
     if len(data) > MAX_SOURCE_BYTES:
         raise LimitExceeded(f"{source} has more bytes than the limit of {MAX_SOURCE_BYTES}")
     return data
+
+
+def refusal_of(url: str) -> str:
+    """Return the reason why rows cannot have media at a URL. Return an empty string if they can."""
+    if "::" in url:  # fsspec would read the URL after it, also one of a host that is not public
+        return f"{url} is a chain of URLs, which rows cannot have as media"
+    if url.partition(":")[0].lower() not in STORES:  # such as webhdfs and ftp, whose hosts may not be public
+        return f"{url} is not in an object store; media of rows may be in {', '.join(sorted(STORES))}"
+    return ""
+
+
+def _version_of(info: Mapping[str, Any]) -> str:
+    return next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
 
 
 class _Reader(io.RawIOBase):
