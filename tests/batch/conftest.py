@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import fsspec
 import msgspec
@@ -93,14 +94,17 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
     server.start()
     host, port = server.get_host_and_port()
+    address = f"http://{host}:{port}"
+    urlopen(f"{address}/moto-api/reset", data=b"").close()  # the servers of a process share their buckets
     for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ENDPOINT_URL": address,
         "AWS_ACCESS_KEY_ID": "a",
         "AWS_SECRET_ACCESS_KEY": "b",
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of a server of another test
+    fsspec.filesystem("s3").mkdir("bucket")
     yield server
     server.stop()
 

@@ -15,8 +15,10 @@ import pytest
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.input import remote
 from mindie_mm.batch.input.gather import gather, input_named
+from mindie_mm.batch.input.remote import fetched
 from mindie_mm.batch.settings import Settings
 from mindie_mm.errors import InputError, StorageError
+from mindie_mm.inputs import Media
 from tests.batch.conftest import content, run_in_process, tokenize, written
 from tests.batch.test_changed_inputs import Begun
 from tests.batch.test_forms import tabled
@@ -172,6 +174,8 @@ def test_the_command_reads_a_folder_of_a_real_s3_server(media: Path, tmp_path: P
     store = fsspec.filesystem("s3")
     upload(media, store, "bucket/media")
     store.pipe("bucket/media/below/", b"")
+    store.pipe("bucket/empty.png", b"")
+    assert fetched(Media("image", "s3://bucket/empty.png")).source == b"", "a server refuses a range of no bytes"
     local = shutil.copytree(media, tmp_path / "media")
     for given, out in ((local, "local"), ("s3://bucket/media", "remote")):
         done = tokenize(given, "--output", tmp_path / out, "--template", "What?", "--workers", 1)

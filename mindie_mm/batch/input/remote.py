@@ -227,9 +227,13 @@ def _content(source: Any) -> Any:
         return source
     if refusal := refusal_of(source):
         raise MediaError(refusal)
+    file = RemoteFile(source)
     try:
-        with RemoteFile(source).open() as file:
-            data = file.read(MAX_SOURCE_BYTES + 1)
+        (data,) = read_ranges([(file, 0, MAX_SOURCE_BYTES + 1)])  # one request, without a request for the size
+        if isinstance(data, OSError):
+            if file.size():  # stores refuse every range of an empty file
+                raise data
+            data = b""
     except FileNotFoundError:
         raise MediaError(f"there is no file {source}") from None
     except OSError as error:
