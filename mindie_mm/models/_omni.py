@@ -54,7 +54,7 @@ class OmniProcessor(QwenProcessor):
     The block of a video with its sound contains the arrays of both. Its grid is (t, h, w, interval, frames).
     """
 
-    traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS, mindie_layouts={}, hears_videos=True, token_types=(), not_packed="TODO")
+    traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS, mindie_layouts={}, hears_videos=True, token_types=())
     extractors: ClassVar[Mapping[str, Mapping[str, Any]]]
     """Names of the supported feature extractors, with their default settings."""
     video_size: ClassVar[Mapping[str, int]]

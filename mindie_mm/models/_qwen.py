@@ -75,6 +75,7 @@ class QwenProcessor(Processor):
         has_grid_thw=True,
         grids={"image": THW, "video": THW},
         token_types=("mm_token_type_ids",),
+        packs_samples=False,
         mindie_layouts=_MINDIE,
     )
 
@@ -93,7 +94,7 @@ class QwenProcessor(Processor):
     """Whether the patches that become one token are adjacent. Otherwise, patches are stored row by row."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.config = read = read_config(self.config_name, checkpoint)
+        read = read_config(self.config_name, checkpoint)
         width: int = read.get_text_config().hidden_size
         # A feature also has the outputs of the tower's deepstack layers, if there are any.
         self.extra_width = width * len(getattr(read.vision_config, "deepstack_visual_indexes", ()))
@@ -237,15 +238,6 @@ class QwenProcessor(Processor):
         settings, planar = self.image if kind == "image" else self.video, PLANES in view
         patches = to_device(view, PLANES if planar else PIXELS[kind], device)
         return settings.normalize_planes(patches) if planar else settings.normalize(patches)
-
-    def position_ids(self, batch: Mapping[str, Tensor]) -> Tensor:
-        import transformers
-
-        model_class = getattr(transformers, self.config_name.removesuffix("Config") + "Model")
-        model = model_class.__new__(model_class)
-        model.__dict__["config"] = self.config  # the only part of a model that `get_rope_index` needs
-        axes, _ = model.get_rope_index(**batch)
-        return torch.cat([super().position_ids(batch).unsqueeze(0), axes])
 
     @property
     def group(self) -> int:

@@ -65,6 +65,7 @@ class LlavaOnevisionProcessor(AnyresProcessor):
     `pixel_values_videos`, uint8 [frames, side, side, 3]. Its grid is (frames,).
     """
 
+    traits = Traits(packs_samples=False)  # a row with several images has no tiles
     config_name = "LlavaOnevisionConfig"
     image_type = "LlavaOnevisionImageProcessor"
     defaults: ClassVar[Mapping[str, Any]] = _IMAGE

@@ -59,10 +59,10 @@ class Traits:
     """
     token_types: tuple[str, ...] = ()
     """Processor: names of transformers' arrays with the type of each token: text, or the kind of its item."""
-    not_packed: str = ""
-    """Processor: why trainers cannot pack several samples into one row for transformers' model, as a sentence.
+    packs_samples: bool = True
+    """Processor: whether trainers may pack several samples into one row for transformers' model.
 
-    Empty if they can.
+    The position of a token must be its index, no layer may have a state, and no item may attend to another.
     """
     splice_adds: bool = False
     """Processor and model: whether features are added to the embedding of the placeholder instead of replacing it."""
