@@ -65,7 +65,9 @@ class MiniCPMVProcessor(Processor):
     and widths are those of a thumbnail and of a slice, in patches. An image is one frame.
     """
 
-    traits = Traits(grids={"image": _GRID, "video": _GRID}, packs_samples=False)
+    traits = Traits(
+        grids={"image": _GRID, "video": _GRID}, not_packed="its layers carry a state from each sample to the next"
+    )
     config_name: ClassVar[str]
     numbers_videos: ClassVar[bool] = True
     """Whether videos are numbered in the prompt, as images are."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from mindie_mm.device import upload
-from mindie_mm.errors import CorruptReference, naming
+from mindie_mm.errors import CorruptReference, InputError, naming
 from mindie_mm.inputs import Kind, Media, MediaOptions
 from mindie_mm.media.audio.encoded_audio import num_sound_tracks
 from mindie_mm.media.audio.mel import MelSettings
@@ -42,6 +42,8 @@ _TRACKS_LEFT_OUT = (
     "a video has several sound tracks, of which only the one that players choose is used; send another track as an "
     "audio item"
 )
+_OF_ROPE = ("input_ids", "attention_mask", "image_grid_thw", "video_grid_thw")
+"""Arrays from which transformers computes positions."""
 
 
 class OmniProcessor(QwenProcessor):
@@ -54,7 +56,13 @@ class OmniProcessor(QwenProcessor):
     The block of a video with its sound contains the arrays of both. Its grid is (t, h, w, interval, frames).
     """
 
-    traits = replace(QwenProcessor.traits, grids=INTERVAL_GRIDS, mindie_layouts={}, hears_videos=True, token_types=())
+    traits = replace(
+        QwenProcessor.traits,
+        grids=INTERVAL_GRIDS,
+        mindie_layouts={},
+        hears_videos=True,
+        token_types=(),
+    )
     extractors: ClassVar[Mapping[str, Mapping[str, Any]]]
     """Names of the supported feature extractors, with their default settings."""
     video_size: ClassVar[Mapping[str, int]]
@@ -112,6 +120,21 @@ class OmniProcessor(QwenProcessor):
             inputs["video_second_per_grid"] = torch.tensor([grid[3] / PICOSECONDS])
             inputs |= self.clips.inputs(item, device, mask) if is_film(grid) else {}
         return inputs
+
+    def rope_inputs(self, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        ids = batch["input_ids"]
+        starts = ids[:, :-1] == self.config.vision_start_token_id
+        if (ids[:, 1:] == self.config.audio_start_token_id)[starts].any():
+            raise InputError(
+                "a sample has a video with its sound, which cannot be packed. Use packing=0, or tokenize its row "
+                "without use_audio_in_video"
+            )
+        given = {name: batch[name] for name in _OF_ROPE if name in batch}
+        if (mask := batch.get("feature_attention_mask")) is not None:
+            given["audio_seqlens"] = mask.sum(-1)
+        if (seconds := batch.get("video_second_per_grid")) is not None:
+            given["second_per_grids"] = seconds
+        return given
 
     def further_numbers(self, kind: Kind, grid: tuple[int, ...]) -> int:
         return 1 if kind == "video" else 0

@@ -75,7 +75,6 @@ class QwenProcessor(Processor):
         has_grid_thw=True,
         grids={"image": THW, "video": THW},
         token_types=("mm_token_type_ids",),
-        packs_samples=False,
         mindie_layouts=_MINDIE,
     )
 
@@ -94,7 +93,7 @@ class QwenProcessor(Processor):
     """Whether the patches that become one token are adjacent. Otherwise, patches are stored row by row."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        read = read_config(self.config_name, checkpoint)
+        self.config = read = read_config(self.config_name, checkpoint)
         width: int = read.get_text_config().hidden_size
         # A feature also has the outputs of the tower's deepstack layers, if there are any.
         self.extra_width = width * len(getattr(read.vision_config, "deepstack_visual_indexes", ()))
@@ -238,6 +237,20 @@ class QwenProcessor(Processor):
         settings, planar = self.image if kind == "image" else self.video, PLANES in view
         patches = to_device(view, PLANES if planar else PIXELS[kind], device)
         return settings.normalize_planes(patches) if planar else settings.normalize(patches)
+
+    def position_ids(self, batch: Mapping[str, Tensor]) -> Tensor:
+        import transformers  # the modeling code is slow to import
+
+        model_class = getattr(transformers, self.config_name.removesuffix("Config") + "Model")
+        model = model_class.__new__(model_class)
+        # `get_rope_index` needs no other parts of a model, so no weights are created.
+        model.__dict__ |= {"config": self.config, "spatial_merge_size": self.image.merge_size}
+        axes, _ = model.get_rope_index(**self.rope_inputs(batch))
+        return torch.cat([super().position_ids(batch).unsqueeze(0), axes])
+
+    def rope_inputs(self, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """Return the arguments of `get_rope_index`, which ignores other arrays of the batch."""
+        return batch
 
     @property
     def group(self) -> int:

@@ -49,7 +49,12 @@ _T5_POSITIONS = 512
 class Blip2Processor(OneSizeProcessor):
     """Processor for BLIP-2."""
 
-    traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1}, packs_samples=False)
+    traits = Traits(
+        chat_template=_CHAT_TEMPLATE,
+        inserted_at=0,
+        max_items={"image": 1},
+        not_packed="its text model takes no positions",
+    )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)

@@ -143,7 +143,10 @@ class DeepseekVL2Processor(Processor):
     one tile.
     """
 
-    traits = Traits(chat_template=_TEMPLATE, packs_samples=False)
+    traits = Traits(
+        chat_template=_TEMPLATE,
+        not_packed="transformers does not have this model, and the original code does not separate samples",
+    )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = configuration(checkpoint)

@@ -176,7 +176,12 @@ _CHAT_TEMPLATE = (
 class Florence2Processor(OneSizeProcessor):
     """Processor for Florence-2."""
 
-    traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"image": 1}, packs_samples=False)
+    traits = Traits(
+        chat_template=_CHAT_TEMPLATE,
+        inserted_at=0,
+        max_items={"image": 1},
+        not_packed="its encoder attends to the whole row",
+    )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         checkpoint = _translated(checkpoint)

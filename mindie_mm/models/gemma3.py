@@ -48,7 +48,7 @@ class Gemma3Processor(Processor):
     is (crops,), or empty if there are no crops.
     """
 
-    traits = Traits(token_types=("token_type_ids",), packs_samples=False)
+    traits = Traits(token_types=("token_type_ids",), packs_apart=True)
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         where = str(checkpoint.path)

@@ -120,6 +120,7 @@ class Gemma4Processor(Processor):
     traits = Traits(
         needs_ids=True,
         token_types=("mm_token_type_ids",),
+        packs_apart=True,
         grids={
             "image": "the numbers of rows and columns of features",
             "video": "the numbers of rows and columns of features of a frame, and the time of each frame in seconds",

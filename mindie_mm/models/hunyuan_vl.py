@@ -41,7 +41,12 @@ _MIN_AXES = 3
 class HunYuanVLProcessor(QwenProcessor):
     """Processor for HunyuanOCR. Blocks are the same as in Qwen2-VL, with the patches row by row."""
 
-    traits = replace(QwenProcessor.traits, grids={"image": QwenProcessor.traits.grids["image"]}, mindie_layouts={})
+    traits = replace(
+        QwenProcessor.traits,
+        grids={"image": QwenProcessor.traits.grids["image"]},
+        mindie_layouts={},
+        not_packed="transformers' model refuses the positions of packed rows",
+    )
     config_name = "HunYuanVLConfig"
     image_types = ("HunYuanVLImageProcessor",)
     image_defaults = _IMAGE_DEFAULTS

@@ -73,7 +73,7 @@ class Lfm2VLProcessor(Processor):
 
     traits = Traits(
         grids={"image": "the numbers of rows and columns of tiles, and the size of the whole image in patches"},
-        packs_samples=False,
+        not_packed="its layers carry a state from each sample to the next",
     )
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -56,7 +56,7 @@ class Llama4Processor(Processor):
 
     traits = Traits(
         grids={"image": "the numbers of rows and columns of tiles, not counting the tile of the whole image"},
-        packs_samples=False,
+        not_packed="it scales attention by the index of a token in the row",
     )
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.inputs import Kind, Media
 from mindie_mm.media.image.encoded_image import Data, open_image
 from mindie_mm.media.image.preprocess import (
@@ -38,7 +38,6 @@ from mindie_mm.nn.model_inputs import PIXELS, Item
 from mindie_mm.nn.pixels import CLIP_MEAN, CLIP_STD, Normalization
 from mindie_mm.nn.splice import MediaItem
 from mindie_mm.nn.staging import to_device
-from mindie_mm.nn.traits import Traits
 from mindie_mm.shm import ArraySpec
 
 _EDGES = (384, 768, 1152, 1536, 1920, 2304)
@@ -65,7 +64,6 @@ class LlavaOnevisionProcessor(AnyresProcessor):
     `pixel_values_videos`, uint8 [frames, side, side, 3]. Its grid is (frames,).
     """
 
-    traits = Traits(packs_samples=False)  # a row with several images has no tiles
     config_name = "LlavaOnevisionConfig"
     image_type = "LlavaOnevisionImageProcessor"
     defaults: ClassVar[Mapping[str, Any]] = _IMAGE
@@ -160,6 +158,15 @@ class LlavaOnevisionProcessor(AnyresProcessor):
         if item.shape.kind == "video":
             return {PIXELS["video"]: self.normalized(item, device).unsqueeze(0)}
         return super().item_inputs(item, device)
+
+    def join(self, name: str, prompts: Sequence[Sequence[Tensor]]) -> Tensor:
+        counts = sorted({array.shape[1] for own in prompts for array in own}) if name == PIXELS["video"] else ()
+        if len(counts) > 1:
+            raise InputError(
+                f"a batch has videos of {counts[0]} and of {counts[-1]} frames, but transformers' model takes only "
+                "videos with the same number of frames. Put them in different batches, or sample them with num_frames"
+            )
+        return super().join(name, prompts)
 
     def media_inputs(self, prompts: Sequence[Sequence[Item]], device: torch.device) -> dict[str, Tensor]:
         inputs = super().media_inputs(prompts, device)

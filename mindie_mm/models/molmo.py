@@ -189,7 +189,7 @@ class MolmoProcessor(Processor):
     traits = Traits(
         chat_template=CHAT_TEMPLATE,
         inserted_at=1,  # after the BOS token
-        packs_samples=False,
+        not_packed="transformers does not have this model, and the original code does not separate samples",
         grids={"image": "the numbers of rows and columns of crops"},
     )
 

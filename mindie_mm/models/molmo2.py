@@ -68,7 +68,7 @@ class Molmo2Processor(Processor):
         mixes_kinds=False,
         splice_adds=True,
         token_types=("mm_token_type_ids",),
-        packs_samples=False,
+        not_packed="all images of a row attend to each other",
         grids={
             "image": "the numbers of rows and columns of crops",
             "video": "the time of each frame in tenths of a second",

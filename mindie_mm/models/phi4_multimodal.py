@@ -78,7 +78,7 @@ class Phi4MultimodalProcessor(Processor):
     """
 
     traits = Traits(
-        packs_samples=False,
+        not_packed="its adapters and rotary frequencies are chosen for a whole row",
         grids={
             "image": "the numbers of rows and columns of tiles, and of rows and columns of patches that show the image"
         },

@@ -5,6 +5,7 @@ Source: transformers' `qwen3_5`. Token ids, grids and pixels are those of Qwen3-
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from mindie_mm.models._delta_net import LAYER_TYPE, OTHER_KEYS, delta_net_state
@@ -15,6 +16,7 @@ from mindie_mm.nn.family import PretrainedFamily
 class Qwen35Processor(Qwen3Processor):
     """Processor for Qwen3.5."""
 
+    traits = replace(Qwen3Processor.traits, not_packed="its layers carry a state from each sample to the next")
     config_name = "Qwen3_5Config"
     image_types = ("Qwen2VLImageProcessor",)
     video_types = ("Qwen3VLVideoProcessor",)

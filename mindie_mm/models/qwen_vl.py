@@ -125,7 +125,11 @@ class QwenVLProcessor(Processor):
     `pixel_values`, float32 [1, 3, size, size].
     """
 
-    traits = Traits(chat_template=_CHATML, mindie_layouts=_MINDIE, packs_samples=False)
+    traits = Traits(
+        chat_template=_CHATML,
+        mindie_layouts=_MINDIE,
+        not_packed="transformers does not have this model, and the original code does not separate samples",
+    )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = configuration(checkpoint)

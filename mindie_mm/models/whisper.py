@@ -54,7 +54,12 @@ class WhisperProcessor(ClipProcessor):
     as <|de|><|translate|>.
     """
 
-    traits = Traits(chat_template=_CHAT_TEMPLATE, inserted_at=0, max_items={"audio": 1}, packs_samples=False)
+    traits = Traits(
+        chat_template=_CHAT_TEMPLATE,
+        inserted_at=0,
+        max_items={"audio": 1},
+        not_packed="its encoder attends to the whole row",
+    )
     mask = None
 
     def __init__(self, checkpoint: Checkpoint) -> None:

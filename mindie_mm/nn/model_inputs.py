@@ -127,6 +127,20 @@ class ModelInputs:
             types[item.slots] = TOKEN_TYPES[item.shape.kind]
         return types
 
+    def position_ids(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the positions of the tokens of a batch, as transformers' model computes them for each prompt.
+
+        Args:
+            batch: Keyword arguments of the model. The prompts are padded on the right.
+
+        Returns:
+            Positions int64 [prompts, T], or [1 + axes, prompts, T] for a model that has positions on several axes. The
+            first row is then the index of the token, where the model finds the samples of a packed row.
+
+        """
+        prompts, length = batch["input_ids"].shape
+        return torch.arange(length).expand(prompts, -1)
+
     def model_inputs(
         self, ids: NDArray[np.int64], items: Sequence[Item], device: torch.device | None = None
     ) -> dict[str, Tensor]:

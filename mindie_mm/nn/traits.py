@@ -59,10 +59,13 @@ class Traits:
     """
     token_types: tuple[str, ...] = ()
     """Processor: names of transformers' arrays with the type of each token: text, or the kind of its item."""
-    packs_samples: bool = True
-    """Processor: whether trainers may pack several samples into one row for transformers' model.
+    not_packed: str = ""
+    """Processor: why trainers cannot pack several samples into one row for transformers' model. Empty if they can."""
+    packs_apart: bool = False
+    """Processor: whether a padding token must separate packed samples, and positions count the tokens of the row.
 
-    The position of a token must be its index, no layer may have a state, and no item may attend to another.
+    transformers looks up by its position whether a token belongs to an image. With positions that begin again, it would
+    look up a token of the first sample.
     """
     splice_adds: bool = False
     """Processor and model: whether features are added to the embedding of the placeholder instead of replacing it."""

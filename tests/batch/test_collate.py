@@ -47,11 +47,33 @@ def test_a_batch_has_the_samples_inputs_and_labels(dataset: Dataset, padding: st
     assert (everything != -100).sum() == counted, "nothing precedes the first token of a sample"
 
 
+def test_samples_are_packed_with_the_positions_of_their_own_rows(dataset: Dataset) -> None:
+    """The first axis counts the tokens of each sample. The others are those of the model for unpacked samples."""
+    samples = [dataset[1], dataset[0], dataset[2]]
+    lengths = [len(sample.ids) for sample in samples]
+    size = lengths[0] + lengths[1] + 1
+    batch = dataset.collate(samples, labels="all", packing=size)
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, size)
+    assert batch["position_ids"].shape == (4, 2, size)
+    assert (batch["use_cache"], "attention_mask" in batch) == (False, False)
+    assert torch.equal(batch["pixel_values"], samples[1].model_inputs()["pixel_values"])
+    unpacked = dataset.collate(samples, labels="all")
+    start = 0
+    for index, (row, length) in enumerate(zip((0, 0, 1), lengths, strict=True)):
+        own = slice(start, start + length)
+        for name in ("input_ids", "labels"):
+            assert batch[name][row, own].tolist() == unpacked[name][index, :length].tolist()
+        assert batch["position_ids"][0, row, own].tolist() == [*range(length)]
+        start = 0 if index == 1 else start + length
+    picture = batch["position_ids"][1:, 0, lengths[0] : -1]
+    assert not torch.equal(picture[0], picture[1]), "an image has positions on two axes"
+
+
 def test_wrong_batches_are_refused(dataset: Dataset) -> None:
     with pytest.raises(InputError, match=r"turns of row 2 are not known.* --assistant-spans"):
         dataset.collate(dataset[:], labels="assistant")
-    with pytest.raises(InputError, match="packing is not supported for this model"):
-        dataset.collate(dataset[:], packing=64)
+    with pytest.raises(InputError, match=r"a sample has \d+ tokens, but packing is 9, the number of tokens of a row"):
+        dataset.collate(dataset[:], packing=9)
     with pytest.raises(InputError, match="padding is 'top'; it must be left or right"):
         dataset.collate(dataset[:], padding="top")
     with pytest.raises(InputError, match="samples is empty; it must have at least one"):

@@ -14,11 +14,11 @@ import re
 import shutil
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -31,6 +31,7 @@ from PIL import Image
 from safetensors.torch import load_file, save, save_file
 from transformers.video_utils import VideoMetadata
 
+from mindie_mm.batch.output.collate import collate
 from mindie_mm.device import kind_of
 from mindie_mm.device.cpu import CPU
 from mindie_mm.device.cpu.int8_linear import Int8Linear
@@ -232,6 +233,22 @@ def items_of(prompt: Prompt) -> list[list[int]]:
     return [prompt.plain_ids[span.start - span.lead : span.stop + span.tail].tolist() for span in prompt.spans]
 
 
+@dataclass(frozen=True)
+class Unpacked:
+    """The part of a sample that `collate` reads, from a tokenized prompt."""
+
+    ids: np.ndarray
+    items: Sequence[MediaItem]
+
+    @classmethod
+    def of(cls, model: Model, ids: torch.Tensor) -> Unpacked:
+        media = model.read(ids.numpy())
+        return cls(plain_ids(ids.numpy(), media), media)
+
+    def usable(self) -> tuple[np.ndarray, Sequence[MediaItem]]:
+        return self.ids, self.items
+
+
 EXTREMES = ((1, 1), (1, 2), (2, 1), (1, 60), (60, 1), (1, 1100), (1100, 1), (2, 1500), (1999, 7), (5, 900), (640, 11))
 """(Height, width) of extremely narrow pictures."""
 
@@ -343,6 +360,9 @@ class FamilyContract:
     """Whether the family places the items itself, so that the text of a prompt has no markers for them."""
     settings_file: ClassVar[str | None] = "preprocessor_config.json"
     """File that an error must mention if there are no preprocessing settings. None if config.json contains them."""
+
+    not_batched: ClassVar[Collection[str]] = ()
+    """Names of the prompts that transformers' model does not accept in a batch with the others."""
 
     ignored_options: ClassVar[Sequence[str]] = ()
     """Options of a video that the reference's processor ignores when it samples frames."""
@@ -539,6 +559,36 @@ class FamilyContract:
         for name, items in self.prompts.items():
             expected = reference.logits(items)
             assert (self.logits(model, tokenized[name]) - expected).abs().max() <= self.tolerance, name
+
+    @pytest.mark.slow
+    def test_packed_prompts_have_the_logits_of_unpacked_prompts_or_are_refused(self, reference, model, tokenized):
+        if why := model.processor.traits.not_packed:
+            samples = [Unpacked.of(model, ids) for ids in tokenized.values()]
+            with pytest.raises(InputError, match=f"packing is not supported for this model, because {why}"):
+                collate(samples, model.processor, 0, "right", None, 4096)
+        else:
+            self.assert_packs(reference, model, tokenized)
+
+    def assert_packs(self, reference: Reference, model: Model, tokenized: Mapping[str, torch.Tensor]) -> None:
+        """Assert that prompts in one row do not affect each other in transformers' model. Two rows have both orders."""
+        prompts = [Unpacked.of(model, ids) for name, ids in tokenized.items() if name not in self.not_batched]
+        rows, processor, gap = (prompts, prompts[::-1]), model.processor, int(model.processor.traits.packs_apart)
+        size = sum(len(prompt.ids) + gap for prompt in prompts) - gap + 1
+        for padding in ("right", "left"):
+            batch = collate([*rows[0], *rows[1]], processor, 0, padding, None, size)
+            for row, found in zip(rows, self.logits_of_inputs(reference, batch), strict=True):
+                start = int(padding == "left")
+                for prompt in row:
+                    inputs = processor.model_inputs(prompt.ids, prompt.items)
+                    packed = found[start : start + len(prompt.ids)]
+                    difference = (packed - self.logits_of_inputs(reference, inputs)[0]).abs().max()
+                    assert difference <= self.tolerance, (padding, len(prompt.ids))
+                    start += len(prompt.ids) + gap
+
+    def logits_of_inputs(self, reference: Reference, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Return the logits of transformers' model, float32 [rows, T, vocabulary]."""
+        with torch.inference_mode():
+            return reference.model(**inputs).logits
 
     @pytest.mark.representative
     def test_pictures_change_the_logits(self, model, tokenizer, path_file):

@@ -210,6 +210,7 @@ class TestGemma4(ExtremeShapes, FamilyContract):
             tokenized = {name: tokenizer.tokenize(items, path_file) for name, items in self.prompts.items()}
             self.test_ids_and_arrays_equal_the_references(reference, model, tokenized)
             self.test_logits_equal_the_references(reference, model, tokenized)
+            self.assert_packs(reference, model, tokenized)
             engine = Engine(model, EngineConfig(max_num_batched_tokens=160))
             outputs, errors = run(engine, [*tokenized.values()], max_tokens=8)
             assert not errors

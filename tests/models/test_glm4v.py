@@ -88,7 +88,7 @@ class Reference(PretrainedReference):
     def __init__(self, path):
         """Let the model tell images from videos by mm_token_type_ids. By itself, it refuses prompts with both."""
         super().__init__(path)
-        types = self._types = {}
+        types = self.types = {}
 
         def masks(input_ids, inputs_embeds, **_):
             return [(types["last"] == kind).unsqueeze(-1) for kind in (1, 2)]
@@ -97,7 +97,7 @@ class Reference(PretrainedReference):
 
     def inputs(self, items):
         found = super().inputs(items)
-        self._types["last"] = found["mm_token_type_ids"]
+        self.types["last"] = found["mm_token_type_ids"]
         return found
 
 
@@ -119,6 +119,11 @@ class GlmContract(ExtremeShapes, FamilyContract):
         ],
     }
     assert_arrays = Qwen2VLContract.assert_arrays
+
+    def logits_of_inputs(self, reference, inputs):
+        reference.types["last"] = inputs["mm_token_type_ids"]
+        return super().logits_of_inputs(reference, inputs)
+
     processor_names: ClassVar[tuple[str, str, str]]
     """Names of the image, video and joint processor classes in the settings files."""
 

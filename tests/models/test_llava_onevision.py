@@ -17,10 +17,11 @@ from transformers import (
 )
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
+from mindie_mm.batch.output.collate import collate
 from mindie_mm.errors import InputError, LimitExceeded
 from mindie_mm.inputs import Media, MediaOptions
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, clip, picture, refusals
+from tests.models.contract import PICTURES, ExtremeShapes, FamilyContract, Unpacked, clip, picture, refusals
 from tests.models.references import PretrainedReference
 from tests.models.small_checkpoints import TEXT, VISION, save_json, save_model, save_tokenizer
 from tests.transformers_reference import AutoTokenizer
@@ -76,6 +77,13 @@ class TestLlavaOnevision(ExtremeShapes, FamilyContract):
         "mixed": [{"image": picture(61, 83)}, {"text": "then"}, {"video": clip(3, 28, 90)}, {"text": "then"}],
         "mixed, two images": [{"image": picture(9, 9)}, {"video": clip(1, 28, 28)}, {"image": picture(33, 40)}],
     }
+
+    not_batched: ClassVar = ("mixed", "mixed, two images")
+
+    def test_videos_with_different_numbers_of_frames_are_not_batched(self, model, tokenized):
+        prompts = [Unpacked.of(model, tokenized[name]) for name in ("a video", "mixed")]
+        with pytest.raises(InputError, match="a batch has videos of 3 and of 5 frames, but transformers' model takes"):
+            collate(prompts, model.processor, 0, "right", None, 0)
 
     def test_features_may_come_from_several_layers(self, tmp_path, path_file):
         """The checkpoint uses features of two layers, another resize filter and no normalization."""

@@ -19,8 +19,9 @@ from transformers import (
 )
 from transformers import WhisperFeatureExtractor as FeatureExtractor
 
+from mindie_mm.batch.output.collate import collate
 from mindie_mm.engine.core import Engine
-from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
+from mindie_mm.errors import InputError, LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.models import family_of, load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import packed_logits
@@ -29,7 +30,7 @@ from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from tests.media_samples import decode_all, encode_video, moving_frames
-from tests.models.contract import FamilyContract, clip, picture, run
+from tests.models.contract import FamilyContract, Unpacked, clip, picture, run
 from tests.models.references import Reference as BaseReference
 from tests.models.small_checkpoints import save_model, save_tokenizer
 from tests.sound_samples import encode_sound, tone
@@ -416,6 +417,11 @@ class TestFilms:
         ids = [tokenizer.tokenize([{"video": data, **more}], path_file) for more in ({"use_audio_in_video": True}, {})]
         plain = [plain_ids(one.numpy(), model.read(one.numpy())).tolist() for one in ids]
         assert plain[0] == plain[1]
+
+    def test_a_film_is_not_packed(self, model, tokenizer, path_file):
+        ids = tokenizer.tokenize([{"video": film(*FILMS["one second"]), "use_audio_in_video": True}], path_file)
+        with pytest.raises(InputError, match="a sample has a video with its sound, which cannot be packed"):
+            collate([Unpacked.of(model, ids)], model.processor, 0, "right", None, 4096)
 
     def test_sound_above_the_window_is_refused(self, tokenizer, path_file):
         items = [{"video": film(8, 8, WINDOW_S + 1.0), "use_audio_in_video": True}]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -134,13 +133,13 @@ def test_steps_of_trls_trainer_equal_those_on_the_processors_output(rows: Rows, 
 def test_packed_samples_have_their_own_logits_or_packing_is_refused(rows: Rows) -> None:
     samples = [*rows.dataset]
     model, size = rows.reference.model, sum(len(sample.ids) for sample in samples) + 3
-    if not samples[0].model.processor().traits.packs_samples:
-        with pytest.raises(InputError, match="packing is not supported for this model"):
+    if why := samples[0].model.processor().traits.not_packed:
+        with pytest.raises(InputError, match=why):
             rows.dataset.collate(samples, packing=size)
         return
     packed = rows.dataset.collate(samples, labels="all", packing=size)
     assert packed["input_ids"].shape == (1, size)
-    starts = np.flatnonzero(packed["position_ids"][0] == 0)[: len(samples)].tolist()
+    starts = [0, len(samples[0].ids) + samples[0].model.processor().traits.packs_apart]
     with torch.inference_mode():
         logits = model(**packed).logits[0]
         for sample, start in zip(samples, starts, strict=True):

@@ -24,12 +24,12 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One sample, or several packed samples, in a row of a batch."""
+    """One sample of a batch."""
 
     tokens: Mapping[str, Tensor]
     """Arrays with one entry per token."""
     items: Sequence[SampleItem]
-    """Media items, in order. Their slots are indices in the row."""
+    """Media items, in order."""
 
     def __len__(self) -> int:
         return len(next(iter(self.tokens.values())))
@@ -46,37 +46,63 @@ def collate(
     """Implement `Dataset.collate`. `pad_token` fills rows up."""
     import torch  # imported late, because reading samples does not need it
 
-    from mindie_mm.nn.model_inputs import writable
-
     if not samples:
         raise InputError("samples is empty; it must have at least one sample without an error")
     if padding not in ("left", "right"):
         raise InputError(f"padding is {padding!r}; it must be left or right")
     if labels not in (None, "assistant", "all"):
         raise InputError(f"labels is {labels!r}; it must be assistant, all or None")
-    if packing and not processor.traits.packs_samples:
-        raise InputError("packing is not supported for this model, whose positions, states or attention span a row")
+    if packing and (why := processor.traits.not_packed):
+        raise InputError(f"packing is not supported for this model, because {why}")
     rows = [_row(sample, processor, labels) for sample in samples]
-    if packing:
-        rows = _packed(rows, packing)
-    length = packing or max(map(len, rows))
-    filling = {"input_ids": pad_token, "labels": IGNORED}
-    batch: dict[str, Tensor] = {}
-    for name in rows[0].tokens:
-        missing = [(length - len(row), 0) if padding == "left" else (0, length - len(row)) for row in rows]
-        batch[name] = torch.stack(
-            [
-                torch.nn.functional.pad(row.tokens[name], ends, value=filling.get(name, 0))
-                for row, ends in zip(rows, missing, strict=True)
-            ]
-        )
-    items = [[_moved(item, before) for item in row.items] for row, (before, _) in zip(rows, missing, strict=True)]
+    if not packing:
+        return _batch(rows, processor, pad_token, padding)
+    gap = int(processor.traits.packs_apart)
+    groups = _groups([len(row) for row in rows], packing, gap)
+    rows = [rows[index] for group in groups for index in group]
+    batch = _batch(rows, processor, pad_token, "right", gap)
+    batch["position_ids"] = processor.position_ids(batch)
+    for name in [*rows[0].tokens, "position_ids"]:
+        own = iter([batch[name][..., index, : len(row) + gap] for index, row in enumerate(rows)])
+        packed = [torch.cat([next(own) for _ in group], -1) for group in groups]
+        packed = [row[..., : row.shape[-1] - gap] for row in packed]
+        batch[name] = _stacked(name, packed, packing, pad_token, padding)
+    # Without a mask and a cache, transformers begins a sample where a position is not one more than the one before it.
+    mask = batch.pop("attention_mask").bool()
+    if gap:
+        batch["position_ids"] = torch.where(mask, torch.arange(packing), packing - 1)
+    return {**batch, "use_cache": False}
+
+
+def _batch(
+    rows: Sequence[_Row], processor: ModelInputs, pad_token: int, padding: Padding, further: int = 0
+) -> dict[str, Tensor]:
+    """Return a batch with one sample per row. Each row has at least `further` padding tokens."""
+    import torch
+
+    from mindie_mm.nn.model_inputs import writable
+
+    length = max(map(len, rows)) + further
+    batch = {
+        name: _stacked(name, [row.tokens[name] for row in rows], length, pad_token, padding) for name in rows[0].tokens
+    }
+    before = [length - len(row) if padding == "left" else 0 for row in rows]
+    items = [
+        [replace(item, slots=item.slots + start) for item in row.items] for row, start in zip(rows, before, strict=True)
+    ]
     arrays = writable(processor.media_inputs(items, torch.device("cpu")), [item for own in items for item in own])
-    batch |= {name: array.contiguous() for name, array in arrays.items()}
-    if packing:
-        # Without a mask and a cache, transformers separates samples where positions begin again.
-        return {name: array for name, array in batch.items() if name != "attention_mask"} | {"use_cache": False}
-    return batch
+    return batch | {name: array.contiguous() for name, array in arrays.items()}
+
+
+def _stacked(name: str, rows: Sequence[Tensor], length: int, pad_token: int, padding: Padding) -> Tensor:
+    """Stack the array `name` of each row, [..., tokens], after padding it to `length` tokens."""
+    import torch
+
+    value = {"input_ids": pad_token, "labels": IGNORED}.get(name, 0)
+    missing = [length - row.shape[-1] for row in rows]
+    ends = [(count, 0) if padding == "left" else (0, count) for count in missing]
+    pad = torch.nn.functional.pad
+    return torch.stack([pad(row, end, value=value) for row, end in zip(rows, ends, strict=True)], -2)
 
 
 def _row(sample: Sample, processor: ModelInputs, labels: Labels | None) -> _Row:
@@ -84,8 +110,6 @@ def _row(sample: Sample, processor: ModelInputs, labels: Labels | None) -> _Row:
 
     ids, items = sample.usable()
     tokens = processor.token_inputs(ids, items)
-    if processor.traits.packs_samples:
-        tokens["position_ids"] = torch.arange(len(ids))
     if labels is not None:
         counted = np.ones(len(ids), np.bool_)
         if labels == "assistant":
@@ -99,30 +123,31 @@ def _row(sample: Sample, processor: ModelInputs, labels: Labels | None) -> _Row:
     return _Row(tokens, items)
 
 
-def _packed(rows: Sequence[_Row], size: int) -> list[_Row]:
-    """Join rows to rows of at most `size` tokens, each to the first one that has room.
+def _groups(lengths: Sequence[int], size: int, gap: int) -> list[list[int]]:
+    """Assign samples to rows of at most `size` tokens, each to the first one that has room.
 
-    Raise InputError if a row is longer.
+    Args:
+        lengths: Number of tokens of each sample.
+        size: Number of tokens of a row.
+        gap: Number of padding tokens between two samples.
+
+    Returns:
+        The indices of the samples of each row.
+
+    Raises:
+        InputError: A sample is longer than a row.
+
     """
-    import torch
-
-    groups: list[list[_Row]] = []
-    for row in rows:
-        if len(row) > size:
-            raise InputError(f"a sample has {len(row)} tokens, but packing is {size}, the number of tokens of a row")
-        group = next((group for group in groups if sum(map(len, group)) + len(row) <= size), None)
-        if group is None:
-            groups.append([row])
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index, length in enumerate(lengths):
+        if length > size:
+            raise InputError(f"a sample has {length} tokens, but packing is {size}, the number of tokens of a row")
+        row = next((row for row, left in enumerate(room) if gap + length <= left), None)
+        if row is None:
+            groups.append([index])
+            room.append(size - length)
         else:
-            group.append(row)
-    packed = []
-    for group in groups:
-        starts = np.cumsum([0, *map(len, group[:-1])]).tolist()
-        items = [_moved(item, start) for row, start in zip(group, starts, strict=True) for item in row.items]
-        tokens = {name: torch.cat([row.tokens[name] for row in group]) for name in group[0].tokens}
-        packed.append(_Row(tokens, items))
-    return packed
-
-
-def _moved(item: SampleItem, by: int) -> SampleItem:
-    return replace(item, slots=item.slots + by)
+            groups[row].append(index)
+            room[row] -= gap + length
+    return groups

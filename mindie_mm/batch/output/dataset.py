@@ -114,13 +114,14 @@ class Dataset(Sequence[Sample]):
             padding: Side on which shorter rows are padded.
             labels: Tokens that count in the loss: those of the assistant's turns, or all tokens. Tokens of media never
                 count. None leaves out the labels.
-            packing: Number of tokens of a row, into which several samples are packed. The `position_ids` of each
-                sample begin at 0, and `use_cache` is False, because transformers otherwise lets samples attend to each
-                other. If `packing` is 0, each row has one sample.
+            packing: Number of tokens of a row, into which several samples are packed. If it is 0, each row has one
+                sample. transformers tells packed samples apart by their `position_ids`, int64 [rows, packing], or
+                [1 + axes, rows, packing] for models with positions on several axes. It does so only without a mask, and
+                if `use_cache` is False.
 
         Raises:
             InputError: A sample has an error, is longer than `packing` or has no known turns of the assistant, or the
-                model cannot be trained on packed samples.
+                model cannot be trained on packed samples. The message has the reason.
 
         """
         return collate(samples, self._model.processor(), self._model.pad_token(), padding, labels, packing)
