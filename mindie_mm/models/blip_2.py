@@ -53,7 +53,7 @@ class Blip2Processor(OneSizeProcessor):
         chat_template=_CHAT_TEMPLATE,
         inserted_at=0,
         max_items={"image": 1},
-        not_packed="its text model takes no positions",
+        not_packed="it may have an encoder, which attends to the whole row",
     )
 
     def __init__(self, checkpoint: Checkpoint) -> None:
