@@ -56,6 +56,42 @@ def test_columns_of_tables_keep_their_types_and_given_types_apply(tmp_path: Path
     assert sample.columns == {"label": 3.0, "box": [1.5, 2.0], "meta": '{"k":1}'}
 
 
+def test_numbers_that_no_common_type_represents_are_json_texts(tmp_path: Path) -> None:
+    """A double does not represent all integers above 2**53, so rounding would change a value."""
+    large = 2**53 + 1
+    rows = [
+        {"text": "a", "mixed": large, "whole": large, "mixes": [large], "wholes": [large], "small": 2**53},
+        {"text": "b", "mixed": 0.5, "whole": 1, "mixes": [0.5, 1], "wholes": [1], "small": 0.5},
+    ]
+    names = rows[0].keys() - {"text"}
+    run_in_process(
+        settings(written(tmp_path / "rows.jsonl", rows), keep_columns=dict.fromkeys(names, "")), tmp_path / "run"
+    )
+    samples = Dataset(tmp_path / "run")
+    assert [sample.error for sample in samples] == [None, None]
+    assert [samples[0].columns[name] for name in ("mixed", "mixes")] == [f"{large}", f"[{large}]"]
+    assert [samples[1].columns[name] for name in ("mixed", "mixes")] == ["0.5", "[0.5,1]"]
+    for sample, row in zip(samples, rows, strict=True):
+        assert {name: sample.columns[name] for name in ("whole", "wholes", "small")} == {
+            name: row[name] for name in ("whole", "wholes", "small")
+        }
+
+
+def test_large_integers_of_a_table_beside_doubles_of_another_are_json_texts(tmp_path: Path) -> None:
+    large = 2**53 + 1
+    tables = [
+        tabled(tmp_path / f"{index}.parquet", [{"text": "a", "mixed": mixed, "small": small}])
+        for index, (mixed, small) in enumerate([(large, 3), (0.5, 0.5)])
+    ]
+    given = settings(*tables, columns=("text",), keep_columns={"mixed": "", "small": ""})
+    run_in_process(given, tmp_path / "run")
+    samples = Dataset(tmp_path / "run")
+    assert [sample.columns for sample in samples] == [
+        {"mixed": f"{large}", "small": 3.0},
+        {"mixed": "0.5", "small": 0.5},
+    ]
+
+
 def test_a_value_of_another_type_than_given_fails_its_row(tmp_path: Path) -> None:
     rows = written(tmp_path / "rows.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": 2}])
     run_in_process(settings(rows, keep_columns={"label": "int64"}), tmp_path / "run")

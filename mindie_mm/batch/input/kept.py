@@ -18,7 +18,11 @@ JSON = "json"
 _LIST = re.compile(r"list<(?:\w+: )?(.+?)>")
 _EMPTY = "list<"
 """Type of an empty list, which may belong to any type of lists."""
+_LARGE = "large integer"
+"""Type of an int64 that a double may not represent. Its column has the type int64 or JSON."""
 _INT64 = range(-(2**63), 2**63)
+_EXACT = range(-(2**53), 2**53 + 1)
+"""Integers that a double represents exactly."""
 _PLAIN = {"bool": bool, "double": float, "string": str}
 """Types whose values need no conversion."""
 _DECODING = (*NOT_JSON, RecursionError)
@@ -75,7 +79,8 @@ def types_of(columns: Mapping[str, str], sources: Sequence[Source]) -> dict[str,
     if not columns:
         return {}
     found = [_types_in(source, columns) for source in sources]
-    return {name: kind or _common({one for types in found for one in types[name]}) for name, kind in columns.items()}
+    common = {name: _common({one for types in found for one in types[name]}) for name in columns}
+    return {name: kind or common[name].replace(_LARGE, "int64") for name, kind in columns.items()}
 
 
 def values_of(record: Record, types: Mapping[str, str]) -> dict[str, Any]:
@@ -96,7 +101,7 @@ def _types_in(source: Source, names: Collection[str]) -> dict[str, set[str]]:
     if isinstance(source, Table):
         if missing := [name for name in names if name not in source.schema.names]:
             raise InputError(f"{source.name} has no column named {missing[0]!r}. Correct --keep-columns")
-        return {name: {_name_of(source.schema.field(name).type)} for name in names}
+        return {name: {_type_in(source, name)} for name in names}
     types: dict[str, set[str]] = {name: set() for name in names}
     unseen = set(names)
     for values in _decoded(source.texts(), names):
@@ -107,6 +112,13 @@ def _types_in(source: Source, names: Collection[str]) -> dict[str, set[str]]:
     if unseen:
         raise InputError(f"{source.name} has no row with the key {min(unseen)!r}. Correct --keep-columns")
     return types
+
+
+def _type_in(table: Table, name: str) -> str:
+    kind = _name_of(table.schema.field(name).type)
+    if kind in ("int64", f"{_EMPTY}int64>") and not table.has_only(_EXACT, name):
+        return kind.replace("int64", _LARGE)
+    return kind
 
 
 def _name_of(arrow: Any) -> str:
@@ -144,7 +156,7 @@ def _type_of(value: Any) -> str:
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
-        return "int64" if value in _INT64 else JSON
+        return "int64" if value in _EXACT else _LARGE if value in _INT64 else JSON
     if isinstance(value, list):
         kind = _common({_type_of(one) for one in value})
         if not value:
@@ -157,9 +169,11 @@ def _common(types: Collection[str]) -> str:
     """Return the type that can represent values of all `types`."""
     if _EMPTY in types and all(one.startswith(_EMPTY) for one in types):
         types = {*types} - {_EMPTY}
-    for numbers, kind in (({"int64", "double"}, "double"), ({"list<int64>", "list<double>"}, "list<double>")):
-        if numbers == set(types):
+    for numbers, kind in (({"int64", "double"}, "double"), ({"int64", _LARGE}, _LARGE)):
+        if set(types) == numbers:
             return kind
+        if set(types) == {f"{_EMPTY}{one}>" for one in numbers}:
+            return f"{_EMPTY}{kind}>"
     return next(iter(types)) if len(types) == 1 else JSON
 
 

@@ -279,6 +279,18 @@ class Table(Source):
                     "separately"
                 )
 
+    def has_only(self, numbers: range, column: str) -> bool:
+        """Return whether all integers of a column are among `numbers`, as far as the statistics of the file tell."""
+        for group in map(self._metadata.row_group, range(self._metadata.num_row_groups)):
+            for chunk in map(group.column, range(group.num_columns)):
+                if chunk.path_in_schema == column or chunk.path_in_schema.startswith(f"{column}."):
+                    found = chunk.statistics
+                    if found is None or (found.num_values and not found.has_min_max):
+                        return False
+                    if found.has_min_max and not (found.min in numbers and found.max in numbers):
+                        return False
+        return True
+
     def cut(self, num_rows: int) -> Iterator[tuple[int, int, int]]:
         for start in range(0, self.size, num_rows):
             stop = min(start + num_rows, self.size)
