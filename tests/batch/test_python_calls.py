@@ -10,22 +10,29 @@ import subprocess
 import sys
 from contextlib import chdir
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from click.testing import CliRunner
 
 from mindie_mm import tokenize_dataset
 from mindie_mm.batch.input.given_rows import rows_named, write_rows
+from mindie_mm.batch.input.row import parse
 from mindie_mm.batch.output.manifest import Manifest
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import media_of, media_of_messages
+from mindie_mm.media.audio.encoded_audio import open_audio
 from mindie_mm.media.fetch.urls import base64_start, decode_base64
+from mindie_mm.media.source import read_source
 from mindie_mm.settings.config import MediaCaps
 from tests.batch.conftest import content, run_in_process, settings, written
 from tests.media_samples import encoded, load_image, photograph
+from tests.sound_samples import encode_sound, tone
 
 PICTURE = photograph(size=(60, 40))
 PNG = encoded(PICTURE, "PNG")
@@ -119,6 +126,28 @@ def test_media_in_rows_are_those_of_files(tmp_path: Path) -> None:
         assert (load_image(decode_base64(url, base64_start(url))) == pixels).all()
 
 
+def test_samples_in_rows_are_those_of_files(tmp_path: Path) -> None:
+    """Float32 samples are written without loss, also those of several channels."""
+    mono, stereo, rate = tone(0.3, 22_050), tone(0.2, 22_050, channels=2), 22_050
+    decoder = SimpleNamespace(
+        get_all_samples=lambda: SimpleNamespace(data=torch.from_numpy(stereo.T), sample_rate=rate)
+    )
+    clips: list[tuple[np.ndarray, Any]] = [
+        (mono, {"audio": {"path": None, "array": mono, "sampling_rate": rate}}),
+        (mono, {"audio": (mono, np.int64(rate))}),
+        (mono, [{"audio": mono, "sampling_rate": rate}]),
+        (stereo, {"audio": decoder}),
+        (stereo, {"messages": [{"role": "user", "content": [{"type": "audio", "audio": (stereo.T, rate)}]}]}),
+    ]
+    for (samples, _), line in zip(clips, written_lines([row for _, row in clips]), strict=True):
+        row = parse(line, tmp_path, "")
+        (item,) = media_of(row.items or ()) or media_of_messages(row.messages or ())
+        found = open_audio(read_source(item)).decode(rate, rate)
+        file = encode_sound(samples, rate, subtype="FLOAT")
+        assert (found == open_audio(file).decode(rate, rate)).all()
+        assert samples.ndim == 2 or (found == samples).all()
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -132,7 +161,12 @@ def test_media_in_rows_are_those_of_files(tmp_path: Path) -> None:
             "row 1: the image is of type object; it must be a path, bytes, a PIL image, an array or a URL",
         ),
         ({"image": np.zeros((2, 2), int)}, "row 1: image pixels have dtype int64"),
-        ({"audio": np.zeros(8)}, "row 1: audio samples are given as an array; give the path or the bytes"),
+        ({"audio": np.zeros(8)}, "row 1: the audio is an array without a rate; give it as (samples, sampling_rate)"),
+        (
+            {"audio": (np.zeros(8, int), 8000)},
+            "row 1: audio samples have dtype int64 and shape (8,); they must be float",
+        ),
+        ({"audio": (np.zeros(8), 0)}, "row 1: the audio.sampling_rate is 0; it must be from 1 to 768000"),
     ],
 )
 def test_a_row_that_cannot_be_written_is_named(row: Any, why: str) -> None:

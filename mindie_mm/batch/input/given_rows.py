@@ -7,25 +7,32 @@ import io
 import json
 import os
 import re
+import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date
 from decimal import Decimal
+from numbers import Real
 from typing import Any, BinaryIO
 from uuid import UUID
 
+import numpy as np
 from PIL import Image
 
 from mindie_mm.batch.input.gather import ROWS, TABLE
 from mindie_mm.batch.input.record import number_of
 from mindie_mm.batch.input.row import MEDIA_KEYS
-from mindie_mm.errors import InputError, MindieMMError, os_errors_as
+from mindie_mm.errors import InputError, LimitExceeded, MindieMMError, os_errors_as
 from mindie_mm.inputs import KINDS, Media, type_of
 from mindie_mm.inputs.items import DOCUMENT
+from mindie_mm.inputs.options import parse_options
+from mindie_mm.media.audio.encoded_audio import MAX_CHANNELS
 from mindie_mm.media.guard.caps import under
 from mindie_mm.media.source import read_source
-from mindie_mm.settings.config import MediaCaps
+from mindie_mm.settings.config import MAX_SOURCE_BYTES, MediaCaps
 
+_FLOAT = 3
+"""Number of the format of float samples in WAV files."""
 _NAME = re.compile(r"\w[\w .-]{0,99}")
 _KEYS = MEDIA_KEYS.union([DOCUMENT])
 _AS_IS = (str, int, float, os.PathLike, type(None))
@@ -130,9 +137,14 @@ def _line(row: Any, media: MediaCaps) -> bytes:
 
 def _encodable(value: Any, key: str) -> Any:
     """Return a value of a row with `data:` URLs instead of the media under `_KEYS`."""
+    if "audio" in key and key in _KEYS and (clip := _clip(value)) is not None:
+        value = _wave(*clip)
     if isinstance(value, Mapping):
         if key in _KEYS and value and value.keys() <= {"bytes", "path"}:  # as the `datasets` library stores media
             return _encodable(value.get("bytes") or value.get("path"), key)
+        if hasattr(value.get("audio"), "__array__") and "sampling_rate" in value:
+            rest = {name: one for name, one in value.items() if name != "sampling_rate"}
+            return _encodable({**rest, "audio": (value["audio"], value["sampling_rate"])}, key)
         # Options beside the URL of an image are values under the key of the image.
         inner = {name: name if name in _KEYS or key not in _KEYS else key for name in value}
         return {name: _encodable(one, inner[name]) for name, one in value.items()}
@@ -165,12 +177,55 @@ def _media(value: Any, kind: Any) -> str | list[str]:
     if not hasattr(value, "__array__") and not hasattr(value, "getexif"):
         raise InputError(f"the {kind} is {type_of(value)}; it must be a path, bytes, a PIL image, an array or a URL")
     if kind == "audio":
-        raise InputError("audio samples are given as an array; give the path or the bytes of an audio file")
+        raise InputError("the audio is an array without a rate; give it as (samples, sampling_rate)")
     is_film = kind == "video" and getattr(value, "ndim", 0) == 4
     data: Any = read_source(Media(kind if is_film else "image", value))
     if isinstance(data, bytes):
         return _url(data)
     return [_png(frame) for frame in data] if is_film else _png(data)
+
+
+def _clip(value: Any) -> tuple[Any, Any] | None:
+    """Return the samples and the rate of an audio clip in memory, or None if `value` is not such a clip.
+
+    A clip has the form of vLLM, of the `datasets` library before version 4, or of torchcodec, which later ones use.
+    """
+    if hasattr(value, "get_all_samples"):
+        value = value.get_all_samples()
+        return value.data, value.sample_rate
+    if isinstance(value, Mapping):
+        return (value["array"], value["sampling_rate"]) if {"array", "sampling_rate"} <= value.keys() else None
+    is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real)
+    return value if is_pair else None
+
+
+def _wave(samples: Any, rate: Any) -> str:
+    """Return samples as the `data:` URL of a WAV file, whose samples are float32.
+
+    Args:
+        samples: Floats [samples] or [channels, samples].
+        rate: Sampling rate in Hz.
+
+    Raises:
+        InputError: The samples or the rate are not valid.
+
+    """
+    array = np.asarray(samples)
+    channels = array.shape[0] if array.ndim == 2 else 1
+    if array.dtype.kind != "f" or array.ndim not in (1, 2) or not array.size or channels > MAX_CHANNELS:
+        raise InputError(
+            f"audio samples have dtype {array.dtype} and shape {array.shape}; they must be float values of shape "
+            f"[samples] or [channels, samples], with at most {MAX_CHANNELS} channels"
+        )
+    if 4 * array.size > MAX_SOURCE_BYTES:
+        raise LimitExceeded(f"audio samples have {4 * array.size} bytes as float32; the limit is {MAX_SOURCE_BYTES}")
+    hertz = parse_options("audio", {"sampling_rate": rate}, "the audio", strict=True).sampling_rate or 0
+    data = array.T.astype("<f4").tobytes()
+    layout = struct.pack("<HHIIHH", _FLOAT, channels, hertz, 4 * channels * hertz, 4 * channels, 32)
+    chunks = b"".join(
+        name + struct.pack("<I", len(chunk)) + chunk for name, chunk in ((b"fmt ", layout), (b"data", data))
+    )
+    return _url(b"RIFF" + struct.pack("<I", len(chunks) + 4) + b"WAVE" + chunks)
 
 
 def _png(pixels: Any) -> str:
