@@ -17,7 +17,7 @@ from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from mindie_mm.nn.checkpoint.hub import checkpoint_name
 from mindie_mm.processes.loop_thread import run_to_end
 from mindie_mm.processes.shown_progress import loading_shown
-from mindie_mm.settings.config import WorkerConfig
+from mindie_mm.settings.config import Replicas, WorkerConfig
 from mindie_mm.settings.limits import Count, converted
 from mindie_mm.settings.paths import is_url, local
 from mindie_mm.worker.offline import generate
@@ -40,6 +40,8 @@ def generate_dataset(
     dtype: str | None = None,
     weights: str | None = None,
     tensor_parallel: int | None = None,
+    replicas: Replicas | None = None,
+    ray: str | None = None,
     progress: Style | None = None,
 ) -> tuple[int, int]:
     """Run the model on tokenized rows, as `mindie-mm generate` does, to the same file.
@@ -61,6 +63,11 @@ def generate_dataset(
         dtype: Type of weights and activations, as in `EngineConfig`.
         weights: Precision of the text layers, as in `EngineConfig`.
         tensor_parallel: Number of devices that share the model's weights.
+        replicas: Number of engines, as in `WorkerConfig`. The default with `ray` is "auto": as many as the accelerators
+            of the cluster allow, or as many as there are nodes if there are none.
+        ray: Address of the Ray cluster whose nodes run the engines, or "local" for a new cluster on this machine. The
+            default is to run the engines on this machine without Ray. Each node needs the folder of the run and the
+            checkpoint at the same paths as this machine.
         progress: Same as in `tokenize_dataset`.
 
     Returns:
@@ -95,8 +102,11 @@ def generate_dataset(
         "tensor_parallel": tensor_parallel,
     }
     engine = replace(config.engine, **{name: value for name, value in of_engine.items() if value is not None})
+    if replicas is None and ray is not None and config.replicas == 1:
+        replicas = "auto"
     source = config.generation_config if generation_config is None else generation_config
-    config = replace(config, engine=engine, generation_config=source)
+    replicas = config.replicas if replicas is None else replicas
+    config = replace(config, engine=engine, generation_config=source, replicas=replicas)
     # The environment may set the checkpoint and family of a service, which need not be those of the rows.
     own = Path(settings.model) if settings.model else None
     config = replace(config, model=own if model is None else local("model", model), family=settings.family or None)
@@ -118,6 +128,7 @@ def generate_dataset(
                 config,
                 requests,
                 limit,
+                ray=ray,
                 other_model=other_model,
                 retry_errors=retry_errors,
                 loading=loading,

@@ -43,6 +43,12 @@ from mindie_mm.processes.interrupts import importing
               help="Precision of the text layers: auto, or int8 on the CPU.  [default: auto]")  # fmt: skip
 @click.option("--tensor-parallel", type=click.IntRange(1),
               help="Number of devices that share the model's weights.  [default: 1]")  # fmt: skip
+@click.option("--replicas", metavar="N|auto",
+              help="Number of engines, each with its own device, or with --tensor-parallel devices. auto: as many as "
+              "the devices allow.  [default: 1, or auto with --ray]")  # fmt: skip
+@click.option("--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]",
+              help="Run the engines on the nodes of the Ray cluster at ADDRESS, or of a local cluster. Each node needs "
+              "the tokenized rows and the checkpoint at the same paths. Requires the extra `ray`.")  # fmt: skip
 @resuming()
 def command(
     folder: Path | str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +19,26 @@ _CHECK = (
 )
 LOCAL = "local"
 """Address that stands for a new cluster on this machine."""
+KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
+"""Environment of actors with a worker. Ray would otherwise kill the child processes of a dead actor before they can
+remove its arenas. These processes end by themselves when the actor ends."""
+_NO_DEVICES = frozenset({"CPU", "memory", "object_store_memory"})
+
+
+def accelerators(resources: Mapping[str, float], device: str) -> tuple[str, int] | None:
+    """Return the kind of accelerators of which a cluster or node has most, and their number.
+
+    Return None for the device "cpu", and if there are no accelerators.
+
+    Args:
+        resources: Resources by Ray's names, which are in capitals for devices, such as GPU.
+        device: Setting `device` of the engines.
+
+    """
+    found = {name: int(count) for name, count in resources.items() if name.isupper() and name not in _NO_DEVICES}
+    if device == "cpu" or not found:
+        return None
+    return max(found.items(), key=lambda one: one[1])
 
 
 def join(address: str, extra: str, **options: Any) -> None:

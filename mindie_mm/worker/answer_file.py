@@ -9,23 +9,30 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import msgspec
 
 from mindie_mm.batch.input.files import creating, locked, replacing
 from mindie_mm.batch.input.source import NOT_JSON
+from mindie_mm.batch.output.dataset import Dataset
 from mindie_mm.batch.output.shard_row import ShardRow
-from mindie_mm.batch.same_run import differences
+from mindie_mm.batch.same_run import differences, model_digest, versions, weights_digest
+from mindie_mm.device import LIBRARIES
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.settings.config import WorkerConfig, kind_of_name
 from mindie_mm.worker.deltas import Answer
 
 Line = dict[str, Any]
 """An answer as a JSON object, as it is written to the output."""
 _BATCH_ID = "batch_req_"
 """Beginning of the `id` of a line in OpenAI's format. The number of the row follows."""
+_DECIDING = ("weights", "max_model_len", "vision_device", "vision_bits", "projector_device", "projector_bits")
+"""Fields of `EngineConfig` that affect answers. The device and the data type are recorded later, when the engine has
+selected them."""
 _GO_ON = "Choose another file for --output, or restore the earlier settings, files and versions to continue this file"
 
 
@@ -95,6 +102,27 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Data type of the model. Until the engine has started and resolved it, this is the data type that the call states,
     or an empty string."""
 
+    @classmethod
+    def of(cls, dataset: Dataset, config: WorkerConfig, sampling: SamplingParams) -> Self:
+        """Return the origin of answers to the rows of `dataset` on this machine.
+
+        Raises:
+            UnsupportedCheckpoint: The checkpoint cannot be read.
+
+        """
+        checkpoint = Checkpoint.open(config.model)
+        model = "" if config.model is None else str(config.model.absolute())
+        return cls(
+            run=dataset.manifest.digest,
+            model=os.fsencode(model).decode(errors="backslashreplace"),
+            model_digest=model_digest(checkpoint),
+            weights_digest=weights_digest(checkpoint),
+            sampling=sampling,
+            settings=_deciding(config),
+            versions=versions(LIBRARIES),
+            dtype="" if config.engine.dtype == "auto" else config.engine.dtype,
+        )
+
     def parts(self) -> dict[str, Any]:
         """Return the settings that determine the answers, as a dict, without `model`.
 
@@ -147,6 +175,14 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(
                 f"{file} was not written by an earlier call, or was changed since: {in_words(error)}"
             ) from None
+
+
+def _deciding(config: WorkerConfig) -> dict[str, Any]:
+    """Return the settings of the engine that affect answers."""
+    engine = config.engine
+    deciding = {name: getattr(engine, name) for name in _DECIDING}
+    deciding = {name: kind_of_name(value) if isinstance(value, str) else value for name, value in deciding.items()}
+    return {"family": config.family or ""} | deciding
 
 
 class EarlierAnswers:

@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve import Application
 
 from mindie_mm.errors import InputError
+from mindie_mm.processes.ray_cluster import KEEP_CHILDREN
 from mindie_mm.settings.environment import variable
 from mindie_mm.settings.sources import SECRETS
 from service.ray.content_router import SURPLUS_TOKENS
@@ -16,9 +17,6 @@ from service.ray.ingress import Ingress
 from service.ray.plan import configuration_of, plan_of
 from service.ray.worker_replica import WorkerReplica
 
-_KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
-"""Environment of worker replicas. Ray would otherwise kill the tokenizer process before it can remove its arena. These
-processes end by themselves when the replica ends."""
 _ROUTER = "service.ray.content_router:ContentRouter"
 _POLICY = "service.ray.autoscaling:QueuedTokens"
 _PROBES = 16
@@ -80,7 +78,7 @@ def application(plan: bytes, arguments: Arguments) -> Application:
         "num_cpus": resources.pop("CPU", 1),
         "num_gpus": resources.pop("GPU", 0),
         "resources": resources,
-        "runtime_env": {"env_vars": _KEEP_CHILDREN},
+        "runtime_env": {"env_vars": KEEP_CHILDREN},
     }
     scaling: dict[str, Any] = {"num_replicas": arguments.num_replicas}
     if arguments.max_replicas is not None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from mindie_mm.errors import InputError, OperationalError, os_errors_as
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from mindie_mm.nn.checkpoint.hub import checkpoint_name
-from mindie_mm.processes.ray_cluster import LOCAL, join
+from mindie_mm.processes.ray_cluster import LOCAL, accelerators, join
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.settings.sources import Configuration
 from service.http.access import require_key
@@ -21,7 +21,6 @@ from service.http.access import require_key
 EXTRA = "serve-ray"
 NAME = "mindie_mm"
 """Name of the application in the cluster."""
-_NO_DEVICES = frozenset({"CPU", "memory", "object_store_memory"})
 
 
 def serve_on_ray(given: Configuration, address: str, replicas: int) -> None:
@@ -90,7 +89,7 @@ def worker_resources(cluster: Mapping[str, float], replicas: int, engine: Engine
     """Return the Ray resources of a worker replica: its devices, or a CPU if the cluster has no devices.
 
     Args:
-        cluster: Resources of the whole cluster. Ray's names of devices are in capitals, such as GPU.
+        cluster: Resources of the whole cluster.
         replicas: Number of worker replicas.
         engine: Settings of the engine.
 
@@ -98,16 +97,16 @@ def worker_resources(cluster: Mapping[str, float], replicas: int, engine: Engine
         InputError: The cluster has too few devices or CPUs.
 
     """
-    devices = {name: count for name, count in cluster.items() if name.isupper() and name not in _NO_DEVICES}
-    if engine.device == "cpu" or not devices:
+    devices = accelerators(cluster, engine.device)
+    if devices is None:
         if (cpus := int(cluster.get("CPU", 0))) < replicas + 1:
             raise InputError(
                 f"{replicas} replicas and their ingress need {replicas + 1} CPUs, but the cluster has {cpus}; start "
                 "fewer replicas, or add nodes"
             )
         return {"CPU": 1}
-    name = max(devices, key=lambda one: devices[one])
-    if (wanted := replicas * engine.tensor_parallel) > (count := int(devices[name])):
+    name, count = devices
+    if (wanted := replicas * engine.tensor_parallel) > count:
         raise InputError(
             f"{replicas} replicas with tensor_parallel {engine.tensor_parallel} need {wanted} devices ({name}), but "
             f"the cluster has {count}; start fewer replicas, or add nodes"

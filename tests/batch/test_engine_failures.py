@@ -24,6 +24,7 @@ from mindie_mm.cli import main
 from mindie_mm.engine.requests.engine_messages import Progress
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import DeviceError
+from mindie_mm.settings.cgroup import available_cpus
 from mindie_mm.worker.async_engine import AsyncEngine
 from tests.batch.conftest import run_in_process, settings, written
 
@@ -35,8 +36,10 @@ POISON = "3"
 
 @pytest.fixture(scope="module")
 def folder(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run with six rows in three shards."""
-    rows = [{"inputs": [{"image": f"{i}.jpg"}, {"text": "What?"}]} for i in range(6)]
+    """Return the folder of a run with six rows in three shards. The answers to two rows are sampled with a seed."""
+    rows: list[dict[str, Any]] = [{"inputs": [{"image": f"{i}.jpg"}, {"text": "What?"}]} for i in range(6)]
+    for row in (1, 4):
+        rows[row] |= {"temperature": 1.5, "seed": row}
     folder = tmp_path_factory.mktemp("failures") / "run"
     run_in_process(settings(written(media / "failures.jsonl", rows), shard_rows=2), folder)
     return folder
@@ -95,28 +98,32 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fail], set[str]]:
     return install
 
 
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_engine_loses_no_answer(
-    folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int
 ) -> None:
-    """Even rows whose output had already begun get the same answers as from an engine that is not killed."""
+    """Even rows whose output had already begun get the same answers as from one engine that is not killed."""
+    if replicas > available_cpus():
+        pytest.skip(f"{replicas} engines need {replicas} CPUs")
     monkeypatch.setenv("MINDIE_MM_FAULTS", str(tmp_path))
     (tmp_path / "engine.mid-decode").touch()
-    done = generate(folder, tmp_path / "out.jsonl")
+    done = generate(folder, tmp_path / "out.jsonl", "--replicas", replicas)
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "engine.mid-decode").exists()
     assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_a_row_that_kills_every_engine_becomes_an_error(
-    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]]
+    folder: Path, whole: bytes, tmp_path: Path, failing: Callable[[Fail], set[str]], replicas: int
 ) -> None:
     def kill(engine: AsyncEngine, request: str, sent: bool) -> None:
         if request == "1" and not sent:
             os.kill(engine.pid, signal.SIGKILL)
 
     failing(kill)
-    done = generate(folder, tmp_path / "out.jsonl", "--limit", 2)
+    done = generate(folder, tmp_path / "out.jsonl", "--limit", 2, "--replicas", replicas)
     assert (done.exit_code, "2 rows in" in done.stdout) == (1, True), done.output
     first, second = (tmp_path / "out.jsonl").read_bytes().splitlines()
     assert first == whole.splitlines()[0]

@@ -20,7 +20,7 @@ from mindie_mm.batch.output.array_file import file_bytes
 from mindie_mm.batch.output.collate import Labels, Padding, collate
 from mindie_mm.batch.output.manifest import Manifest, Shard
 from mindie_mm.batch.output.order import Order
-from mindie_mm.batch.output.row_arrays import Arrays, fetch, specs_of, views
+from mindie_mm.batch.output.row_arrays import Arrays, fetch, require_digests, specs_of, views
 from mindie_mm.batch.output.sample import RunModel, Sample
 from mindie_mm.batch.output.shard import arrays_path, read_table, table_path
 from mindie_mm.batch.output.shard_row import ShardRow
@@ -171,15 +171,17 @@ class Dataset(Sequence[Sample]):
         info = self.shard(row.row).info
         return specs_of(row, arrays_path(self.folder, info.first_row), file_bytes(info.num_bytes))
 
-    def arrays(self, row: ShardRow) -> list[dict[str, NDArray[Any]]]:
+    def arrays(self, row: ShardRow, *, verified: bool = False) -> list[dict[str, NDArray[Any]]]:
         """Return the arrays of each media item of a row by name. They are read-only.
+
+        Compare the digest of each array if the folder is in a store, or with `verified`.
 
         Raises:
             CorruptReference: The file is missing, or has been changed since the run.
             StorageError: The store of the folder fails.
 
         """
-        return self._arrays([row])[0]
+        return self._arrays([row], verified=verified)[0]
 
     def verify(self, number: int) -> None:
         """Check that the files of the shard with the row `number` have the content that the run wrote.
@@ -197,17 +199,20 @@ class Dataset(Sequence[Sample]):
         else:
             shard.verify(self.folder)
 
-    def _arrays(self, rows: Sequence[ShardRow]) -> list[Arrays]:
+    def _arrays(self, rows: Sequence[ShardRow], *, verified: bool = False) -> list[Arrays]:
         if isinstance(self.folder, RemoteFile):
             return fetch(self.folder, [(row, self.shard(row.row).info) for row in rows])
-        return [self._mapped(self.folder, row) for row in rows]
+        return [self._mapped(self.folder, row, verified=verified) for row in rows]
 
-    def _mapped(self, folder: Path, row: ShardRow) -> Arrays:
+    def _mapped(self, folder: Path, row: ShardRow, *, verified: bool) -> Arrays:
         if not row.arrays:
             return []
         path = arrays_path(folder, self.shard(row.row).info.first_row)
         data = self._file(path)
-        return views(row, specs_of(row, path, len(data)), data)
+        specs = specs_of(row, path, len(data))
+        if verified:
+            require_digests(row, path, data)
+        return views(row, specs, data)
 
     def _number(self, row: SupportsIndex) -> int:
         number = index(row)

@@ -90,7 +90,7 @@ def fetch(folder: RemoteFile, rows: Sequence[tuple[ShardRow, ShardInfo]]) -> lis
         if isinstance(data, OSError) or len(data) != stop - start:
             with reading_run(path):
                 _raise_reason(path, file_bytes(info.num_bytes), data)
-        _require_digests(row, path, data, start)
+        require_digests(row, path, data, start)
         found.append(views(row, specs[index], data, start))
     return found
 
@@ -102,7 +102,7 @@ def _raise_reason(path: RemoteFile, size: int, data: bytes | OSError) -> NoRetur
     raise data if isinstance(data, OSError) else OSError(0, f"the store sent only {len(data)} bytes")
 
 
-def _require_digests(row: ShardRow, path: RemoteFile, data: bytes, start: int) -> None:
+def require_digests(row: ShardRow, path: Path | RemoteFile, data: memoryview | bytes, start: int = 0) -> None:
     """Raise CorruptReference unless `data`, at the offset `start` of the file, are the arrays of the row."""
     content = memoryview(data)
     for array in _arrays(row):

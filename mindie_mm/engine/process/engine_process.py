@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -65,6 +68,12 @@ def main(channel: ChildChannel, lifeline: Lifeline, ranks: Ranks = ALONE) -> Non
     """
     faults.arm("engine", fault_folder())
     faults.point("starting")
+
+    def terminate(*_: object) -> NoReturn:
+        lifeline.end()  # Ray sends SIGTERM to the children of a dead actor, which must still remove its arenas
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, terminate)
     lifeline.before_end(collect)  # if the tokenizer has died, too, no other process removes its arena
     disable_progress_bar()
     try:
