@@ -35,8 +35,6 @@ _BACK_S = 900.0
 """Time in seconds for the engine of an actor to restart."""
 _PATIENCE_S = 60.0
 """Time in seconds until a warning that actors have not started, because Ray waits for resources without a word."""
-_STARTS = 3
-"""Number of times that an actor may die while its engine starts."""
 _CLOSE_S = 10.0
 """Maximum time in seconds for actors to end their engines."""
 _MOST_CALLS = 100_000
@@ -122,8 +120,8 @@ class _Member:
     async def call(self, method: str, *arguments: object, retries: int = 0) -> Any:
         """Call a method of the actor. Raise the error that it returns, or ProcessDied if the actor or its node died.
 
-        Without `retries`, Ray refuses calls while it restarts the actor. With `retries`, calls wait, and are repeated
-        this number of times if the actor dies.
+        Without `retries`, Ray refuses calls while it restarts the actor. With -1, Ray repeats the call until an actor
+        answers.
         """
         from ray.exceptions import RayError, RayTaskError
 
@@ -222,8 +220,8 @@ class RayWorkers:
         finally:
             member.num_rows -= 1
 
-    async def _start(self, member: _Member) -> None:
-        info: Ready = await member.call("start", self._plan, retries=_STARTS)
+    async def _start(self, member: _Member, retries: int = 0) -> None:
+        info: Ready = await member.call("start", self._plan, retries=retries)
         if not hasattr(self, "info"):
             self.info = info
         ours, found = ((one.device.partition(":")[0], one.dtype) for one in (self.info, info))
@@ -236,7 +234,7 @@ class RayWorkers:
 
     async def _start_again(self, member: _Member) -> None:
         try:
-            await self._start(member)
+            await self._start(member, retries=-1)
         except MindieMMError as error:
             _log.warning("a Ray actor gets no more rows: %s", error)
             self._failure = error
