@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import index
 from pathlib import Path
 from threading import Lock
-from typing import Any, SupportsIndex, overload
+from typing import Any, NamedTuple, SupportsIndex, overload
 from weakref import WeakSet
 
-import pyarrow as pa
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
@@ -22,7 +21,7 @@ from mindie_mm.batch.output.manifest import Manifest, Shard
 from mindie_mm.batch.output.order import Order
 from mindie_mm.batch.output.row_arrays import Arrays, fetch, require_digests, specs_of, views
 from mindie_mm.batch.output.sample import RunModel, Sample
-from mindie_mm.batch.output.shard import arrays_path, read_table, table_path
+from mindie_mm.batch.output.shard import arrays_path, read_table, records_of, table_path
 from mindie_mm.batch.output.shard_row import ShardRow
 from mindie_mm.errors import InputError
 from mindie_mm.settings.paths import absolute
@@ -34,6 +33,8 @@ _FETCHED_ROWS = 8
 """Number of rows whose arrays are fetched at the same time if the rows of a run in a store are read in order."""
 _TABLE_BYTES = 128 << 20
 """Maximum total size in bytes of the tables in memory. Reading a table takes far longer than reading a row of it."""
+_RECORD_BYTES = 4096
+"""Approximate size in bytes of the Python objects of a record."""
 
 
 class Dataset(Sequence[Sample]):
@@ -152,10 +153,9 @@ class Dataset(Sequence[Sample]):
     def record(self, number: int) -> ShardRow:
         """Return the row as it is recorded in its table."""
         shard = self.shard(number)
-        table, at = self._table(shard), number - shard.info.first_row
-        ids = table["input_ids"][at].values  # converting 3,000 ids to Python objects takes 0.1 ms
-        record = table.drop_columns("input_ids").slice(at, 1).to_pylist()[0]
-        return ShardRow.of(record | {"input_ids": None if ids is None else ids.to_numpy().copy()})
+        record = self._records(shard)[number - shard.info.first_row]
+        ids = record["input_ids"]
+        return ShardRow.of(record | {"input_ids": None if ids is None else ids.copy()})
 
     def shard(self, number: int) -> Shard:
         """Return the shard that contains the row `number`."""
@@ -195,7 +195,7 @@ class Dataset(Sequence[Sample]):
         """
         shard = self.shard(number)
         if isinstance(self.folder, RemoteFile):
-            self._table(shard)
+            self._records(shard)
         else:
             shard.verify(self.folder)
 
@@ -236,20 +236,22 @@ class Dataset(Sequence[Sample]):
             model=self._model,
         )
 
-    def _table(self, shard: Shard) -> pa.Table:
+    def _records(self, shard: Shard) -> list[dict[str, Any]]:
+        """Return the records of a shard's table. Converting all rows at once takes a tenth of the time per row."""
         info = shard.info
         with self._lock:
-            table = self._tables.get(info.first_row)
-        if table is not None:
-            return table
+            found = self._tables.get(info.first_row)
+        if found is not None:
+            return found.records
         # Read without the lock, so that other threads can continue.
         if isinstance(self.folder, RemoteFile):
             table = shard.read_table(self.folder)
         else:
             table = read_table(table_path(self.folder, info.first_row), info.num_rows)
+        records = records_of(table)
         with self._lock:
-            self._tables[info.first_row] = table
-        return table
+            self._tables[info.first_row] = _Records(records, table.nbytes + _RECORD_BYTES * len(records))
+        return records
 
     def _file(self, path: Path) -> memoryview:
         with self._lock:
@@ -263,7 +265,7 @@ class Dataset(Sequence[Sample]):
 
     def begin(self) -> None:
         """Create the caches and their lock, also after a fork. The child has no thread to release the lock."""
-        self._tables = LRUCache[int, pa.Table](_TABLE_BYTES, getsizeof=lambda table: min(table.nbytes, _TABLE_BYTES))
+        self._tables = LRUCache[int, _Records](_TABLE_BYTES, getsizeof=lambda table: min(table.num_bytes, _TABLE_BYTES))
         self._files = LRUCache[Path, memoryview](_MAPPED_FILES)
         self._lock = Lock()
         _datasets.add(self)
@@ -275,6 +277,14 @@ class Dataset(Sequence[Sample]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
         self.begin()
+
+
+class _Records(NamedTuple):
+    """The records of a shard's table in memory."""
+
+    records: list[dict[str, Any]]
+    num_bytes: int
+    """Approximate size in bytes."""
 
 
 _OF_THE_PROCESS = frozenset({"_tables", "_files", "_lock"})
