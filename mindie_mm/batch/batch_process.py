@@ -1,4 +1,4 @@
-"""A worker process of a run. Its arguments are the run's folder and the path of its row cursor.
+"""A worker process of a run. Its arguments are the address of the run's folder and the path of its row cursor.
 
 The process reads the run's file and processes one chunk after another. It reports finished rows at intervals, because a
 report for each row would take 2% more time. Its cursor contains the current row.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
 from mindie_mm.batch.batch_messages import Finished, Job, Ready, Report, Step, Steps
 from mindie_mm.batch.cursor import RowCursor
 from mindie_mm.batch.input.file_state import InputStates
+from mindie_mm.batch.output.run_folder import Address, RunFolder
 from mindie_mm.batch.settings import RUN_FILE, Run
 from mindie_mm.batch.stage import Stage
 from mindie_mm.errors import MindieMMError
@@ -23,13 +23,14 @@ from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline
 _PAUSE_S = 0.1
 
 
-def main(channel: ChildChannel, lifeline: Lifeline, folder: str, cursor_path: str) -> None:
+def main(channel: ChildChannel, lifeline: Lifeline, address: str, cursor_path: str) -> None:
     """Process jobs until the channel closes."""
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Job)
     try:
-        run = msgspec.json.decode((Path(folder) / RUN_FILE).read_bytes(), type=Run)
+        folder = RunFolder.at(msgspec.json.decode(address, type=Address))
+        run = msgspec.json.decode((folder.path / RUN_FILE).read_bytes(), type=Run)
         cursor = RowCursor.open(cursor_path)
-        stage = Stage(run, Path(folder), InputStates.read(Path(folder)).now)
+        stage = Stage(run, folder.path, InputStates.read(folder.path).now, folder)
         channel.send(encoder.encode(Ready()))
         while True:
             job = decoder.decode(channel.recv())

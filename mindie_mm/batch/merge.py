@@ -11,6 +11,7 @@ import msgspec
 
 from mindie_mm.batch.input.files import replacing
 from mindie_mm.batch.output.manifest import Manifest, Shard
+from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.run import locked_folder
 from mindie_mm.batch.same_run import differences
 from mindie_mm.batch.settings import LOCATIONS, require_run
@@ -37,7 +38,7 @@ def merge(parts: Sequence[Path], folder: Path) -> tuple[Manifest, list[str]]:
     _require_whole(manifests)
     run = msgspec.structs.replace(manifests[0][1].run, part="")
     with locked_folder(folder):
-        require_run(folder)
+        require_run(RunFolder(folder))
         run.begin(folder)
         for part, manifest in manifests:
             for shard in manifest.shards:

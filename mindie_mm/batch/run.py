@@ -16,13 +16,23 @@ from mindie_mm.batch.input.gather import Write, drop_gathered, gather, is_stream
 from mindie_mm.batch.input.request import REQUEST
 from mindie_mm.batch.input.source import Chunk, chunks
 from mindie_mm.batch.output.journal import forget_failures
-from mindie_mm.batch.output.manifest import Manifest, drop_changed, drop_failed
+from mindie_mm.batch.output.lease import holder_of
+from mindie_mm.batch.output.manifest import (
+    ERRORS_FILE,
+    MANIFEST_FILE,
+    README_FILE,
+    Manifest,
+    drop_changed,
+    drop_failed,
+)
+from mindie_mm.batch.output.run_folder import RunFolder, StagedFolder, staging_path
 from mindie_mm.batch.output.shard import SCHEMA
 from mindie_mm.batch.output.shard_row import ASSISTANT
+from mindie_mm.batch.output.store import Store, access_is_needed
 from mindie_mm.batch.progress import Show
 from mindie_mm.batch.settings import RUN_FILE, Run, Settings, part_of, require_run
 from mindie_mm.batch.tally import Tally
-from mindie_mm.batch.workers import Workers
+from mindie_mm.batch.workers import TIMINGS_FILE, Workers
 from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_as
 from mindie_mm.processes.loop_thread import run_to_end
 from mindie_mm.settings.paths import absolute, is_url
@@ -36,7 +46,7 @@ _LEFT_BY_ACTORS = ("at-*.json", "input-*.partial")
 
 def run_batch(
     settings: Settings,
-    folder: Path,
+    output: Path | str,
     *,
     num_workers: int | None = None,
     max_errors: int | None = None,
@@ -45,12 +55,13 @@ def run_batch(
     part: str = "",
     retry_errors: bool = False,
     rows: Mapping[str, Write] | None = None,
+    staging: Path | None = None,
 ) -> tuple[Manifest, Counter[str]]:
     """Process the unfinished part of a run, and write its manifest. After an error, a second call continues the run.
 
     Args:
         settings: Settings of the run.
-        folder: Folder of the run. It is created if it does not exist.
+        output: Folder of the run, which is created if it does not exist, or its URL in an object store.
         num_workers: Number of worker processes or Ray actors. The default is one per core.
         max_errors: Maximum number of rows that may fail, or None for any number. The run stops if more rows fail.
         show: Callback for each row.
@@ -59,6 +70,7 @@ def run_batch(
         part: Part of the rows to process, such as "2/4". `merge` combines the folders of all parts.
         retry_errors: Whether to process the shards with failed rows again.
         rows: Functions that write the rows of a program, by name of the input.
+        staging: Local folder for the open shards of a run in a store. The default is the temporary directory.
 
     Returns:
         The manifest, and the number of files in media folders that were left out because they are not media, for each
@@ -73,10 +85,12 @@ def run_batch(
     """
     if num_workers is not None and num_workers < 1:
         raise InputError(f"num_workers is {num_workers}; it must be at least 1")
-    folder = absolute(folder)
-    _require_apart(settings.inputs, folder)
-    with locked_folder(folder):
-        require_run(folder)
+    output = output if isinstance(output, str) else absolute(output)
+    _require_apart(settings.inputs, output)
+    with _opened(output, staging) as destination:
+        folder = destination.path
+        destination.fetch(RUN_FILE, MANIFEST_FILE, STATES_FILE)
+        require_run(destination)
         with ExitStack() as refused:
             refused.callback(drop_gathered, settings.inputs, folder)
             left_out = gather(settings.inputs, folder, settings.template, None, settings.limit, rows)
@@ -86,24 +100,25 @@ def run_batch(
             _require_free(settings.keep_columns)
             part_of(part, 0)
             run = msgspec.structs.replace(Run.of(settings, folder, sources), part=part)
-            run.begin(folder)
+            run.begin(folder, str(destination))
             refused.pop_all()
         now = [source.state for source in sources]
         states = InputStates(begun=InputStates.read(folder).begun or now, now=now)
         states.write(folder)
-        drop_changed(folder, run)
+        destination.put(RUN_FILE, STATES_FILE)
+        drop_changed(destination, run)
         if retry_errors:
-            drop_failed(folder, run)
+            drop_failed(destination, run)
             forget_failures(folder)
         every = chunks(sources, settings.shard_rows, settings.limit)
         first_row, share = 0, 1.0
         if part:
             own, share = _part(part, [*every])
             every, first_row = iter(own), own[0].first_row if own else 0
-        tally = Tally(run, folder, sources, max_errors, show, states.begun, share)
+        tally = Tally(run, destination, sources, max_errors, show, states.begun, share)
         if ray_address is None:
             try:
-                run_to_end(Workers(folder, every, tally).run(num_workers))
+                run_to_end(Workers(destination, every, tally).run(num_workers))
             except TooManyErrors:
                 forget_failures(folder)
                 raise
@@ -116,12 +131,21 @@ def run_batch(
         for source in sources:
             source.require_unchanged()
         manifest = Manifest.write(folder, run, tally.done.rows, first_row)
-        drop_gathered(settings.inputs, folder)
-        (folder / STATES_FILE).unlink(missing_ok=True)
-        for left in (path for pattern in _LEFT_BY_ACTORS for path in folder.glob(pattern)):
-            left.unlink(missing_ok=True)
+        _clean(destination, settings.inputs, manifest)
         tally.end()
         return manifest, left_out
+
+
+def _clean(destination: RunFolder, inputs: Sequence[str], manifest: Manifest) -> None:
+    """Remove the files that only an unfinished run needs, and copy the last files to the store."""
+    folder = destination.path
+    drop_gathered(inputs, folder)
+    for left in (path for pattern in _LEFT_BY_ACTORS for path in folder.glob(pattern)):
+        left.unlink(missing_ok=True)
+    paths = [Path(one.table) for one in manifest.shards]
+    shards = {name for path in paths for name in (path.name, path.with_suffix(".safetensors").name)}
+    destination.finish(TIMINGS_FILE, ERRORS_FILE, README_FILE, MANIFEST_FILE, shards=shards)
+    destination.remove(STATES_FILE)
 
 
 def _part(part: str, every: Sequence[Chunk]) -> tuple[Sequence[Chunk], float]:
@@ -130,12 +154,16 @@ def _part(part: str, every: Sequence[Chunk]) -> tuple[Sequence[Chunk], float]:
     return every[numbers.start : numbers.stop], len(numbers) / max(1, len(every))
 
 
-def _require_apart(inputs: Sequence[str], folder: Path) -> None:
+def _require_apart(inputs: Sequence[str], output: Path | str) -> None:
     """Raise InputError if an input is in the output folder, where the run's files might overwrite it."""
-    output = Path(os.path.realpath(folder))
     for given in inputs:
-        if not is_url(given) and not is_stream(given) and Path(os.path.realpath(given)).is_relative_to(output):
-            raise InputError(f"the input {given} is inside the output folder {folder}. Choose another output folder")
+        if isinstance(output, str) or is_url(given):
+            is_inside = given.startswith(f"{output}/")
+        else:
+            real = Path(os.path.realpath(output))
+            is_inside = not is_stream(given) and Path(os.path.realpath(given)).is_relative_to(real)
+        if is_inside:
+            raise InputError(f"the input {given} is inside the output folder {output}. Choose another output folder")
 
 
 def _require_free(columns: Collection[str]) -> None:
@@ -149,10 +177,25 @@ def _require_free(columns: Collection[str]) -> None:
 
 
 @contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
+def _opened(output: Path | str, staging: Path | None) -> Iterator[RunFolder]:
+    """Open and lock the folder of a run. `StagedFolder.leased` and `locked_folder` list the errors."""
+    if isinstance(output, Path):
+        with locked_folder(output):
+            yield RunFolder(output)
+        return
+    store, path = Store(output), staging_path(output, staging)
+    with access_is_needed():
+        held = holder_of(store)  # before locking, because the lock of a run on this machine does not say who holds it
+    with locked_folder(path, held.refusal(output) if held else None), StagedFolder.leased(store, path) as folder:
+        yield folder
+
+
+@contextmanager
+def locked_folder(folder: Path, refusal: InputError | None = None) -> Iterator[None]:
     """Create the folder if needed, and lock it against other runs. When the process ends, the kernel releases the lock.
 
-    A run that fails before it begins removes the files and folders that it created.
+    A run that fails before it begins removes the files and folders that it created. `refusal` is the error to raise if
+    another run is using the folder.
 
     Raises:
         InputError: Another run is using the folder, or the path is not a folder that the caller may write to.
@@ -167,7 +210,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     try:
         with os_errors_as(StorageError, f"{folder} cannot be locked"):
             if not locked(descriptor, folder) or not is_same(lock, descriptor):
-                raise InputError(f"another run is using {folder}")
+                raise refusal or InputError(f"another run is using {folder}")
         try:
             yield
         finally:

@@ -27,6 +27,7 @@ from mindie_mm.batch.input.gather import (
 from mindie_mm.batch.input.kept import types_of
 from mindie_mm.batch.input.remote import RemoteFile, file_at
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
+from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.same_run import differences, first_difference, model_digest, versions
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
@@ -270,10 +271,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
                 f"files is {actual}, not {self.model_digest}"
             )
 
-    def begin(self, folder: Path) -> None:
+    def begin(self, folder: Path, called: str = "") -> None:
         """Write the run's file into `folder`, unless the folder already contains this file.
 
-        If inputs or the checkpoint have moved, update their paths in the file.
+        If inputs or the checkpoint have moved, update their paths in the file. Messages call the folder `called`.
 
         Raises:
             InputError: The folder contains another run. The message lists the differences.
@@ -289,7 +290,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             except NOT_JSON as error:
                 raise InputError(f"{file} does not describe a run of this version: {in_words(error)}") from None
             if differing := _differences(earlier, self):
-                raise InputError(f"{folder} contains another run: {'; '.join(differing)}. {_GO_ON}")
+                raise InputError(f"{called or folder} contains another run: {'; '.join(differing)}. {_GO_ON}")
             if earlier == self:
                 return
         with replacing(file) as unfinished:
@@ -329,11 +330,11 @@ def _is_utf8(path: str) -> bool:
     return True
 
 
-def require_run(folder: Path) -> None:
+def require_run(folder: RunFolder) -> None:
     """Raise InputError if a folder contains other files but no run, or if the folder cannot be listed."""
-    if not (folder / RUN_FILE).exists():
+    if not (folder.path / RUN_FILE).exists():
         with os_errors_as(InputError, f"{folder} cannot be listed"):
-            others = [path.name for path in folder.iterdir() if not _RUN_FILES.fullmatch(path.name)]
+            others = [name for name in folder.names() if not _RUN_FILES.fullmatch(name)]
         if others:
             raise InputError(
                 f"{folder} does not contain a run, but has other files, such as {min(others)}. Choose a folder "

@@ -23,6 +23,7 @@ from mindie_mm.batch.input.row_id import printable, row_id
 from mindie_mm.batch.input.source import Chunk, Source
 from mindie_mm.batch.output.array_file import ArrayFile
 from mindie_mm.batch.output.disk_writer import StoredArray, WriteBatchMemory
+from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.output.shard import ShardInfo, ShardWriter, finished_shard, read_table, table_path
 from mindie_mm.batch.output.shard_row import ASSISTANT
 from mindie_mm.batch.settings import Run
@@ -44,13 +45,16 @@ _log = logging.getLogger(__name__)
 class Stage:
     """A tokenizer that writes shards into `folder`. Only one thread may use it."""
 
-    def __init__(self, run: Run, folder: Path, states: Sequence[FileState] = ()) -> None:
+    def __init__(
+        self, run: Run, folder: Path, states: Sequence[FileState] = (), destination: RunFolder | None = None
+    ) -> None:
         """Read the checkpoint.
 
         Args:
             run: Run whose shards are written.
             folder: Folder to write the shards to.
             states: States that the input's files must have. The default is their current states.
+            destination: Folder of the run, which may be in a store. The default is the local `folder`.
 
         Raises:
             InputError: An input cannot be read.
@@ -62,7 +66,7 @@ class Stage:
         host_memory.keep_freed()
         self._run, self._settings = run, run.settings
         settings = run.settings
-        self._folder = folder
+        self._folder, self._destination = folder, destination or RunFolder(folder)
         self._sources = settings.sources(folder, states, run.input_digests)
         # `is_listed` is called early, because a folder that is removed later would be treated as a file.
         self._places = [
@@ -103,7 +107,7 @@ class Stage:
         while row < chunk.stop_row:
             shard = finished_shard(self._folder, row, self._run.digest)
             if shard is not None and shard.stop_row <= chunk.stop_row:
-                shard.require_records(records, source.name, self._folder)
+                shard.require_records(records, source.name, str(self._destination))
                 yield from self._steps(shard)
             else:
                 shard = yield from self._write(chunk, row, records, doomed)
@@ -124,7 +128,9 @@ class Stage:
         """Write a shard of rows of the chunk, and yield the rows. Rows that an earlier call has written are kept."""
         source, place = self._sources[chunk.file], self._places[chunk.file]
         digest, shard_bytes = self._run.digest, self._settings.shard_bytes
-        with ShardWriter(self._folder, digest, first_row, shard_bytes, self._memory, self._columns) as shard:
+        with ShardWriter(
+            self._folder, digest, first_row, shard_bytes, self._memory, self._columns, self._destination
+        ) as shard:
             while (number := shard.next_row) < chunk.stop_row and not shard.is_full:
                 record, used = _next(records, source), shard.file.used_bytes
                 shard.records.add(record)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from mindie_mm.batch.batch_messages import Step
 from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.batch.input.source import Chunk, Source
+from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.output.shard import ShardInfo, complete_shards
 from mindie_mm.batch.progress import Progress, Show
 from mindie_mm.batch.settings import Run
@@ -21,7 +21,7 @@ class Tally:
     def __init__(
         self,
         run: Run,
-        folder: Path,
+        folder: RunFolder,
         sources: Sequence[Source],
         max_errors: int | None,
         show: Show,
@@ -67,7 +67,7 @@ class Tally:
             StorageError: The input cannot be read.
 
         """
-        shards = complete_shards(self._folder, chunk, self._digest)
+        shards = complete_shards(self._folder.path, chunk, self._digest)
         if shards is None:
             return False
         if chunk.file in self._doubted:
@@ -114,7 +114,7 @@ class Tally:
         with os_errors_as(StorageError, f"{source.name} cannot be read"):
             records = source.records(chunk.start, chunk.stop)
             for shard in shards:
-                shard.require_records(records, source.name, self._folder)
+                shard.require_records(records, source.name, str(self._folder))
 
     def _add_all(self, chunk: Chunk, shards: Sequence[ShardInfo]) -> None:
         for shard in shards:

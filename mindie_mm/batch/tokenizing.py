@@ -14,6 +14,7 @@ from mindie_mm.batch.input.gather import Write, input_named, is_stream
 from mindie_mm.batch.input.given_rows import rows_named, write_rows
 from mindie_mm.batch.input.kept import kept_columns
 from mindie_mm.batch.input.remote import matching
+from mindie_mm.batch.output.store import Store, output_at
 from mindie_mm.batch.progress import Style, shown
 from mindie_mm.batch.run import run_batch
 from mindie_mm.batch.settings import Settings
@@ -30,8 +31,8 @@ Rows = Iterable[Mapping[str, Any] | Sequence[Mapping[str, Any]]]
 class TokenizedRun:
     """Result of `tokenize_dataset`."""
 
-    folder: Path
-    """Folder of the run. `Dataset(run.folder)` reads the rows."""
+    folder: Path | str
+    """Folder of the run, or its URL. `Dataset(run.folder)` reads the rows."""
     num_rows: int
     num_errors: int
     """Number of rows that failed. `errors.jsonl` in the folder lists them."""
@@ -68,6 +69,7 @@ def tokenize_dataset(
     resume: bool = True,
     retry_errors: bool = False,
     part: str = "",
+    staging: str | os.PathLike[str] | None = None,
     ray: str | None = None,
     progress: Style | None = None,
     **limits: Any,
@@ -79,7 +81,7 @@ def tokenize_dataset(
     Args:
         inputs: Path or URL of a file of rows, a list of these, a `datasets.Dataset`, or an iterable of rows, which are
             dicts or lists of items. Media in rows may be paths, bytes, PIL images or arrays.
-        output: Folder for the run. It is created if it does not exist.
+        output: Folder for the run, which is created if it does not exist, or a URL in an object store.
         name: Name of the rows if `inputs` is an iterable or a data set. To continue the run, give the same rows under
             the same name.
         model: Checkpoint directory, by default the embedded checkpoint.
@@ -105,6 +107,7 @@ def tokenize_dataset(
         resume: Whether to continue the run in `output`. Otherwise, the folder must be empty.
         retry_errors: Whether to tokenize the shards with failed rows again.
         part: Part of the rows to tokenize, such as "1/4".
+        staging: Local folder for the open shards of a run in an object store. The default is the temporary directory.
         ray: Address of a Ray cluster, or "local" for a new cluster on this machine.
         progress: "auto" shows the progress on standard error, as a bar or as a line every 10 s, "json" as an object
             every second, and "off" not at all. The default is "auto" if standard error is a terminal, and else "off".
@@ -121,10 +124,9 @@ def tokenize_dataset(
         if not isinstance(text, str):
             raise InputError(f"{one} is {text!r}; it must be a string")
     max_errors = _max_errors(on_error)
-    output = local("output", output)
-    with os_errors_as(InputError, f"{output} cannot be listed"):
-        if not resume and output.is_dir() and any(output.iterdir()):
-            raise InputError(f"{output} is not empty; --no-resume needs an empty folder")
+    folder = output_at(output)
+    if not resume and _has_files(folder):
+        raise InputError(f"{folder} is not empty; --no-resume needs an empty folder")
     if unknown := limits.keys() - ({field.name for field in fields(MediaCaps)} - NO_DECODERS):
         raise TypeError(f"tokenize_dataset() got an unexpected keyword argument {min(unknown)!r}")
     media = MediaCaps(**limits)
@@ -164,7 +166,7 @@ def tokenize_dataset(
     with shown(progress) as show:
         manifest, left_out = run_batch(
             settings,
-            output,
+            folder,
             num_workers=workers,
             max_errors=max_errors,
             show=show,
@@ -172,10 +174,18 @@ def tokenize_dataset(
             part=part,
             retry_errors=retry_errors,
             rows=rows,
+            staging=None if staging is None else local("staging", staging),
         )
     return TokenizedRun(
-        output, manifest.num_rows, manifest.num_errors, manifest.num_tokens, manifest.num_items, left_out
+        folder, manifest.num_rows, manifest.num_errors, manifest.num_tokens, manifest.num_items, left_out
     )
+
+
+def _has_files(folder: Path | str) -> bool:
+    if isinstance(folder, str):
+        return bool(Store(folder).sizes())
+    with os_errors_as(InputError, f"{folder} cannot be listed"):
+        return folder.is_dir() and any(folder.iterdir())
 
 
 def _named(inputs: Any, name: str, media: MediaCaps) -> tuple[tuple[str, ...], dict[str, Write]]:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 
 import msgspec
 
 from mindie_mm.batch.batch_messages import Finished, Job, Ready, Report, Steps, death_error
 from mindie_mm.batch.cursor import RowCursor
 from mindie_mm.batch.input.source import Chunk
+from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.progress import Progress
 from mindie_mm.batch.tally import Tally
 from mindie_mm.errors import ProcessDied, StorageError, os_errors_as
@@ -31,8 +31,9 @@ TIMINGS_FILE = "timings.jsonl"
 class Workers:
     """Runs processes that tokenize the `chunks` that no earlier call has finished, and write shards to `folder`."""
 
-    def __init__(self, folder: Path, chunks: Iterator[Chunk], tally: Tally) -> None:
-        self._folder = folder
+    def __init__(self, folder: RunFolder, chunks: Iterator[Chunk], tally: Tally) -> None:
+        self._folder = folder.path
+        self._address = msgspec.json.encode(folder.address).decode()
         self._chunks = chunks
         self._tally = tally
         self._suspects = _Suspects()
@@ -75,7 +76,7 @@ class Workers:
         """
         while (chunk := await self._next(every)) is not None:
             with RowCursor.create() as cursor:
-                child = await Child.start(_MODULE, str(self._folder), cursor.path)
+                child = await Child.start(_MODULE, self._address, cursor.path)
                 try:
                     if ready := isinstance(await self._report(child), Ready):
                         while chunk is not None and await self._finish(child, cursor, chunk):

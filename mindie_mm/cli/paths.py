@@ -31,7 +31,7 @@ class _Path(click.Path):
 
 
 class _RunFolder(_Path):
-    """The type of the folder of a finished run, which may be the URL of a folder in an object store."""
+    """The type of the folder of a run, which may be the URL of a folder in an object store."""
 
     name = "folder|url"
 
@@ -69,7 +69,7 @@ class _MediaFile(_Path):
 PATH = _Path(path_type=Path)
 """Type of options and arguments that are paths."""
 RUN_FOLDER = _RunFolder(path_type=Path)
-"""Type of options and arguments that are folders of finished runs. A URL is a string."""
+"""Type of options and arguments that are folders of runs. A URL is a string."""
 MEDIA_FILE = _MediaFile(path_type=Path, exists=True, dir_okay=False, readable=True)
 """Type of options that are media. If a file cannot be read, parsing the command line fails. A URL is a string, and
 standard input is read as bytes."""

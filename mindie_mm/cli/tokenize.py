@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mindie_mm.cli.paths import PATH, TEXT
+from mindie_mm.cli.paths import RUN_FOLDER, PATH, TEXT
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.processes.interrupts import importing
@@ -19,7 +19,9 @@ _LIMITS = {field.name for field in fields(MediaCaps)} - NO_DECODERS
 
 @click.command("tokenize", cls=SettingsCommand, short_help="Tokenize and preprocess a data set.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@click.option("--output", type=PATH, required=True, help="Folder for the run. It is created if it does not exist.")
+@click.option("--output", type=RUN_FOLDER, required=True,
+              help="Folder for the run, which is created if it does not exist, or a URL in an object store, such as "
+              "s3://bucket/run.")  # fmt: skip
 @click.option("--model", type=PATH, help="Checkpoint directory.  [default: the embedded checkpoint]")
 @click.option("--family", default="", help="Model family.  [default: the family in config.json]")
 @click.option("--workers", type=click.IntRange(1),
@@ -69,6 +71,9 @@ _LIMITS = {field.name for field in fields(MediaCaps)} - NO_DECODERS
 @click.option("--part", default="", metavar="I/N",
               help="Tokenize only part I of N parts of the rows, for example on one of N machines. `mindie-mm merge` "
               "combines the folders of the parts.")  # fmt: skip
+@click.option("--staging", type=PATH, metavar="FOLDER",
+              help="Local folder for unfinished shards if --output is a URL.  [default: the temporary "
+              "directory]")  # fmt: skip
 @click.option("--json-progress", is_flag=True, help="Write progress to standard error as one JSON object per second.")
 @click.option("--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]",
               help="Run on the Ray cluster at ADDRESS, or on a local cluster. Each node writes to its own "
@@ -78,7 +83,7 @@ _LIMITS = {field.name for field in fields(MediaCaps)} - NO_DECODERS
 def command(
     inputs: tuple[str, ...],
     *,
-    output: Path,
+    output: Path | str,
     limit_mm_per_prompt: str | None,
     json_progress: bool,
     config: Path | None,
@@ -91,7 +96,7 @@ def command(
     tars may be compressed as .gz or .zst. A row is a List[Dict], an object with `inputs` or `messages`, an object with
     text and media, or a conversation of a common data set.
 
-    Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 if interrupted, 3
+    Exit status: 0 if all rows succeeded, 1 if some rows failed (RUN_FOLDER/errors.jsonl lists them), 130 if interrupted, 3
     if the run is not finished for another reason. Run the same command again to continue.
     """
     with importing():
@@ -113,6 +118,6 @@ def command(
         message += f"; left out: {left_out_summary(run.left_out)}"
     if run.num_errors:
         failed = "1 row" if run.num_errors == 1 else f"{run.num_errors} rows"
-        click.echo(f"{message}; {failed} failed, see {output / 'errors.jsonl'}")
+        click.echo(f"{message}; {failed} failed, see {output}/errors.jsonl")
         raise SystemExit(ROWS_FAILED)
     click.echo(f"{message}; no row failed")

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.output.manifest import Manifest, drop_failed
+from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
 from tests.batch.conftest import content, run_in_process, settings, tokenize, write_shards, written
@@ -114,7 +115,7 @@ def test_an_interrupted_retry_keeps_the_shards_that_it_has_written(rows: Path, m
     folder = tmp_path / "run"
     run = run_in_process(settings(rows), folder).run
     (tmp_path / "late.jpg").write_bytes((media / "2.jpg").read_bytes())
-    drop_failed(folder, run)
+    drop_failed(RunFolder(folder), run)
     write_shards(settings(rows), folder)  # the manifest is not written
     written_again = (folder / "shard-000000007.parquet").stat().st_ino
     assert run_in_process(settings(rows), folder).num_errors == 0

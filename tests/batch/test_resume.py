@@ -15,6 +15,7 @@ from mindie_mm.batch.input.source import chunks
 from mindie_mm.batch.output import array_file
 from mindie_mm.batch.output.disk_writer import WriteBatchMemory
 from mindie_mm.batch.output.journal import forget_failures
+from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.output.shard import ShardWriter, table_path
 from mindie_mm.batch.settings import Run, Settings, require_run
 from mindie_mm.batch.tally import Tally
@@ -102,7 +103,11 @@ def test_kept_rows_count_as_rows_of_an_earlier_call(few: Path, tmp_path: Path) -
     given, shown = settings(few), list[tuple[int, int]]()
     sources = given.sources(tmp_path)
     tally = Tally(
-        Run.of(given, tmp_path), tmp_path, sources, None, lambda done, earlier: shown.append((done.rows, earlier.rows))
+        Run.of(given, tmp_path),
+        RunFolder(tmp_path),
+        sources,
+        None,
+        lambda done, earlier: shown.append((done.rows, earlier.rows)),
     )
     for row in range(3):
         tally.add_step(next(iter(chunks(sources, 7, None))), Step(row, 4096, is_kept=row < 2))
@@ -164,7 +169,7 @@ def test_files_that_are_not_part_of_the_run_are_removed_at_the_end(few: Path, wh
     (tmp_path / "run").mkdir()
     for name in ("at-3.json", "input-000.jsonl.0123abcd.partial", "shard-000000003.parquet", "shard-000000003.journal"):
         (tmp_path / "run" / name).write_text("{}")
-    require_run(tmp_path / "run")
+    require_run(RunFolder(tmp_path / "run"))
     run_in_process(settings(few), tmp_path / "run")
     assert content(tmp_path / "run") == content(whole)
 

@@ -16,6 +16,7 @@ from mindie_mm.batch.input.remote import RemoteFile, reading_run
 from mindie_mm.batch.input.repeated import RepeatedIds
 from mindie_mm.batch.input.source import NOT_JSON
 from mindie_mm.batch.output.array_file import digest_of as arrays_digest
+from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.output.shard import ShardInfo, arrays_path, read_info, read_table, table_path
 from mindie_mm.batch.settings import Run, RunFormat, require_format
 from mindie_mm.errors import CorruptReference, InputError, StorageError, os_errors_as
@@ -232,7 +233,7 @@ def _warn(repeated: RepeatedIds) -> None:
     )
 
 
-def drop_changed(folder: Path, run: Run) -> None:
+def drop_changed(folder: RunFolder, run: Run) -> None:
     """Remove tables that were changed after the run was finished, so that their shards are written again.
 
     The next manifest would otherwise record the changed tables as valid. The files of arrays are not checked here.
@@ -242,24 +243,24 @@ def drop_changed(folder: Path, run: Run) -> None:
         StorageError: A file cannot be read or removed.
 
     """
-    if not (folder / MANIFEST_FILE).exists():
+    if not (folder.path / MANIFEST_FILE).exists():
         return
-    manifest = Manifest.read(folder)
+    manifest = Manifest.read(folder.path)
     for shard in manifest.shards if manifest.run.digest == run.digest else ():
-        path = table_path(folder, shard.info.first_row)
+        path = table_path(folder.path, shard.info.first_row)
         with os_errors_as(StorageError, f"{path} cannot be read or removed"):
             if path.exists() and (actual := file_digest(path)) != shard.table_digest:
                 _log.warning(
                     "%s is not the file that the run wrote: its digest is %s; the manifest has %s. The shard "
                     "will be written again",
-                    path,
+                    f"{folder}/{path.name}",
                     actual,
                     shard.table_digest,
                 )
-                path.unlink()
+                folder.remove(path.name)
 
 
-def drop_failed(folder: Path, run: Run) -> None:
+def drop_failed(folder: RunFolder, run: Run) -> None:
     """Remove the tables of a run that have failed rows, so that their shards are written again.
 
     The manifest is removed first. After an interruption, new tables would otherwise count as changed.
@@ -268,12 +269,12 @@ def drop_failed(folder: Path, run: Run) -> None:
         StorageError: A table or the manifest cannot be removed.
 
     """
-    for path in folder.glob("shard-*.parquet"):
+    for path in folder.path.glob("shard-*.parquet"):
         with suppress(CorruptReference), os_errors_as(StorageError, f"{path} cannot be removed"):
             info = read_info(path)
             if info.run == run.digest and info.num_errors:
-                (folder / MANIFEST_FILE).unlink(missing_ok=True)
-                path.unlink()
+                folder.remove(MANIFEST_FILE)
+                folder.remove(path.name)
 
 
 def _shards(folder: Path, run: str, row: int) -> list[Shard]:

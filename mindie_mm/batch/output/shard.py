@@ -24,6 +24,7 @@ from mindie_mm.batch.input.source import NOT_JSON, Chunk
 from mindie_mm.batch.output.array_file import ArrayFile, file_bytes
 from mindie_mm.batch.output.disk_writer import StoredArray, WriteBatchMemory
 from mindie_mm.batch.output.journal import Journal
+from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.output.shard_row import SPAN_NAMES, ShardRow
 from mindie_mm.errors import CorruptReference, InputError
 from mindie_mm.msgspec_errors import in_words
@@ -88,10 +89,10 @@ class ShardInfo(msgspec.Struct, frozen=True):
         """Number of the row after the shard's last row."""
         return self.first_row + self.num_rows
 
-    def require_records(self, records: Iterator[Record], source: str, folder: Path) -> None:
+    def require_records(self, records: Iterator[Record], source: str, folder: str) -> None:
         """Read the shard's rows from `records`. Raise InputError if they differ from the rows that the shard has.
 
-        `source` is the name of the input, and `folder` is the folder of the run.
+        `source` is the name of the input, and `folder` is the name of the run's folder.
         """
         digest = RecordsDigest()
         for record in islice(records, self.num_rows):
@@ -216,6 +217,7 @@ class ShardWriter:
         shard_bytes: int,
         memory: WriteBatchMemory,
         columns: Mapping[str, pa.DataType] = MappingProxyType({}),
+        destination: RunFolder | None = None,
     ) -> None:
         """Open the files of a shard.
 
@@ -226,12 +228,14 @@ class ShardWriter:
             shard_bytes: Total size of the arrays in bytes at which the shard is full.
             memory: Buffers that successive shards can share.
             columns: Further columns of the table, with their types.
+            destination: Folder of the run, which may be in a store. The default is the local `folder`.
 
         Raises:
             StorageError: A file cannot be opened, or another process is writing the shard.
 
         """
         self._table_path = table_path(folder, first_row)
+        self._destination = destination or RunFolder(folder)
         self._schema = pa.schema([*SCHEMA, *columns.items()])
         self._run = run
         self._first_row = first_row
@@ -315,7 +319,7 @@ class ShardWriter:
         self.file.end_row(row)
 
     def finish(self) -> ShardInfo:
-        """Complete and sync both files, and give the table its final name.
+        """Complete and sync both files, and give the table its final name. If the run is in a store, upload them first.
 
         Raises:
             StorageError: A file cannot be written.
@@ -328,6 +332,8 @@ class ShardWriter:
             with pq.ParquetWriter(unfinished, self._schema, compression="zstd") as writer:
                 writer.write_table(self._table())
                 writer.add_key_value_metadata({_INFO: msgspec.json.encode(info)})
+            self._destination.put_shard(self.file.path, unfinished, self._table_path.name)
+        self._destination.release(self.file.path)
         self._journal.drop()
         return info
 
