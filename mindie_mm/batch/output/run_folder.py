@@ -104,19 +104,21 @@ class StagedFolder(RunFolder):
             StorageError: The store fails.
 
         """
-        token = path / _NAME_FILE
-        with os_errors_as(StorageError, f"{token} cannot be written"):
-            if not token.exists():
-                token.write_text(uuid4().hex)
-            name = token.read_text()
-        with access_is_needed():
-            lease = Lease.take(store, name)
-        folder = cls(path, lease)
+        is_finished = False
         try:
-            with lease.kept(name):
+            name = path / _NAME_FILE
+            with os_errors_as(StorageError, f"{name} cannot be written"):
+                if not name.exists():
+                    name.write_text(uuid4().hex)
+                token = name.read_text()
+            with access_is_needed():
+                lease = Lease.take(store, token)
+            folder = cls(path, lease)
+            with lease.kept(token):
                 yield folder
+            is_finished = folder._is_finished
         finally:
-            if folder._is_finished or not any(path.glob("shard-*")):
+            if is_finished or not any(path.glob("shard-*")):
                 shutil.rmtree(path, ignore_errors=True)
 
     @property

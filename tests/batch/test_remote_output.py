@@ -1,0 +1,523 @@
+"""Tests of runs whose output is in an object store: a folder behind fsspec's `local://`, and a real S3 server."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from mindie_mm.batch import run as run_module
+from mindie_mm.batch import stage
+from mindie_mm.batch.batch_messages import Step
+from mindie_mm.batch.input.file_state import InputStates
+from mindie_mm.batch.input.remote import RemoteFile
+from mindie_mm.batch.input.source import Chunk
+from mindie_mm.batch.output import array_file
+from mindie_mm.batch.output.array_file import file_bytes
+from mindie_mm.batch.output.lease import Holder, Lease
+from mindie_mm.batch.output.run_folder import RunFolder, staging_path
+from mindie_mm.batch.output.shard import read_info
+from mindie_mm.batch.output.store import Store, output_at
+from mindie_mm.batch.run import run_batch
+from mindie_mm.batch.settings import Settings
+from mindie_mm.batch.tally import Tally
+from mindie_mm.cli import main
+from mindie_mm.errors import InputError, StorageError
+from mindie_mm.processes import faults
+from tests.batch.conftest import CLI, content, run_in_process, settings, written
+from tests.batch.gate import Gate
+from tests.media_samples import encoded, photograph
+
+POINTS = (
+    "written run.json",
+    "row 5",
+    "finished shard-000000000.safetensors",
+    "written shard-000000000.parquet",
+    "named shard-000000000.parquet",
+    "written manifest.json",
+)
+
+
+class Here:
+    """Processes the chunks in this process, because starting a worker takes longer."""
+
+    def __init__(self, folder: RunFolder, chunks: Iterator[Chunk], tally: Tally) -> None:
+        self._folder, self._chunks, self._tally = folder, chunks, tally
+
+    async def run(self, _: int | None) -> None:
+        run = msgspec.json.decode((self._folder.path / "run.json").read_bytes(), type=run_module.Run)
+        folder = RunFolder.at(self._folder.address)
+        here = stage.Stage(run, folder.path, InputStates.read(folder.path).now, folder)
+        for chunk in self._chunks:
+            if not self._tally.is_done(chunk):
+                for report in here.run(chunk, {}):
+                    if isinstance(report, Step):
+                        self._tally.add_step(chunk, report)
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "s3" not in request.fixturenames:
+        monkeypatch.setattr(run_module, "Workers", Here)
+        monkeypatch.setattr(array_file, "SAVE_INTERVAL_S", -1.0)
+
+
+@pytest.fixture(scope="module")
+def few(media: Path) -> Path:
+    """Return a file of eight rows, which is processed in two chunks. One row is invalid."""
+    rows = [{"inputs": [{"image": f"{i}.jpg"}, {"text": "What?"}]} for i in range(7)]
+    return written(media / "few to a store.jsonl", [*rows[:3], {"text": 5}, *rows[4:], {"text": "the last"}])
+
+
+@pytest.fixture(scope="module")
+def whole(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run_in_process(settings(few), folder)
+    return folder
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"local://{tmp_path}/store/run"
+
+
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the numbers of rows are appended when they are tokenized."""
+    rows: list[int] = []
+    begin_row = stage._ShardStore.begin_row
+
+    def counted(store: stage._ShardStore, row: int, file: array_file.ArrayFile) -> None:
+        rows.append(row)
+        begin_row(store, row, file)
+
+    monkeypatch.setattr(stage._ShardStore, "begin_row", counted)
+    return rows
+
+
+def run(given: Settings, url: str, staging: Path, **options: Any) -> Any:
+    return run_batch(given, url, staging=staging, **options)[0]
+
+
+def stored(url: str) -> dict[str, bytes]:
+    """Return the content of every file in the store that must be the same in equal runs."""
+    return {path.name: path.read_bytes() for path in files_of(url) if path.name != "timings.jsonl"}
+
+
+def files_of(url: str) -> list[Path]:
+    return [path for path in Path(url.removeprefix("local://")).iterdir() if path.is_file()]
+
+
+def require_whole_shards(url: str) -> None:
+    """Assert that each table in the store is complete, and that its arrays are in the store."""
+    files = {path.name: path for path in files_of(url)}
+    for name, path in files.items():
+        if name.endswith(".parquet"):
+            arrays = files[name.replace(".parquet", ".safetensors")]
+            assert arrays.stat().st_size == file_bytes(read_info(path).num_bytes)
+
+
+def leases_of(url: str) -> list[Path]:
+    return [*Path(url.removeprefix("local://"), ".lease").iterdir()]
+
+
+def kill_at(point: str, given: Settings, url: str, folder: Path) -> None:
+    """Begin a run with the staging folder `folder`, and kill it at a point."""
+    trigger = folder / f"batch.{point}"
+    trigger.touch()
+    killed = os.fork()
+    if not killed:
+        try:
+            faults.arm("batch", folder)
+            run(given, url, folder)
+        finally:
+            os._exit(1)
+    assert os.waitpid(killed, 0)[1] == signal.SIGKILL
+    assert not trigger.exists()
+
+
+def expire(url: str) -> None:
+    """Let the lease of a killed run expire."""
+    (lease,) = leases_of(url)
+    held = msgspec.json.decode(lease.read_bytes(), type=Holder)
+    lease.write_bytes(msgspec.json.encode(msgspec.structs.replace(held, expires=time.time() - 1)))
+
+
+def test_a_run_in_a_store_has_the_bytes_of_a_local_run(
+    few: Path, whole: Path, url: str, tokenized: list[int], tmp_path: Path
+) -> None:
+    assert run(settings(few), url, tmp_path).num_rows == 8
+    assert stored(url) == content(whole)
+    assert (leases_of(url), [*tmp_path.glob("mindie_mm-staging-*")]) == ([], [])
+    tokenized.clear()
+    run(settings(few), url, tmp_path / "another machine")
+    assert (tokenized, stored(url)) == ([], content(whole))
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_killed_run_continues_on_the_same_machine(
+    point: str, few: Path, whole: Path, url: str, tokenized: list[int], tmp_path: Path
+) -> None:
+    """It need not wait for its lease. Rows in the journal are kept."""
+    kill_at(point, settings(few), url, tmp_path)
+    require_whole_shards(url)
+    run(settings(few), url, tmp_path)
+    assert stored(url) == content(whole)
+    assert len(tokenized) <= (8 if point == "written run.json" else 3)
+    assert leases_of(url) == []
+
+
+def test_another_machine_waits_for_the_lease_and_repeats_open_shards(
+    few: Path, whole: Path, url: str, tokenized: list[int], tmp_path: Path
+) -> None:
+    kill_at("row 7", settings(few), url, tmp_path)
+    elsewhere = tmp_path / "another machine"
+    who = rf"another run is using {url}: process \d+ on {os.uname().nodename}, since .* its lease expires at .* UTC, in"
+    with pytest.raises(InputError, match=who):
+        run(settings(few), url, elsewhere)
+    assert [*elsewhere.iterdir()] == []
+    expire(url)
+    run(settings(few), url, elsewhere)
+    assert (tokenized, stored(url)) == ([7], content(whole))
+    assert leases_of(url) == []
+
+
+def test_the_second_of_two_runs_is_refused(few: Path, url: str, tmp_path: Path) -> None:
+    store = Store(url)
+    with Lease.take(store, "another machine").kept("another machine"):
+        with pytest.raises(InputError, match=rf"another run is using {url}: process {os.getpid()} on"):
+            run(settings(few), url, tmp_path)
+        assert store.sizes() == {}
+    with run_module._opened(url, tmp_path), pytest.raises(InputError, match=rf"another run is using {url}: process"):
+        run(settings(few), url, tmp_path)
+
+
+def test_only_one_run_takes_an_expired_lease(url: str) -> None:
+    stores = [Store(url) for _ in range(4)]
+    Lease.take(stores[0], "dead")
+    expire(url)
+    taken, refused = list[Lease](), list[InputError]()
+
+    def take(index: int) -> None:
+        try:
+            taken.append(Lease.take(stores[index], str(index)))
+        except InputError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=take, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(taken), len(refused)) == (1, 3)
+    taken[0].require()
+
+
+def test_a_run_that_has_lost_its_lease_writes_nothing_more(few: Path, url: str, tmp_path: Path) -> None:
+    before: dict[str, bytes] = {}
+
+    def lose(done: Any, *_: Any) -> None:
+        if done.rows == 7 and not before:
+            expire(url)
+            Lease.take(Store(url), "another machine")
+            before.update(stored(url))
+
+    with pytest.raises(
+        StorageError, match=rf"this run has lost its lease on {url}: process {os.getpid()} on .* has it"
+    ):
+        run(settings(few), url, tmp_path, show=lose)
+    assert stored(url) == before
+    assert [path.name for path in leases_of(url)] == ["000001"]
+
+
+def test_an_interrupted_run_removes_its_lease(few: Path, url: str, tmp_path: Path) -> None:
+    def interrupt(done: Any, *_: Any) -> None:
+        if done.rows == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(settings(few), url, tmp_path, show=interrupt)
+    assert leases_of(url) == []
+
+
+def test_a_changed_input_is_refused_on_another_machine(url: str, tmp_path: Path) -> None:
+    lines = written(tmp_path / "rows.jsonl", [{"text": f"word {i}"} for i in range(9)])
+    kill_at("row 7", settings(lines), url, tmp_path)
+    expire(url)
+    lines.write_bytes(lines.read_bytes().replace(b"word 4", b"word 5"))
+    with pytest.raises(InputError, match=rf"{url} contains another run: input_digests\[0\] was .* Choose another"):
+        run(settings(lines), url, tmp_path / "another machine")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "safetensors"])
+def test_a_shard_without_one_of_its_files_is_written_again(
+    suffix: str, few: Path, whole: Path, url: str, tokenized: list[int], tmp_path: Path
+) -> None:
+    run(settings(few), url, tmp_path)
+    tokenized.clear()
+    Path(url.removeprefix("local://"), f"shard-000000007.{suffix}").unlink()
+    run(settings(few), url, tmp_path)
+    assert (tokenized, stored(url)) == ([7], content(whole))
+
+
+def test_failed_rows_are_tried_again_and_other_shards_are_kept(
+    few: Path, whole: Path, url: str, tokenized: list[int], tmp_path: Path
+) -> None:
+    run(settings(few), url, tmp_path)
+    tokenized.clear()
+    run(settings(few), url, tmp_path / "another machine", retry_errors=True)
+    assert (tokenized, stored(url)) == ([*range(7)], content(whole))
+
+
+def test_only_open_shards_need_local_disk(few: Path, url: str, tmp_path: Path) -> None:
+    kill_at("written errors.jsonl", settings(few), url, tmp_path)
+    staged = staging_path(url, tmp_path)
+    arrays = staged / "shard-000000000.safetensors"
+    in_store = Path(url.removeprefix("local://"), arrays.name)
+    assert arrays.stat().st_size == in_store.stat().st_size > 0
+    assert arrays.stat().st_blocks == 0
+
+
+def test_a_store_that_fails_ends_the_run_and_a_second_call_continues(
+    few: Path, whole: Path, url: str, tokenized: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = fsspec.implementations.local.LocalFileSystem.put_file
+
+    def full(system: Any, path: str, target: str, **options: Any) -> None:
+        if "shard-000000007.parquet" in target:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        put(system, path, target, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsspec.implementations.local.LocalFileSystem, "put_file", full)
+        with pytest.raises(
+            StorageError, match=rf"{url}/shard-000000007\.parquet cannot be written: Disk quota exceeded\. Check that"
+        ):
+            run(settings(few), url, tmp_path)
+    require_whole_shards(url)
+    assert leases_of(url) == []
+    tokenized.clear()
+    run(settings(few), url, tmp_path)
+    assert (tokenized, stored(url)) == ([], content(whole))
+
+
+def test_a_full_local_disk_ends_the_run(
+    few: Path, whole: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(array_file, "write_all", full)
+        path = staging_path(url, tmp_path)
+        with pytest.raises(
+            StorageError, match=rf"{path}/shard-000000000\.safetensors cannot be written: No space left"
+        ):
+            run(settings(few), url, tmp_path)
+    run(settings(few), url, tmp_path)
+    assert stored(url) == content(whole)
+
+
+def test_outputs_that_cannot_have_a_run_are_refused(few: Path, url: str, tmp_path: Path) -> None:
+    for given, why in (
+        ("https://host/run", "which cannot store a run"),
+        ("memory://run", "which only this process can read"),
+        (Path("s3://bucket/run"), r"s3:/bucket/run, which looks like a URL but is not one\. Give a URL as a string"),
+        ("simplecache::s3://bucket/run", "looks like a URL but is not one"),
+    ):
+        with pytest.raises(InputError, match=why):
+            output_at(given)
+    with pytest.raises(InputError, match="nothing://run cannot be written: ValueError: Protocol not known"):
+        Store("nothing://run")
+    refused = CliRunner().invoke(main, ["tokenize", str(few), "--output", "nothing://run"])
+    assert (refused.exit_code, "Protocol not known" in refused.stderr) == (2, True)
+    with pytest.raises(InputError, match=r"/store/run/rows\.jsonl is inside the output folder"):
+        run(Settings(model="", inputs=(f"{url}/rows.jsonl",)), url, tmp_path)
+    (tmp_path / "store/run").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "store/run/notes.txt").touch()
+    with pytest.raises(InputError, match=rf"{url} does not contain a run, but has other files, such as notes\.txt"):
+        run(settings(few), url, tmp_path)
+    refused = CliRunner().invoke(main, ["tokenize", str(few), "--output", url, "--no-resume"])
+    assert (refused.exit_code, f"{url} is not empty" in refused.stderr) == (2, True)
+    (tmp_path / "elsewhere").mkdir()
+    link = staging_path(url, tmp_path)
+    link.rmdir()
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"is not a folder of this user\. Give another folder with --staging"):
+        run(settings(few), url, tmp_path)
+
+
+class S3:
+    """A real S3 server, and commands that write to it."""
+
+    def __init__(self, folder: Path, server: Callable[..., Any], lines: Path, gate: Path) -> None:
+        self._new_server = server
+        self.server = server(port=0)
+        self.server.start()
+        self.host, self.port = self.server.get_host_and_port()
+        self.folder, self.lines, self.gate = folder, lines, gate
+        self.command: subprocess.Popen[str] | None = None
+
+    def start(self, staging: str = "staging") -> subprocess.Popen[str]:
+        command = [CLI, "tokenize", self.lines, "--output", "s3://bucket/run/", "--shard-rows", "7", "--workers", "1"]
+        command += ["--staging", self.folder / staging]
+        pipe = subprocess.PIPE
+        return subprocess.Popen([*map(str, command)], stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+    def run(self, staging: str = "staging") -> tuple[int, str]:
+        command = self.start(staging)
+        _, errors = command.communicate(timeout=300)
+        return command.returncode, errors
+
+    def run_until_the_gate(self, act: Callable[[], object]) -> tuple[int, str]:
+        """Run the command, and call `act` while the worker waits in the second shard."""
+        self.gate.unlink()
+        gate = Gate(self.gate, act)
+        self.command = self.start()
+        _, errors = self.command.communicate(timeout=300)
+        gate.close()
+        return self.command.returncode, errors
+
+    def signal(self, number: int) -> None:
+        assert self.command is not None
+        self.command.send_signal(number)
+        self.command.wait(60)
+
+    def stop_server(self) -> None:
+        self.server.stop()
+
+    def start_server(self) -> None:
+        self.server = self._new_server(port=self.port)
+        self.server.start()
+
+    def files(self) -> dict[str, int]:
+        store = Store("s3://bucket/run")
+        return {**store.sizes(), **{f".lease/{name}": size for name, size in store.sizes(".lease").items()}}
+
+    def stored(self) -> dict[str, bytes]:
+        store = Store("s3://bucket/run")
+        return {name: store.read(name) for name in sorted(self.files()) if name != "timings.jsonl"}
+
+
+@pytest.fixture
+def s3(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer
+    gate = few.parent / f"{tmp_path.name}.jpg"
+    gate.write_bytes(encoded(photograph(size=(80, 60))))
+    rows = [*few.read_bytes().splitlines(), {"inputs": [{"image": gate.name}, {"text": "What?"}]}]
+    s3 = S3(tmp_path, server, written(few.parent / f"{tmp_path.name}.jsonl", rows), gate)
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{s3.host}:{s3.port}",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    fsspec.filesystem("s3").mkdir("bucket")
+    yield s3
+    fsspec.filesystem("s3").rm("bucket", recursive=True)
+    s3.stop_server()
+
+
+def watch(s3: S3, ended: threading.Event, seen: list[dict[str, int]]) -> None:
+    """Assert at each moment that the arrays of each visible table are in the store, whole."""
+    while not ended.is_set():
+        before = s3.files()
+        for name in [name for name in before if name.endswith(".parquet")]:
+            with RemoteFile(f"s3://bucket/run/{name}").open() as file:
+                info = read_info_of(file.read())
+            assert before[name.replace(".parquet", ".safetensors")] == file_bytes(info.num_bytes)
+        seen.append(before)
+
+
+def read_info_of(content: bytes) -> Any:
+    with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
+        file.write(content)
+        file.flush()
+        return read_info(Path(file.name))
+
+
+@pytest.mark.slow
+def test_the_command_writes_the_bytes_of_a_local_run_to_s3(s3: S3, tmp_path: Path) -> None:
+    """At no time is a shard visible in part."""
+    ended, seen = threading.Event(), list[dict[str, int]]()
+    with ThreadPoolExecutor() as threads:
+        watching = threads.submit(watch, s3, ended, seen)
+        assert s3.run()[0] == 1
+        ended.set()
+        watching.result()
+    run_in_process(settings(s3.lines), tmp_path / "local")
+    assert s3.stored() == content(tmp_path / "local")
+    assert any(0 < len(files) < len(s3.files()) for files in seen)
+    assert [*(tmp_path / "staging").iterdir()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staging", ["staging", "another machine"])
+def test_a_command_that_was_killed_continues(s3: S3, staging: str, tmp_path: Path) -> None:
+    status, _ = s3.run_until_the_gate(lambda: s3.signal(signal.SIGKILL))
+    assert status == -signal.SIGKILL
+    assert ("shard-000000000.parquet" in s3.files(), "shard-000000007.parquet" in s3.files()) == (True, False)
+    if staging != "staging":
+        status, errors = s3.run(staging)
+        assert (status, "another run is using s3://bucket/run: process" in errors) == (2, True), errors
+        store = Store("s3://bucket/run")
+        held = msgspec.json.decode(store.read(".lease/000000"), type=Holder)
+        store.write(".lease/000000", msgspec.json.encode(msgspec.structs.replace(held, expires=0.0)))
+    status, errors = s3.run(staging)
+    assert status == 1, errors
+    run_in_process(settings(s3.lines), tmp_path / "local")
+    assert s3.stored() == content(tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_a_second_command_is_refused_and_an_interrupted_one_leaves_no_lease(s3: S3, tmp_path: Path) -> None:
+    refused = list[tuple[int, str]]()
+
+    def act() -> None:
+        refused.extend([s3.run(), s3.run("another machine")])
+        s3.signal(signal.SIGINT)
+
+    status, errors = s3.run_until_the_gate(act)
+    assert (status, "run the same command again to continue" in errors) == (130, True), errors
+    for code, message in refused:
+        assert (code, f"another run is using s3://bucket/run: process {s3.command.pid} on" in message) == (2, True)
+    assert not any(name.startswith(".lease") for name in s3.files())
+    assert s3.run("another machine")[0] == 1
+    run_in_process(settings(s3.lines), tmp_path / "local")
+    assert s3.stored() == content(tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_a_server_that_stops_ends_the_command_and_a_second_call_continues(s3: S3, tmp_path: Path) -> None:
+    status, errors = s3.run_until_the_gate(s3.stop_server)
+    assert status == 3, errors
+    assert "s3://bucket/run" in errors
+    assert "Check that the store can be reached" in errors
+    s3.start_server()
+    status, errors = s3.run()
+    assert status == 1, errors
+    run_in_process(settings(s3.lines), tmp_path / "local")
+    assert s3.stored() == content(tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_a_bucket_that_does_not_exist_is_refused(s3: S3, tmp_path: Path) -> None:
+    refused = CliRunner().invoke(main, ["tokenize", str(s3.lines), "--output", "s3://missing/run"])
+    assert refused.exit_code == 2, refused.output
+    assert "s3://missing/run/.lease/000000 cannot be written" in refused.stderr
+    assert "Check that the bucket exists" in refused.stderr
