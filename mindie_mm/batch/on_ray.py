@@ -4,12 +4,14 @@ Ray Data distributes the chunks, with backpressure and retries. Each node writes
 
 Only chunks, counts and gathered inputs are sent between nodes. Each node reads the input and the checkpoint from the
 same paths, and writes to the path of the run's folder. If all nodes share a file system, this folder then contains all
-shards. If not, copy the shards to one node, and run the same command there. It then writes only the manifest.
+shards. If not, copy the shards to one node, and run the same command there. It then writes only the manifest. If the
+folder is in an object store, each node stages its shards in a local folder of its own, and nothing has to be copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -21,6 +23,7 @@ from mindie_mm.batch.batch_messages import Finished, death_error
 from mindie_mm.batch.input.files import replacing
 from mindie_mm.batch.input.gather import gathered_path, is_gathered
 from mindie_mm.batch.input.source import Chunk, JSONLines
+from mindie_mm.batch.output.run_folder import Address, RunFolder
 from mindie_mm.batch.output.shard import ShardInfo, complete_shards
 from mindie_mm.batch.settings import Run
 from mindie_mm.errors import MindieMMError, ProcessDied, StorageError, os_errors_as
@@ -40,7 +43,7 @@ _PIECE_BYTES = 1 << 24
 
 
 def shards(
-    address: str, run: Run, folder: Path, chunks: Sequence[Chunk], num_workers: int | None
+    address: str, run: Run, folder: RunFolder, chunks: Sequence[Chunk], num_workers: int | None
 ) -> Iterator[tuple[Chunk, list[ShardInfo]]]:
     """Yield each chunk with its shards when the chunk is done. The order is undefined.
 
@@ -48,7 +51,7 @@ def shards(
         address: Address of the cluster to join as host:port, "auto" for the cluster that runs on this machine, or
             "local" to start a cluster.
         run: Run whose shards are written.
-        folder: Folder of the run on each node.
+        folder: Folder of the run, which is at the same path on each node, or in a store.
         chunks: Chunks to tokenize.
         num_workers: Number of actors. The default is one actor per core of the cluster.
 
@@ -64,14 +67,14 @@ def shards(
 
     # The gathered inputs are in Ray's object store, which spills them to disk if necessary.
     lists = {
-        index: [ray.put(piece) for piece in _pieces(gathered_path(folder, index, given))]
+        index: [ray.put(piece) for piece in _pieces(gathered_path(folder.path, index, given))]
         for index, given in enumerate(run.settings.inputs)
         if is_gathered(given)
     }
     encoded = [{"chunk": msgspec.json.encode(chunk)} for chunk in chunks]
     dataset = ray.data.from_items(encoded, override_num_blocks=min(len(encoded), _MOST_BLOCKS)).map_batches(
         _Actor,
-        fn_constructor_args=(msgspec.json.encode(run), str(folder.absolute()), lists, uuid4().hex),
+        fn_constructor_args=(msgspec.json.encode(run), msgspec.json.encode(folder.address), lists, uuid4().hex),
         batch_size=1,
         num_cpus=1,
         concurrency=(1, num_workers or max(1, int(ray.cluster_resources().get("CPU", 1)))),
@@ -113,10 +116,10 @@ def put_lists(run: Run, folder: Path, lists: Mapping[int, Iterable[bytes]], writ
 class _Actor:
     """An actor on a node of the cluster, which runs a stage."""
 
-    def __init__(self, run: bytes, folder: str, lists: Mapping[int, Sequence[Any]], call: str) -> None:
+    def __init__(self, run: bytes, address: bytes, lists: Mapping[int, Sequence[Any]], call: str) -> None:
         self._run = msgspec.json.decode(run, type=Run)
         self._lists = lists
-        self._folder = Path(folder)
+        self._address = msgspec.json.decode(address, type=Address)
         self._call = call
         self._stage: Stage | None = None
 
@@ -125,11 +128,20 @@ class _Actor:
         done: list[ShardInfo] | None = None
         failed = b""
         try:
-            done = complete_shards(self._folder, chunk, self._run.digest)
+            folder = self._folder
+            done = complete_shards(folder.path, chunk, self._run.digest)
             done = self._do(chunk) if done is None else done
+            folder.forget()
         except MindieMMError as error:  # Ray would wrap this error in an error of its own
             failed = msgspec.json.encode(Failure.of(error))
         return {"chunk": list(batch["chunk"]), "shards": [msgspec.json.encode(done)], "failed": [failed]}
+
+    @cached_property
+    def _folder(self) -> RunFolder:
+        """The folder of the run on this node. Raise InputError if the store's package is not installed."""
+        folder = RunFolder.at(self._address).on_node()
+        folder.forget()  # the store may have lost shards since an earlier call
+        return folder
 
     def _begun(self) -> Stage:
         import ray
@@ -137,12 +149,13 @@ class _Actor:
         from mindie_mm.batch.stage import Stage  # imported late, because the driver does not need torch
 
         if self._stage is None:
-            with os_errors_as(StorageError, f"{self._folder} cannot be written to"):
-                self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder.path
+            with os_errors_as(StorageError, f"{path} cannot be written to"):
+                path.mkdir(parents=True, exist_ok=True)
             lists = {index: map(ray.get, pieces) for index, pieces in self._lists.items()}
-            put_lists(self._run, self._folder, lists, uuid4().hex)
-            states = self._run.require_here(self._folder)
-            self._stage = Stage(self._run, self._folder, states)
+            put_lists(self._run, path, lists, uuid4().hex)
+            states = self._run.require_here(path)
+            self._stage = Stage(self._run, path, states, self._folder)
         return self._stage
 
     def _do(self, chunk: Chunk) -> list[ShardInfo]:
@@ -151,7 +164,7 @@ class _Actor:
         If an actor dies, Ray repeats the chunk on another actor. The file then shows at which row the first actor died.
         """
         stage = self._begun()
-        mark = self._folder / f"at-{chunk.number}.json"
+        mark = self._folder.path / f"at-{chunk.number}.json"
         deaths = _deaths(mark, self._call)
         if max(deaths.values(), default=0) > _DEATHS:
             raise ProcessDied(f"actors exited at rows {sorted(deaths)} again, although these rows were skipped")

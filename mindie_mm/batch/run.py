@@ -126,8 +126,9 @@ def run_batch(
             from mindie_mm.batch import on_ray  # imported late, because Ray is an extra and slow to import
 
             waiting = [chunk for chunk in every if not tally.is_done(chunk)]
-            for chunk, shards in on_ray.shards(ray_address, run, folder, waiting, num_workers):
+            for chunk, shards in on_ray.shards(ray_address, run, destination, waiting, num_workers):
                 tally.add_shards(chunk, shards)
+            destination.fetch()
         for source in sources:
             source.require_unchanged()
         manifest = Manifest.write(folder, run, tally.done.rows, first_row)

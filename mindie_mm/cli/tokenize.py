@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mindie_mm.cli.paths import RUN_FOLDER, PATH, TEXT
+from mindie_mm.cli.paths import PATH, RUN_FOLDER, TEXT
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
 from mindie_mm.processes.interrupts import importing
@@ -96,7 +96,7 @@ def command(
     tars may be compressed as .gz or .zst. A row is a List[Dict], an object with `inputs` or `messages`, an object with
     text and media, or a conversation of a common data set.
 
-    Exit status: 0 if all rows succeeded, 1 if some rows failed (RUN_FOLDER/errors.jsonl lists them), 130 if interrupted, 3
+    Exit status: 0 if all rows succeeded, 1 if some rows failed (OUTPUT/errors.jsonl lists them), 130 if interrupted, 3
     if the run is not finished for another reason. Run the same command again to continue.
     """
     with importing():

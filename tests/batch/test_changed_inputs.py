@@ -22,6 +22,7 @@ from mindie_mm.batch.input.file_state import STATES_FILE, InputStates
 from mindie_mm.batch.input.gather import gather, gathered_path
 from mindie_mm.batch.input.source import Chunk, chunks
 from mindie_mm.batch.on_ray import _Actor
+from mindie_mm.batch.output.run_folder import Address
 from mindie_mm.batch.settings import Run, Settings
 from mindie_mm.batch.stage import Stage
 from mindie_mm.errors import InputError, StorageError
@@ -287,7 +288,7 @@ def test_a_ray_actor_detects_a_change(tmp_path: Path) -> None:
     given = settings(rows)
     begun, chunk = Run.of(given, tmp_path), next(chunks(given.sources(tmp_path), 7, None))
     gate = Gate(tmp_path / "gate.jpg", lambda: append(rows))
-    actor = _Actor(msgspec.json.encode(begun), str(tmp_path / "node"), {}, "call")
+    actor = _Actor(msgspec.json.encode(begun), msgspec.json.encode(Address(str(tmp_path / "node"))), {}, "call")
     done = actor({"chunk": np.array([msgspec.json.encode(chunk)])})
     gate.close()
     error = msgspec.json.decode(done["failed"][0], type=Failure).exception()

@@ -17,6 +17,7 @@ import pytest
 from mindie_mm.batch import Dataset, on_ray
 from mindie_mm.batch.input.gather import gather, gathered_path
 from mindie_mm.batch.input.source import Chunk, chunks
+from mindie_mm.batch.output.run_folder import Address
 from mindie_mm.batch.output.shard import complete_shards
 from mindie_mm.batch.settings import Run, Settings
 from mindie_mm.errors import InputError, StorageError
@@ -45,6 +46,18 @@ def test_two_nodes_write_the_same_files_as_one_machine(cluster, lines, tmp_path)
     run(settings(lines), tmp_path / "here")
     run(settings(lines), tmp_path / "there", ray_address=cluster.address)
     assert content(tmp_path / "there") == content(tmp_path / "here")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_nodes_write_to_a_store_without_a_shared_folder(cluster, lines, tmp_path):
+    run(settings(lines), tmp_path / "here")
+    store, staging = tmp_path / "store", tmp_path / "staging"
+    run(settings(lines), f"local://{store}", ray_address=cluster.address, staging=staging)
+    stored = {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()}
+    stored.pop("timings.jsonl", None)
+    assert stored == content(tmp_path / "here")
+    assert [*staging.iterdir()] == []
 
 
 @pytest.mark.slow
@@ -127,7 +140,7 @@ def test_two_actors_of_a_node_can_write_the_list_at_once(begun, tmp_path):
 
 
 def _done_by_an_actor(run: Run, folder: Path, chunk: Chunk) -> dict[str, Any]:
-    actor = on_ray._Actor(msgspec.json.encode(run), str(folder), {}, "call")
+    actor = on_ray._Actor(msgspec.json.encode(run), msgspec.json.encode(Address(str(folder))), {}, "call")
     done = actor({"chunk": np.array([msgspec.json.encode(chunk)])})
     return {name: value for name, (value,) in done.items()}
 

@@ -414,7 +414,8 @@ class S3:
 
 @pytest.fixture
 def s3(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    pytest.importorskip("s3fs")
+    s3fs = pytest.importorskip("s3fs")
+    s3fs.S3FileSystem.clear_instance_cache()  # fsspec keeps connections to the server of another test
     server = pytest.importorskip("moto.server").ThreadedMotoServer
     gate = few.parent / f"{tmp_path.name}.jpg"
     gate.write_bytes(encoded(photograph(size=(80, 60))))

@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 from uuid import uuid4
@@ -74,6 +74,13 @@ class RunFolder:
 
     def release(self, arrays: Path) -> None:
         """Free the disk space of a file of arrays that is in the store."""
+
+    def on_node(self) -> RunFolder:
+        """Return the folder for a process on another machine, which does not renew the lease."""
+        return self
+
+    def forget(self) -> None:
+        """Remove the local copies of finished shards, if they are in the store."""
 
     def remove(self, name: str) -> None:
         """Remove a file. Raise OSError if this fails."""
@@ -159,10 +166,20 @@ class StagedFolder(RunFolder):
         self._store.put(table, name)
 
     def release(self, arrays: Path) -> None:
-        with os_errors_as(StorageError, f"{arrays} cannot be changed"):
+        # Another process of this node may already have forgotten the shard.
+        with os_errors_as(StorageError, f"{arrays} cannot be changed"), suppress(FileNotFoundError):
             size = arrays.stat().st_size
             os.truncate(arrays, 0)
             os.truncate(arrays, size)
+
+    def on_node(self) -> RunFolder:
+        return StagedFolder(staging_path(self._store.url, self.path.parent) / "node", self._lease)
+
+    def forget(self) -> None:
+        with os_errors_as(StorageError, f"{self.path} cannot be changed"):
+            for table in self.path.glob(_TABLES):
+                table.with_suffix(_ARRAYS).unlink(missing_ok=True)
+                table.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         self._lease.require()
