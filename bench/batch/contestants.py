@@ -77,7 +77,11 @@ def tokenize(rows: Path, checkpoint: Path, out: Path, workers: int, *options: st
     command = [CLI, "tokenize", str(rows), "--model", str(checkpoint), "--output", str(out), "--workers", str(workers)]
     with Clock() as clock:
         done = subprocess.run(
-            [*command, *options], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [*command, *options],
+            check=False,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} exited with status {done.returncode}:\n{done.stderr[-2000:]}")

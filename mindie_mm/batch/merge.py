@@ -12,9 +12,9 @@ import msgspec
 from mindie_mm.batch.input.files import replacing
 from mindie_mm.batch.output.manifest import Manifest, Shard
 from mindie_mm.batch.output.run_folder import RunFolder
-from mindie_mm.batch.run import locked_folder
+from mindie_mm.batch.run import locked_folder, require_run
 from mindie_mm.batch.same_run import differences
-from mindie_mm.batch.settings import LOCATIONS, require_run
+from mindie_mm.batch.settings import LOCATIONS
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.settings.paths import absolute
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,7 +31,7 @@ from mindie_mm.batch.output.shard import SCHEMA
 from mindie_mm.batch.output.shard_row import ASSISTANT
 from mindie_mm.batch.output.store import Store, access_is_needed
 from mindie_mm.batch.progress import Show
-from mindie_mm.batch.settings import RUN_FILE, Run, Settings, part_of, require_run
+from mindie_mm.batch.settings import RUN_FILE, Run, Settings, part_of
 from mindie_mm.batch.tally import Tally
 from mindie_mm.batch.workers import TIMINGS_FILE, Workers
 from mindie_mm.errors import InputError, StorageError, TooManyErrors, os_errors_as
@@ -40,6 +41,9 @@ from mindie_mm.shm.liveness_lock import is_same
 
 LOCK_FILE = ".lock"
 _NAME_A_FOLDER = "Choose a folder that you may write to, or one that does not exist yet"
+_RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
+"""Names of files that a folder may contain before run.json is written: the lock, gathered input, and files from other
+nodes."""
 _LEFT_BY_ACTORS = ("at-*.json", "input-*.partial")
 """Files that Ray actors leave in a node's folder if they are killed. Users may copy these files with the shards."""
 
@@ -135,6 +139,18 @@ def run_batch(
         _clean(destination, settings.inputs, manifest)
         tally.end()
         return manifest, left_out
+
+
+def require_run(folder: RunFolder) -> None:
+    """Raise InputError if a folder contains other files but no run, or if the folder cannot be listed."""
+    if not (folder.path / RUN_FILE).exists():
+        with os_errors_as(InputError, f"{folder} cannot be listed"):
+            others = [name for name in folder.names() if not _RUN_FILES.fullmatch(name)]
+        if others:
+            raise InputError(
+                f"{folder} does not contain a run, but has other files, such as {min(others)}. Choose a folder "
+                "that is empty or does not exist yet"
+            )
 
 
 def _clean(destination: RunFolder, inputs: Sequence[str], manifest: Manifest) -> None:

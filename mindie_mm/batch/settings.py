@@ -27,7 +27,6 @@ from mindie_mm.batch.input.gather import (
 from mindie_mm.batch.input.kept import types_of
 from mindie_mm.batch.input.remote import RemoteFile, file_at
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON, JSONLines, Source, Tar, open_source
-from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.same_run import differences, first_difference, model_digest, versions
 from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.msgspec_errors import in_words
@@ -43,9 +42,6 @@ RUN_FILE = "run.json"
 MAX_SHARD_BYTES = 2**40
 _GO_ON = "Choose another folder for --output, or restore the earlier settings, files and versions to continue this run"
 
-_RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
-"""Names of files that a folder may contain before run.json is written: the lock, gathered input, and files from other
-nodes."""
 LOCATIONS = frozenset({"model", "inputs", "stdin_folder"})
 """Settings that are paths. Instead of the paths, the digests of the files at these paths are compared."""
 _PIECE_BYTES = 1 << 20
@@ -328,18 +324,6 @@ def _is_utf8(path: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def require_run(folder: RunFolder) -> None:
-    """Raise InputError if a folder contains other files but no run, or if the folder cannot be listed."""
-    if not (folder.path / RUN_FILE).exists():
-        with os_errors_as(InputError, f"{folder} cannot be listed"):
-            others = [name for name in folder.names() if not _RUN_FILES.fullmatch(name)]
-        if others:
-            raise InputError(
-                f"{folder} does not contain a run, but has other files, such as {min(others)}. Choose a folder "
-                "that is empty or does not exist yet"
-            )
 
 
 def part_of(part: str, count: int) -> range:

@@ -113,11 +113,11 @@ def command(
         **given,
         **{name: getattr(worker.media, name) for name in _LIMITS},
     )
-    message = f"{run.num_rows} rows, {run.num_tokens} tokens, {run.num_items} media items in {output}"
+    message = f"{run.num_rows} rows, {run.num_tokens} tokens, {run.num_items} media items in {run.folder}"
     if run.left_out:
         message += f"; left out: {left_out_summary(run.left_out)}"
     if run.num_errors:
         failed = "1 row" if run.num_errors == 1 else f"{run.num_errors} rows"
-        click.echo(f"{message}; {failed} failed, see {output}/errors.jsonl")
+        click.echo(f"{message}; {failed} failed, see {run.folder}/errors.jsonl")
         raise SystemExit(ROWS_FAILED)
     click.echo(f"{message}; no row failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -20,7 +21,8 @@ class Gate(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with self._path.open("wb") as file:  # returns as soon as a worker opens the pipe
+        # `open` returns as soon as a worker opens the pipe. `act` may kill the worker.
+        with contextlib.suppress(BrokenPipeError), self._path.open("wb") as file:
             self._act()
             file.write(encoded(photograph(size=(80, 60))))
 

@@ -123,7 +123,7 @@ def test_a_url_is_never_taken_for_a_path(tmp_path: Path, monkeypatch: pytest.Mon
         refused = CliRunner().invoke(main, ["tokenize", url, "--output", "run"])
         assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
     refused = CliRunner().invoke(main, ["tokenize", "rows.jsonl", "--output", "memory://gone/run"])
-    assert (refused.exit_code, "is a URL; give the path of a local file or folder" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "which only this process can read" in refused.stderr) == (2, True)
     monkeypatch.setattr(remote, "STORES", {"memory"})
     urls = ("memory://gone/0.png", "memory://a::http://localhost/0.png")
     lines = written(tmp_path / "rows.jsonl", [{"image": url, "text": "What?"} for url in urls])

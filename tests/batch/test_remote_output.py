@@ -167,6 +167,22 @@ def test_a_run_in_a_store_has_the_bytes_of_a_local_run(
     assert (tokenized, stored(url)) == ([], content(whole))
 
 
+def test_the_command_takes_a_url_and_a_staging_folder(few: Path, whole: Path, url: str, tmp_path: Path) -> None:
+    """A part of a run is a run of its own. `merge` needs local folders."""
+    command = ["tokenize", str(few), "--output", f"{url}/", "--shard-rows", "7", "--staging", str(tmp_path / "staging")]
+    done = CliRunner().invoke(main, command)
+    assert (done.exit_code, done.stdout.endswith(f"in {url}; 1 row failed, see {url}/errors.jsonl\n")) == (1, True)
+    assert (stored(url), [*(tmp_path / "staging").iterdir()]) == (content(whole), [])
+    parts = [f"{url}-{number}" for number in (1, 2)]
+    for number, part in enumerate(parts, 1):
+        done = CliRunner().invoke(main, [*command[:3], part, *command[4:], "--part", f"{number}/2"])
+        assert done.exit_code < 2, done.output
+    tables = [name for part in parts for name in sorted(stored(part)) if name.endswith(".parquet")]
+    assert tables == ["shard-000000000.parquet", "shard-000000007.parquet"]
+    refused = CliRunner().invoke(main, ["merge", *parts, "--output", str(tmp_path / "merged")])
+    assert (refused.exit_code, "is a URL; give the path of a local file or folder" in refused.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("point", POINTS)
 def test_a_killed_run_continues_on_the_same_machine(
     point: str, few: Path, whole: Path, url: str, tokenized: list[int], tmp_path: Path

@@ -17,7 +17,8 @@ from mindie_mm.batch.output.disk_writer import WriteBatchMemory
 from mindie_mm.batch.output.journal import forget_failures
 from mindie_mm.batch.output.run_folder import RunFolder
 from mindie_mm.batch.output.shard import ShardWriter, table_path
-from mindie_mm.batch.settings import Run, Settings, require_run
+from mindie_mm.batch.run import require_run
+from mindie_mm.batch.settings import Run, Settings
 from mindie_mm.batch.tally import Tally
 from mindie_mm.errors import InputError, StorageError
 from mindie_mm.processes import faults

@@ -74,7 +74,9 @@ class Lease:
         lease = cls(store, max(earlier, default=-1) + 1)
         own = Holder.of_this_process(token, time.time())
         if not store.create(_name(lease.number), msgspec.json.encode(own)):
-            raise (_read(store, lease.number) or own).refusal(store.url)
+            holder = _read(store, lease.number)
+            if holder != own:  # a repeated request finds the file that the first one created
+                raise (holder or own).refusal(store.url)
         if others := set(_numbers(store)) - {*earlier, lease.number}:  # a run that ended meanwhile lets numbers repeat
             store.remove(_name(lease.number))
             raise (_read(store, max(others)) or own).refusal(store.url)
