@@ -190,8 +190,8 @@ def test_a_row_that_cannot_be_written_is_named(row: Any, why: str) -> None:
         ([], {"max_image_pixels": 0}, "max_image_pixels is 0; it must be"),
         (
             [],
-            {"output": "s3://bucket/run"},
-            "output is 's3://bucket/run'; it must be the path of a local file or folder",
+            {"output": "https://host/run"},
+            "output is https://host/run, which cannot store a run. Give a folder, or the URL of an object store",
         ),
     ],
 )

@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from PIL import Image
 from mindie_mm.batch import Dataset
 from mindie_mm.batch import batch_process as process
 from mindie_mm.batch.cursor import RowCursor
+from mindie_mm.batch.output.run_folder import Address
 from mindie_mm.batch.settings import Run
 from mindie_mm.cli import main
 from mindie_mm.cli.resuming import resuming
@@ -343,7 +345,7 @@ def test_a_worker_ends_quietly_when_the_run_closes_its_channel(tmp_path):
     ours, theirs = socket.socketpair()
     ours.close()
     with RowCursor.create() as cursor, ipc.ChildChannel(theirs.detach()) as channel:
-        process.main(channel, None, str(tmp_path), cursor.path)
+        process.main(channel, None, msgspec.json.encode(Address(str(tmp_path))).decode(), cursor.path)
 
 
 def test_an_internal_error_exits_with_status_3_and_a_traceback(capsys):

@@ -115,7 +115,7 @@ class StagedFolder(RunFolder):
         try:
             name = path / _NAME_FILE
             with os_errors_as(StorageError, f"{name} cannot be written"):
-                if not name.exists():
+                if not name.exists() or not name.read_text():
                     name.write_text(uuid4().hex)
                 token = name.read_text()
             with access_is_needed():
