@@ -42,11 +42,11 @@ from tests.batch.gate import Gate
 from tests.media_samples import encoded, photograph
 
 POINTS = (
-    "written run.json",
+    pytest.param("written run.json", marks=pytest.mark.slow),
     "row 5",
-    "finished shard-000000000.safetensors",
+    pytest.param("finished shard-000000000.safetensors", marks=pytest.mark.slow),
     "written shard-000000000.parquet",
-    "named shard-000000000.parquet",
+    pytest.param("named shard-000000000.parquet", marks=pytest.mark.slow),
     "written manifest.json",
 )
 
