@@ -109,7 +109,7 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server.stop()
 
 
-def run(settings: Settings, folder: Path | str, *, num_workers: int = 1, **options: Any) -> Manifest:
+def run(settings: Settings, folder: Path, *, num_workers: int = 1, **options: Any) -> Manifest:
     return run_batch(settings, folder, num_workers=num_workers, **options)[0]
 
 

@@ -19,6 +19,7 @@ from mindie_mm.batch.input.gather import gather, gathered_path
 from mindie_mm.batch.input.source import Chunk, chunks
 from mindie_mm.batch.output.run_folder import Address
 from mindie_mm.batch.output.shard import complete_shards
+from mindie_mm.batch.run import run_batch
 from mindie_mm.batch.settings import Run, Settings
 from mindie_mm.errors import InputError, StorageError
 from mindie_mm.processes.ipc import Failure
@@ -53,7 +54,7 @@ def test_two_nodes_write_the_same_files_as_one_machine(cluster, lines, tmp_path)
 def test_nodes_write_to_a_store_without_a_shared_folder(cluster, lines, tmp_path):
     run(settings(lines), tmp_path / "here")
     store, staging = tmp_path / "store", tmp_path / "staging"
-    run(settings(lines), f"local://{store}", ray_address=cluster.address, staging=staging)
+    run_batch(settings(lines), f"local://{store}", ray_address=cluster.address, staging=staging)
     stored = {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()}
     stored.pop("timings.jsonl", None)
     assert stored == content(tmp_path / "here")
