@@ -179,7 +179,7 @@ def test_a_damaged_copy_of_an_array_on_a_node_is_noticed(eight_rows: Path, tmp_p
     with (copy / "shard-000000000.safetensors").open("r+b") as file:
         file.seek(record.arrays[0][0].offset)
         file.write(b"\x01\x02")
-    with pytest.raises(CorruptReference, match=r"shard-000000000\.safetensors is damaged: the digest of array"):
+    with pytest.raises(CorruptReference, match=r"has another digest than in its table"):
         dataset.arrays(record, verified=True)
     dataset.arrays(dataset.record(1), verified=True)
 
