@@ -25,7 +25,7 @@ from mindie_mm.batch.batch_messages import Step
 from mindie_mm.batch.input.file_state import InputStates
 from mindie_mm.batch.input.remote import RemoteFile
 from mindie_mm.batch.input.source import Chunk
-from mindie_mm.batch.output import array_file
+from mindie_mm.batch.output import array_file, lease
 from mindie_mm.batch.output.array_file import file_bytes
 from mindie_mm.batch.output.lease import Holder, Lease
 from mindie_mm.batch.output.run_folder import RunFolder, staging_path
@@ -151,9 +151,9 @@ def kill_at(point: str, given: Settings, url: str, folder: Path) -> None:
 
 def expire(url: str) -> None:
     """Let the lease of a killed run expire."""
-    (lease,) = leases_of(url)
-    held = msgspec.json.decode(lease.read_bytes(), type=Holder)
-    lease.write_bytes(msgspec.json.encode(msgspec.structs.replace(held, expires=time.time() - 1)))
+    (path,) = leases_of(url)
+    held = msgspec.json.decode(path.read_bytes(), type=Holder)
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(held, expires=time.time() - 1)))
 
 
 def test_a_run_in_a_store_has_the_bytes_of_a_local_run(
@@ -240,6 +240,30 @@ def test_only_one_run_takes_an_expired_lease(url: str) -> None:
         thread.join()
     assert (len(taken), len(refused)) == (1, 3)
     taken[0].require()
+
+
+def test_a_lease_is_renewed_also_after_a_failure_of_the_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEWAL_S", 0.005)
+    store, failed, renewed = Store(url), threading.Event(), threading.Event()
+    write = store.write
+
+    def fail_once(name: str, content: bytes) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise StorageError("the store cannot be reached")
+        write(name, content)
+        renewed.set()
+
+    monkeypatch.setattr(store, "write", fail_once)
+    taken = Lease.take(store, "here")
+    first = lease.holder_of(store)
+    with taken.kept("here"):
+        assert renewed.wait(60)
+        now = lease.holder_of(store)
+        assert first is not None
+        assert now is not None
+        assert now.expires > first.expires
+    assert leases_of(url) == []
 
 
 def test_a_run_that_has_lost_its_lease_writes_nothing_more(few: Path, url: str, tmp_path: Path) -> None:
