@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -30,6 +31,7 @@ from mindie_mm.batch.settings import Run
 from mindie_mm.device import host_memory
 from mindie_mm.errors import InputError, MediaError, MindieMMError, StorageError, error_name, naming, os_errors_as
 from mindie_mm.inputs import Media, read_texts
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes import faults
 from mindie_mm.settings.paths import is_url
 from mindie_mm.shm.format.item import ITEM
@@ -38,6 +40,8 @@ from mindie_mm.tokenize.planning import PlannedItem
 from mindie_mm.tokenize.prompt import Prompt, PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.tokenize.stores import Preprocessed, Store, Writer
+from mindie_mm.tool_calls.history import adapted
+from mindie_mm.tool_calls.registry import parser_of
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +92,10 @@ class Stage:
             limit_mm_per_prompt=settings.limit_mm_per_prompt,
             parse_special=settings.parse_special,
         )
+        traits = self._tokenizer.chat_traits
+        checkpoint = Checkpoint.open(settings.model or None)
+        parser = parser_of(traits, self._tokenizer.prompts.added_tokens, checkpoint)
+        self._adapt = partial(adapted, traits=traits, parser=parser)
 
     def run(self, chunk: Chunk, doomed: Mapping[int, str]) -> Iterator[Step | Finished]:
         """Tokenize the rows of `chunk`, one after another.
@@ -176,7 +184,8 @@ class Stage:
 
     def _parsed(self, record: Record, place: _Place) -> Row:
         settings = self._settings
-        return parse(record, place.folder, settings.template, self._aside, whole=settings.whole_conversations)
+        whole = settings.whole_conversations
+        return parse(record, place.folder, settings.template, self._aside, whole=whole, adapt=self._adapt)
 
     def _prompt(self, row: Row) -> Prompt:
         tokenizer, settings = self._tokenizer, self._settings

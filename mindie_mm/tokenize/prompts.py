@@ -98,6 +98,8 @@ class Prompts:
         self._marker_of = {placeholder: self._spelled_marker(placeholder) for placeholder in spelled}
         self._markers = frozenset(self._marker_of.values())
         self._parse_special = parse_special == "on"
+        self.added_tokens = frozenset(token.content for token in tokenizer.added_tokens_decoder.values())
+        """Texts of the added tokens of the tokenizer."""
         self.chat_traits = self._text.chat_traits
         """Traits of the chat template for conversations with tools."""
         planner = Planner(self._processor, family.__name__, limits)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.parsers.json_objects import HermesParser
 
@@ -22,6 +23,34 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
+
+
+def adapted(
+    messages: Sequence[Any],
+    tools: Sequence[Any],
+    traits: ChatTraits,
+    parser: type[ToolCallParser],
+    *,
+    describes: bool = True,
+) -> tuple[list[Any], Sequence[Any]]:
+    """Return the messages and tools of a chat in the form that its chat template expects.
+
+    Args:
+        messages: Messages of the chat. They may be invalid.
+        tools: Tools that the model may call.
+        traits: Traits of the template.
+        parser: Parser of the checkpoint's tool calls.
+        describes: Whether to describe tools in a message if the template has no place for them. There are then no tools
+            left for the template.
+
+    """
+    if not traits.names("function_call"):
+        messages = with_tool_calls(messages)
+    if traits.names("tools") and not traits.names("tool_calls"):
+        messages = [with_written_calls(message, parser) for message in messages]
+    if not traits.template or not describes or traits.names("tools"):
+        return with_own_ids(messages, parser), tools
+    return with_described_tools(messages, tools, takes_system=traits.takes_system), ()
 
 
 def num_calls(messages: Sequence[Any]) -> int:

@@ -12,6 +12,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from mindie_mm.errors import InputError
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.tokenize.text.chat_traits import ChatTraits
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.parsers.dsml import DeepSeekV4Parser, DeepSeekV32Parser, DeepSeekV41Parser
 from mindie_mm.tool_calls.parsers.gemma4 import FunctionGemmaParser, Gemma4Parser
@@ -122,6 +124,29 @@ def parser_for(
     parsers = [*_others(), *FORMATS.values()]
     known = next((parser for parser in parsers if parser.detects(template, vocabulary)), None)
     return ResponseTemplateParser.of(response_template, known) if response_template else known
+
+
+def parser_of(
+    traits: ChatTraits, vocabulary: Collection[str], checkpoint: Checkpoint, given: str | None = None
+) -> type[ToolCallParser]:
+    """Return the parser for a checkpoint. Tools that a template has no place for are described in the Hermes format.
+
+    Args:
+        traits: Traits of the chat template.
+        vocabulary: Added tokens of the tokenizer.
+        checkpoint: The checkpoint.
+        given: Name of the format, or None to detect it.
+
+    Raises:
+        InputError: `given` is unknown, or the checkpoint's `response_template` cannot be read.
+
+    """
+    if not traits.names("tools"):
+        return HermesParser
+    if given:
+        return parser_named(given)
+    stated = checkpoint.json("tokenizer_config.json").get("response_template")
+    return parser_for(traits.template, vocabulary, stated) or HermesParser
 
 
 def _entries() -> Mapping[str, EntryPoint]:

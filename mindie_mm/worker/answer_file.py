@@ -25,6 +25,8 @@ from mindie_mm.msgspec_errors import in_words
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import WorkerConfig, kind_of_name
 from mindie_mm.worker.deltas import Answer
+from mindie_mm.worker.retry import PromptSource
+from mindie_mm.worker.worker import Worker
 
 Line = dict[str, Any]
 """An answer as a JSON object, as it is written to the output."""
@@ -46,12 +48,15 @@ class Requests:
         """Take the sampling parameters of rows that do not state their own. Raise InputError if they are invalid."""
         self.default = params.check(math.inf)
 
-    def params(self, row: ShardRow) -> SamplingParams:
-        """Return the sampling parameters of a row. Raise InputError if the row states a wrong value."""
-        return self.default
+    async def line(self, worker: Worker, row: ShardRow, source: PromptSource) -> Line:
+        """Answer a row, and return its line. Raise InputError if the row states a wrong value.
 
-    def line(self, row: ShardRow, answer: Answer) -> Line:
-        """Return the line with the answer to a row."""
+        This method also raises the errors of `Worker.generate`.
+        """
+        return self.text_line(row, await Answer.of(worker.generate(source, self.default, str(row.row))))
+
+    def text_line(self, row: ShardRow, answer: Answer) -> Line:
+        """Return the line of a row whose answer is a text."""
         return {
             "row": row.row,
             "id": row.id,

@@ -20,7 +20,6 @@ from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.shm import Arena, Block
 from mindie_mm.tokenize.prompt import Prompt, put_words
 from mindie_mm.worker.answer_file import Line, Requests
-from mindie_mm.worker.deltas import Answer
 from mindie_mm.worker.retry import PromptSource
 from mindie_mm.worker.worker import Worker
 
@@ -75,13 +74,11 @@ class RowWorker:
         try:
             # another attempt after the death of an engine would hide a row that kills the engine
             source = PromptSource(prompt, copy, deaths=0)
-            params = self._requests.params(record)
-            answer = await Answer.of(self._worker.generate(source, params, str(record.row)))
+            return await self._requests.line(self._worker, record, source)
         except ENGINE_FAILED:
             raise
         except MindieMMError as error:
             return self._requests.error_line(record, reason(error))
-        return self._requests.line(record, answer)
 
     async def wait_until_up(self, wait_s: float) -> None:
         """Wait until an engine accepts requests. Raise the errors of `AsyncEngine.wait_until_up`."""

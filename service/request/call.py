@@ -33,7 +33,7 @@ from mindie_mm.worker.retry import PromptSource
 from service.request.message import MessageRules
 from service.request.meter import Meter
 from service.request.prompts import Parse, PromptReader, prompt_of_ids, prompts
-from service.request.state import Service
+from service.request.state import Served, Service
 from service.request.token_text import prompt_text
 from service.schemas.choices import Choice, Clock, Timed, timings
 
@@ -54,12 +54,40 @@ If the context is long, one choice may exceed this number, so that every token c
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputRules:
+    """The rules for one output: how it is drawn, and how its text becomes a message."""
+
+    service: Served
+    params: SamplingParams
+    structure_field: str | None = None
+    """Field of the request that describes the structured output."""
+    silent: Collection[int] | None = None
+    """Ids of the tokens that are left out of the text. If it is None, `params.skip_special_tokens` applies."""
+    stop_scope: StopScope | None = None
+    """Part of the output in which stop strings have an effect. None means the whole output."""
+    message: MessageRules = field(default_factory=MessageRules)
+    """Rules for the messages of a chat's answer."""
+    reasoning_tokens: int | None = None
+    """Maximum number of reasoning tokens."""
+
+    async def check_structure(self) -> None:
+        """Raise InputError if the structured output is not supported."""
+        with blaming(self.structure_field):
+            try:
+                await self.service.worker.check_schema(self.params)
+            except InputError as error:
+                noun = {"tools": "tool", "functions": "function"}.get(self.structure_field or "")
+                if noun and (match := _NO_GRAMMAR.match(str(error))):
+                    raise InputError(f"the parameters of a {noun} are not supported: {match[1]}") from error
+                raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(OutputRules):
     """One request's call of the engine."""
 
     service: Service
-    params: SamplingParams
     n: int
     """Number of choices per prompt."""
     id: str
@@ -70,20 +98,10 @@ class Call:
     meter: Meter
     owner: bytes
     """Digest of the API key that the request carries."""
-    structure_field: str | None = None
-    """Field of the request that describes the structured output."""
     length_penalty: float | None = None
     """Length penalty of a beam search with `n` beams. If it is None, tokens are drawn."""
     accepts_handles: bool = False
     """Whether token ids of the request may contain handle words."""
-    silent: Collection[int] | None = None
-    """Ids of the tokens that are left out of the text. If it is None, `params.skip_special_tokens` applies."""
-    stop_scope: StopScope | None = None
-    """Part of the output in which stop strings have an effect. None means the whole output."""
-    message: MessageRules = field(default_factory=MessageRules)
-    """Rules for the messages of a chat's answer."""
-    reasoning_tokens: int | None = None
-    """Maximum number of reasoning tokens."""
 
     @asynccontextmanager
     async def prompts(
@@ -144,17 +162,6 @@ class Call:
         if not 0 < num_kept < len(ids):
             return ids
         return ids[-num_kept:] if options.cut_side == "left" else ids[:num_kept]
-
-    async def check_structure(self) -> None:
-        """Raise InputError if the structured output is not supported."""
-        with blaming(self.structure_field):
-            try:
-                await self.service.worker.check_schema(self.params)
-            except InputError as error:
-                noun = {"tools": "tool", "functions": "function"}.get(self.structure_field or "")
-                if noun and (match := _NO_GRAMMAR.match(str(error))):
-                    raise InputError(f"the parameters of a {noun} are not supported: {match[1]}") from error
-                raise
 
     async def choices(self, sources: Sequence[PromptSource]) -> list[Choice]:
         """Wait until all choices are finished, and return them."""

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,17 +17,18 @@ from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.text.detokenizer import StopScope
 from mindie_mm.tool_calls.history import num_calls, with_tool_calls
 from mindie_mm.tool_calls.schemas import Tool
-from service.request.call import Call
+from service.request.call import OutputRules
 from service.request.chat_dialect import ChatDialect
 from service.request.message import MessageRules
 from service.schemas.tool_types import ToolUse
 
+Rules = TypeVar("Rules", bound=OutputRules)
 _TAIL = 32
 """Number of tokens at the end of a prompt that are searched for the marker that starts the reasoning."""
 
 
 def chat_call(
-    call: Call,
+    call: Rules,
     use: ToolUse,
     messages: Sequence[Any],
     *,
@@ -35,7 +36,7 @@ def chat_call(
     separate_reasoning: bool,
     stream_reasoning: bool,
     reasoning_tokens: int | None,
-) -> Call:
+) -> Rules:
     """Return the call for a chat request, with the rules for its messages.
 
     Raises:
@@ -72,7 +73,7 @@ def chat_call(
     return call
 
 
-async def after_prompt(call: Call, prompt: Prompt) -> Call:
+async def after_prompt(call: Rules, prompt: Prompt) -> Rules:
     """Return a chat's call adapted to the tokenized prompt, which may already start or end the reasoning.
 
     Raises:
@@ -107,7 +108,7 @@ async def after_prompt(call: Call, prompt: Prompt) -> Call:
     return call
 
 
-def _kept_to(call: Call, wanted: StructuredOutputs | None, field: str) -> Call:
+def _kept_to(call: Rules, wanted: StructuredOutputs | None, field: str) -> Rules:
     params = msgspec.structs.replace(call.params, structured_outputs=wanted)
     with blaming(field):
         params = params.check(call.service.worker.engine.info.vocab_size)

@@ -12,11 +12,10 @@ from mindie_mm.inputs import template_variables
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.tokenize.text.chat_traits import ChatTraits
-from mindie_mm.tool_calls.history import with_described_tools, with_own_ids, with_tool_calls, with_written_calls
+from mindie_mm.tool_calls.history import adapted
 from mindie_mm.tool_calls.parser import ToolCallParser
-from mindie_mm.tool_calls.parsers.json_objects import HermesParser
 from mindie_mm.tool_calls.reasoning import ReasoningFormat, reasoning_for, reasoning_named
-from mindie_mm.tool_calls.registry import parser_for, parser_named
+from mindie_mm.tool_calls.registry import parser_named, parser_of
 from mindie_mm.worker.worker import Worker
 from service.schemas.tool_types import ToolUse
 
@@ -54,14 +53,10 @@ class ChatDialect:
         traits = worker.tokenizer_stage.chat_traits
         added = worker.tokenizer.get_added_tokens_decoder()
         vocabulary = {token.content: index for index, token in added.items()}
-        parser: type[ToolCallParser] | None = None
-        if traits.names("tools"):
-            stated = Checkpoint.open(worker.config.model).json("tokenizer_config.json").get("response_template")
-            given = config.tool_call_parser
-            parser = parser_named(given) if given else parser_for(traits.template, vocabulary, stated)
+        parser = parser_of(traits, vocabulary, Checkpoint.open(worker.config.model), config.tool_call_parser)
         reasoning = reasoning_of(config) if config.reasoning_parser else reasoning_for(traits.template)
         chat_dialect = cls(
-            parser or HermesParser,
+            parser,
             reasoning,
             traits,
             config.tools_without_template,
@@ -101,22 +96,15 @@ class ChatDialect:
                 "start the service without --strict",
                 param="reasoning_effort",
             )
-        if not self.traits.names("function_call"):
-            messages = with_tool_calls(messages)
+        if tools and self.without_template == "ignore" and self.traits.template and not self.traits.names("tools"):
+            self._ignore(use)
+            tools = ()
         try:
-            if self.traits.names("tools") and not self.traits.names("tool_calls"):
-                messages = [with_written_calls(message, self.parser) for message in messages]
-            if not self.traits.template or self.without_template == "refuse" or self.traits.names("tools"):
-                messages = with_own_ids(messages, self.parser)
-            else:
-                if tools and self.without_template == "ignore":
-                    self._ignore(use)
-                    tools = ()
-                messages = with_described_tools(messages, tools, takes_system=self.traits.takes_system)
-                tools = ()
+            describes = self.without_template != "refuse"
+            messages, tools = adapted(messages, tools, self.traits, self.parser, describes=describes)
         except RecursionError as error:
             raise InputError("a tool or a message is nested too deeply") from error
-        return list(messages), template_variables(given, tools, None, reasoning_effort)
+        return messages, template_variables(given, tools, None, reasoning_effort)
 
     def reads_calls(self, use: ToolUse) -> bool:
         """Return whether the answer to a request may contain tool calls."""

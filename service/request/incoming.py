@@ -105,16 +105,16 @@ class Incoming:
         field = structure.field if structure is not None else None
         timed = bool(settings.timings)
         return Call(
-            self.service,
-            params,
-            n,
-            prefix + self.id,
-            self.clock,
-            timed,
-            meter,
-            self.owner,
-            field,
-            length_penalty,
+            service=self.service,
+            params=params,
+            n=n,
+            id=prefix + self.id,
+            clock=self.clock,
+            timed=timed,
+            meter=meter,
+            owner=self.owner,
+            structure_field=field,
+            length_penalty=length_penalty,
             accepts_handles=self.accepts_handles,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from tokenizers import Tokenizer
 
@@ -13,6 +14,8 @@ from mindie_mm.tool_calls.events import Answer, CallArguments, CallEnd, CallStar
 from mindie_mm.tool_calls.parser import ToolCallParser
 from mindie_mm.tool_calls.reasoning import ReasoningFormat, ReasoningParser
 from mindie_mm.tool_calls.schemas import Tool
+from mindie_mm.worker.deltas import Answer as Output
+from mindie_mm.worker.deltas import Delta
 from service.schemas.openai_answers import ChatDelta, ChatFinishReason, ChatMessage, FunctionDelta, ToolCallDelta
 
 Part = Reasoning | Event
@@ -150,6 +153,14 @@ class MessageParts:
     reasoning: str = ""
     answer: Answer = field(default_factory=Answer)
 
+    @classmethod
+    def of(cls, output: Output, rules: MessageRules) -> Self:
+        """Return the parts of a whole output."""
+        parts, reader = cls(), MessageReader(rules)
+        parts.add(reader.push(output.text))
+        parts.add(reader.finish(whole=is_whole(output), by_token=isinstance(output.stop_reason, int)))
+        return parts
+
     def add(self, parts: Iterable[Part]) -> None:
         for part in parts:
             if isinstance(part, Reasoning):
@@ -182,6 +193,11 @@ class MessageParts:
                 for call in calls
             ]
         return message
+
+
+def is_whole(end: Output | Delta) -> bool:
+    """Return whether the model ended the text itself. `end` has the reason why the text ended."""
+    return end.finish_reason == "stop" and not isinstance(end.stop_reason, str)
 
 
 def _is_json(text: str) -> bool:

@@ -33,11 +33,19 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """One running service."""
+class Served:
+    """A worker, and the format of its answers to chats."""
 
     worker: Worker
     config: ServiceConfig
+    chat_dialect: ChatDialect
+    """Format of tool calls and reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service(Served):
+    """One running service."""
+
     model_names: tuple[str, ...]
     """Names of the served model. Answers contain the first name."""
     spool: Path
@@ -49,8 +57,6 @@ class Service:
     admission: Admission
     metrics: Metrics
     tokens: TokenTexts
-    chat_dialect: ChatDialect
-    """Format of tool calls and reasoning."""
     spool_probe: SpoolProbe
     """Checks whether files can be written to the spool."""
     tokenizer_info: Mapping[str, Any]

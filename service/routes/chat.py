@@ -18,7 +18,7 @@ from mindie_mm.worker.deltas import Delta
 from service.request.admitted import DONE, SendEvent
 from service.request.chat_call import after_prompt, chat_call
 from service.request.incoming import IncomingDep, Responder
-from service.request.message import MessageParts, MessageReader, MessageRules, ReasoningCount, delta_of
+from service.request.message import MessageParts, MessageReader, MessageRules, ReasoningCount, delta_of, is_whole
 from service.request.prompts import Parse
 from service.request.text_logprobs import LogprobsBuffer
 from service.request.token_text import TokensAsIds, chat_logprobs, in_turns, prompt_logprobs
@@ -178,9 +178,7 @@ class _Chat(Responder):
         }
 
     async def _choice(self, choice: Choice, rules: MessageRules) -> ChatChoice:
-        parts, reader = MessageParts(), MessageReader(rules)
-        parts.add(reader.push(choice.text))
-        parts.add(reader.finish(whole=_is_whole(choice), by_token=isinstance(choice.stop_reason, int)))
+        parts = MessageParts.of(choice, rules)
         return {
             "index": choice.index,
             "message": self._message(parts, rules),
@@ -248,7 +246,7 @@ class _Stream:
         else:
             parts = self._reader.push(delta.text)
             if delta.finish_reason:
-                parts += self._reader.finish(whole=_is_whole(delta), by_token=isinstance(delta.stop_reason, int))
+                parts += self._reader.finish(whole=is_whole(delta), by_token=isinstance(delta.stop_reason, int))
             self._parts.add(parts)
             deltas = [content for part in parts if (content := delta_of(part, self.rules)) is not None]
             if delta.finish_reason or (has_tokens and not deltas):
@@ -260,11 +258,6 @@ class _Stream:
                 chunks[-1]["finish_reason"] = self._parts.finish_reason(delta.finish_reason, self.rules)
                 chunks[-1]["stop_reason"] = delta.stop_reason
         return chunks
-
-
-def _is_whole(end: Choice | Delta) -> bool:
-    """Return whether the model ended the text itself. `end` has the reason why the text ended."""
-    return end.finish_reason == "stop" and not isinstance(end.stop_reason, str)
 
 
 def _total(rules: MessageRules, counts: Sequence[ReasoningCount]) -> int | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai.types
 import pytest
 from click.testing import CliRunner
@@ -18,11 +20,23 @@ from mindie_mm.batch.input.row import parse
 from mindie_mm.batch.input.row_id import row_id
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError
+from mindie_mm.nn.checkpoint.directory import EMBEDDED
 from tests import warm
 from tests.batch.conftest import CLI, run_in_process, settings, written
 from tests.media_samples import encoded, photograph
 
+COLOURS = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
+TOOLS = [{"type": "function", "function": {"name": "paint", "parameters": COLOURS}}]
+PAINT = {"type": "function", "function": {"name": "paint"}}
 MESSAGES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    "{# an earlier answer: {{ message.content.split('</think>')[-1] }} #}"
+)
+"""A template with which an answer begins inside the reasoning."""
 
 
 def batch_line(custom_id: str, body: dict[str, Any], url: str = "/v1/chat/completions") -> dict[str, Any]:
@@ -43,14 +57,17 @@ def test_generate_answers_batch_lines_and_rows_with_their_own_sampling(tmp_path:
         {"text": "Hello!", "ignore_eos": True, "stop": None},
         {"text": "Hello!", "max_tokens": -1},
         batch_line("eight", {"messages": said, "response_format": {"type": "json_object"}, "max_tokens": 40}),
+        batch_line("nine", {"messages": said, "tools": TOOLS, "tool_choice": PAINT, "max_tokens": 120}),
+        batch_line("ten", {"messages": said, "tools": TOOLS, "tool_choice": "none", "max_tokens": 3}),
+        batch_line("eleven", {"messages": said, "tools": TOOLS, "tool_choice": "sometimes"}),
     ]
     run_in_process(settings(written(tmp_path / "rows.jsonl", rows)), tmp_path / "run")
     output = tmp_path / "out.jsonl"
     arguments = ["generate", "--tokenized", str(tmp_path / "run"), "--output", str(output), "--max-tokens", "5"]
     done = warm.run([CLI, *arguments], timeout=300)
-    assert (done.returncode, done.stdout) == (1, f"8 rows in {output}; 3 rows failed\n"), done.stderr
+    assert (done.returncode, done.stdout) == (1, f"11 rows in {output}; 4 rows failed\n"), done.stderr
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    one, two, three, four, five, six, seven, eight = lines
+    one, two, three, four, five, six, seven, eight, nine, ten, eleven = lines
     assert [line["custom_id"] for line in (one, two, three, four, eight)] == ["one", "two", "three", "four", "eight"]
     assert [line["id"] for line in (one, two)] == ["batch_req_0", "batch_req_1"]
     chat = ChatCompletion.model_validate(one["response"]["body"])
@@ -68,17 +85,58 @@ def test_generate_answers_batch_lines_and_rows_with_their_own_sampling(tmp_path:
     assert (five["id"], len(five["token_ids"]), len(six["token_ids"])) == ("five", 4, 5)
     assert "max_tokens: " in seven["error"]
     json.loads(eight["response"]["body"]["choices"][0]["message"]["content"])
+    called = ChatCompletion.model_validate(nine["response"]["body"]).choices[0]
+    assert called.finish_reason == "tool_calls"
+    assert called.message.content is None
+    assert called.message.tool_calls is not None
+    (call,) = called.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "paint")
+    assert json.loads(call.function.arguments) in ({"colour": "red"}, {"colour": "blue"})
+    lengths = [line["response"]["body"]["usage"]["prompt_tokens"] for line in (eight, nine, ten)]
+    assert lengths[0] == lengths[2] < lengths[1], "the tools are part of the prompt, unless they must not be called"
+    assert "tool_choice is 'sometimes'; it must be 'none', 'auto', 'required'" in eleven["error"]["message"]
     whole = output.read_bytes()
     output.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]) + b'{"id"')
     assert CliRunner().invoke(main, [*arguments, "--limit", "3"]).exit_code == 1, "the answers are continued"
     assert output.read_bytes() == b"".join(whole.splitlines(keepends=True)[:3])
 
 
+@pytest.mark.slow
+def test_the_message_of_a_batch_line_has_the_reasoning_in_fields_of_its_own(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(EMBEDDED, checkpoint)
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    config["chat_template"] = TEMPLATE
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 16, "ignore_eos": True}
+    rows = [
+        batch_line("one", body | {"thinking_token_budget": 3}),
+        batch_line("two", body | {"thinking_token_budget": 3, "include_reasoning": False}),
+    ]
+    source = written(tmp_path / "rows.jsonl", rows)
+    run_in_process(msgspec.structs.replace(settings(source), model=str(checkpoint)), tmp_path / "run")
+    arguments = ["--tokenized", str(tmp_path / "run"), "--output", str(tmp_path / "out.jsonl")]
+    done = CliRunner().invoke(main, ["generate", *arguments])
+    assert done.exit_code == 0, done.output
+    answers = [json.loads(line)["response"]["body"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    first, second = (answer["choices"][0]["message"] for answer in answers)
+    assert first["reasoning"] == first["reasoning_content"] != ""
+    assert "</think>" not in first["content"]
+    assert (second["reasoning"], second["content"]) == (None, first["content"])
+    assert [answer["usage"]["completion_tokens_details"] for answer in answers] == [{"reasoning_tokens": 3}] * 2
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [
         (batch_line("a", {"messages": MESSAGES}, "/v1/embeddings"), "the url '/v1/embeddings'; it must be POST"),
-        (batch_line("a", {"messages": MESSAGES, "tools": [{"type": "function"}]}), "has tools, which is not supported"),
+        (batch_line("a", {"messages": MESSAGES, "tools": [{"type": "function"}]}), r"tools\[0\]\.function is missing"),
+        (
+            batch_line("a", {"messages": MESSAGES, "tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}),
+            "the row's tool_choice is allowed_tools, which is not supported in a batch. Leave the other tools out",
+        ),
+        (batch_line("a", {"messages": MESSAGES, "logprobs": True}), "has logprobs, which is not supported in a batch"),
+        (batch_line("a", {"prompt": "a", "tools": TOOLS}, "/v1/completions"), "has tools, which is not supported"),
         (batch_line("a", {"prompt": ["a", "b"]}, "/v1/completions"), "has a prompt of type list; it must be a string"),
         (batch_line("a", {}), "it must have inputs, messages, or text and media"),
         (batch_line("a", {}) | {"body": "x"}, "the row's body is str; it must be an object"),

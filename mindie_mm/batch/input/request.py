@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from mindie_mm.batch.input.record import Files, Record, number_of
 from mindie_mm.batch.input.source import NOT_JSON
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import OFF, refused_fields
+from mindie_mm.inputs import OFF, refused_fields, require_tools
 
 SAMPLING = frozenset(
     {
@@ -30,11 +30,12 @@ _NOT_ANSWERED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of"), (None, 1)),
     **dict.fromkeys(("stream", "logprobs", "echo", "use_beam_search", "return_token_ids", "media_spans"), OFF),
     **dict.fromkeys(("top_logprobs", "prompt_logprobs"), (None, 0)),
-    "thinking_token_budget": (None, -1),
-    "tools": OFF,
 }
 """Fields of a request that `generate` does not support, each with the values that do not change the answer."""
 _DECODING = (*NOT_JSON, RecursionError)
+
+Adapt = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
+"""Function that returns the messages and tools of a chat in the form that the chat template expects."""
 
 
 _NULL = msgspec.Raw(b"null")
@@ -56,8 +57,12 @@ def is_batch_line(row: Mapping[str, Any]) -> bool:
     return "custom_id" in row and "body" in row and (isinstance(row["body"], Mapping) or row.get("url") is not None)
 
 
-def prompt_of(line: Mapping[str, Any]) -> dict[str, Any]:
+def prompt_of(line: Mapping[str, Any], adapt: Adapt | None = None) -> dict[str, Any]:
     """Return the row with the prompt of a line of OpenAI's Batch API: `messages`, or a `text` for completions.
+
+    Args:
+        line: The line.
+        adapt: Function that adapts a chat to the chat template. None leaves the chat as it is.
 
     Raises:
         InputError: The request is not a chat or a completion, or a field of it is not supported.
@@ -72,13 +77,28 @@ def prompt_of(line: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(
             f"the row has the method {method!r} and the url {url!r}; it must be POST {CHAT} or {COMPLETION}"
         )
-    if refused := refused_fields(body, _NOT_ANSWERED):
+    if refused := refused_fields(body, _NOT_ANSWERED if url == CHAT else {**_NOT_ANSWERED, "tools": OFF}):
         raise InputError(f"the row's body has {refused[0]}, which is not supported in a batch. Remove this field")
     if url == CHAT:
-        return {name: value for name, value in body.items() if name != "prompt"}
+        return _chat_of(body, adapt)
     if not isinstance(prompt := body.get("prompt"), str):
         raise InputError(f"the row's body has a prompt of type {type(prompt).__name__}; it must be a string")
     return {**{name: value for name, value in body.items() if name not in _PROMPT}, "text": prompt}
+
+
+def _chat_of(body: Mapping[str, Any], adapt: Adapt | None) -> dict[str, Any]:
+    """Return the body of a chat without `tool_choice`, which `generate` enforces."""
+    chat = {name: value for name, value in body.items() if name not in ("prompt", "tool_choice")}
+    tools, choice = chat.pop("tools", None), body.get("tool_choice")
+    require_tools(tools)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        raise InputError(
+            "the row's tool_choice is allowed_tools, which is not supported in a batch. Leave the other tools out"
+        )
+    offered = [] if choice == "none" else tools or []
+    if adapt is not None and isinstance(messages := chat.get("messages"), list):
+        chat["messages"], offered = adapt(messages, offered)
+    return chat | ({"tools": offered} if offered else {})
 
 
 def request_of(record: Record) -> str | None:

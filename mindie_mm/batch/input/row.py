@@ -14,7 +14,7 @@ import msgspec
 from mindie_mm.batch.input.conversations import CONVERSATION_KEYS, CONVERSATIONS, as_chat, with_named_files
 from mindie_mm.batch.input.placed import has_places, has_question, with_media
 from mindie_mm.batch.input.record import Files, Record, number_of
-from mindie_mm.batch.input.request import CHAT, is_batch_line, prompt_of
+from mindie_mm.batch.input.request import CHAT, Adapt, is_batch_line, prompt_of
 from mindie_mm.batch.input.row_id import id_text
 from mindie_mm.batch.input.sniff import no_json
 from mindie_mm.batch.input.source import MEDIA_MARK, NOT_JSON
@@ -78,7 +78,13 @@ def set_aside(columns: Collection[str], kept: Collection[str]) -> frozenset[str]
 
 
 def parse(
-    record: Record, folder: Path | str, template: str, aside: Collection[str] = (), *, whole: bool = False
+    record: Record,
+    folder: Path | str,
+    template: str,
+    aside: Collection[str] = (),
+    *,
+    whole: bool = False,
+    adapt: Adapt | None = None,
 ) -> Row:
     """Convert a record to a row.
 
@@ -99,6 +105,7 @@ def parse(
         aside: Keys of the record that are not part of the prompt.
         whole: Whether to keep all turns of conversations in the formats of `as_chat`, and to end a chat after its last
             message by default. If False, a conversation ends before its first answer.
+        adapt: Function that adapts the chats of OpenAI's batch lines to the chat template, as `prompt_of` describes.
 
     Raises:
         InputError: The record is not a valid row.
@@ -111,7 +118,7 @@ def parse(
             value = _without_nulls(_without(_decoded(record, "the row"), aside))
         else:
             value = _without_nulls(_without(record, aside), kept=frozenset())
-        return _from_object(value, partial(located, folder=folder), whole)
+        return _from_object(value, partial(located, folder=folder), whole, adapt)
     except RecursionError:
         raise InputError("the row is nested too deeply") from None
 
@@ -120,14 +127,14 @@ def _without(record: Any, aside: Collection[str]) -> Any:
     return {key: value for key, value in record.items() if key not in aside} if isinstance(record, dict) else record
 
 
-def _from_object(record: Any, locate: _Locate, whole: bool) -> Row:
+def _from_object(record: Any, locate: _Locate, whole: bool, adapt: Adapt | None = None) -> Row:
     if isinstance(record, list):
         record = {"inputs": record}
     if not isinstance(record, Mapping):
         raise InputError(f"the row is {type(record).__name__}; it must be an object or a list of items")
     id_text(record.get("id"))
     if is_batch_line(record):
-        row = _from_row(prompt_of(record), locate, whole=False)
+        row = _from_row(prompt_of(record, adapt), locate, whole=False)
         return replace(row, chat=None if record["url"] == CHAT else False)
     return _from_row(record, locate, whole)
 
