@@ -8,6 +8,9 @@ from mindie_mm.batch.input.source import Chunk
 from mindie_mm.batch.output.shard import ShardInfo
 from mindie_mm.processes.ipc import Failure
 
+SANDBOX = "sandbox"
+"""Argument of a worker that decodes media in a sandboxed process."""
+
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
     """Message to a worker: process a chunk."""

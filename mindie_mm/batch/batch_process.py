@@ -1,4 +1,5 @@
-"""A worker process of a run. Its arguments are the address of the run's folder and the path of its row cursor.
+"""A worker process of a run. Its arguments are the address of the run's folder, the path of its row cursor, and perhaps
+`SANDBOX`.
 
 The process reads the run's file and processes one chunk after another. It reports finished rows at intervals, because a
 report for each row would take 2% more time. Its cursor contains the current row.
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from mindie_mm.batch.batch_messages import Finished, Job, Ready, Report, Step, Steps
+from mindie_mm.batch.batch_messages import SANDBOX, Finished, Job, Ready, Report, Step, Steps
 from mindie_mm.batch.cursor import RowCursor
 from mindie_mm.batch.input.file_state import InputStates
 from mindie_mm.batch.output.run_folder import Address, RunFolder
@@ -23,14 +24,15 @@ from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline
 _PAUSE_S = 0.1
 
 
-def main(channel: ChildChannel, lifeline: Lifeline, address: str, cursor_path: str) -> None:
+def main(channel: ChildChannel, lifeline: Lifeline, address: str, cursor_path: str, *sandbox: str) -> None:
     """Process jobs until the channel closes."""
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Job)
     try:
         folder = RunFolder.at(msgspec.json.decode(address, type=Address))
         run = msgspec.json.decode((folder.path / RUN_FILE).read_bytes(), type=Run)
         cursor = RowCursor.open(cursor_path)
-        stage = Stage(run, folder.path, InputStates.read(folder.path).now, folder)
+        states = InputStates.read(folder.path).now
+        stage = Stage(run, folder.path, states, folder, sandbox=SANDBOX in sandbox)
         channel.send(encoder.encode(Ready()))
         while True:
             job = decoder.decode(channel.recv())

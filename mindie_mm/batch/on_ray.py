@@ -43,7 +43,13 @@ _PIECE_BYTES = 1 << 24
 
 
 def shards(
-    address: str, run: Run, folder: RunFolder, chunks: Sequence[Chunk], num_workers: int | None
+    address: str,
+    run: Run,
+    folder: RunFolder,
+    chunks: Sequence[Chunk],
+    num_workers: int | None,
+    *,
+    sandbox: bool = False,
 ) -> Iterator[tuple[Chunk, list[ShardInfo]]]:
     """Yield each chunk with its shards when the chunk is done. The order is undefined.
 
@@ -54,6 +60,7 @@ def shards(
         folder: Folder of the run, which is at the same path on each node, or in a store.
         chunks: Chunks to tokenize.
         num_workers: Number of actors. The default is one actor per core of the cluster.
+        sandbox: Whether each actor decodes media in a sandboxed process.
 
     Raises:
         InputError: Ray is not installed, or the cluster at the address cannot be joined.
@@ -74,7 +81,13 @@ def shards(
     encoded = [{"chunk": msgspec.json.encode(chunk)} for chunk in chunks]
     dataset = ray.data.from_items(encoded, override_num_blocks=min(len(encoded), _MOST_BLOCKS)).map_batches(
         _Actor,
-        fn_constructor_args=(msgspec.json.encode(run), msgspec.json.encode(folder.address), lists, uuid4().hex),
+        fn_constructor_args=(
+            msgspec.json.encode(run),
+            msgspec.json.encode(folder.address),
+            lists,
+            uuid4().hex,
+            sandbox,
+        ),
         batch_size=1,
         num_cpus=1,
         concurrency=(1, num_workers or max(1, int(ray.cluster_resources().get("CPU", 1)))),
@@ -116,7 +129,10 @@ def put_lists(run: Run, folder: Path, lists: Mapping[int, Iterable[bytes]], writ
 class _Actor:
     """An actor on a node of the cluster, which runs a stage."""
 
-    def __init__(self, run: bytes, address: bytes, lists: Mapping[int, Sequence[Any]], call: str) -> None:
+    def __init__(
+        self, run: bytes, address: bytes, lists: Mapping[int, Sequence[Any]], call: str, sandbox: bool = False
+    ) -> None:
+        self._sandbox = sandbox
         self._run = msgspec.json.decode(run, type=Run)
         self._lists = lists
         self._address = msgspec.json.decode(address, type=Address)
@@ -155,7 +171,7 @@ class _Actor:
             lists = {index: map(ray.get, pieces) for index, pieces in self._lists.items()}
             put_lists(self._run, path, lists, uuid4().hex)
             states = self._run.require_here(path)
-            self._stage = Stage(self._run, path, states, self._folder)
+            self._stage = Stage(self._run, path, states, self._folder, sandbox=self._sandbox)
         return self._stage
 
     def _do(self, chunk: Chunk) -> list[ShardInfo]:

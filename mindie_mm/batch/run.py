@@ -58,6 +58,7 @@ def run_batch(
     ray_address: str | None = None,
     part: str = "",
     retry_errors: bool = False,
+    sandbox: bool = False,
     rows: Mapping[str, Write] | None = None,
     staging: Path | None = None,
 ) -> tuple[Manifest, Counter[str]]:
@@ -73,6 +74,7 @@ def run_batch(
             processes.
         part: Part of the rows to process, such as "2/4". `merge` combines the folders of all parts.
         retry_errors: Whether to process the shards with failed rows again.
+        sandbox: Whether sandboxed processes decode media.
         rows: Functions that write the rows of a program, by name of the input.
         staging: Local folder for the open shards of a run in a store. The default is the temporary directory.
 
@@ -122,7 +124,7 @@ def run_batch(
         tally = Tally(run, destination, sources, max_errors, show, states.begun, share)
         if ray_address is None:
             try:
-                run_to_end(Workers(destination, every, tally).run(num_workers))
+                run_to_end(Workers(destination, every, tally, sandbox=sandbox).run(num_workers))
             except TooManyErrors:
                 forget_failures(folder)
                 raise
@@ -130,7 +132,7 @@ def run_batch(
             from mindie_mm.batch import on_ray  # imported late, because Ray is an extra and slow to import
 
             waiting = [chunk for chunk in every if not tally.is_done(chunk)]
-            for chunk, shards in on_ray.shards(ray_address, run, destination, waiting, num_workers):
+            for chunk, shards in on_ray.shards(ray_address, run, destination, waiting, num_workers, sandbox=sandbox):
                 tally.add_shards(chunk, shards)
             destination.fetch()
         for source in sources:

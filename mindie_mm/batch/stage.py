@@ -45,12 +45,21 @@ from mindie_mm.tool_calls.registry import parser_of
 
 _log = logging.getLogger(__name__)
 
+_MAX_ITEM_BYTES = 2**34
+"""Size in bytes of the memory that a worker shares with its decoder. The kernel allocates only pages with arrays."""
+
 
 class Stage:
     """A tokenizer that writes shards into `folder`. Only one thread may use it."""
 
     def __init__(
-        self, run: Run, folder: Path, states: Sequence[FileState] = (), destination: RunFolder | None = None
+        self,
+        run: Run,
+        folder: Path,
+        states: Sequence[FileState] = (),
+        destination: RunFolder | None = None,
+        *,
+        sandbox: bool = False,
     ) -> None:
         """Read the checkpoint.
 
@@ -59,9 +68,11 @@ class Stage:
             folder: Folder to write the shards to.
             states: States that the input's files must have. The default is their current states.
             destination: Folder of the run, which may be in a store. The default is the local `folder`.
+            sandbox: Whether a sandboxed process decodes media, instead of this process.
 
         Raises:
             InputError: An input cannot be read.
+            ProcessDied: The sandboxed process cannot be started.
             UnsupportedCheckpoint: No family supports the checkpoint.
             StorageError: An input is not in the given state.
 
@@ -91,6 +102,8 @@ class Stage:
             caps=settings.media,
             limit_mm_per_prompt=settings.limit_mm_per_prompt,
             parse_special=settings.parse_special,
+            decoders=1 if sandbox else 0,
+            max_item_bytes=_MAX_ITEM_BYTES,
         )
         traits = self._tokenizer.chat_traits
         checkpoint = Checkpoint.open(settings.model or None)

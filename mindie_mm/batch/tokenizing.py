@@ -71,6 +71,7 @@ def tokenize_dataset(
     part: str = "",
     staging: str | os.PathLike[str] | None = None,
     ray: str | None = None,
+    sandbox: bool = False,
     progress: Style | None = None,
     **limits: Any,
 ) -> TokenizedRun:
@@ -109,6 +110,7 @@ def tokenize_dataset(
         part: Part of the rows to tokenize, such as "1/4".
         staging: Local folder for the open shards of a run in an object store. The default is the temporary directory.
         ray: Address of a Ray cluster, or "local" for a new cluster on this machine.
+        sandbox: Whether each worker decodes media in a sandboxed process, for files that you do not trust.
         progress: "auto" shows the progress on standard error, as a bar or as a line every 10 s, "json" as an object
             every second, and "off" not at all. The default is "auto" if standard error is a terminal, and else "off".
         limits: Limits on decoding media, such as `max_image_pixels`.
@@ -162,7 +164,7 @@ def tokenize_dataset(
         media=media,
         **checked,
     )
-    workers = converted("workers", workers, int | None)
+    workers, sandbox = converted("workers", workers, int | None), converted("sandbox", sandbox, bool)
     with shown(progress) as show:
         manifest, left_out = run_batch(
             settings,
@@ -173,6 +175,7 @@ def tokenize_dataset(
             ray_address=ray,
             part=part,
             retry_errors=retry_errors,
+            sandbox=sandbox,
             rows=rows,
             staging=None if staging is None else local("staging", staging),
         )

@@ -11,7 +11,7 @@ from itertools import chain
 
 import msgspec
 
-from mindie_mm.batch.batch_messages import Finished, Job, Ready, Report, Steps, death_error
+from mindie_mm.batch.batch_messages import SANDBOX, Finished, Job, Ready, Report, Steps, death_error
 from mindie_mm.batch.cursor import RowCursor
 from mindie_mm.batch.input.source import Chunk
 from mindie_mm.batch.output.run_folder import RunFolder
@@ -29,9 +29,13 @@ TIMINGS_FILE = "timings.jsonl"
 
 
 class Workers:
-    """Runs processes that tokenize the `chunks` that no earlier call has finished, and write shards to `folder`."""
+    """Runs processes that tokenize the `chunks` that no earlier call has finished, and write shards to `folder`.
 
-    def __init__(self, folder: RunFolder, chunks: Iterator[Chunk], tally: Tally) -> None:
+    With `sandbox`, each process has a sandboxed decoder process.
+    """
+
+    def __init__(self, folder: RunFolder, chunks: Iterator[Chunk], tally: Tally, *, sandbox: bool = False) -> None:
+        self._arguments = [SANDBOX] if sandbox else []
         self._folder = folder.path
         self._address = msgspec.json.encode(folder.address).decode()
         self._chunks = chunks
@@ -76,7 +80,7 @@ class Workers:
         """
         while (chunk := await self._next(every)) is not None:
             with RowCursor.create() as cursor:
-                child = await Child.start(_MODULE, self._address, cursor.path)
+                child = await Child.start(_MODULE, self._address, cursor.path, *self._arguments)
                 try:
                     if ready := isinstance(await self._report(child), Ready):
                         while chunk is not None and await self._finish(child, cursor, chunk):

@@ -78,6 +78,9 @@ _LIMITS = {field.name for field in fields(MediaCaps)} - NO_DECODERS
 @click.option("--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]",
               help="Run on the Ray cluster at ADDRESS, or on a local cluster. Each node writes to its own "
               "folder.")  # fmt: skip
+@click.option("--sandbox", is_flag=True,
+              help="Decode media in a sandboxed process of each worker, for files that you do not trust. A row with a "
+              "picture of 640x480 pixels then takes 1.4 times the processor time.")  # fmt: skip
 @settings(MediaCaps, without=NO_DECODERS)
 @resuming()
 def command(

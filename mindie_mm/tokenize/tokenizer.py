@@ -75,6 +75,7 @@ class Tokenizer:
         parse_special: Switch = "on",
         decoders: int = 0,
         limit_mm_per_prompt: PromptLimits | None = None,
+        max_item_bytes: int = ARENA_BYTES,
     ) -> Self:
         """Return the tokenizer of a checkpoint.
 
@@ -90,6 +91,8 @@ class Tokenizer:
             parse_special: Default of this argument of `tokenize`: "on" or "off".
             decoders: Number of processes that decode the items of a prompt in parallel. With 0, this process decodes,
                 and `caps.max_decode_bytes` and `caps.max_decode_s` do not apply.
+            max_item_bytes: Maximum total size of the arrays of an item in decoder processes, if `wire` is a `Store`.
+                An arena limits the arrays itself.
             limit_mm_per_prompt: Maximum number of items in one prompt, such as {"image": 4, "video": 1}.
 
         Raises:
@@ -110,7 +113,7 @@ class Tokenizer:
             raise InputError(
                 f"arena is given, but the wire {wire!r} stores every array in its own segment; leave arena out"
             )
-        if decoders and wire != "native":
+        if decoders and wire == "mindie":
             raise InputError(f"decoders is {decoders}; it must be 0 with the wire {wire!r}, which has no arena")
         limits = converted(
             "limit_mm_per_prompt", {} if limit_mm_per_prompt is None else limit_mm_per_prompt, PromptLimits
@@ -123,10 +126,14 @@ class Tokenizer:
         if not decoders:
             return cls(read(wire if isinstance(wire, Store) else ScriptStore(arena)))
         with ExitStack() as undo:
-            opened = arena or Arena.create(ARENA_BYTES)
-            store = ArenaStore(opened, WorkerConfig().arena_wait_s, Preprocessed(), is_own=arena is None)
-            undo.callback(store.close)
-            processes = Decoders(DecoderSetup(str(checkpoint.path), family, caps), opened.capacity_bytes)
+            if isinstance(wire, Store):
+                store: Store = wire
+            else:
+                opened = arena or Arena.create(ARENA_BYTES)
+                store = ArenaStore(opened, WorkerConfig().arena_wait_s, Preprocessed(), is_own=arena is None)
+                max_item_bytes = opened.capacity_bytes
+                undo.callback(store.close)
+            processes = Decoders(DecoderSetup(str(checkpoint.path), family, caps), max_item_bytes)
             loop = LoopThread("tokenizer")
             undo.callback(loop.close, processes.close)
             loop.run(processes.open(decoders))

@@ -43,9 +43,10 @@ def cluster():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # warnings that Ray's own code causes
-def test_two_nodes_write_the_same_files_as_one_machine(cluster, lines, tmp_path):
+@pytest.mark.parametrize("sandbox", [False, True])
+def test_two_nodes_write_the_same_files_as_one_machine(cluster, lines, tmp_path, sandbox):
     run(settings(lines), tmp_path / "here")
-    run(settings(lines), tmp_path / "there", ray_address=cluster.address)
+    run(settings(lines), tmp_path / "there", ray_address=cluster.address, sandbox=sandbox)
     assert content(tmp_path / "there") == content(tmp_path / "here")
 
 
