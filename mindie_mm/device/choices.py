@@ -16,6 +16,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "packed": (_NO, _YES),
     "blocks": (_NO, _YES),
     "fused": (_NO, _YES),
+    "step": (_NO, "best", "generic", "avx2", "avx512"),
     "int8": ("fbgemm", "onednn"),
     "vnni": (_NO, _YES),
     "bfloat16": (_NO, _YES),
@@ -26,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 - packed: whether linear layers have weights in oneDNN's layout (cpu/packed_linear.py)
 - blocks: whether bfloat16 towers compute attention for blocks of queries (cpu/cpu_attention.py)
 - fused: whether transformers' decoder layers are replaced (nn/decoder_layer.py)
+- step: the instructions of compiled decode steps (cpu/decode_step.py), the best of the processor, or no such steps
 - int8: the library that multiplies int8 (cpu/int8_linear.py)
 - vnni: whether int8 products use all 8 bits of the activations
 - bfloat16: whether the processor counts as having instructions for products in bfloat16 and float16

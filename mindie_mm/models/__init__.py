@@ -330,6 +330,7 @@ def prepare_model(
             model.fuse()
         if weights == "int8":
             quantize(model, device)
+        model.compile_steps()
         device.prepare(model.module)
 
 

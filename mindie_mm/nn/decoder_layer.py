@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device import Kernels, kernels_of
+from mindie_mm.device.cpu.decode_step import NotCompiled, StepLayer
 from mindie_mm.nn import attention
 from mindie_mm.nn.angles import Angles
 from mindie_mm.nn.attention import paged_attention
@@ -181,6 +182,36 @@ class FewOperatorLayer(DecoderLayer):
             return hidden.add_(_mixed(self.mixture, self.mlp_norm(hidden))), None
         gate, up = _product(self.gate_up, self.mlp_norm(hidden)).chunk(2, -1)
         return _product(self.down, self.activation(gate) * up, hidden), None
+
+    def step_layer(self) -> StepLayer:
+        """Return the layer as compiled decode steps need it.
+
+        Raises:
+            NotCompiled: The layer has experts, or computes attention within chunks.
+
+        """
+        if self.mixture is not None or self.call.chunk_size is not None:
+            raise NotCompiled("a layer has experts, or computes attention within chunks")
+        assert isinstance(self.norm, FewOperatorNorm)
+        assert isinstance(self.mlp_norm, FewOperatorNorm)
+        return StepLayer(
+            norm=self.norm.weight,
+            eps=self.norm.eps,
+            qkv=self.qkv,
+            head_norm=None if self.head_norm is None else (self.head_norm.weight, self.head_norm.eps),
+            norms_late=self.norms_late,
+            scaling=self.call.scaling,
+            window=self.call.sliding_window,
+            output=self.output,
+            mlp_norm=self.mlp_norm.weight,
+            mlp_eps=self.mlp_norm.eps,
+            gate_up=self.gate_up,
+            activation=self.activation,
+            down=self.down,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
 
 
 class FusedOperatorLayer(DecoderLayer):

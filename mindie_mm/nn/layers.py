@@ -39,7 +39,7 @@ class FewOperatorNorm:
 
         """
         width = weight.shape[-1]
-        self._weight, self._eps = weight, eps
+        self.weight, self.eps = weight, eps
         # x / sqrt(mean(x^2) + eps) = sqrt(width) * x / hypot(|x|, sqrt(width * eps))
         self._scaled = weight * math.sqrt(width)
         self._least = weight.new_tensor(math.sqrt(width * eps))
@@ -47,7 +47,7 @@ class FewOperatorNorm:
     def __call__(self, values: Tensor) -> Tensor:
         """Normalize the last axis of a float tensor."""
         if values.dtype != torch.float32:  # the length would be rounded
-            return rms_norm(values, values.shape[-1:], None, self._eps) * self._weight
+            return rms_norm(values, values.shape[-1:], None, self.eps) * self.weight
         length = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
         normalized: Tensor = values / length.hypot_(self._least)
         return normalized.mul_(self._scaled)

@@ -207,6 +207,9 @@ class MediaModel(ABC):
     def fuse(self) -> None:
         """Replace layers with equivalent layers that run fewer operators. By default, do nothing."""
 
+    def compile_steps(self) -> None:
+        """Run decode steps in compiled code if this is possible. By default, do nothing."""
+
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
         """Return the features of each item.

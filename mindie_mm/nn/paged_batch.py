@@ -161,6 +161,17 @@ class PagedBatch:
         parts = [part for chunk in self._chunks for part in _parts(chunk, size, num_blocks)]
         return PagedBatch(parts, self.cache, self._device, uploads=self._uploads)
 
+    def decode_table(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """Return the lengths [S] of S sequences and their KV blocks [S, blocks], if each has one new token, else None.
+
+        A length includes the new token.
+        """
+        chunks = self._chunks
+        if self.cache is None or not self.is_causal or any(chunk.stop - chunk.start > 1 for chunk in chunks):
+            return None
+        table = block_table([chunk.blocks for chunk in chunks], self.cache.padding)
+        return np.array([chunk.stop for chunk in chunks], np.int64), table
+
     @cached_property
     def slots(self) -> Tensor | None:
         """Index of each token in the flattened cache, int64 [T]."""
@@ -286,6 +297,9 @@ class GraphBatch(PagedBatch):
         rows = torch.arange(len(self._blocks), device=self._blocks.device)
         num_slots = self._blocks.shape[1] * self.cache.block_size
         return [Decode(rows, self._blocks.flatten(), self._lengths, num_slots)]
+
+    def decode_table(self) -> None:
+        """Return None, because the lengths are not known on the host."""
 
     @property
     def gathers(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device.choices import choose
+from mindie_mm.device.cpu.decode_step import KEEPS_LAYOUT
 
 _LEAST_ELEMENTS = 2**17
 """Minimum number of elements of a packed weight. For smaller weights, a call with few rows has too much overhead."""
@@ -74,12 +75,13 @@ def pack(module: nn.Module) -> None:
 
     Layers with a shared weight are kept, because the weight would be in memory twice. Subclasses of nn.Linear are kept,
     because they may use their weight in other ways. Layers with hooks (nn/placement.py) or a replaced `forward` (tensor
-    parallelism) are kept, because the packed layer would lose the hooks or the replacement.
+    parallelism) are kept, because the packed layer would lose the hooks or the replacement. Compiled decode steps read
+    the weights of layers with `KEEPS_LAYOUT`.
     """
     holders = Counter(id(weight) for one in module.modules() for weight in one.parameters(recurse=False))
     for parent in [*module.modules()]:
         for name, child in [*parent.named_children()]:
-            own = child._forward_pre_hooks or "forward" in vars(child)  # noqa: SLF001
+            own = child._forward_pre_hooks or {"forward", KEEPS_LAYOUT} & vars(child).keys()  # noqa: SLF001
             if type(child) is not nn.Linear or holders[id(child.weight)] > 1 or own:
                 continue
             weight = child.weight

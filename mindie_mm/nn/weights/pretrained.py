@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from mindie_mm.device import Device, kernels_of
+from mindie_mm.device.cpu.decode_step import MOST_ROWS, DecodeStep, NotCompiled, StepLinear
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn import attention, experts
-from mindie_mm.nn.angles import AngleTable, ResidentAngles
+from mindie_mm.nn.angles import Angles, AngleTable, ResidentAngles
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.end_tokens import eos_token_ids
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights
 from mindie_mm.nn.checkpoint.resolved import context_length, settle
-from mindie_mm.nn.decoder_layer import TOLERANCES, DecoderLayer, fuse
+from mindie_mm.nn.decoder_layer import TOLERANCES, DecoderLayer, FewOperatorLayer, fuse
 from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
@@ -36,6 +38,7 @@ from mindie_mm.nn.weights.shards import weight_files
 from mindie_mm.nn.weights.shares import layer_configs, localize, num_shares, refuse_shares, shared
 from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
 
+_log = logging.getLogger(__name__)
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Types of layers that attend to the KV cache or a window of it."""
 
@@ -96,6 +99,9 @@ class PretrainedModel(Model):
         self._angles: Callable[[Tensor, Tensor, int | None], Any]
         """Function from hidden states, positions and `PagedBatch.top_position` to the angles of `DecoderLayer.run`."""
         self._norm: FewOperatorNorm | FusedNorm
+        self._step: DecodeStep | None = None
+        """Compiled code that runs the layers in decode steps."""
+        self._step_head: StepLinear | None = None
 
     def embed(self, input_ids: Tensor) -> Tensor:
         hidden: Tensor = self.text_model.get_input_embeddings()(input_ids)
@@ -143,6 +149,27 @@ class PretrainedModel(Model):
         tolerance = 1e-4 if weight.device.type == "cpu" else TOLERANCES[weight.dtype]
         self.runs_layers = torch.allclose(actual, expected, rtol=tolerance, atol=tolerance)
 
+    def compile_steps(self) -> None:
+        try:
+            self._step = self._compiled_step()
+        except NotCompiled as reason:
+            _log.info("torch runs all decode steps: %s", reason)
+            return
+        with suppress(NotCompiled):
+            self._step_head = StepLinear(cast("nn.Module", self.lm_head))
+        _log.info("compiled code runs decode steps of up to %d sequences", MOST_ROWS)
+
+    def _compiled_step(self) -> DecodeStep:
+        if not self.runs_layers or kernels_of(self.spec.device).has_layers:
+            raise NotCompiled("the text model has layers that are not replaced, or is not on the CPU")
+        layers: list[FewOperatorLayer] = list(self.text_model.layers)
+        if [layer.call.layer for layer in layers] != [*range(len(layers))]:
+            raise NotCompiled("the layers have another order in the KV cache")
+        if set(self.spec.layers) != {KVLayer(layers[0].num_kv_heads, layers[0].head_dim)}:
+            raise NotCompiled("the layers do not all keep keys and values of the same size")
+        assert isinstance(self._norm, FewOperatorNorm)
+        return DecodeStep([layer.step_layer() for layer in layers], self._norm.weight, self._norm.eps)
+
     def _angle_table(self, num_axes: int) -> Callable[[Tensor, Tensor, int | None], Any]:
         rotary_emb = self.text_model.rotary_emb
         if kernels_of(self.spec.device).has_layers:
@@ -151,6 +178,14 @@ class PretrainedModel(Model):
 
     def _run_layers(self, hidden: Tensor, positions: Tensor, paged: PagedBatch) -> Tensor:
         angles = self._angles(hidden, positions, paged.top_position)
+        if (
+            self._step is not None
+            and paged.cache is not None
+            and self._step.takes(hidden, paged.cache.memory)
+            and (table := paged.decode_table()) is not None
+        ):
+            assert isinstance(angles, Angles)
+            return self._step.run(hidden, (angles.cos, angles.sin), *table, paged.cache.memory[0])
         added = None
         for layer in self.text_model.layers:
             hidden, added = layer.run(hidden, added, angles, paged)
@@ -180,6 +215,8 @@ class PretrainedModel(Model):
         return decoded
 
     def head(self, hidden: Tensor) -> Tensor:
+        if self._step_head is not None and self._step_head.takes(hidden):
+            return self._step_head(hidden)
         return self.lm_head(hidden).float()
 
 

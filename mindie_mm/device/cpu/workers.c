@@ -1,0 +1,151 @@
+/* A pool of threads that together run the chunks of one phase after another.
+ *
+ * Each thread claims one chunk at a time from a shared counter, so a phase does not wait for a thread that the system
+ * has given no processor. An OpenMP region, in contrast, ends when its last thread has arrived.
+ */
+
+#define _GNU_SOURCE
+#include "workers.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Number of pauses, about 50 microseconds, for which an idle thread waits before it sleeps. The phases of a step follow
+ * each other faster than the system wakes a thread, but between two steps the processor belongs to others. */
+#define IDLE_PAUSES 1500
+/* Number of pauses for which the caller waits for the last chunks before it offers its processor to other threads. */
+#define LAST_PAUSES 2000
+
+#define NEXT_BITS 16
+#define CHUNK_MASK 0xffffu
+
+static struct {
+    pthread_mutex_t entered;
+    int num_started;
+    _Atomic int num_threads; /* that may work, including the caller */
+    /* Number of the phase (32 bits), its number of chunks (16 bits) and its next chunk (16 bits). One word holds all
+     * that a claim depends on, so a compare-and-swap succeeds only for the current phase. */
+    _Atomic uint64_t claims;
+    _Atomic int num_finished;
+    chunk_function run; /* of the current phase; read only after a claim, and not changed until all are finished */
+    const void *context;
+    _Atomic int num_sleeping;
+    _Atomic uint32_t num_wakes; /* futex */
+} pool = {.entered = PTHREAD_MUTEX_INITIALIZER};
+
+/* A forked process has none of the threads. It starts its own on first use. */
+static void forget_threads(void)
+{
+    pool.entered = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    pool.num_started = 0;
+    pool.claims = 0;
+    pool.num_sleeping = 0;
+}
+
+__attribute__((constructor)) static void watch_forks(void)
+{
+    pthread_atfork(NULL, NULL, forget_threads);
+}
+
+static void pause_briefly(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Claim and run a chunk of the current phase. Return false if none is left. */
+static bool run_chunk(void)
+{
+    uint64_t claims = atomic_load(&pool.claims);
+    uint32_t next = claims & CHUNK_MASK, chunks = claims >> NEXT_BITS & CHUNK_MASK;
+    if (next >= chunks)
+        return false;
+    if (atomic_compare_exchange_strong(&pool.claims, &claims, claims + 1)) {
+        pool.run(pool.context, (int)next);
+        atomic_fetch_add(&pool.num_finished, 1);
+    }
+    return true;
+}
+
+static void *work(void *argument)
+{
+    const int number = (int)(intptr_t)argument;
+    for (;;) {
+        uint32_t num_wakes = atomic_load(&pool.num_wakes);
+        for (int pauses = 0; pauses < IDLE_PAUSES && number < atomic_load(&pool.num_threads); pauses++) {
+            while (run_chunk())
+                pauses = 0;
+            pause_briefly();
+        }
+        /* The caller looks for sleeping threads after it has opened a phase, and this thread for a phase after it has
+         * declared itself asleep, so at least one of them sees the other. */
+        atomic_fetch_add(&pool.num_sleeping, 1);
+        if (number >= atomic_load(&pool.num_threads) || !run_chunk())
+            syscall(SYS_futex, &pool.num_wakes, FUTEX_WAIT_PRIVATE, num_wakes, NULL, NULL, 0);
+        atomic_fetch_sub(&pool.num_sleeping, 1);
+    }
+    return NULL;
+}
+
+static void start_threads(int number)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of Python */
+    for (; pool.num_started + 1 < number; pool.num_started++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, work, (void *)(intptr_t)(pool.num_started + 1)) != 0)
+            break; /* the other threads run all chunks */
+        pthread_detach(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+void enter_pool(int threads)
+{
+    pthread_mutex_lock(&pool.entered);
+    atomic_store(&pool.num_threads, threads);
+    if (pool.num_started + 1 < threads)
+        start_threads(threads);
+}
+
+void leave_pool(void)
+{
+    pthread_mutex_unlock(&pool.entered);
+}
+
+void run_phase(chunk_function run, const void *context, int chunks)
+{
+    if (chunks == 1 || atomic_load(&pool.num_threads) == 1) {
+        for (int chunk = 0; chunk < chunks; chunk++)
+            run(context, chunk);
+        return;
+    }
+    pool.run = run;
+    pool.context = context;
+    atomic_store(&pool.num_finished, 0);
+    uint64_t phase = (atomic_load(&pool.claims) >> 32) + 1;
+    atomic_store(&pool.claims, phase << 32 | (uint64_t)chunks << NEXT_BITS);
+    if (atomic_load(&pool.num_sleeping) > 0) {
+        atomic_fetch_add(&pool.num_wakes, 1);
+        syscall(SYS_futex, &pool.num_wakes, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+    }
+    while (run_chunk())
+        ;
+    for (int pauses = 0; atomic_load(&pool.num_finished) < chunks; pauses++) {
+        pause_briefly();
+        if (pauses > LAST_PAUSES)
+            sched_yield();
+    }
+}

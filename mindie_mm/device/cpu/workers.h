@@ -1,0 +1,17 @@
+/* A pool of threads that together run the chunks of one phase after another. */
+
+#ifndef WORKERS_H
+#define WORKERS_H
+
+/* Runs one chunk of a phase. */
+typedef void (*chunk_function)(const void *context, int chunk);
+
+/* Reserve the pool for the calling thread, and let at most `threads` threads work for it, including itself. */
+void enter_pool(int threads);
+
+/* Run `chunks` chunks, at most 65535, and return when all are finished. The caller must have entered the pool. */
+void run_phase(chunk_function run, const void *context, int chunks);
+
+void leave_pool(void);
+
+#endif
