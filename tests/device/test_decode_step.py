@@ -1,0 +1,256 @@
+"""Tests of decode steps in compiled code."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mindie_mm.device.cpu import decode_step
+from mindie_mm.device.cpu.decode_step import MOST_ROWS, DecodeStep, NotCompiled, StepLinear
+from mindie_mm.models import load_model
+from mindie_mm.nn.angles import Angles
+from mindie_mm.nn.attention import CHUNKED
+from mindie_mm.nn.decoder_layer import fuse
+from mindie_mm.nn.paged_batch import Chunk, PagedBatch
+from mindie_mm.nn.paged_cache import KVLayer, PagedCache
+from tests.nn.test_decoder_layer import MODELS, SIZES, WINDOW, text_model
+
+CPU = torch.device("cpu")
+INSTRUCTIONS: dict[str, list[Any]] = {
+    "DEFAULT": ["generic"],
+    "AVX2": ["generic", "avx2"],
+    "AVX512": ["generic", pytest.param("avx2", marks=pytest.mark.slow), "avx512"],
+}
+"""The libraries that a processor can run, by torch's name of its instructions."""
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: kind for name, kind in MODELS.items() if name not in {"llama with chunks", "experts in every other layer"}},
+    "gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "many heads for each key": ("Llama", {"num_attention_heads": 16, "num_key_value_heads": 1}),
+}
+LENGTHS = (1, 11, 33, 5, 8, 2, 70, 9)
+"""Numbers of tokens of the sequences of a step, including the new token."""
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ["generic"]))
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = str(request.param)
+    monkeypatch.setenv("MINDIE_MM_KERNELS", f"step={name}")
+    if decode_step._load(name) is None:
+        pytest.skip("the package was installed without a C compiler")
+    return name
+
+
+class Steps:
+    """A model, and sequences whose last tokens are computed in a step. The first blocks of two sequences are shared."""
+
+    def __init__(self, model: Any, block_size: int = 4) -> None:
+        fuse(model)
+        self.model = model
+        config = model.config
+        kept = KVLayer(config.num_key_value_heads, model.layers[0].head_dim)
+        counts = [-(-length // block_size) for length in LENGTHS]
+        self.cache = PagedCache.allocate(
+            [kept] * len(model.layers), num_blocks=sum(counts), block_size=block_size, dtype=model.dtype, device=CPU
+        )
+        self.cache.memory[0].fill_(torch.nan)  # what no sequence has written is never read
+        order = iter(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist())
+        self.blocks = [[next(order) for _ in range(count)] for count in counts]
+        generator = torch.Generator().manual_seed(1)
+        width = SIZES["hidden_size"]
+        self.hidden = [torch.randn(n, width, generator=generator).to(model.dtype) for n in LENGTHS]
+        if (shared := 2 * block_size) < LENGTHS[2]:
+            self.hidden[6][:shared] = self.hidden[2][:shared]
+            self.blocks[6][:2] = self.blocks[2][:2]
+        for row, length in enumerate(LENGTHS):
+            if length > 1:
+                self._torch([Chunk(0, length - 1, self.blocks[row])], self.hidden[row][:-1], torch.arange(length - 1))
+
+    def _torch(self, chunks: list[Chunk], hidden: Tensor, positions: Tensor) -> Tensor:
+        with torch.inference_mode():
+            out = self.model(
+                inputs_embeds=hidden.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                paged=PagedBatch(chunks, self.cache, CPU),
+            )
+        result: Tensor = out.last_hidden_state[0]
+        return result
+
+    def _batch(self, rows: list[int]) -> tuple[list[Chunk], Tensor, Tensor]:
+        chunks = [Chunk(LENGTHS[row] - 1, LENGTHS[row], self.blocks[row]) for row in rows]
+        return chunks, torch.stack([self.hidden[row][-1] for row in rows]), torch.tensor([c.start for c in chunks])
+
+    def torch(self, rows: list[int]) -> Tensor:
+        """Return the states of the last tokens without compiled code, which computes each sequence alone.
+
+        Numbers that no sequence has written become 0, because torch reads the rest of a block under a mask.
+        """
+        self.cache.memory[0].nan_to_num_()
+        return torch.cat([self._torch(*self._batch([row])) for row in rows])
+
+    def compiled(self, rows: list[int], step: DecodeStep | None = None) -> Tensor:
+        chunks, hidden, positions = self._batch(rows)
+        angles = Angles.of(*self.model.rotary_emb(hidden.unsqueeze(0), positions.unsqueeze(0)))
+        table = PagedBatch(chunks, self.cache, CPU).decode_table()
+        assert table is not None
+        with torch.inference_mode():
+            return (step or self.step()).run(hidden, (angles.cos, angles.sin), *table, self.cache.memory[0])
+
+    def step(self) -> DecodeStep:
+        norm = self.model.norm
+        layers = [layer.step_layer() for layer in self.model.layers]
+        return DecodeStep(layers, norm.weight, norm.variance_epsilon)
+
+
+ALL = [*range(len(LENGTHS))]
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_a_compiled_step_equals_torch(case: str, instructions: str) -> None:
+    name, settings = KINDS[case]
+    exact, rounded = (Steps(text_model(name, dtype, **settings)) for dtype in (torch.float32, torch.bfloat16))
+    ours, expected = exact.compiled(ALL), exact.torch(ALL)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    off, theirs = ((one.float() - expected).norm() for one in (rounded.compiled(ALL), rounded.torch(ALL)))
+    assert off <= theirs
+
+
+@pytest.mark.parametrize("block_size", [3, 128])
+def test_blocks_may_have_any_size(block_size: int, instructions: str) -> None:
+    steps = Steps(text_model("Qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1), block_size)
+    torch.testing.assert_close(steps.compiled(ALL), steps.torch(ALL), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_does_not_depend_on_its_neighbors(dtype: torch.dtype, instructions: str) -> None:
+    steps = Steps(text_model("Qwen3", dtype))
+    step = steps.step()
+    alone = [steps.compiled([row], step)[0] for row in ALL]
+    for rows in (ALL, ALL[::-1], *(ALL[:count] for count in range(2, MOST_ROWS))):
+        together = steps.compiled(rows, step)
+        assert all(torch.equal(one, alone[row]) for row, one in zip(rows, together, strict=True))
+    steps.hidden[3][-1] = torch.nan
+    spoiled = steps.compiled(ALL, step)
+    assert [row for row in ALL if not spoiled[row].isfinite().all()] == [3]
+    assert all(torch.equal(spoiled[row], alone[row]) for row in ALL if row != 3)
+
+
+def test_new_keys_and_values_are_stored_as_in_torch(instructions: str) -> None:
+    ours, theirs = (Steps(text_model("Qwen3")) for _ in range(2))
+    ours.compiled(ALL)
+    theirs.torch(ALL)
+    torch.testing.assert_close(ours.cache.memory[0].nan_to_num(), theirs.cache.memory[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_layer_multiplies_up_to_eight_rows(dtype: torch.dtype, bias: bool, instructions: str) -> None:
+    linear = nn.Linear(208, 345, bias=bias, dtype=dtype).requires_grad_(False)
+    ours = StepLinear(linear)
+    rows = torch.randn(MOST_ROWS, 208).to(dtype)
+    exact = nn.functional.linear(rows.double(), linear.weight.double(), linear.bias.double() if bias else None)
+    for count in range(1, MOST_ROWS + 1):
+        assert ours.takes(rows[:count])
+        torch.testing.assert_close(ours(rows[:count]), exact[:count].float(), rtol=1e-5, atol=1e-5)
+    assert not ours.takes(torch.cat([rows, rows]))
+
+
+def test_a_forked_process_starts_its_own_threads() -> None:
+    if decode_step._load(decode_step._best()) is None:
+        pytest.skip("the package was installed without a C compiler")
+    linear = StepLinear(nn.Linear(512, 1024).requires_grad_(False))
+    rows = torch.randn(2, 512)
+    expected = linear(rows)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if all(torch.equal(linear(rows), expected) for _ in range(50)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_steps_of_several_threads_do_not_disturb_each_other(instructions: str) -> None:
+    linears = [StepLinear(nn.Linear(256, 512).requires_grad_(False)) for _ in range(3)]
+    rows = torch.randn(2, 256)
+    expected = [linear(rows) for linear in linears]
+    with ThreadPoolExecutor(3) as pool:
+        results = pool.map(lambda linear: [linear(rows) for _ in range(100)], linears)
+    for one, wanted in zip(results, expected, strict=True):
+        assert all(torch.equal(each, wanted) for each in one)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("Llama", {"layer_types": [CHUNKED, "full_attention"], "attention_chunk_size": 4}, "within chunks"),
+        ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2}, "experts"),
+        ("Llama", {"head_dim": 8}, "8 dimensions, which is not a multiple of 16"),
+        ("Llama", {"intermediate_size": 90}, "90 dimensions, which is not a multiple of 16"),
+        ("Llama", {"hidden_act": "relu"}, "neither SiLU nor GELU"),
+    ],
+)
+def test_other_layers_are_refused_with_the_reason(name: str, settings: dict[str, Any], reason: str) -> None:
+    model = text_model(name, **settings)
+    fuse(model)
+    with pytest.raises(NotCompiled, match=reason):
+        DecodeStep([layer.step_layer() for layer in model.layers], model.norm.weight, 1e-6)
+
+
+def test_a_replaced_linear_layer_is_refused() -> None:
+    model = text_model("Llama")
+    fuse(model)
+    layers = [layer.step_layer() for layer in model.layers]
+    model.layers[0].down.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(NotCompiled, match="does more than a product"):
+        DecodeStep(layers, model.norm.weight, 1e-6)
+
+
+def step_logits(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits of the last token of `ids`, computed in a step after the others."""
+    cache, length = model.spec.allocate_cache(-(-len(ids) // 16), 16), len(ids)
+    blocks, positions = range(-(-length // 16)), model.positions(length, ()).prompt
+    for start, stop in ((0, length - 1), (length - 1, length)):
+        paged = PagedBatch([Chunk(start, stop, blocks)], cache, CPU, stop - 1)
+        states = model.states(ids[start:stop], positions[:, start:stop], (), paged, None)
+    logits: Tensor = model.head(states[-1:])
+    return logits[0]
+
+
+def test_the_embedded_checkpoint_runs_compiled_steps(
+    instructions: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO):
+        model = load_model(None, "cpu", "float32")
+    assert "compiled code runs decode steps of up to 8 sequences" in caplog.text
+    ids = torch.from_numpy(np.random.default_rng(0).integers(8, 200, 77))
+    ran: list[int] = []
+    run = DecodeStep.run
+    monkeypatch.setattr(DecodeStep, "run", lambda *given: ran.append(len(given[1])) or run(*given))
+    torch.testing.assert_close(step_logits(model, ids), model.logits(ids)[-1], rtol=0, atol=1e-4)
+    assert ran == [1]
+
+
+def test_torch_runs_the_steps_without_the_library(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_step, "_load", lambda _: None)
+    with caplog.at_level(logging.INFO):
+        model = load_model(None, "cpu", "float32")
+    assert "torch runs all decode steps: the package has no decode_step_" in caplog.text
+    ids = torch.arange(10, 40)
+    torch.testing.assert_close(step_logits(model, ids), model.logits(ids)[-1], rtol=0, atol=1e-4)
+
