@@ -18,11 +18,15 @@ WORKERS := $(shell expr $$(nproc) + 1)
 
 install: .venv/installed
 
-.venv/installed: pyproject.toml constraints.txt
+# The compiled decode steps of the CPU. Without a C compiler, torch runs the steps.
+COMPILED := setup.py $(wildcard mindie_mm/device/cpu/*.[ch])
+
+.venv/installed: pyproject.toml constraints.txt $(COMPILED)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or later is needed")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || $(MAKE) --no-print-directory python3-venv
 	$(PYTHON) -m venv .venv
 	@$(MAKE) --no-print-directory torch
+	-@$(MAKE) --no-print-directory gcc
 	$(BIN)/pip install --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
@@ -60,11 +64,12 @@ TORCH_NPU_2.12 := 2.12.0.post3
 	$(BIN)/pip --python $(@D)/bin/python install --quiet --no-deps torch_npu==$(TORCH_NPU_$*) --editable .
 	touch $@
 
-# The simulated CANN is compiled by the tests.
+# The package compiles decode steps of the CPU (setup.py), and the tests compile the simulated CANN.
 gcc:
 	@echo '#include <stdio.h>' | gcc -E -x c - >/dev/null 2>&1 || { $(SUDO) apt-get update --quiet \
 	  && $(SUDO) apt-get install --quiet --yes --no-install-recommends gcc libc6-dev; } \
-	  || { echo 'gcc is needed to build the simulated CANN (tests/ascend/cann): install it, such as by apt-get install gcc'; exit 1; }
+	  || { echo 'gcc is needed to compile decode steps of the CPU and the simulated CANN (tests/ascend/cann): install it,' \
+	  'such as by apt-get install gcc'; exit 1; }
 
 # Debian and Ubuntu split venv's own pip off into a package.
 python3-venv:

@@ -14,7 +14,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = "mindie_mm/device/cpu"
 FLAGS: dict[str, list[str]] = {"generic": []}
-"""Compiler options of each library, by the instruction set in its name. decode_step.py chooses one when it is loaded."""
+"""Compiler options of each library, by the instruction set in its name. decode_step.py chooses a library."""
 if platform.machine() == "x86_64":
     FLAGS["avx2"] = ["-mavx2", "-mfma"]
     FLAGS["avx512"] = ["-mfma", *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")), "-mprefer-vector-width=512"]
@@ -40,7 +40,7 @@ setup(
             f"{FOLDER.replace('/', '.')}.decode_step_{name}",
             [f"{FOLDER}/decode_step.c", f"{FOLDER}/workers.c"],
             depends=[f"{FOLDER}/workers.h"],
-            extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wno-psabi", "-fno-math-errno", *flags],
+            extra_compile_args=["-std=gnu11", "-O2", "-Wall", "-Wno-psabi", "-fno-math-errno", *flags],
             extra_link_args=["-pthread"],
             libraries=["m"],
             optional=True,

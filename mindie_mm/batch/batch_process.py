@@ -1,7 +1,8 @@
 """A worker process of a run.
 
-Its arguments are the address of the run's folder, the path of its row cursor, and perhaps `SANDBOX`. The process reads the run's file and processes one chunk after another. It reports finished rows at intervals, because a
-report for each row would take 2% more time. Its cursor contains the current row.
+Its arguments are the address of the run's folder, the path of its row cursor, and perhaps `SANDBOX`. The process reads
+the run's file and processes one chunk after another. It reports finished rows at intervals, because a report for each
+row would take 2% more time. Its cursor contains the current row.
 """
 
 from __future__ import annotations

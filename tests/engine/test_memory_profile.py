@@ -266,8 +266,8 @@ def encoder_room(path, free, **settings):
 @pytest.mark.parametrize("asked", [True, False], ids=["asked for", "measured"])
 def test_a_context_that_exceeds_the_cache_is_refused_if_configured_and_otherwise_cut(random_checkpoint, caplog, asked):
     """The cache has nine blocks of 16 tokens and 15 more tokens, which are not enough for a tenth block."""
-    caplog.set_level("INFO")
     model = load_model(random_checkpoint, device="cpu")
+    caplog.set_level("INFO")
     size, own = model.spec.kv_token_bytes, model.spec.max_model_len
 
     def engine(num_tokens, **settings):

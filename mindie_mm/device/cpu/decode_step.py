@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ KEEPS_LAYOUT = "keeps_layout"
 """Attribute of a linear layer whose weight is read by compiled code, and must therefore not be packed."""
 _MULTIPLE = 16
 """Number that divides the widths of compiled layers: the floats in the largest vector."""
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (silu, lambda values: gelu(values, approximate="tanh"))
 _BEST = "best"
 
@@ -69,7 +69,7 @@ class StepLayer:
 
 class _Matrix(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "scales", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weights", "bias")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs", "stride", "format")),
     )
 
@@ -178,9 +178,7 @@ class DecodeStep:
             cache.stride(0),
             _FORMATS[cache.dtype],
         )
-        self._library.run_step(
-            ctypes.byref(self._model), ctypes.byref(batch), rows.data_ptr(), torch.get_num_threads()
-        )
+        self._library.run_step(ctypes.byref(self._model), ctypes.byref(batch), rows.data_ptr(), torch.get_num_threads())
         return rows.to(hidden.dtype)
 
     def takes(self, hidden: Tensor, cache: Sequence[Tensor]) -> bool:

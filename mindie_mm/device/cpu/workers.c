@@ -21,12 +21,6 @@
 /* Number of pauses, about 50 microseconds, for which an idle thread waits before it sleeps. The phases of a step follow
  * each other faster than the system wakes a thread, but between two steps the processor belongs to others. */
 #define IDLE_PAUSES 1500
-/* Number of pauses for which the caller waits for the last chunks before it offers its processor to other threads. */
-#define LAST_PAUSES 2000
-
-#define NEXT_BITS 16
-#define CHUNK_MASK 0xffffu
-
 static struct {
     pthread_mutex_t entered;
     int num_started;
@@ -42,21 +36,16 @@ static struct {
 } pool = {.entered = PTHREAD_MUTEX_INITIALIZER};
 
 /* A forked process has none of the threads. It starts its own on first use. */
-static void forget_threads(void)
-{
+static void forget_threads(void) {
     pool.entered = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     pool.num_started = 0;
     pool.claims = 0;
     pool.num_sleeping = 0;
 }
 
-__attribute__((constructor)) static void watch_forks(void)
-{
-    pthread_atfork(NULL, NULL, forget_threads);
-}
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
 
-static void pause_briefly(void)
-{
+static void pause_briefly(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -65,21 +54,19 @@ static void pause_briefly(void)
 }
 
 /* Claim and run a chunk of the current phase. Return false if none is left. */
-static bool run_chunk(void)
-{
+static bool run_chunk(void) {
     uint64_t claims = atomic_load(&pool.claims);
-    uint32_t next = claims & CHUNK_MASK, chunks = claims >> NEXT_BITS & CHUNK_MASK;
+    uint16_t next = (uint16_t)claims, chunks = (uint16_t)(claims >> 16);
     if (next >= chunks)
         return false;
     if (atomic_compare_exchange_strong(&pool.claims, &claims, claims + 1)) {
-        pool.run(pool.context, (int)next);
+        pool.run(pool.context, next);
         atomic_fetch_add(&pool.num_finished, 1);
     }
     return true;
 }
 
-static void *work(void *argument)
-{
+static void *work(void *argument) {
     const int number = (int)(intptr_t)argument;
     for (;;) {
         uint32_t num_wakes = atomic_load(&pool.num_wakes);
@@ -98,8 +85,7 @@ static void *work(void *argument)
     return NULL;
 }
 
-static void start_threads(int number)
-{
+static void start_threads(int number) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of Python */
@@ -112,21 +98,16 @@ static void start_threads(int number)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-void enter_pool(int threads)
-{
+void enter_pool(int threads) {
     pthread_mutex_lock(&pool.entered);
     atomic_store(&pool.num_threads, threads);
     if (pool.num_started + 1 < threads)
         start_threads(threads);
 }
 
-void leave_pool(void)
-{
-    pthread_mutex_unlock(&pool.entered);
-}
+void leave_pool(void) { pthread_mutex_unlock(&pool.entered); }
 
-void run_phase(chunk_function run, const void *context, int chunks)
-{
+void run_phase(chunk_function run, const void *context, int chunks) {
     if (chunks == 1 || atomic_load(&pool.num_threads) == 1) {
         for (int chunk = 0; chunk < chunks; chunk++)
             run(context, chunk);
@@ -136,7 +117,7 @@ void run_phase(chunk_function run, const void *context, int chunks)
     pool.context = context;
     atomic_store(&pool.num_finished, 0);
     uint64_t phase = (atomic_load(&pool.claims) >> 32) + 1;
-    atomic_store(&pool.claims, phase << 32 | (uint64_t)chunks << NEXT_BITS);
+    atomic_store(&pool.claims, phase << 32 | (uint64_t)chunks << 16);
     if (atomic_load(&pool.num_sleeping) > 0) {
         atomic_fetch_add(&pool.num_wakes, 1);
         syscall(SYS_futex, &pool.num_wakes, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
@@ -145,7 +126,7 @@ void run_phase(chunk_function run, const void *context, int chunks)
         ;
     for (int pauses = 0; atomic_load(&pool.num_finished) < chunks; pauses++) {
         pause_briefly();
-        if (pauses > LAST_PAUSES)
-            sched_yield();
+        if (pauses > IDLE_PAUSES)
+            sched_yield(); /* the last chunk may wait for this processor */
     }
 }

@@ -1,17 +1,13 @@
 /* A pool of threads that together run the chunks of one phase after another. */
 
-#ifndef WORKERS_H
-#define WORKERS_H
+#pragma once
 
 /* Runs one chunk of a phase. */
 typedef void (*chunk_function)(const void *context, int chunk);
 
-/* Reserve the pool for the calling thread, and let at most `threads` threads work for it, including itself. */
+/* Reserve the pool for the calling thread, and let at most `threads` threads work, including the caller. */
 void enter_pool(int threads);
+void leave_pool(void);
 
 /* Run `chunks` chunks, at most 65535, and return when all are finished. The caller must have entered the pool. */
 void run_phase(chunk_function run, const void *context, int chunks);
-
-void leave_pool(void);
-
-#endif
