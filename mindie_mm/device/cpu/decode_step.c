@@ -156,8 +156,6 @@ INLINE vector exponential(vector x) {
 #else
 #define TILE(batch) ((batch) <= 2 ? 4 : (batch) <= 5 ? 2 : 1)
 #endif
-/* Distance in bytes between the weights that are multiplied and those that are fetched from memory. */
-#define PREFETCH 1024
 
 struct product {
     const struct matrix *matrix;
@@ -179,7 +177,7 @@ INLINE void multiply_tile(const struct product *p, int64_t first, const int tile
         for (int row = 0; row < tile; row++) {
             int64_t place = (first + row) * m->stride + k;
             weights[row] = load(m->weights, place, format);
-            __builtin_prefetch((const char *)address(m->weights, place, format) + PREFETCH);
+            __builtin_prefetch(address(m->weights, place + tile * m->stride, format)); /* of the next tile */
         }
 #pragma GCC unroll 8
         for (int b = 0; b < batch; b++) {
@@ -351,6 +349,13 @@ static float exponentiate(float *scores, int64_t tokens, float *largest, float *
     return sum_lanes(sums);
 }
 
+/* Start to fetch rows of memory that are as wide, many and far from each other as the rows of `like`. */
+static void fetch(const void *rows, const struct matrix *like) {
+    for (int64_t row = 0; row < like->outputs; row++)
+        for (int64_t i = 0; i < like->inputs; i += 16) /* 64 bytes of float32, a line of the processor's caches */
+            __builtin_prefetch(address(rows, row * like->stride + i, like->format));
+}
+
 /* Return the place in the cache of a token's key. The value is `cache_stride` numbers behind it. */
 static int64_t place_of(const struct step *s, int64_t row, int64_t token, int64_t kv_head) {
     const struct batch *b = s->batch;
@@ -378,7 +383,10 @@ static void attend_queries(
         const void *weights = address(b->cache, place, b->cache_format);
         struct matrix keys = {weights, NULL, t.tokens, head_dim, stride, b->cache_format};
         struct product scores = {&keys, query, t.scores[0], queries, head_dim, TILE_TOKENS};
+        fetch(t.values, &keys);
         multiply_rows(&scores, 0, t.tokens);
+        if (token + t.tokens < length) /* the distance of the next tile is unknown to the processor */
+            fetch(address(b->cache, place_of(s, row, token + t.tokens, kv_head), b->cache_format), &keys);
         for (int64_t q = 0; q < queries; q++) {
             float sum = exponentiate(t.scores[q], t.tokens, &largest[q], &t.corrections[q]);
             sums[q] = sums[q] * t.corrections[q] + sum;
