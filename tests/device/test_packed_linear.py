@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def always_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINDIE_MM_KERNELS", "packed=yes")
+    monkeypatch.setenv("MINDIE_MM_KERNELS", "packed=yes,step=no")
 
 
 def rows(*shape: int) -> torch.Tensor:
