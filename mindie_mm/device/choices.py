@@ -1,6 +1,6 @@
 """Choices between kernels that depend on the processor or on a trial, and the variable that forces them.
 
-MINDIE_MM_KERNELS, a variable for tests, forces some of the choices, for example "packed=yes,int8=onednn". So a run of
+MINDIE_MM_KERNELS, a variable for tests, forces some of the choices, for example "onednn=yes,int8=fbgemm". So a run of
 the tests covers every path on every processor, and no result depends on the times of a trial.
 """
 
@@ -13,7 +13,7 @@ from mindie_mm.settings.environment import kernels
 
 _NO, _YES = "no", "yes"
 CHOICES: dict[str, tuple[str, ...]] = {
-    "packed": (_NO, _YES),
+    "onednn": (_NO, _YES),
     "blocks": (_NO, _YES),
     "fused": (_NO, _YES),
     "step": (_NO, "best", "generic", "avx2", "avx512"),
@@ -24,7 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """The values of each choice.
 
-- packed: whether linear layers have weights in oneDNN's layout (cpu/packed_linear.py)
+- onednn: whether oneDNN multiplies float32 instead of MKL (cpu/onednn_linear.py)
 - blocks: whether bfloat16 towers compute attention for blocks of queries (cpu/cpu_attention.py)
 - fused: whether transformers' decoder layers are replaced (nn/decoder_layer.py)
 - step: the instructions of compiled decode steps (cpu/decode_step.py), the best of the processor, or no such steps

@@ -40,7 +40,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 _TRANSPOSED = "transposed"
 """Attribute of a plain linear layer, a view of its weight. `F.linear` would create the view with three operators.
 
-A packed or quantized layer that later replaces the linear layer does not have it.
+Another kind of layer, such as a quantized one, that later replaces the linear layer does not have it.
 """
 
 

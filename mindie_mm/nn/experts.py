@@ -1,7 +1,7 @@
 """Mixture-of-experts layers: transformers' experts and our own.
 
 `arrange` prepares the experts of a loaded module for its device. If `Kernels.joins_experts` is true, all experts of
-a layer share one tensor per product. Otherwise, each expert has linear layers of its own, which can be packed or
+a layer share one tensor per product. Otherwise, each expert has linear layers of its own, which can be replaced or
 quantized like other linear layers.
 """
 
@@ -164,7 +164,7 @@ def _activation(part: Any, weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _is_plain(experts: Experts) -> bool:
-    """Return whether the experts are `GatedMLP`s without packed weights on a device that joins experts."""
+    """Return whether the experts are `GatedMLP`s with plain linear layers on a device that joins experts."""
     linears = [layer for expert in experts for layer in expert.children()]
     return (
         all(type(expert) is GatedMLP for expert in experts)

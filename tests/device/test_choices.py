@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mindie_mm.device import choices
 from mindie_mm.device.cpu import cpu_attention
 from mindie_mm.device.cpu.int8_linear import Int8Linear, has_int8
-from mindie_mm.device.cpu.packed_linear import PackedLinear, can_pack
+from mindie_mm.device.cpu.onednn_linear import OneDNNLinear, has_onednn
 from mindie_mm.errors import InputError
 from mindie_mm.media.image.encoded_image import resize
 from mindie_mm.models import load_model
@@ -56,37 +56,37 @@ def test_the_tests_force_every_choice() -> None:
     assert forced.keys() == choices.CHOICES.keys()
 
 
-@pytest.mark.parametrize("kernels", yes_and_no("packed", "fused"))
+@pytest.mark.parametrize("kernels", yes_and_no("onednn", "fused"))
 def test_logits_in_float32_do_not_depend_on_the_choices(
     checkpoint: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, _ = logits(checkpoint, monkeypatch, "packed=no,fused=no")
+    expected, _ = logits(checkpoint, monkeypatch, "onednn=no,fused=no")
     actual, module = logits(checkpoint, monkeypatch, kernels)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
-    assert (PackedLinear in kinds(module)) is ("packed=yes" in kernels and can_pack(torch.float32))
+    assert (OneDNNLinear in kinds(module)) is ("onednn=yes" in kernels and has_onednn())
     assert (FewOperatorLayer in kinds(module)) is ("fused=yes" in kernels)
 
 
-@pytest.mark.parametrize("kernels", yes_and_no("packed", "fused", "blocks"))
+@pytest.mark.parametrize("kernels", yes_and_no("onednn", "fused", "blocks"))
 def test_logits_in_bfloat16_do_not_depend_on_the_choices(
     checkpoint: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, _ = logits(checkpoint, monkeypatch, "packed=no,fused=no")
+    expected, _ = logits(checkpoint, monkeypatch, "onednn=no,fused=no")
     actual, module = logits(checkpoint, monkeypatch, kernels, dtype="bfloat16")
     assert (actual - expected).norm() <= 0.03 * expected.norm()
-    assert (PackedLinear in kinds(module)) is ("packed=yes" in kernels and can_pack(torch.bfloat16))
+    assert OneDNNLinear not in kinds(module)
     used: Any = module.config
     assert (used.vision_config._attn_implementation == cpu_attention.NAME) is ("blocks=yes" in kernels)
 
 
 @pytest.mark.skipif(not has_int8(), reason="torch does not multiply int8 on this processor")
 @pytest.mark.parametrize("library", choices.CHOICES["int8"])
-@pytest.mark.parametrize("packed", NO_YES)
+@pytest.mark.parametrize("onednn", NO_YES)
 def test_logits_in_int8_do_not_depend_on_the_library(
-    checkpoint: Path, library: str, packed: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, library: str, onednn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = logits(checkpoint, monkeypatch, "")
-    actual, module = logits(checkpoint, monkeypatch, f"int8={library},packed={packed}", weights="int8")
+    actual, module = logits(checkpoint, monkeypatch, f"int8={library},onednn={onednn}", weights="int8")
     assert Int8Linear in kinds(module)
     assert (actual - expected).norm() <= 0.1 * expected.norm()
 
@@ -112,7 +112,7 @@ def test_results_do_not_depend_on_the_simd_level(
     checkpoint: Path, tmp_path: Path, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch and oneDNN read the variables when they are loaded. A processor that lacks a level uses a lower one."""
-    expected, _ = logits(checkpoint, monkeypatch, "packed=yes")
+    expected, _ = logits(checkpoint, monkeypatch, "onednn=yes")
     isa = {"default": "SSE41", "avx2": "AVX2"}[level]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": level, "ONEDNN_MAX_CPU_ISA": isa, "MKL_CBWR": "COMPATIBLE"}
     subprocess.run([sys.executable, "-c", LEVELS, checkpoint, tmp_path / "out"], env=environment, check=True)
@@ -123,8 +123,8 @@ def test_results_do_not_depend_on_the_simd_level(
     assert np.array_equal(np.load(tmp_path / "out.npy"), resize(pixels, 33, 47))
 
 
-@pytest.mark.parametrize("kernels", ["packed", "packed=maybe", "simd=avx2", "int8=mkl"])
+@pytest.mark.parametrize("kernels", ["onednn", "onednn=maybe", "simd=avx2", "int8=mkl"])
 def test_an_unknown_choice_is_refused(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINDIE_MM_KERNELS", kernels)
-    with pytest.raises(InputError, match=r"must be a comma-separated list of packed=no\|yes"):
-        choices.forced("packed")
+    with pytest.raises(InputError, match=r"must be a comma-separated list of onednn=no\|yes"):
+        choices.forced("onednn")

@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mindie_mm.device.cpu.int8_linear import has_int8
-from mindie_mm.device.cpu.packed_linear import PackedLinear
 from mindie_mm.device.cpu.weight_pages import drop_unused_pages
 from tools.random_checkpoint import write_checkpoint
 
@@ -57,7 +56,8 @@ def test_a_file_with_changed_weights_keeps_them(path: Path) -> None:
 def test_weights_in_layouts_without_an_address_are_skipped(path: Path) -> None:
     with safe_open(path, "pt") as file:
         used = file.get_tensor("used")
-    module = nn.Sequential(nn.Linear(2048, 1024), PackedLinear(nn.Linear(512, 512)))
+    module = nn.Sequential(nn.Linear(2048, 1024), nn.Linear(512, 512))
+    module[1].weight = nn.Parameter(torch.zeros(512, 512).to_mkldnn(), requires_grad=False)
     module[0].weight = nn.Parameter(used.view(1024, 2048), requires_grad=False)
     drop_unused_pages(module)
     assert 8192 <= resident_kib(path) < 8192 + 1024
@@ -76,7 +76,7 @@ print(json.dumps(int(rss[1]) * 1024))
 """
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("packed=no", marks=pytest.mark.slow), "packed=yes"])
+@pytest.mark.parametrize("kernels", [pytest.param("onednn=no", marks=pytest.mark.slow), "onednn=yes"])
 @pytest.mark.parametrize(("weights", "most"), [("auto", 0.62), pytest.param("int8", 0.4, marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_replaced_weights_of_a_model_are_not_resident(

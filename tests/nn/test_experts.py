@@ -15,7 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from mindie_mm.device import ExpertWeights, joined_experts
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
-from mindie_mm.device.cpu.packed_linear import PackedLinear, can_pack, pack
+from mindie_mm.device.cpu.onednn_linear import OneDNNLinear, has_onednn, use_onednn
 from mindie_mm.nn import experts
 from mindie_mm.nn.experts import Expert, Experts, GatedMLP, JoinedExperts
 
@@ -158,13 +158,13 @@ def test_layers_of_our_own_are_joined_where_the_device_selects_experts(kind):
     torch.testing.assert_close(model.experts(*inputs()), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not can_pack(torch.float32), reason="this processor has no packed weights")
-def test_weights_are_packed_per_expert_on_the_cpu(monkeypatch):
-    monkeypatch.setenv("MINDIE_MM_KERNELS", "packed=yes")
-    monkeypatch.setattr("mindie_mm.device.cpu.packed_linear._LEAST_ELEMENTS", 1)
+@pytest.mark.skipif(not has_onednn(), reason="oneDNN is not used on this processor")
+def test_onednn_multiplies_the_weights_of_each_expert_on_the_cpu(monkeypatch):
+    monkeypatch.setenv("MINDIE_MM_KERNELS", "onednn=yes")
+    monkeypatch.setattr("mindie_mm.device.cpu.onednn_linear._LEAST_ELEMENTS", 1)
     model = layer_of(DeepseekV2Experts)
     expected = model.experts(*inputs())
     experts.arrange(model)
-    pack(model)
-    assert sum(type(part) is PackedLinear for part in model.modules()) == 2 * EXPERTS
+    use_onednn(model)
+    assert sum(type(part) is OneDNNLinear for part in model.modules()) == 2 * EXPERTS
     torch.testing.assert_close(model.experts(*inputs()), expected, rtol=1e-4, atol=1e-4)

@@ -18,7 +18,7 @@ from mindie_mm.device.cpu import cpu_attention
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
 from mindie_mm.device.cpu.int8_linear import has_int8, int8_linear
-from mindie_mm.device.cpu.packed_linear import pack
+from mindie_mm.device.cpu.onednn_linear import use_onednn
 from mindie_mm.device.cpu.step_memory import allocated_peak_bytes, computed_peak_bytes
 from mindie_mm.device.cpu.weight_pages import drop_unused_pages
 from mindie_mm.device.kernels import Kernels
@@ -79,7 +79,7 @@ class CPU(Device):
 
     def prepare(self, module: torch.nn.Module) -> None:
         host_memory.keep_freed()
-        pack(module)
+        use_onednn(module)
         lighten(module)
         cpu_attention.replace(module)
         drop_unused_pages(module)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device.choices import choose
-from mindie_mm.device.cpu.packed_linear import multiplies_bfloat16
+from mindie_mm.device.cpu.onednn_linear import multiplies_bfloat16
 
 NAME = "mindie_mm_blocks"
 """Name under which `attend` is registered with transformers."""

@@ -21,7 +21,7 @@ class CPUKernels(Kernels):
     """The fused operators of the CPU."""
 
     has_attention: ClassVar[bool] = True
-    joins_experts: ClassVar[bool] = False  # nothing waits, and layers can be packed or quantized
+    joins_experts: ClassVar[bool] = False  # nothing waits, and layers can be replaced or quantized
 
     def attends(self, query: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> bool:
         count = len(rows.lengths)

@@ -24,8 +24,6 @@ from mindie_mm.device.choices import forced
 
 MOST_ROWS = 8
 """Maximum number of sequences in a compiled step, as in decode_step.c."""
-KEEPS_LAYOUT = "keeps_layout"
-"""Attribute of a linear layer whose weight is read by compiled code, and must therefore not be packed."""
 _MULTIPLE = 16
 """Number that divides the widths of compiled layers: the floats in the largest vector."""
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
@@ -138,9 +136,6 @@ class DecodeStep:
             eps=eps,
         )
         self._model.scratch = self._floats(torch.empty(self._library.scratch_size(ctypes.byref(self._model))))
-        for layer in layers:  # only after the last reason to raise
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                setattr(linear, KEEPS_LAYOUT, True)
 
     def run(
         self,
@@ -225,7 +220,6 @@ class StepLinear:
         self._library = library()
         self._kept: list[Tensor] = []
         self._matrix = _matrix(linear, self._kept)
-        setattr(linear, KEEPS_LAYOUT, True)
 
     def takes(self, rows: Tensor) -> bool:
         """Return whether the layer can multiply `rows`."""

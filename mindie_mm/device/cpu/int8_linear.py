@@ -7,6 +7,7 @@ result does not depend on the other rows, so an answer does not depend on its ne
 from __future__ import annotations
 
 import platform
+import time
 import warnings
 from functools import cache
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device.choices import choose, forced
-from mindie_mm.device.cpu.packed_linear import seconds
 
 _ENGINES = ("fbgemm", "onednn")
 """torch's libraries for int8 products."""
@@ -95,6 +95,14 @@ def _fastest_engine() -> str:
         for name, layer in layers.items():
             best[name] = min(best[name][0], seconds(layer, step)), min(best[name][1], seconds(layer, prompt))
     return min(layers, key=lambda name: best[name][0] * _STEPS + best[name][1])
+
+
+def seconds(layer: nn.Module, rows: Tensor) -> float:
+    """Return the time of one call of `layer`."""
+    with torch.inference_mode():
+        began = time.perf_counter()
+        layer(rows)
+        return time.perf_counter() - began
 
 
 def _packed(weight: Tensor, engine: str) -> Any:

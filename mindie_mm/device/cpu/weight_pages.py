@@ -1,7 +1,7 @@
 """Pages of weight files that are in memory although no tensor needs them any more.
 
-safetensors maps a whole weight file until the last of its tensors is freed. Where layers are joined, packed or
-quantized, their old weights would therefore stay resident beside the new ones.
+safetensors maps a whole weight file until the last of its tensors is freed. Where layers are joined or quantized,
+their old weights would therefore stay resident beside the new ones.
 """
 
 from __future__ import annotations

@@ -1,0 +1,73 @@
+"""Linear layers that oneDNN multiplies instead of MKL.
+
+PyTorch multiplies float32 on the CPU with MKL, which uses a slower path on processors from makers other than Intel:
+there, oneDNN is up to 1.7 times as fast (docs/decisions/0020-cpu-speed.md). oneDNN reads the weight in torch's layout,
+so the weight is in memory once. PyTorch itself multiplies bfloat16 with oneDNN.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mindie_mm.device.choices import choose
+
+_LEAST_ELEMENTS = 2**17
+"""Minimum number of elements of a weight. For smaller weights, the call has too much overhead."""
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+class OneDNNLinear(nn.Module):
+    """An nn.Linear for inference in float32. It has the same weight and bias as the original layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Map [..., width] to [..., outputs]."""
+        product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001 - there is no public name
+        out: Tensor = product(rows, self.weight, self.bias, "none", [], "")
+        return out
+
+
+def use_onednn(module: nn.Module) -> None:
+    """Replace the float32 linear layers of `module` on the CPU if oneDNN is faster than MKL on this processor.
+
+    Subclasses of nn.Linear are kept, because they may use their weight in other ways. Layers with hooks
+    (nn/placement.py) or a replaced `forward` (tensor parallelism) are kept, because the new layer would lose the hooks
+    or the replacement.
+    """
+    if not has_onednn() or not choose("onednn", is_faster):
+        return
+    for parent in [*module.modules()]:
+        for name, child in [*parent.named_children()]:
+            if type(child) is not nn.Linear or child._forward_pre_hooks or "forward" in vars(child):  # noqa: SLF001
+                continue
+            weight = child.weight
+            if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= _LEAST_ELEMENTS:
+                setattr(parent, name, OneDNNLinear(child))
+
+
+def has_onednn() -> bool:
+    """Return whether torch contains oneDNN, on an architecture on which these layers were tested."""
+    return torch.backends.mkldnn.is_available() and platform.machine() == "x86_64"
+
+
+@cache
+def is_faster() -> bool:
+    """Return whether oneDNN multiplies float32 faster than MKL on this processor, which depends on its maker."""
+    try:
+        return "GenuineIntel" not in _CPUINFO.read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether oneDNN can use bfloat16 instructions of this processor."""
+    return has_onednn() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
