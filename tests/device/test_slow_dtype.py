@@ -29,7 +29,7 @@ load_engine(Start(None, engine), ALONE)
 
 @pytest.mark.slow
 def test_an_engine_and_doctor_warn_about_a_slow_dtype():
-    environment = os.environ | {"MINDIE_MM_KERNELS": "bfloat16=no,packed=no,blocks=no"}
+    environment = os.environ | {"MINDIE_MM_KERNELS": "bfloat16=no,onednn=no,blocks=no"}
     command = [sys.executable, "-c", SCRIPT]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr
