@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One test process more than there are cores, because tests wait a third of their time for processes that they start.
 WORKERS := $(shell expr $$(nproc) + 1)
 
-.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-gemma3n test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus helm
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-gemma3n test-s3 test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus helm
 
 install: .venv/installed
 
@@ -160,6 +160,14 @@ test-gemma3n: build/timm/installed .venv-npu/installed gcc
 	PYTHONPATH=build/timm $(BIN)/python -m pytest -m '' tests/models/test_gemma3n.py
 	PYTHONPATH=build/timm $(BIN)/python -m pytest -k gemma3n tests/cli/test_judgement.py
 	PYTHONPATH=build/timm $(NPU) pytest --device npu tests/models/test_gemma3n.py
+
+# Runs of batches on a real S3 server in this process.
+build/s3/installed: .venv/installed
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(@D) s3fs==2026.9.0 'moto[server]==5.2.5'
+	touch $@
+
+test-s3: build/s3/installed
+	PYTHONPATH=build/s3 $(BIN)/python -m pytest -m '' tests/batch/test_remote*.py
 
 # The contract of every family, engine, service and faults on an NVIDIA GPU, where there is one. In one process: an engine
 # takes a share of what is free.
