@@ -26,7 +26,7 @@ from mindie_mm.batch.output.manifest import (
     drop_changed,
     drop_failed,
 )
-from mindie_mm.batch.output.run_folder import RunFolder, StagedFolder, staging_path
+from mindie_mm.batch.output.run_folder import SHARD_FILE, RunFolder, StagedFolder, staging_path
 from mindie_mm.batch.output.shard import SCHEMA
 from mindie_mm.batch.output.shard_row import ASSISTANT
 from mindie_mm.batch.output.store import Store, access_is_needed
@@ -41,7 +41,7 @@ from mindie_mm.shm.liveness_lock import is_same
 
 LOCK_FILE = ".lock"
 _NAME_A_FOLDER = "Choose a folder that you may write to, or one that does not exist yet"
-_RUN_FILES = re.compile(r"\.lock|at-[0-9]+\.json|(input-|shard-|run\.json).*")
+_RUN_FILES = re.compile(rf"\.lock|at-[0-9]+\.json|{SHARD_FILE.pattern}|(input-|run\.json).*")
 """Names of files that a folder may contain before run.json is written: the lock, gathered input, and files from other
 nodes."""
 _LEFT_BY_ACTORS = ("at-*.json", "input-*.partial")

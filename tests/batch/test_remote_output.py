@@ -54,7 +54,8 @@ POINTS = (
 class Here:
     """Processes the chunks in this process, because starting a worker takes longer."""
 
-    def __init__(self, folder: RunFolder, chunks: Iterator[Chunk], tally: Tally) -> None:
+    def __init__(self, folder: RunFolder, chunks: Iterator[Chunk], tally: Tally, *, sandbox: bool) -> None:
+        assert not sandbox
         self._folder, self._chunks, self._tally = folder, chunks, tally
 
     async def run(self, _: int | None) -> None:

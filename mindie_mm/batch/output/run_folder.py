@@ -8,6 +8,7 @@ content is only in the store, and they occupy no disk.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -25,6 +26,8 @@ from mindie_mm.batch.output.lease import Lease
 from mindie_mm.batch.output.store import Store, access_is_needed
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 
+SHARD_FILE = re.compile(r"shard-[0-9]{9,}\.(parquet|safetensors|journal)(\.[\w-]*partial)?")
+"""Names of the files of shards. Users may have other files whose names begin with "shard-"."""
 _ADVICE = "Give another folder with --staging"
 _NAME_FILE = ".name"
 _TABLES, _ARRAYS = "shard-*.parquet", ".safetensors"
@@ -125,7 +128,7 @@ class StagedFolder(RunFolder):
                 yield folder
             is_finished = folder._is_finished
         finally:
-            if is_finished or not any(path.glob("shard-*")):
+            if is_finished or not any(path.rglob("shard-*")):
                 shutil.rmtree(path, ignore_errors=True)
 
     @property
@@ -163,6 +166,7 @@ class StagedFolder(RunFolder):
     def put_shard(self, arrays: Path, table: Path, name: str) -> None:
         self._lease.require()
         self._store.put(arrays, arrays.name)
+        self._lease.require()  # the upload may have taken long
         self._store.put(table, name)
 
     def release(self, arrays: Path) -> None:
@@ -189,7 +193,7 @@ class StagedFolder(RunFolder):
     def finish(self, *names: str, shards: Collection[str]) -> None:
         self.put(*names)
         for name in self._store.sizes():
-            if name.startswith("shard-") and name not in shards:
+            if SHARD_FILE.fullmatch(name) and name not in shards:
                 self._store.remove(name)
         self._is_finished = True
 
