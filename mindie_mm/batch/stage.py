@@ -276,8 +276,13 @@ def _require_listed(record: Record, folder: Path | str) -> None:
 def _exists(path: str) -> bool:
     if not is_url(path):
         return os.path.lexists(path)
+    if "::" in path:  # cannot be read, but exists
+        return True
     with os_errors_as(StorageError, f"{path} cannot be read"):
-        return "::" in path or RemoteFile(path).exists()  # a name with :: cannot be read, but exists
+        try:
+            return RemoteFile(path).exists()
+        except PermissionError:  # only its row fails
+            return True
 
 
 def _next(records: Iterator[Record], source: Source) -> Record:

@@ -214,7 +214,7 @@ def test_another_machine_waits_for_the_lease_and_repeats_open_shards(
 
 def test_the_second_of_two_runs_is_refused(few: Path, url: str, tmp_path: Path) -> None:
     store = Store(url)
-    with Lease.take(store, "another machine").kept("another machine"):
+    with Lease.take(store, "another machine").kept():
         with pytest.raises(InputError, match=rf"another run is using {url}: process {os.getpid()} on"):
             run(settings(few), url, tmp_path)
         assert store.sizes() == {}
@@ -258,7 +258,7 @@ def test_a_lease_is_renewed_also_after_a_failure_of_the_store(url: str, monkeypa
     monkeypatch.setattr(store, "write", fail_once)
     taken = Lease.take(store, "here")
     first = lease.holder_of(store)
-    with taken.kept("here"):
+    with taken.kept():
         assert renewed.wait(60)
         now = lease.holder_of(store)
         assert first is not None
@@ -563,3 +563,35 @@ def test_a_bucket_that_does_not_exist_is_refused(s3: S3, tmp_path: Path) -> None
     assert refused.exit_code == 2, refused.output
     assert "s3://missing/run/.lease/000000 cannot be written" in refused.stderr
     assert "Check that the bucket exists" in refused.stderr
+
+
+def test_a_lease_whose_number_was_given_to_another_run_is_lost(url: str) -> None:
+    store = Store(url)
+    suspended = Lease.take(store, "a")
+    store.remove(f".lease/{suspended.number:06d}")  # as another run does that took the lease and has ended
+    other = Lease.take(store, "b")
+    assert other.number == suspended.number
+    with pytest.raises(StorageError, match="has lost its lease"):
+        suspended.require()
+    other.require()
+
+
+def test_files_of_users_are_kept(few: Path, url: str, tmp_path: Path) -> None:
+    """The usual names in WebDataset format begin like those of shards."""
+    folder = Path(url.removeprefix("local://"))
+    folder.mkdir(parents=True)
+    (folder / "shard-000000.tar").touch()
+    with pytest.raises(InputError, match=r"shard-000000\.tar"):
+        run(settings(few), url, tmp_path)
+    (folder / "shard-000000.tar").unlink()
+    run(settings(few), url, tmp_path)
+    (folder / "shard-000001.tar").touch()
+    run(settings(few), url, tmp_path)
+    assert (folder / "shard-000001.tar").exists()
+
+
+@pytest.mark.parametrize("output", ["s3://user:password@host/run", "s3://bucket/a::b"])
+def test_a_url_with_a_password_and_a_chain_of_urls_are_refused(output: str) -> None:
+    with pytest.raises(InputError, match="a chain of URLs, or a URL with a password") as caught:
+        output_at(output)
+    assert "user" not in str(caught.value)

@@ -54,9 +54,10 @@ class Holder(msgspec.Struct, frozen=True):
 class Lease:
     """A lease that a run holds. Its workers may use copies of it."""
 
-    def __init__(self, store: Store, number: int) -> None:
+    def __init__(self, store: Store, number: int, token: str) -> None:
         self.store = store
         self.number = number
+        self.token = token
 
     @classmethod
     def take(cls, store: Store, token: str) -> Self:
@@ -71,7 +72,7 @@ class Lease:
         held = _read(store, max(earlier, default=-1))
         if held and held.token != token and held.expires > time.time():
             raise held.refusal(store.url)
-        lease = cls(store, max(earlier, default=-1) + 1)
+        lease = cls(store, max(earlier, default=-1) + 1, token)
         own = Holder.of_this_process(token, time.time())
         if not store.create(_name(lease.number), msgspec.json.encode(own)):
             holder = _read(store, lease.number)
@@ -86,8 +87,10 @@ class Lease:
 
     def require(self) -> None:
         """Raise StorageError if this run does not hold the lease any more."""
-        if (now := max(_numbers(self.store), default=-1)) != self.number:
-            holder = _read(self.store, now)
+        now = max(_numbers(self.store), default=-1)
+        holder = _read(self.store, now)
+        # When the last lease is removed, the numbers begin again, so another run may have the same number.
+        if now != self.number or holder is None or holder.token != self.token:
             by = (
                 f"process {holder.pid} on {holder.host} has it" if holder else "it was removed, perhaps with its bucket"
             )
@@ -97,10 +100,10 @@ class Lease:
             )
 
     @contextmanager
-    def kept(self, token: str) -> Iterator[None]:
+    def kept(self) -> Iterator[None]:
         """Renew the lease in the background, and remove it at the end."""
         ended = Event()
-        thread = Thread(target=self._renew, args=(ended, token, time.time()), name="mindie_mm-lease", daemon=True)
+        thread = Thread(target=self._renew, args=(ended, time.time()), name="mindie_mm-lease", daemon=True)
         thread.start()
         try:
             yield
@@ -108,14 +111,15 @@ class Lease:
             ended.set()
             thread.join(_PATIENCE_S)
             with suppress(MindieMMError):  # if the store cannot be reached, the lease expires
+                self.require()  # another run's lease may have the same number
                 self.store.remove(_name(self.number))
 
-    def _renew(self, ended: Event, token: str, since: float) -> None:
+    def _renew(self, ended: Event, since: float) -> None:
         while not ended.wait(RENEWAL_S):
             # Each writer checks the lease itself, so a failure needs no report.
             with suppress(MindieMMError):
                 self.require()
-                self.store.write(_name(self.number), msgspec.json.encode(Holder.of_this_process(token, since)))
+                self.store.write(_name(self.number), msgspec.json.encode(Holder.of_this_process(self.token, since)))
 
 
 def holder_of(store: Store) -> Holder | None:

@@ -40,6 +40,9 @@ class Address(msgspec.Struct, frozen=True):
     """Local folder of the run, or its staging folder."""
     url: str = ""
     lease: int = 0
+    """Number of the lease on the folder at `url`."""
+    token: str = ""
+    """Token of the lease's holder."""
 
 
 class RunFolder:
@@ -53,7 +56,7 @@ class RunFolder:
         """Return the folder with an address."""
         if not address.url:
             return RunFolder(Path(address.path))
-        return StagedFolder(Path(address.path), Lease(Store(address.url), address.lease))
+        return StagedFolder(Path(address.path), Lease(Store(address.url), address.lease, address.token))
 
     @property
     def address(self) -> Address:
@@ -124,7 +127,8 @@ class StagedFolder(RunFolder):
             with access_is_needed():
                 lease = Lease.take(store, token)
             folder = cls(path, lease)
-            with lease.kept(token):
+            with lease.kept():
+                folder.forget()  # another machine may have replaced a shard since an earlier call
                 yield folder
             is_finished = folder._is_finished
         finally:
@@ -133,7 +137,7 @@ class StagedFolder(RunFolder):
 
     @property
     def address(self) -> Address:
-        return Address(str(self.path), self._store.url, self._lease.number)
+        return Address(str(self.path), self._store.url, self._lease.number, self._lease.token)
 
     def __str__(self) -> str:
         return self._store.url

@@ -38,6 +38,11 @@ def output_at(given: Any) -> Path | str:
     if isinstance(given, str) and is_url(given):
         if why := _NO_OUTPUT.get(given.partition(":")[0].lower()):
             raise InputError(f"output is {given}, {why}. Give a folder, or the URL of an object store, such as s3://")
+        if "::" in given or re.match(r"[^/]*//[^/@]*:[^/@]*@", given):
+            raise InputError(
+                "output is a chain of URLs, or a URL with a password. Give the URL of one folder, and the password in "
+                "the place where fsspec's package for the store reads it"
+            )
         return given.rstrip("/")
     if _BROKEN_URL.match(text):
         raise InputError(
