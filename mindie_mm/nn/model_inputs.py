@@ -118,7 +118,7 @@ class ModelInputs:
 
         """
         types = {name: self.types_of_tokens(len(ids), items) for name in self.traits.token_types}
-        return {"input_ids": torch.from_numpy(ids), "attention_mask": torch.ones(len(ids), dtype=torch.int64), **types}
+        return {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), dtype=torch.int64), **types}
 
     def types_of_tokens(self, length: int, items: Sequence[Item]) -> Tensor:
         """Return the type of each token, int64 [length]: 0 for text, or the number of the kind in `TOKEN_TYPES`."""

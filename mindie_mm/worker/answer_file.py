@@ -253,6 +253,8 @@ def continued(
             else:
                 origin.begin(output)
             begun = _begun(file, output)
+            if begun[0] == stop:  # left by a call that was killed after its last answer
+                earlier.path.unlink(missing_ok=True)
             most = max(begun[0], earlier.num_rows())
             _require_few(output, most, stop)
             if retry_errors and begun[1]:

@@ -124,3 +124,11 @@ def test_columns_that_cannot_be_kept_are_refused(given: str, why: str, tmp_path:
     )
     assert (shown.exit_code, why in shown.stderr) == (2, True), shown.output
     assert not (tmp_path / "run").exists()
+
+
+def test_a_caller_may_change_the_columns_of_a_sample(tmp_path):
+    lines = written(tmp_path / "rows.jsonl", [{"text": "a", "boxes": [1, 2]}])
+    run_in_process(settings(lines, keep_columns={"boxes": ""}), tmp_path / "run")
+    dataset = Dataset(tmp_path / "run")
+    dataset[0].columns["boxes"].append(3)
+    assert dataset[0].columns == {"boxes": [1, 2]}

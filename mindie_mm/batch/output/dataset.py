@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from operator import index
 from pathlib import Path
 from threading import Lock
@@ -155,7 +156,10 @@ class Dataset(Sequence[Sample]):
         shard = self.shard(number)
         record = self._records(shard)[number - shard.info.first_row]
         ids = record["input_ids"]
-        return ShardRow.of(record | {"input_ids": None if ids is None else ids.copy()})
+        row = ShardRow.of(record | {"input_ids": None if ids is None else ids.copy()})
+        # Lists of the record are kept for later calls.
+        row.columns, row.assistant_spans = deepcopy((row.columns, row.assistant_spans))
+        return row
 
     def shard(self, number: int) -> Shard:
         """Return the shard that contains the row `number`."""
