@@ -119,6 +119,7 @@ def test_memory_of_recorded_steps_counts(random_checkpoint):
     assert few.num_bytes < many.num_bytes - MiB, "logits of half as many rows need 3 MiB less"
 
 
+@pytest.mark.slow
 def test_the_largest_item_is_limited_by_the_prompt_length(random_checkpoint):
     """The video fits the prompt. It does not have 768 frames with 255 features each."""
     short, long = (step(random_checkpoint, ("video",), max_model_len=length).num_bytes for length in (64, 512))
