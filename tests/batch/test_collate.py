@@ -74,6 +74,8 @@ def test_wrong_batches_are_refused(dataset: Dataset) -> None:
         dataset.collate(dataset[:], labels="assistant")
     with pytest.raises(InputError, match=r"a sample has \d+ tokens, but packing is 9, the number of tokens of a row"):
         dataset.collate(dataset[:], packing=9)
+    with pytest.raises(InputError, match="packing is -1; it must be a number of tokens, or 0"):
+        dataset.collate(dataset[:], packing=-1)
     with pytest.raises(InputError, match="padding is 'top'; it must be left or right"):
         dataset.collate(dataset[:], padding="top")
     with pytest.raises(InputError, match="samples is empty; it must have at least one"):

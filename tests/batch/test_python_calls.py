@@ -134,6 +134,8 @@ def test_samples_in_rows_are_those_of_files(tmp_path: Path) -> None:
     )
     clips: list[tuple[np.ndarray, Any]] = [
         (mono, {"audio": {"path": None, "array": mono, "sampling_rate": rate}}),
+        (mono, {"audio": {"array": mono.tolist(), "sampling_rate": rate}}),
+        (mono, {"audio": (mono.tolist(), rate)}),
         (mono, {"audio": (mono, np.int64(rate))}),
         (mono, [{"audio": mono, "sampling_rate": rate}]),
         (stereo, {"audio": decoder}),
@@ -165,6 +167,10 @@ def test_samples_in_rows_are_those_of_files(tmp_path: Path) -> None:
         (
             {"audio": (np.zeros(8, int), 8000)},
             "row 1: audio samples have dtype int64 and shape (8,); they must be float",
+        ),
+        (
+            {"audio": (torch.zeros(8, requires_grad=True), 8000)},
+            "row 1: it cannot be written as JSON: Can't call numpy",
         ),
         ({"audio": (np.zeros(8), 0)}, "row 1: the audio.sampling_rate is 0; it must be from 1 to 768000"),
     ],

@@ -159,6 +159,8 @@ def test_values_that_cannot_be_read_are_left_out_of_a_request() -> None:
     """The rows fail, and other rows are answered."""
     line = b'{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "a", "user": 1e999}}'
     assert json.loads(str(request_of(line))) == {"custom_id": "a", "url": "/v1/completions", "body": {}}
+    nameless = line.replace(b'"a", "url"', b'null, "url"')
+    assert json.loads(str(request_of(nameless)))["custom_id"] is None, "the row gets a line in OpenAI's format"
     for value in (b"1e999", b'"\xff"', b"[" * 5000 + b"]" * 5000):
         assert request_of(b'{"text": "a", "stop": ' + value + b"}") is None
 

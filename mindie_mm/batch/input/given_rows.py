@@ -123,7 +123,8 @@ def _lines(rows: Iterable[Any], media: MediaCaps, limit: int | None) -> Iterator
 def _line(row: Any, media: MediaCaps) -> bytes:
     """Return a row as the line that `json.dumps` gives, if it gives one. Otherwise, replace what JSON does not have."""
     try:
-        return json.dumps(row).encode()
+        if not _has_clip(row, ""):
+            return json.dumps(row).encode()
     except TypeError:
         pass
     except (ValueError, RecursionError):
@@ -131,7 +132,7 @@ def _line(row: Any, media: MediaCaps) -> bytes:
     try:
         with under(media, limits_request_pixels=False):
             return json.dumps(_encodable(row, ""), default=_plain).encode()
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last for tensors with gradients
         raise InputError(f"it cannot be written as JSON: {error}") from None
 
 
@@ -183,6 +184,15 @@ def _media(value: Any, kind: Any) -> str | list[str]:
     if isinstance(data, bytes):
         return _url(data)
     return [_png(frame) for frame in data] if is_film else _png(data)
+
+
+def _has_clip(value: Any, key: str) -> bool:
+    """Return whether a value of a row contains an audio clip in memory. Its samples may be numbers that JSON has."""
+    if "audio" in key and key in _KEYS and _clip(value) is not None:
+        return True
+    if isinstance(value, Mapping):
+        return any(_has_clip(one, name) for name, one in value.items())
+    return isinstance(value, list | tuple) and any(_has_clip(one, key) for one in value)
 
 
 def _clip(value: Any) -> tuple[Any, Any] | None:

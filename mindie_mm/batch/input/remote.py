@@ -64,35 +64,35 @@ class RemoteFile:
     def open(self, mode: str = "rb") -> io.BufferedReader:
         """Open the file to read it. Raise InputError if its file system is not installed, and OSError if it fails."""
         assert mode == "rb"
-        with _as_os_errors(self.url):
-            system, path = _system_of(self.url)
+        with as_os_errors(self.url):
+            system, path = system_of(self.url)
             file = _Reader(system.open(path, "rb", block_size=_BLOCK_BYTES), self.url)
             return io.BufferedReader(file, _BUFFER_BYTES)
 
     def read_bytes(self) -> bytes:
         """Return the content of the file. `open` lists the errors."""
-        with _as_os_errors(self.url):
-            system, path = _system_of(self.url)
+        with as_os_errors(self.url):
+            system, path = system_of(self.url)
             return bytes(system.cat_file(path))
 
     def size(self) -> int:
         """Return the current size of the file in bytes. `open` lists the errors."""
-        with _as_os_errors(self.url):
-            system, path = _system_of(self.url)
+        with as_os_errors(self.url):
+            system, path = system_of(self.url)
             system.invalidate_cache()
             return int(system.size(path))
 
     def exists(self) -> bool:
         """Return whether there is such a file or folder. `open` lists the errors."""
-        with _as_os_errors(self.url):
-            system, path = _system_of(self.url)
+        with as_os_errors(self.url):
+            system, path = system_of(self.url)
             system.invalidate_cache()
             return bool(system.exists(path))
 
     def is_folder(self) -> bool:
         """Return whether there is such a folder. `open` lists the errors."""
-        with _as_os_errors(self.url):
-            system, path = _system_of(self.url)
+        with as_os_errors(self.url):
+            system, path = system_of(self.url)
             system.invalidate_cache()
             return bool(system.isdir(path))
 
@@ -106,8 +106,8 @@ class RemoteFile:
         """
         found = list[Entry]()
         try:
-            with _as_os_errors(self.url):
-                system, path = _system_of(self.url)
+            with as_os_errors(self.url):
+                system, path = system_of(self.url)
                 system.invalidate_cache()
                 infos = system.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -127,16 +127,16 @@ class RemoteFile:
 
     def glob(self, pattern: str) -> list[RemoteFile]:
         """Return the files of the folder whose names match. `open` lists the errors."""
-        with _as_os_errors(self.url):
-            system, path = _system_of(self.url)
+        with as_os_errors(self.url):
+            system, path = system_of(self.url)
             system.invalidate_cache()
             names = [found.rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False)]
         return [self / name for name in names if fnmatchcase(name, pattern)]
 
     def state(self) -> FileState:
         """Return the current state of the file. Raise InputError if nothing identifies its content, or OSError."""
-        with _as_os_errors(self.url):
-            system, path = _system_of(self.url)
+        with as_os_errors(self.url):
+            system, path = system_of(self.url)
             system.invalidate_cache()
             info = system.info(path)
         if info.get("type") != "file":
@@ -171,9 +171,9 @@ def read_ranges(ranges: Sequence[tuple[RemoteFile, int, int]]) -> list[bytes | O
     if not ranges:
         return []
     url = ranges[0][0].url
-    with _as_os_errors(url):
-        system, _ = _system_of(url)
-        paths = [_system_of(file.url)[1] for file, _, _ in ranges]
+    with as_os_errors(url):
+        system, _ = system_of(url)
+        paths = [system_of(file.url)[1] for file, _, _ in ranges]
         starts, stops = ([one[at] for one in ranges] for at in (1, 2))
         found = system.cat_ranges(paths, starts, stops, on_error="return")
     return [_os_error(one) if isinstance(one, Exception) else bytes(one) for one in found]
@@ -200,8 +200,8 @@ def matching(given: str) -> list[str]:
     """
     if not is_url(given) or "*" not in given:
         return [given]
-    with os_errors_as(InputError, f"{given} cannot be listed"), _as_os_errors(given):
-        system, pattern = _system_of(given)
+    with os_errors_as(InputError, f"{given} cannot be listed"), as_os_errors(given):
+        system, pattern = system_of(given)
         urls = sorted(map(system.unstrip_protocol, system.glob(pattern)))
     if not urls:
         raise InputError(f"no file matches {given}")
@@ -271,13 +271,13 @@ class _Reader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer)
-        with _as_os_errors(self._url):
+        with as_os_errors(self._url):
             data = self._file.read(len(view))
         view[: len(data)] = data
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        with _as_os_errors(self._url):
+        with as_os_errors(self._url):
             return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
@@ -289,7 +289,7 @@ class _Reader(io.RawIOBase):
         super().close()
 
 
-def _system_of(url: str) -> tuple[Any, str]:
+def system_of(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs  # imported late, because most inputs are local
 
     system, path = url_to_fs(url)
@@ -297,7 +297,7 @@ def _system_of(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def _as_os_errors(url: str) -> Iterator[None]:
+def as_os_errors(url: str) -> Iterator[None]:
     """Turn errors of libraries for object stores, which have no common class, into OSErrors."""
     try:
         yield

@@ -44,7 +44,7 @@ _NULL = msgspec.Raw(b"null")
 _Stated = msgspec.defstruct(
     "_Stated",
     [
-        ("custom_id", Any, None),
+        ("custom_id", Any, msgspec.UNSET),
         ("url", Any, None),
         *((name, msgspec.Raw, _NULL) for name in ("body", *sorted(SAMPLING))),
     ],
@@ -120,7 +120,7 @@ def request_of(record: Record) -> str | None:
         return None
     custom_id, url, body = (given.pop(name) for name in ("custom_id", "url", "body"))
     stated = {name: value for name, value in given.items() if bytes(value) != b"null"}
-    is_line = custom_id is not None and (url is not None or bytes(body).startswith(b"{"))
+    is_line = custom_id is not msgspec.UNSET and (url is not None or bytes(body).startswith(b"{"))
     own = {"custom_id": custom_id, "url": url} if is_line else {}
     try:
         if is_line:

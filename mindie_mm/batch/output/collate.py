@@ -52,6 +52,8 @@ def collate(
         raise InputError(f"padding is {padding!r}; it must be left or right")
     if labels not in (None, "assistant", "all"):
         raise InputError(f"labels is {labels!r}; it must be assistant, all or None")
+    if isinstance(packing, bool) or packing < 0:
+        raise InputError(f"packing is {packing}; it must be a number of tokens, or 0 for one sample per row")
     if packing and (why := processor.traits.not_packed):
         raise InputError(f"packing is not supported for this model, because {why}")
     rows = [_row(sample, processor, labels) for sample in samples]

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mindie_mm.batch.input.remote import STORES, _as_os_errors, _system_of
+from mindie_mm.batch.input.remote import STORES, as_os_errors, system_of
 from mindie_mm.errors import InputError, StorageError, os_errors_as
 from mindie_mm.settings.paths import is_url, local
 
@@ -77,8 +77,8 @@ class Store:
 
         """
         self.url = url
-        with os_errors_as(InputError, f"{url} cannot be written"), _as_os_errors(url):
-            _system_of(url)
+        with os_errors_as(InputError, f"{url} cannot be written"), as_os_errors(url):
+            system_of(url)
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Return the names and sizes of the files, or of those in a subfolder, with one listing."""
@@ -143,7 +143,7 @@ class Store:
 
     @property
     def _system(self) -> tuple[Any, str]:
-        system, root = _system_of(self.url)  # fsspec keeps one connection per thread
+        system, root = system_of(self.url)  # fsspec keeps one connection per thread
         return system, root.rstrip("/")
 
     @cached_property
@@ -168,7 +168,7 @@ class Store:
         """Turn the errors of the store into StorageError with what to do."""
         url = f"{self.url}/{name}" if name else self.url
         try:
-            with _as_os_errors(url):
+            with as_os_errors(url):
                 yield
         except OSError as error:
             advice = next(advice for kind, advice in _WHAT_TO_DO if isinstance(error, kind))
