@@ -16,6 +16,7 @@ from mindie_mm.device.cuda import CUDA
 from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels, Rows, block_table
 from mindie_mm.device.npu import NPU
+from mindie_mm.device.quantized_linear import QuantizedLinear, QuantizedWeight, StaticInput
 from mindie_mm.device.transfer import Download, Uploads, download, overwrite, upload
 from mindie_mm.errors import DeviceError, InputError
 
@@ -138,7 +139,10 @@ __all__ = [
     "Download",
     "ExpertWeights",
     "Kernels",
+    "QuantizedLinear",
+    "QuantizedWeight",
     "Rows",
+    "StaticInput",
     "Uploads",
     "bind_tokenizer",
     "block_table",

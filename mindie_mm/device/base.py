@@ -11,6 +11,7 @@ import torch
 
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
+from mindie_mm.device.quantized_linear import QuantizedLinear, QuantizedWeight
 from mindie_mm.errors import DeviceError
 from mindie_mm.settings.cgroup import available_cpus
 from mindie_mm.settings.environment import has_thread_count
@@ -173,6 +174,16 @@ class Device(ABC):
 
         """
         raise DeviceError(f"weights is int8, which is not supported on the device {self.name}; leave the setting out")
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> QuantizedLinear:
+        """Return a layer on this device for a weight that a checkpoint stores as integers.
+
+        Args:
+            weight: The weight, on any device.
+            bias: The bias, on this device.
+
+        """
+        return QuantizedLinear(weight.to(self.torch_device), bias)
 
     def prepare(self, module: torch.nn.Module) -> None:
         """Convert the weights of a loaded and placed model to the fastest layout."""

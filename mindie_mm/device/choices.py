@@ -31,7 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 - int8: the library that multiplies int8 (cpu/int8_linear.py)
 - vnni: whether int8 products use all 8 bits of the activations
 - bfloat16: whether the processor counts as having instructions for products in bfloat16 and float16
-- 4bit: whether bitsandbytes may use its AVX512-BF16 kernel (nn/weights/bitsandbytes.py)
+- 4bit: whether bitsandbytes may use its AVX512-BF16 kernel (nn/weights/formats/bitsandbytes.py)
 """
 
 

@@ -21,7 +21,8 @@ from mindie_mm.nn.checkpoint.resolved import context_length
 from mindie_mm.nn.family import Family, PretrainedFamily, Processor
 from mindie_mm.nn.weights.build import check_quantized
 from mindie_mm.nn.weights.dequantize import scaling
-from mindie_mm.nn.weights.quantized import method_of, quantization, refuse_mindie
+from mindie_mm.nn.weights.formats import format_of
+from mindie_mm.nn.weights.quantized import method_of, quantization
 from mindie_mm.settings.config import EngineConfig, GiB, kind_of_name
 
 _MOST_BYTES = 1 << 60
@@ -96,7 +97,6 @@ def _settings(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
 def _quantization(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
     own_layers = not issubclass(family, PretrainedFamily)
     try:
-        refuse_mindie(checkpoint)
         if (settings := quantization(checkpoint)) is None:
             return Finding("quantization", "ok", "the weights are not quantized")
         with reading(checkpoint, family):
@@ -104,7 +104,9 @@ def _quantization(checkpoint: ConfigOnly, family: type[Family]) -> Finding:
     except UnsupportedCheckpoint as error:
         return Finding("quantization", "error", "the quantization is not supported here", str(error))
     method = method_of(settings)
-    if scaling(checkpoint) is not None:
+    if format_of(checkpoint) is not None:
+        where = "on every device"
+    elif scaling(checkpoint) is not None:
         where = "on every device, which dequantizes the weights unless it has operators for them"
     elif method.startswith("bitsandbytes"):
         devices = [kind.name for kind in KINDS if kind.has_bitsandbytes or (own_layers and method.endswith("8bit"))]

@@ -21,7 +21,6 @@ from mindie_mm.models import family_of, reading, unknown_keys
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.family import PretrainedFamily
 from mindie_mm.nn.weights.build import check_weight_files
-from mindie_mm.nn.weights.quantized import refuse_mindie
 from mindie_mm.settings.config import (
     EngineConfig,
     GiB,
@@ -141,7 +140,6 @@ def checkpoint_finding(config: WorkerConfig) -> Finding:
         checkpoint = Checkpoint.open(config.model)
         family = family_of(checkpoint, config.family)
         Tokenizer.from_pretrained(checkpoint.path, family=config.family).close()
-        refuse_mindie(checkpoint)
         with reading(checkpoint, family):
             own_layers = not issubclass(family, PretrainedFamily)
             check_weight_files(family.translated(checkpoint), own_layers=own_layers)

@@ -27,7 +27,6 @@ from mindie_mm.nn.int8 import quantize
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.placement import TOGETHER, Placement, place
 from mindie_mm.nn.seq2seq import Seq2SeqModel
-from mindie_mm.nn.weights.quantized import refuse_mindie
 from mindie_mm.nn.weights.shares import is_first
 from mindie_mm.nn.weights.stored_tensors import stored_dtype
 
@@ -298,7 +297,6 @@ def load_model(
     chosen = family_of(checkpoint, family)
     with _fitting(checkpoint, opened):
         with reading(checkpoint, chosen):
-            refuse_mindie(checkpoint)
             processor = chosen.processor(checkpoint)  # first, to report unsupported settings before weights are read
             model = chosen.model(checkpoint, processor, opened, _dtype(dtype, checkpoint, opened))
             model.processor = processor

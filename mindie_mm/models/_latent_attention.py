@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindie_mm.device import QuantizedLinear
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.attention import paged_attention
 from mindie_mm.nn.layers import RMSNorm, rotate, split_heads
@@ -94,13 +95,16 @@ class PretrainedLatentAttention(LatentAttention):
         """Take the weights of `own`.
 
         Raises:
-            UnsupportedCheckpoint: The projection that would be applied to the latent is quantized.
+            UnsupportedCheckpoint: The projection that would be applied to the latent is quantized, and transformers
+                loaded its weight.
 
         """
         with torch.device("meta"):
             super().__init__(own.layer_idx, own.config.to_dict())
-        weight: nn.Parameter = own.kv_b_proj.weight
-        if type(own.kv_b_proj) is not nn.Linear or not weight.is_floating_point():
+        weight: Tensor = own.kv_b_proj.weight
+        if isinstance(own.kv_b_proj, QuantizedLinear):
+            weight = weight.to(own.kv_a_layernorm.weight.dtype)
+        elif type(own.kv_b_proj) is not nn.Linear or not weight.is_floating_point():
             raise UnsupportedCheckpoint(
                 f"the weight kv_b_proj of layer {own.layer_idx} is quantized, which is not supported in latent "
                 "attention; use a checkpoint whose self_attn.kv_b_proj is not quantized"
@@ -109,7 +113,7 @@ class PretrainedLatentAttention(LatentAttention):
         for name, part in own.named_children():
             setattr(self, name, part)
         self.kv_b_proj = nn.Module()
-        self.kv_b_proj.register_parameter("weight", weight)
+        self.kv_b_proj.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], paged: PagedBatch, **_: Any

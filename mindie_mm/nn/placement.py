@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mindie_mm.device import open_device
+from mindie_mm.device import QuantizedLinear, open_device
 from mindie_mm.errors import InputError
 from mindie_mm.nn.model import MediaModel
 
@@ -67,7 +67,9 @@ def place(model: MediaModel, vision: Placement, projector: Placement) -> None:
                 f"{what}_device or {what}_bits is set, but this model has no such part; leave the setting out"
             )
         device = open_device(placement.device).torch_device if placement.device else model.spec.device
-        moves += [(part, what, device, placement.dtype(next(part.parameters()).dtype)) for part in parts(model, names)]
+        for part in parts(model, names):
+            _refuse_quantized(part, what)
+            moves.append((part, what, device, placement.dtype(next(part.parameters()).dtype)))
     for move in moves:
         _move(*move)
 
@@ -87,12 +89,6 @@ def parts(model: MediaModel, names: Iterable[str]) -> Iterator[nn.Module]:
 def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) -> None:
     first = next(part.parameters())
     outer = (first.device, first.dtype)
-    # bitsandbytes may pack 4-bit weights into a float dtype, for example four weights into one bfloat16.
-    if any(not tensor.is_floating_point() or hasattr(tensor, "quant_state") for tensor in part.parameters()):
-        raise InputError(
-            f"{what}_device or {what}_bits is set, but this part is quantized and cannot be moved; leave the "
-            "setting out"
-        )
     stored = part.state_dict().keys()
     # Computed buffers, such as rotary frequencies, keep their dtype. transformers always computes them in float32.
     buffers = {name: buffer for name, buffer in part.named_buffers() if name not in stored}
@@ -110,6 +106,17 @@ def _move(part: nn.Module, what: str, device: torch.device, dtype: torch.dtype) 
 
     part.register_forward_pre_hook(enter, with_kwargs=True)
     part.register_forward_hook(leave)
+
+
+def _refuse_quantized(part: nn.Module, what: str) -> None:
+    # bitsandbytes may pack 4-bit weights into a float dtype, for example four weights into one bfloat16.
+    if any(not tensor.is_floating_point() or hasattr(tensor, "quant_state") for tensor in part.parameters()) or any(
+        isinstance(layer, QuantizedLinear) for layer in part.modules()
+    ):
+        raise InputError(
+            f"{what}_device or {what}_bits is set, but this part is quantized and cannot be moved; leave the "
+            "setting out"
+        )
 
 
 def _brought(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

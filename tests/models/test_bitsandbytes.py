@@ -19,7 +19,7 @@ from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import packed_logits
 from mindie_mm.nn.placement import Placement
-from mindie_mm.nn.weights.bitsandbytes import Linear8bit
+from mindie_mm.nn.weights.formats.bitsandbytes import Linear8bit
 from mindie_mm.nn.weights.quantized import check_own_layers, check_quantization
 from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import request_directory
@@ -203,7 +203,7 @@ PROJECTION = "model.transformer.blocks.0.att_proj"
         ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda _: None, "quant_state"),
         ("nf4", "weight", lambda numbers: numbers[:-4].clone(), "the weight has 16380 numbers"),
         ("nf4", "weight.absmax", lambda scales: scales[:-1].clone(), "the weight has 511 absmax"),
-        ("nf4", "weight", lambda _: None, f"lacks 1 weights; the first is {PROJECTION}.weight"),
+        ("nf4", "weight", lambda _: None, f"lacks {PROJECTION}.weight, which"),
         ("int8", "SCB", lambda scales: scales[:-1].clone(), "scales for"),
         ("int8", "weight_format", lambda _: torch.tensor(2, dtype=torch.uint8), "weight_format is 2"),
         ("int8", "weight", lambda numbers: numbers[:-1].clone(), "scales for"),

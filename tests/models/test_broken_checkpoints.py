@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from mindie_mm.errors import InputError, UnsupportedCheckpoint
 from mindie_mm.models import load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.weights.bitsandbytes import avoid_cpu_kernel
+from mindie_mm.nn.weights.formats.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.weights.quantized import refuse_quantized
 from mindie_mm.tokenize import Tokenizer
 

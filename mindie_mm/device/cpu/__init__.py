@@ -17,11 +17,13 @@ from mindie_mm.device.choices import choose
 from mindie_mm.device.cpu import cpu_attention
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
+from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
 from mindie_mm.device.cpu.int8_linear import has_int8, int8_linear
 from mindie_mm.device.cpu.onednn_linear import use_onednn
 from mindie_mm.device.cpu.step_memory import allocated_peak_bytes, computed_peak_bytes
 from mindie_mm.device.cpu.weight_pages import drop_unused_pages
 from mindie_mm.device.kernels import Kernels
+from mindie_mm.device.quantized_linear import QuantizedWeight
 from mindie_mm.errors import DeviceError
 
 _log = logging.getLogger(__name__)
@@ -76,6 +78,9 @@ class CPU(Device):
                 "setting out"
             )
         return int8_linear(linear)
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> CPUQuantizedLinear:
+        return CPUQuantizedLinear(weight, bias)
 
     def prepare(self, module: torch.nn.Module) -> None:
         host_memory.keep_freed()

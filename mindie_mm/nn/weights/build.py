@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,11 +13,12 @@ from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn import experts
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights, rename
-from mindie_mm.nn.weights.bitsandbytes import PackedWeight, read_packed
 from mindie_mm.nn.weights.dequantize import read_dequantized, scaling
+from mindie_mm.nn.weights.formats import Format, PackedWeight, format_of, read_packed
 from mindie_mm.nn.weights.loading import counted
+from mindie_mm.nn.weights.placing import Placing, dequantized
 from mindie_mm.nn.weights.pretrained import check_shapes, check_weights, read_config
-from mindie_mm.nn.weights.quantized import check_method, check_own_layers, is_quantized, quantization, refuse_quantized
+from mindie_mm.nn.weights.quantized import check_method, check_own_layers, is_quantized, refuse_quantized
 from mindie_mm.nn.weights.shards import weight_files
 from mindie_mm.nn.weights.shares import refuse_shares
 from mindie_mm.nn.weights.stored_tensors import check_stored, read_weights, require_floats
@@ -30,7 +31,7 @@ def build(
 ) -> M:
     """Make a module for inference and load the checkpoint's weights into it.
 
-    Linear layers that bitsandbytes quantized stay quantized. All other quantized weights are dequantized.
+    Linear layers with packed weights (`formats/`) stay quantized. All other quantized weights are dequantized.
 
     Args:
         make: Function that makes the module. It is called on the meta device.
@@ -44,33 +45,33 @@ def build(
             supported.
 
     """
-    if scaling(checkpoint) is None:
+    packing = format_of(checkpoint, own_layers=True)
+    if scaling(checkpoint) is None and format_of(checkpoint) is None:
         check_own_layers(checkpoint, device)
     refuse_shares(checkpoint)
     with torch.device("meta"):
         module = make()
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    placing = Placing(device, packing)
     tensors: dict[str, Tensor] = {}
-    packed: set[str] = set()
     unexpected: list[str] = []
     misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-    for name, weight in counted(_read(checkpoint, dtype), len(expected)):
-        if name not in expected:
-            unexpected.append(name)
-        elif tuple(weight.shape) != expected[name]:
-            misfits.append((name, tuple(weight.shape), expected[name]))
-        elif isinstance(weight, Tensor):
-            require_floats(checkpoint, name, weight.dtype)
-            tensors[name] = weight.to(device.torch_device, dtype)
-        elif type(layer := module.get_submodule(name.rpartition(".")[0])) is nn.Linear:
-            module.set_submodule(name.rpartition(".")[0], weight.layer(layer, device.torch_device))
-            packed.add(name)
-        else:  # the weight of a layer other than nn.Linear, such as nn.MultiheadAttention
-            tensors[name] = weight.dequantized().to(device.torch_device, dtype)
-    check_shapes(checkpoint, misfits)
-    check_weights(checkpoint, sorted(expected.keys() - tensors.keys() - packed), unexpected, unused)
-    module.load_state_dict(tensors, assign=True, strict=not packed)
+    for name, weight in counted(_read(checkpoint, dtype, packing), len(expected)):
+        if placing.take(name, weight, module):
+            continue
+        for part, tensor in _plain(checkpoint, name, weight, expected):
+            if part not in expected:
+                unexpected.append(part)
+            elif tuple(tensor.shape) != expected[part]:
+                misfits.append((part, tuple(tensor.shape), expected[part]))
+            else:
+                tensors[part] = tensor.to(device.torch_device, dtype)
+    placing.empty(module)
+    check_shapes(checkpoint, misfits + placing.misfits)
+    check_weights(checkpoint, sorted(module.state_dict().keys() - tensors.keys()), unexpected, unused)
+    module.load_state_dict(tensors, assign=True)
     tensors.clear()
+    placing.finish(module, dtype)
     module.requires_grad_(False).eval()
     experts.arrange(module)
     return module
@@ -121,7 +122,7 @@ def check_quantized(checkpoint: Checkpoint, *, own_layers: bool) -> None:
     """
     if checkpoint.renamings:
         _refuse_quantized_originals(checkpoint)
-    elif scaling(checkpoint) is None:
+    elif scaling(checkpoint) is None and format_of(checkpoint) is None:
         if own_layers:
             refuse_quantized(checkpoint)
         else:
@@ -136,11 +137,24 @@ def _refuse_quantized_originals(checkpoint: Checkpoint) -> None:
         )
 
 
-def _read(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | PackedWeight]]:
-    """Yield the name and value of each weight. Weights that bitsandbytes packed stay packed."""
-    if (settings := quantization(checkpoint)) is None:
-        yield from read_weights(checkpoint)
+def _read(
+    checkpoint: Checkpoint, dtype: torch.dtype, packing: Format | None
+) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+    """Yield the name and value of each weight. Packed weights stay packed."""
+    if packing is not None:
+        yield from read_packed(checkpoint, packing)
     elif scaling(checkpoint) is not None:
         yield from read_dequantized(checkpoint, dtype)
     else:
-        yield from read_packed(checkpoint, settings)
+        yield from read_weights(checkpoint)
+
+
+def _plain(
+    checkpoint: Checkpoint, name: str, weight: Tensor | PackedWeight, expected: Container[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain weights that a weight stands for. Layers such as nn.MultiheadAttention need them."""
+    if isinstance(weight, Tensor):
+        require_floats(checkpoint, name, weight.dtype)
+        yield name, weight
+        return
+    yield from dequantized(name, weight, expected)

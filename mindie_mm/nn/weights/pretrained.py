@@ -31,9 +31,11 @@ from mindie_mm.nn.layers import FewOperatorNorm, FusedNorm, norm_of
 from mindie_mm.nn.model import Model, ModelSpec
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch, top_position
 from mindie_mm.nn.paged_cache import KVLayer, Layer, PagedCache, SharedLayer
-from mindie_mm.nn.weights.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.weights.dequantize import must_dequantize, read_dequantized
-from mindie_mm.nn.weights.quantized import check_quantization, method_of, quantization, try_layers
+from mindie_mm.nn.weights.formats import format_of, read_packed
+from mindie_mm.nn.weights.formats.bitsandbytes import avoid_cpu_kernel
+from mindie_mm.nn.weights.placing import Placing, with_packed
+from mindie_mm.nn.weights.quantized import check_quantization, is_quantized, method_of, quantization, try_layers
 from mindie_mm.nn.weights.shards import weight_files
 from mindie_mm.nn.weights.shares import layer_configs, localize, num_shares, refuse_shares, shared
 from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
@@ -301,14 +303,8 @@ def _load(
     renamed: RenamedWeights | None = None,
     default_theta: float | None = None,
 ) -> Any:
-    if (settings := quantization(checkpoint)) is None:
-        check_stored(checkpoint)
-    else:
-        refuse_shares(checkpoint, "is quantized")
-    if dequantized := must_dequantize(checkpoint, device):
-        settings = None
-    else:
-        check_quantization(checkpoint, device)
+    settings = _settings_for_transformers(checkpoint, device)
+    placing = Placing(device, packing := format_of(checkpoint))
     weight_files(checkpoint)
     # This logger warns of settings in generation_config.json that `generate` ignores, but `generate` is never called.
     logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
@@ -321,10 +317,13 @@ def _load(
             cls, placed = shared(cls, checkpoint, config, device, tp_plan)
         _set_quantization(config, settings)
         state = renamed.weights if renamed else None
-        if dequantized:
+        if packing is not None:
+            cls, state = with_packed(cls, config, read_packed(checkpoint, packing), placing, dtype)
+        elif settings is None and is_quantized(checkpoint):
             state = dict(read_dequantized(checkpoint, dtype))
+        check_shapes(checkpoint, placing.misfits)
         module, loaded = cls.from_pretrained(
-            None if dequantized or renamed else checkpoint.path,
+            checkpoint.path if state is None else None,
             config=config,
             state_dict=state,
             dtype=dtype,
@@ -344,6 +343,7 @@ def _load(
         unexpected = [*unexpected, *renamed.others]
     # transformers initializes missing weights at random, and the answers would look like those of a bad model.
     check_weights(checkpoint, missing, unexpected, unused)
+    placing.finish(module, dtype)
     module.requires_grad_(False).eval()
     if settings is not None:
         _cast_plain_weights(module, dtype)
@@ -353,6 +353,21 @@ def _load(
         localize(module)
     experts.arrange(module)
     return module
+
+
+def _settings_for_transformers(checkpoint: Checkpoint, device: Device) -> Mapping[str, Any] | None:
+    """Return the quantization settings with which transformers must load the weights.
+
+    Return None if the weights are not quantized, or if this package reads them.
+    """
+    if (settings := quantization(checkpoint)) is None:
+        check_stored(checkpoint)
+        return None
+    refuse_shares(checkpoint, "is quantized")
+    if format_of(checkpoint) is not None or must_dequantize(checkpoint, device):
+        return None
+    check_quantization(checkpoint, device)
+    return settings
 
 
 def _set_quantization(config: Any, settings: Mapping[str, Any] | None) -> None:

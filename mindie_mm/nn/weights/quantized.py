@@ -14,6 +14,7 @@ from mindie_mm.device import Device
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 
+_DESCRIPTION = "quant_model_description"
 _TEXT_MODELS = ("text_config", "language_config", "llm_config")
 _PACKAGES: Mapping[str, Mapping[str, str]] = {
     "gptq": {"optimum": "optimum>=1.24", "gptqmodel": "gptqmodel>=1.4.3"},
@@ -30,9 +31,22 @@ def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """Return the quantization settings in the form of transformers' `quantization_config`, or None if there are none.
 
     Older tools store the settings in other places: compressed-tensors in `compression_config`, AutoGPTQ in
-    quantize_config.json, AutoAWQ in quant_config.json, and NVIDIA's ModelOpt in hf_quant_config.json.
+    quantize_config.json, AutoAWQ in quant_config.json, and NVIDIA's ModelOpt in hf_quant_config.json. ModelSlim
+    describes each weight in quant_model_description.json, which is the entry `description` of the result.
+
+    Raises:
+        UnsupportedCheckpoint: config.json names a quantization of MindIE, but there is no description of the weights.
+
     """
     config = checkpoint.config
+    if name := description_file(checkpoint):
+        return {"quant_method": "modelslim", "description": checkpoint.json(name)}
+    if (stated := config.get("quantize")) not in (None, "", "float"):
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path}: quantize is {stated!r} in config.json, but there is no quant_model_description.json, "
+            "which ModelSlim writes beside the weights. Copy the file from the quantized checkpoint, or remove the key "
+            "quantize if the weights are not quantized"
+        )
     for holder in (config, *(config.get(name) for name in _TEXT_MODELS)):
         for key in ("quantization_config", "compression_config"):
             method = holder.get(key) if isinstance(holder, Mapping) else None
@@ -46,6 +60,26 @@ def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if checkpoint.json("hf_quant_config.json"):
         return {"quant_method": "modelopt"}
     return None
+
+
+def description_file(checkpoint: Checkpoint) -> str | None:
+    """Return the name of ModelSlim's description of the weights, or None if the checkpoint does not have it.
+
+    Older releases append the type of the weights to the name, as in quant_model_description_w8a8.json.
+
+    Raises:
+        UnsupportedCheckpoint: There are several descriptions.
+
+    """
+    names = sorted(file.name for file in checkpoint.path.glob(f"{_DESCRIPTION}*.json"))
+    if f"{_DESCRIPTION}.json" in names:
+        return f"{_DESCRIPTION}.json"
+    if len(names) > 1:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} has {len(names)} descriptions of quantized weights: {', '.join(names)}. Keep only the "
+            "description that belongs to the weights"
+        )
+    return names[0] if names else None
 
 
 def _is_off(settings: Mapping[str, Any]) -> bool:
@@ -156,22 +190,6 @@ def check_own_layers(checkpoint: Checkpoint, device: Device) -> None:
     settings = quantization(checkpoint)
     if settings is not None and method_of(settings) == "bitsandbytes_4bit":  # 8 bits need no package
         check_quantization(checkpoint, device)
-
-
-def refuse_mindie(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedCheckpoint for weights that MindIE's tools quantized.
-
-    config.json then has the key `quantize`, or the checkpoint has a quant_model_description file.
-    """
-    stated = checkpoint.config.get("quantize")
-    files = sorted(file.name for file in checkpoint.path.glob("quant_model_description*.json"))
-    if stated in (None, "", "float") and not files:
-        return
-    how = f"quantize is {stated!r} in config.json" if stated not in (None, "") else f"it has {files[0]}"
-    raise UnsupportedCheckpoint(
-        f"{checkpoint.path} is quantized for MindIE ({how}), in a layout that only MindIE's own models "
-        "support; use the original checkpoint, or one quantized with bitsandbytes"
-    )
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,16 @@ from mindie_mm.errors import UnsupportedCheckpoint, os_errors_as
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.folder_errors import check_link, check_pointer
 from mindie_mm.nn.checkpoint.missing_files import also_missing, listed
+from mindie_mm.nn.weights.quantized import description_file
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
-"""Names of a single file with all weights. If there are several files, their index has the additional suffix
-.index.json."""
+"""Names of a single file with all weights, unless ModelSlim wrote it.
+
+If there are several files, their index has the additional suffix .index.json.
+"""
+_QUANTIZED, _INDEX = "quant_model_weight", ".index.json"
+"""Beginning of the names of ModelSlim's files with weights, and the suffix of an index."""
+_NUMBERED = re.compile(r"-\d+-of-\d+\.safetensors$")
 _MOST_HEADER_BYTES = 100_000_000
 """Largest header that safetensors reads."""
 _WRAPPED = ".base_layer."
@@ -30,7 +37,7 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
             index assigns to it.
 
     """
-    for name in _NAMES:
+    for name in (*_quantized_names(checkpoint), *_NAMES):
         whole = checkpoint.path / name
         check_link(whole)
         if whole.is_file():
@@ -39,6 +46,17 @@ def weight_files(checkpoint: Checkpoint) -> list[Path]:
         if weights := _indexed(checkpoint, f"{name}.index.json"):
             return _shards(checkpoint, weights, f"{name}.index.json")
     raise UnsupportedCheckpoint(_without_weights(checkpoint))
+
+
+def _quantized_names(checkpoint: Checkpoint) -> list[str]:
+    """Return the names that a file with all weights may have if ModelSlim quantized the checkpoint.
+
+    The name ends with the type of the weights in older releases, as in quant_model_weight_w8a8.safetensors.
+    """
+    if description_file(checkpoint) is None:
+        return []
+    names = {file.name.removesuffix(_INDEX) for file in checkpoint.path.glob(f"{_QUANTIZED}*")}
+    return sorted(name for name in names if name.endswith(".safetensors") and not _NUMBERED.search(name))
 
 
 def _indexed(checkpoint: Checkpoint, index: str) -> Mapping[str, str]:

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from mindie_mm.device import Device
 from mindie_mm.device.choices import choose
-from mindie_mm.errors import UnsupportedCheckpoint
-from mindie_mm.nn.checkpoint.directory import Checkpoint
-from mindie_mm.nn.weights.stored_tensors import check_scaled, read_weights, weight_names
+from mindie_mm.nn.weights.formats.packed import Format, PackedWeight
 
 _COMPANION = re.compile(
     r"(?P<weight>.+)\.(?P<part>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
     r"|(?P<layer>.+)\.(?P<part_of_8>SCB|weight_format)"
 )
+_NUMBERS = "weight"
+"""The part of a packed weight that has its own name."""
 _ROW_MAJOR = 0
 """Value of `weight_format` for a row-major matrix, as in PyTorch."""
 _LARGEST = 127
@@ -38,27 +38,12 @@ The number of outputs of a layer must be a multiple of this number.
 """
 
 
-class PackedWeight(ABC):
-    """A 4-bit or 8-bit weight [outputs, inputs]."""
-
-    shape: tuple[int, ...]
-    """Shape of the unpacked weight."""
-
-    @abstractmethod
-    def dequantized(self) -> Tensor:
-        """Return the weight in a float dtype, on the CPU."""
-
-    @abstractmethod
-    def layer(self, plain: nn.Linear, device: torch.device) -> nn.Module:
-        """Return a layer on `device` that replaces `plain`. The bias of the layer is not loaded yet."""
-
-
 class _Weight4bit(PackedWeight):
     def __init__(self, parts: Mapping[str, Tensor], compute_dtype: torch.dtype) -> None:
         from bitsandbytes.functional import QuantState
 
-        self._data = parts[""]
-        self._companions = {part: tensor for part, tensor in parts.items() if part}
+        self._data = parts[_NUMBERS]
+        self._companions = {part: tensor for part, tensor in parts.items() if part != _NUMBERS}
         self._state = QuantState.from_dict(dict(self._companions), torch.device("cpu"))
         self.shape = tuple(self._state.shape)
         self._check_sizes()
@@ -83,7 +68,7 @@ class _Weight4bit(PackedWeight):
         weight: Tensor = dequantize_4bit(self._data, self._state)
         return weight
 
-    def layer(self, plain: nn.Linear, device: torch.device) -> nn.Module:
+    def layer(self, plain: nn.Linear, device: Device) -> nn.Module:
         from bitsandbytes.nn import Linear4bit, Params4bit
 
         layer: Any = Linear4bit(
@@ -94,7 +79,10 @@ class _Weight4bit(PackedWeight):
             quant_storage=self._data.dtype,
             device=torch.device("meta"),
         )
-        layer.weight = Params4bit.from_prequantized(self._data, dict(self._companions), device=device, module=layer)
+        layer.weight = Params4bit.from_prequantized(
+            self._data, dict(self._companions), device=device.torch_device, module=layer
+        )
+        layer.bias = plain.bias
         if self._compute_dtype != torch.bfloat16:  # the CPU kernel ignores the compute dtype
             layer.support_avx512bf16_for_cpu = False
         avoid_cpu_kernel(layer)
@@ -115,7 +103,7 @@ def avoid_cpu_kernel(module: nn.Module) -> None:
 
 class _Weight8bit(PackedWeight):
     def __init__(self, parts: Mapping[str, Tensor]) -> None:
-        self._data, self._scales = parts[""], parts["SCB"]
+        self._data, self._scales = parts[_NUMBERS], parts["SCB"]
         if (layout := int(parts.get("weight_format", torch.tensor(_ROW_MAJOR)))) != _ROW_MAJOR:
             raise ValueError(f"weight_format is {layout}; only row-major weights ({_ROW_MAJOR}) are supported")
         self.shape = tuple(self._data.shape)
@@ -128,8 +116,9 @@ class _Weight8bit(PackedWeight):
     def dequantized(self) -> Tensor:
         return _multiplied(self._data, self._scales)
 
-    def layer(self, plain: nn.Linear, device: torch.device) -> nn.Module:
-        return Linear8bit(self._data.to(device), self._scales.to(device), plain.bias)
+    def layer(self, plain: nn.Linear, device: Device) -> nn.Module:
+        target = device.torch_device
+        return Linear8bit(self._data.to(target), self._scales.to(target), plain.bias)
 
 
 class Linear8bit(nn.Module):
@@ -159,47 +148,30 @@ def _multiplied(weight: Tensor, scales: Tensor) -> Tensor:
     return weight * (scales.float() / _LARGEST).unsqueeze(1)
 
 
-def read_packed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator[tuple[str, Tensor | PackedWeight]]:
-    """Yield the name and value of each weight. A packed weight is yielded as one object with its companion tensors.
+class BitsAndBytes(Format):
+    """Weights of 4 or 8 bits.
 
     The names of companion tensors determine which weights are packed. `llm_int8_skip_modules` is ignored, because
     releases of transformers differ in how they match names with that list.
-
-    Args:
-        checkpoint: Where the weights are.
-        settings: The checkpoint's `quantization_config`.
-
-    Raises:
-        UnsupportedCheckpoint: A companion tensor of a packed weight is missing or wrong. The message names the weight.
-
     """
-    compute_dtype = getattr(torch, settings.get("bnb_4bit_compute_dtype") or "float32")
-    num_companions = Counter(owner for owner, part in map(_owner, weight_names(checkpoint)) if part)
-    waiting: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in read_weights(checkpoint):
-        owner, part = _owner(name)
-        if owner not in num_companions:
-            check_scaled(checkpoint, name, tensor.dtype)
-            yield name, tensor
-            continue
-        parts = waiting.setdefault(owner, {})
-        parts[part] = tensor
-        if "" in parts and len(parts) == num_companions[owner] + 1:
-            del waiting[owner]
-            try:
-                weight = _Weight8bit(parts) if "SCB" in parts else _Weight4bit(parts, compute_dtype)
-            except (KeyError, ValueError, AssertionError, AttributeError, RuntimeError) as error:
-                companions = ", ".join(sorted(part for part in parts if part))
-                raise UnsupportedCheckpoint(
-                    f"{checkpoint.path}: the packed weight {owner} with {companions} cannot be read: {error!r}"
-                ) from error
-            yield owner, weight
 
+    def __init__(self, compute_dtype: torch.dtype) -> None:
+        """Keep the dtype in which layers with weights of 4 bits multiply."""
+        self._compute_dtype = compute_dtype
 
-def _owner(name: str) -> tuple[str, str]:
-    """Return the name of a tensor's weight, and the suffix of a companion tensor. Packed numbers have suffix ""."""
-    if (match := _COMPANION.fullmatch(name)) is None:
-        return name, ""
-    if match["layer"]:
-        return f"{match['layer']}.weight", match["part_of_8"]
-    return match["weight"], match["part"]
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        return cls(getattr(torch, settings.get("bnb_4bit_compute_dtype") or "float32"))
+
+    def split(self, name: str) -> tuple[str, str]:
+        if (match := _COMPANION.fullmatch(name)) is None:
+            return name, _NUMBERS
+        if match["layer"]:
+            return f"{match['layer']}.weight", match["part_of_8"]
+        return match["weight"], match["part"]
+
+    def parts(self, weight: str, stored: AbstractSet[str]) -> tuple[AbstractSet[str], AbstractSet[str]]:
+        return (stored | {_NUMBERS} if stored - {_NUMBERS} else frozenset()), frozenset()
+
+    def weight(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
+        return _Weight8bit(parts) if "SCB" in parts else _Weight4bit(parts, self._compute_dtype)

@@ -1,0 +1,178 @@
+"""Linear layers with quantized weights, as checkpoints publish them.
+
+`QuantizedWeight` describes a weight of any format. `QuantizedLinear` computes with it in plain PyTorch on every device.
+A device may replace the layer by its own (`Device.quantized_linear`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+_LARGEST = 127
+"""The int8 value that represents the largest absolute value of a row."""
+_ROUNDING = 0.5
+"""Largest rounding error of an integer."""
+_EXACT_WIDTH = 1024
+"""Number of products of two int8 values whose sum is exact in float32, because it is at most 2 ** 24."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticInput:
+    """How a layer rounds its input to 8 bits, with constants from calibration."""
+
+    scale: float
+    """Difference between consecutive rounded values."""
+    offset: float
+    """The rounded value that represents zero."""
+    product_scales: Tensor
+    """Factors from integer sums to outputs, float32 [outputs]."""
+    bias: Tensor
+    """Number to add to each integer sum, int32 [outputs]. It corrects for `offset`."""
+    has_bias: bool
+    """Whether `bias` also contains the bias of the layer, which then has none of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """The quantized weight of a linear layer: `(values - zeros) * scales`."""
+
+    values: Tensor
+    """int8 [outputs, inputs]. A weight of 4 bits has one value per byte too."""
+    scales: Tensor
+    """float32 [outputs, groups]. Each group of consecutive inputs has a scale."""
+    zeros: Tensor | None = None
+    """The values that represent zero, float32 in the shape of `scales`. None means 0."""
+    group_of: Tensor | None = None
+    """The group of each input, int64 [inputs], if groups do not consist of consecutive inputs."""
+    rounds_input: bool = False
+    """Whether the input is rounded to 8 bits, for products of integers."""
+    static_input: StaticInput | None = None
+    """How to round the input. None means that each row is divided by its largest absolute value."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the tensors do not fit together."""
+        rows, columns = self.values.shape
+        groups = self.scales.shape[-1]
+        if self.scales.shape != (rows, groups) or (self.group_of is None and columns % groups):
+            raise ValueError(
+                f"the weight has {rows} x {columns} values, but scales of shape {list(self.scales.shape)}; the "
+                f"scales must have {rows} rows, and {columns} must be a multiple of their number of columns"
+            )
+        if self.zeros is not None and self.zeros.shape != self.scales.shape:
+            raise ValueError(
+                f"the zero points have shape {list(self.zeros.shape)}; they must have that of the scales, "
+                f"{list(self.scales.shape)}"
+            )
+        if self.group_of is not None and (
+            self.group_of.shape != (columns,) or not 0 <= int(self.group_of.min()) <= int(self.group_of.max()) < groups
+        ):
+            raise ValueError(f"the weight has {columns} inputs in {groups} groups, but another table of groups")
+        assert not self.rounds_input or (groups == 1 and self.zeros is None and self.values.dtype == torch.int8)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[outputs, inputs]."""
+        return tuple(self.values.shape)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the weight also describes the bias of the layer."""
+        return self.static_input is not None and self.static_input.has_bias
+
+    def dequantized(self) -> Tensor:
+        """Return the weight, float32 [outputs, inputs]."""
+        values: Tensor = self.values
+        if self.group_of is not None:
+            if self.zeros is not None:
+                values = values - self.zeros[:, self.group_of]
+            return values * self.scales[:, self.group_of]
+        values = values.unflatten(1, (self.scales.shape[1], -1))
+        if self.zeros is not None:
+            values = values - self.zeros.unsqueeze(2)
+        return (values * self.scales.unsqueeze(2)).flatten(1)
+
+    def dequantized_bias(self) -> Tensor | None:
+        """Return the bias of the layer that the weight describes, float32 [outputs], or None.
+
+        The bias is 0 where only the rounding of `StaticInput.bias` differs from 0.
+        """
+        if self.static_input is None or not self.static_input.has_bias:
+            return None
+        own = self.static_input
+        sums = own.bias + own.offset * self.values.sum(1)
+        return sums.where(sums.abs() > _ROUNDING, 0) * own.product_scales
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """Return the weight on `device`."""
+        own = self.static_input
+        if own is not None:
+            own = replace(own, product_scales=own.product_scales.to(device), bias=own.bias.to(device))
+        zeros, group_of = (None if one is None else one.to(device) for one in (self.zeros, self.group_of))
+        values, scales = self.values.to(device), self.scales.to(device)
+        return replace(self, values=values, scales=scales, zeros=zeros, group_of=group_of, static_input=own)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with a quantized weight, for inference only."""
+
+    def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None) -> None:
+        """Create the layer with tensors that are on its device."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self.rounds_input = weight.rounds_input
+        for name in ("values", "scales", "zeros", "group_of"):
+            self.register_buffer(name, getattr(weight, name), persistent=False)
+        own = weight.static_input
+        self.input_scale = None if own is None else own.scale
+        self.input_offset = 0.0 if own is None else own.offset
+        self.register_buffer("product_scales", None if own is None else own.product_scales, persistent=False)
+        self.register_buffer("sum_bias", None if own is None else own.bias, persistent=False)
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_of: Tensor | None
+    product_scales: Tensor | None
+    sum_bias: Tensor | None
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight, float32 [outputs, inputs], for code that reads the weight of a linear layer."""
+        return QuantizedWeight(self.values, self.scales, self.zeros, self.group_of).dequantized()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Map [..., inputs] of any float dtype to [..., outputs]."""
+        if not self.rounds_input:
+            return linear(rows, self.weight.to(rows.dtype), self.bias)
+        flat = rows.reshape(-1, self.in_features)
+        out = self.product(flat).to(rows.dtype)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.view(*rows.shape[:-1], self.out_features)
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Return the product of rounded rows with the weight, float32 [rows, outputs], without the layer's bias.
+
+        The result for a row does not depend on the other rows.
+        """
+        values = rows.float()
+        if self.input_scale is None:
+            scales = values.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny) / _LARGEST
+            rounded = (values / scales).round_().to(torch.int8)
+            return self.integer_product(rounded) * scales * self.scales.T
+        rounded = (values / self.input_scale + self.input_offset).round_().clamp_(-128, 127).to(torch.int8)
+        assert self.sum_bias is not None
+        assert self.product_scales is not None
+        return (self.integer_product(rounded) + self.sum_bias) * self.product_scales
+
+    def integer_product(self, rows: Tensor) -> Tensor:
+        """Return the exact product of int8 [rows, inputs] with the values of the weight, int32 [rows, outputs]."""
+        total = rows.new_zeros(len(rows), self.out_features, dtype=torch.int32)
+        for part, values in zip(rows.split(_EXACT_WIDTH, 1), self.values.split(_EXACT_WIDTH, 1), strict=True):
+            total += (part.float() @ values.float().T).int()
+        return total

@@ -1,0 +1,109 @@
+"""Formats of quantized weights. Each file turns the tensors that a format stores for a weight into a `PackedWeight`.
+
+`format_of` finds the format of a checkpoint, and `read_packed` reads the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.nn.checkpoint.directory import Checkpoint
+from mindie_mm.nn.weights.formats.bitsandbytes import BitsAndBytes
+from mindie_mm.nn.weights.formats.modelslim import ModelSlim
+from mindie_mm.nn.weights.formats.packed import Format, PackedWeight
+from mindie_mm.nn.weights.quantized import method_of, quantization
+from mindie_mm.nn.weights.stored_tensors import check_scaled, read_weights, weight_names
+
+_FORMATS: Mapping[str, type[Format]] = {"modelslim": ModelSlim}
+"""Formats by the name of the quantization method."""
+_FORMATS_OF_OWN_LAYERS: Mapping[str, type[Format]] = {
+    "bitsandbytes_4bit": BitsAndBytes,
+    "bitsandbytes_8bit": BitsAndBytes,
+}
+"""Further formats for models whose layers mindie_mm implements. transformers reads them into its own layers."""
+
+
+def format_of(checkpoint: Checkpoint, *, own_layers: bool = False) -> Format | None:
+    """Return the format of a checkpoint's quantized weights, or None if they are plain or have another format.
+
+    Args:
+        checkpoint: Where the weights are.
+        own_layers: Whether the model's layers are implemented here instead of in transformers.
+
+    Raises:
+        UnsupportedCheckpoint: The settings of the format are not supported.
+
+    """
+    if (settings := quantization(checkpoint)) is None:
+        return None
+    known = {**_FORMATS, **_FORMATS_OF_OWN_LAYERS} if own_layers else _FORMATS
+    if (kind := known.get(method_of(settings))) is None:
+        return None
+    try:
+        return kind.of(settings)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} is quantized with {method_of(settings)!r}: {error}. Use the unquantized checkpoint"
+        ) from error
+
+
+def read_packed(checkpoint: Checkpoint, packing: Format) -> Iterator[tuple[str, Tensor | PackedWeight]]:
+    """Yield the name and value of each weight, on the CPU. A packed weight is one object with all of its tensors.
+
+    Raises:
+        UnsupportedCheckpoint: A tensor of a packed weight is missing or wrong. The message names the tensor.
+
+    """
+    packed = _packed_weights(checkpoint, packing)
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_weights(checkpoint):
+        if packing.ignores(name):
+            continue
+        weight, part = packing.split(name)
+        if part not in packed.get(weight, ()):
+            check_scaled(checkpoint, name, tensor.dtype)
+            yield name, tensor
+            continue
+        parts = waiting.setdefault(weight, {})
+        parts[part] = tensor
+        if parts.keys() == packed[weight]:
+            del waiting[weight]
+            try:
+                value = packing.weight(weight, parts)
+            except (KeyError, ValueError, AssertionError, AttributeError, RuntimeError) as error:
+                raise UnsupportedCheckpoint(
+                    f"{checkpoint.path}: the quantized weight {weight} ({', '.join(sorted(parts))}) cannot be read: "
+                    f"{error}. Download the checkpoint again, or use the unquantized checkpoint"
+                ) from error
+            yield weight, value
+
+
+def _packed_weights(checkpoint: Checkpoint, packing: Format) -> dict[str, set[str]]:
+    """Return the parts of each packed weight.
+
+    Raises:
+        UnsupportedCheckpoint: A part is missing.
+
+    """
+    stored: dict[str, set[str]] = {}
+    for name in weight_names(checkpoint):
+        weight, part = packing.split(name)
+        stored.setdefault(weight, set()).add(part)
+    packed = {}
+    for weight in sorted(stored.keys() | packing.stated_weights()):
+        own = stored.get(weight, set())
+        needed, optional = packing.parts(weight, own)
+        if missing := sorted(needed - own):
+            raise UnsupportedCheckpoint(
+                f"{checkpoint.path} lacks {weight.removesuffix('weight')}{missing[0]}, which the quantized weight "
+                f"{weight} needs. Download the checkpoint again, or use the unquantized checkpoint"
+            )
+        if needed:
+            packed[weight] = own & (needed | optional)
+    return packed
+
+
+__all__ = ["Format", "PackedWeight", "format_of", "read_packed"]

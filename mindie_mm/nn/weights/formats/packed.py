@@ -1,0 +1,116 @@
+"""The interfaces of packed weights and of their formats."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mindie_mm.device import Device, QuantizedWeight
+
+
+class PackedWeight(ABC):
+    """The weight of a linear layer [outputs, inputs] with fewer than 16 bits per number."""
+
+    shape: tuple[int, ...]
+    """Shape of the unpacked weight."""
+    has_bias: bool = False
+    """Whether the packed weight also contains the bias of the layer."""
+
+    @abstractmethod
+    def dequantized(self) -> Tensor:
+        """Return the weight in a float dtype, on the CPU."""
+
+    def dequantized_bias(self) -> Tensor | None:
+        """Return the bias of the layer that the packed weight contains, or None."""
+        return None
+
+    @abstractmethod
+    def layer(self, plain: nn.Linear, device: Device) -> nn.Module:
+        """Return a layer on `device` that replaces `plain`, with the bias of `plain`."""
+
+
+class IntegerWeight(PackedWeight):
+    """A weight of a format that `QuantizedWeight` describes."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self._weight = weight
+        self.shape = weight.shape
+        self.has_bias = weight.has_bias
+
+    def dequantized(self) -> Tensor:
+        return self._weight.dequantized()
+
+    def dequantized_bias(self) -> Tensor | None:
+        return self._weight.dequantized_bias()
+
+    def layer(self, plain: nn.Linear, device: Device) -> nn.Module:
+        return device.quantized_linear(self._weight, None if self.has_bias else plain.bias)
+
+
+class Format(ABC):
+    """The layout of the quantized weights of one checkpoint."""
+
+    adds_to_norms: bool = False
+    """Whether normalization layers may have biases that the unquantized model lacks."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self | None:
+        """Return the format that the settings of a checkpoint describe, or None if another module reads it.
+
+        Raises:
+            ValueError: The format is not supported.
+
+        """
+
+    def split(self, name: str) -> tuple[str, str]:
+        """Return the name of the weight to which a tensor would belong, and the name of this part of the weight."""
+        layer, _, part = name.rpartition(".")
+        return f"{layer}.weight", part
+
+    @abstractmethod
+    def parts(self, weight: str, stored: AbstractSet[str]) -> tuple[AbstractSet[str], AbstractSet[str]]:
+        """Return the parts that a packed weight must have, and those that it may have. A plain weight has no parts.
+
+        Args:
+            weight: Name of the weight.
+            stored: Its parts in the weight files.
+
+        """
+
+    def stated_weights(self) -> AbstractSet[str]:
+        """Return the packed weights that the settings name, which must be in the weight files."""
+        return frozenset()
+
+    def ignores(self, name: str) -> bool:
+        """Return whether a tensor is dropped, because what it describes stays unquantized here."""
+        return False
+
+    @abstractmethod
+    def weight(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
+        """Return a packed weight. Raise ValueError if a tensor is wrong.
+
+        Args:
+            name: Name of the weight.
+            parts: Its tensors, by their names in `parts`.
+
+        """
+
+
+def require(name: str, tensor: Tensor, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Tensor:
+    """Return `tensor`. Raise ValueError unless it has this dtype and, if shapes are given, one of them."""
+    if tensor.dtype != dtype or (shapes and tuple(tensor.shape) not in shapes):
+        expected = " or ".join(str(list(shape)) for shape in shapes) or "any shape"
+        raise ValueError(
+            f"{name} is {_dtype_name(tensor.dtype)} {list(tensor.shape)}; it must be {_dtype_name(dtype)} {expected}"
+        )
+    return tensor
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,158 @@
+"""Packed weights in modules: which layers hold them, and the layers that replace plain ones.
+
+transformers never sees the packed weights of its models. While it loads the plain weights, the layers of packed weights
+have no weights at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mindie_mm.device import Device
+from mindie_mm.nn.weights.formats import Format, PackedWeight
+
+
+class Placing:
+    """Packed weights that wait for the layers of one model."""
+
+    def __init__(self, device: Device, packing: Format | None) -> None:
+        """Start without weights. `packing` is their format, or None if all weights are plain."""
+        self._device = device
+        self._adds_to_norms = packing is not None and packing.adds_to_norms
+        self._weights: dict[str, PackedWeight] = {}
+        self._norm_biases: dict[str, Tensor] = {}
+        self.misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        """Name of each weight of the wrong shape, its shape, and the shape that the model needs."""
+
+    def take(self, name: str, weight: Tensor | PackedWeight, model: nn.Module) -> bool:
+        """Keep a weight that does not become a plain weight of `model`. Return whether it was kept.
+
+        Args:
+            name: Name of the weight in the model.
+            weight: Its value.
+            model: The model, on the meta device.
+
+        """
+        path, _, part = name.rpartition(".")
+        layer = _submodule(model, path)
+        if isinstance(weight, Tensor):
+            own = getattr(layer, "weight", None)
+            if not self._adds_to_norms or part != "bias" or getattr(layer, "bias", None) is not None:
+                return False
+            if not isinstance(own, Tensor) or own.ndim != 1 or own.shape != weight.shape:
+                return False
+            self._norm_biases[path] = weight
+            return True
+        if part != "weight" or type(layer) is not nn.Linear:
+            return False
+        if weight.shape != (needed := tuple(layer.weight.shape)):
+            self.misfits.append((name, weight.shape, needed))
+        self._weights[path] = weight
+        return True
+
+    def empty(self, model: nn.Module) -> None:
+        """Remove the plain weights of the layers that will be replaced."""
+        for path, weight in self._weights.items():
+            layer: Any = model.get_submodule(path)
+            layer.weight = None
+            if weight.has_bias:
+                layer.bias = None
+            layer._is_hf_initialized = True  # noqa: SLF001 - transformers must not initialize the missing weight
+
+    def finish(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Replace the layers of `model`, whose plain weights are loaded."""
+        while self._weights:
+            path, weight = self._weights.popitem()
+            plain: Any = model.get_submodule(path)
+            model.set_submodule(path, weight.layer(plain, self._device))
+        for path, bias in self._norm_biases.items():
+            norm = model.get_submodule(path)
+            norm.register_buffer("bias", bias.to(self._device.torch_device, dtype), persistent=False)
+            norm.register_forward_hook(_add_bias)
+
+
+def _add_bias(norm: Any, _: Any, normed: Tensor) -> Tensor:
+    shifted: Tensor = normed + norm.bias
+    return shifted
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def dequantized(name: str, weight: PackedWeight, expected: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a dequantized weight, and its bias unless it is zero and not `expected`, with their names."""
+    yield name, weight.dequantized()
+    bias, bias_name = weight.dequantized_bias(), f"{name.removesuffix('weight')}bias"
+    if bias is not None and (bias_name in expected or bias.any()):
+        yield bias_name, bias
+
+
+def with_packed(
+    cls: type[Any],
+    config: Any,
+    weights: Iterable[tuple[str, Tensor | PackedWeight]],
+    placing: Placing,
+    dtype: torch.dtype,
+) -> tuple[type[Any], dict[str, Tensor]]:
+    """Return a class whose `from_pretrained` leaves out packed weights, and its argument `state_dict`.
+
+    A packed weight that transformers would convert, such as that of an expert, is dequantized.
+
+    Args:
+        cls: The PreTrainedModel to load.
+        config: Its configuration.
+        weights: Published names and values.
+        placing: Gets the packed weights.
+        dtype: The dtype of dequantized weights.
+
+    """
+    with torch.device("meta"):
+        model = cls(config)
+    name_in, stored = _renaming(model), model.state_dict()
+    plain: dict[str, Tensor] = {}
+    for name, weight in weights:
+        own, is_converted = name_in(name)
+        if not is_converted and placing.take(own, weight, model):
+            continue
+        if isinstance(weight, Tensor):
+            plain[name] = weight
+            continue
+        bias = f"{name.removesuffix('weight')}bias"
+        expected = (bias,) if name_in(bias)[0] in stored else ()
+        plain |= {part: tensor.to(dtype) for part, tensor in dequantized(name, weight, expected)}
+
+    def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, config, *args, **kwargs)
+        placing.empty(self)
+
+    return type(cls.__name__, (cls,), {"__init__": make, "__module__": cls.__module__}), plain
+
+
+def _renaming(model: Any) -> Callable[[str], tuple[str, bool]]:
+    """Return a function from the published name of a weight to its name in `model`, a PreTrainedModel.
+
+    The function also returns whether transformers converts the weight, or ties it to another weight.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping  # late: the import takes seconds
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    conversions = get_model_conversion_mapping(model, None, None)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    prefix, stored = model.base_model_prefix, model.state_dict()
+
+    def name_in(name: str) -> tuple[str, bool]:
+        own, converted = rename_source_key(name, renamings, converters, prefix, stored)
+        if own not in stored and name in stored:
+            own, converted = rename_source_key(name, [], [], prefix, stored)
+        return own, converted is not None or own in model.all_tied_weights_keys
+
+    return name_in
