@@ -29,6 +29,8 @@ from mindie_mm.worker.worker import Worker
 from service.http import errors, page
 from service.http.access import Access, OwnHost, is_loopback
 from service.http.clients import Clients
+from service.messages.answer import MessageEvent
+from service.messages.front import MessagesFront
 from service.middleware import Middleware
 from service.request.admission import Admission
 from service.request.chat_dialect import ChatDialect, require_formats
@@ -39,7 +41,7 @@ from service.request.quota import SpoolProbe
 from service.request.state import Service
 from service.request.token_text import TokenTexts
 from service.request.tokenizer_info import tokenizer_info
-from service.routes import admin, chat, completions, generate, health, infer, models, tokens
+from service.routes import admin, chat, completions, generate, health, infer, messages, models, tokens
 from service.routes.generate import GenerateEvent
 from service.routes.infer import InferEvent
 from service.schemas.description import describe
@@ -50,7 +52,7 @@ from service.telemetry.tracing import Tracer
 _log = logging.getLogger(__name__)
 
 _ANY_PORT = ":*"
-_EVENTS = (ChatCompletionChunk, Completion, InferEvent, GenerateEvent)
+_EVENTS = (ChatCompletionChunk, Completion, MessageEvent, InferEvent, GenerateEvent)
 
 
 def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None) -> FastAPI:
@@ -102,7 +104,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     )
     add_front(app, config, clients, admission, metrics, tracer)
     errors.install(app)
-    for module in (chat, completions, infer, generate, models, tokens, health, admin):
+    for module in (chat, completions, messages, infer, generate, models, tokens, health, admin):
         app.include_router(module.router, responses=errors.RESPONSES)
     if config.web_page:
         app.include_router(page.router)
@@ -135,6 +137,7 @@ def add_front(
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(Middleware, config=config, clients=clients, admission=admission, metrics=metrics, tracer=tracer)
+    app.add_middleware(MessagesFront)
 
 
 @asynccontextmanager

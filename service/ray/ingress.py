@@ -35,11 +35,12 @@ from service.app import add_front
 from service.http import errors
 from service.http.access import OPEN_PATHS, RELOAD, key_digest, require_key
 from service.http.clients import Clients
+from service.messages.front import error_event, is_messages
 from service.ray.content import Route, route_of
 from service.ray.metrics import merged
 from service.ray.plan import LOST, calling, configuration_of
 from service.request.admission import Admission
-from service.request.admitted import DONE, last_words
+from service.request.admitted import DONE, encoded, last_event
 from service.telemetry.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -126,8 +127,9 @@ class Ingress:
             scope.setdefault("state", {})["error"] = type(error).__name__
             if isinstance(error, RequestAborted) or not sending.streams_events:
                 return  # the server closes the connection of an unfinished response
-            last = DONE if scope["path"].startswith("/v1/") else None
-            await sending.send({"type": "http.response.body", "body": last_words(error, last), "more_body": False})
+            await sending.send(
+                {"type": "http.response.body", "body": _last_words(scope["path"], error), "more_body": False}
+            )
         finally:
             route.end()
 
@@ -212,6 +214,14 @@ class Ingress:
         finally:
             if not complete:
                 responses.cancel()
+
+
+def _last_words(path: str, error: MindieMMError) -> bytes:
+    """Return the events that end a stream of the route `path` after `error`."""
+    body = errors.error_object(error)
+    if is_messages(path):
+        return encoded(error_event(body, errors.status_of(error)), named=True)
+    return encoded(body) + last_event(DONE if path.startswith("/v1/") else None)
 
 
 class _Sending:

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mindie_mm.errors import InputError, MindieMMError, RequestAborted
-from service.http.errors import error_object
 from service.request.admission import Admission
 from service.telemetry import tracing
 
@@ -120,7 +119,7 @@ def _note(error: Exception) -> None:
 
 
 class EventStream(Admitted):
-    """A stream of JSON events followed by `last`.
+    """A stream of JSON events.
 
     The events are made without waiting for the client, so their resources are freed after the last event even if the
     client reads slowly. An error after the first event is sent as a further event.
@@ -131,21 +130,38 @@ class EventStream(Admitted):
     def __init__(
         self,
         make: Callable[[SendEvent], Awaitable[None]],
+        failed: Callable[[Exception], Mapping[str, object]],
         admission: Admission,
         last: str | None,
         timeout_s: float | None,
+        *,
+        named: bool = False,
     ) -> None:
+        """Create the response.
+
+        Args:
+            make: Coroutine function that sends the events.
+            failed: Function that returns the event for an error.
+            admission: Limits on the requests in progress.
+            last: Data after the last event, or None.
+            timeout_s: Maximum time in seconds for the answer, or None for the service's limit.
+            named: Whether each event has a line with its `type`, by which some clients choose the events that they
+                read.
+
+        """
         # Without X-Accel-Buffering, nginx would buffer several events and send them together.
         super().__init__(admission, timeout_s, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._make = make
+        self._failed = failed
         self._last = last
+        self._named = named
 
     async def _answer(self, send: Callable[[bytes], Awaitable[None]]) -> bytes:
         waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
 
         async def make() -> None:
             try:
-                await self._make(lambda event: waiting.put_nowait(_encode(event)))
+                await self._make(lambda event: waiting.put_nowait(encoded(event, named=self._named)))
             finally:
                 waiting.put_nowait(None)
 
@@ -157,23 +173,21 @@ class EventStream(Admitted):
         finally:
             making.cancel()
             await asyncio.gather(making, return_exceptions=True)
-        return _last_event(self._last)
+        return last_event(self._last)
 
     def _last_words(self, error: Exception) -> bytes:
-        return last_words(error, self._last)
+        return encoded(self._failed(error), named=self._named) + last_event(self._last)
 
 
-def last_words(error: Exception, last: str | None) -> bytes:
-    """Return the events that end a stream after `error`."""
-    return _encode(error_object(error)) + _last_event(last)
-
-
-def _last_event(last: str | None) -> bytes:
+def last_event(last: str | None) -> bytes:
+    """Return the event with the data `last`, or nothing if it is None."""
     return b"" if last is None else _event(last.encode())
 
 
-def _encode(event: Mapping[str, object]) -> bytes:
-    return _event(msgspec.json.encode(event))
+def encoded(event: Mapping[str, object], *, named: bool = False) -> bytes:
+    """Return a server-sent event. If `named` is true, the event has a line with its `type`."""
+    name = f"event: {event['type']}\n".encode() if named else b""
+    return name + _event(msgspec.json.encode(event))
 
 
 def _event(data: bytes) -> bytes:

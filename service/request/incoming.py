@@ -16,6 +16,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.worker.beam_search import check_beams
 from service.http.access import key_digest
 from service.http.clients import Client
+from service.http.errors import error_object
 from service.request.admitted import DONE, EventStream, SendEvent, WholeAnswer
 from service.request.call import Call
 from service.request.meter import Meter
@@ -37,6 +38,10 @@ class Responder(ABC):
     @abstractmethod
     async def stream(self, send: SendEvent) -> None:
         """Send the events of a streamed answer."""
+
+    def failed(self, error: Exception) -> Mapping[str, object]:
+        """Return the event that reports an error after a streamed answer has begun."""
+        return error_object(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +135,22 @@ class Incoming:
         *,
         stream: bool | None = False,
         last: str | None = DONE,
+        named: bool = False,
         timeout_s: float | None = None,
     ) -> Response:
-        """Return the response for `responder`: a stream of events followed by `last`, or the whole answer."""
+        """Return the response for `responder`: a stream of events, or the whole answer.
+
+        Args:
+            responder: The request, and the format of its answer.
+            stream: Whether to stream the answer.
+            last: Data after the last event, or None.
+            named: Whether each event has a line with its `type`.
+            timeout_s: Maximum time in seconds for the answer, or None for the service's limit.
+
+        """
         admission = self.service.admission
         if stream:
-            return EventStream(responder.stream, admission, last, timeout_s)
+            return EventStream(responder.stream, responder.failed, admission, last, timeout_s, named=named)
         return WholeAnswer(responder.answer, admission, timeout_s)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 from fastapi import APIRouter
 from msgspec import Raw
 from starlette.responses import Response
@@ -17,7 +18,7 @@ from mindie_mm.tokenize.requests import TokenizeRequest
 from mindie_mm.worker.deltas import Delta
 from service.request.admitted import DONE, SendEvent
 from service.request.chat_call import after_prompt, chat_call
-from service.request.incoming import IncomingDep, Responder
+from service.request.incoming import Incoming, IncomingDep, Responder
 from service.request.message import MessageParts, MessageReader, MessageRules, ReasoningCount, delta_of, is_whole
 from service.request.prompts import Parse
 from service.request.text_logprobs import LogprobsBuffer
@@ -45,9 +46,29 @@ router = APIRouter()
 @router.post("/v1/chat/completions", responses=streamed(ChatCompletionChunk, whole=ChatCompletion, last=DONE))
 async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
     """Answer a chat, which may contain pictures, videos and sound. Stream the answer on request."""
+    return incoming.answered(chat_of(body, incoming), stream=body.stream)
+
+
+def chat_of(body: ChatBody, incoming: Incoming, *, prefix: str = "chatcmpl-", cut_max_tokens: bool = False) -> Chat:
+    """Return the responder for a chat.
+
+    Args:
+        body: Body of a chat completion. Other endpoints that answer chats translate their bodies into it.
+        incoming: The request.
+        prefix: Text in front of the request's id in the answer's id.
+        cut_max_tokens: Whether to reduce `max_tokens` to the room in the model's context. If not, a request that does
+            not fit is refused.
+
+    Raises:
+        ModelNotFound: The model is not the served model.
+        InputError: A field is not valid.
+
+    """
     body = body.with_defaults(incoming.service.config)
     use = body.tool_use(body.parallel_tool_calls)
-    call = incoming.call(body, body, prefix="chatcmpl-", n=body.n or 1, length_penalty=body.beam_length_penalty)
+    call = incoming.call(body, body, prefix=prefix, n=body.n or 1, length_penalty=body.beam_length_penalty)
+    if cut_max_tokens:
+        call = replace(call, params=msgspec.structs.replace(call.params, cut_max_tokens=True))
     budget = body.thinking_token_budget
     call = chat_call(
         call,
@@ -58,13 +79,16 @@ async def chat_completions(body: ChatBody, incoming: IncomingDep) -> Response:
         stream_reasoning=body.stream_reasoning is not False,
         reasoning_tokens=None if budget == -1 else budget,
     )
-    return incoming.answered(_Chat(call, body, int(time.time()), use), stream=body.stream)
+    return Chat(call, body, int(time.time()), use)
 
 
 @dataclass(frozen=True, slots=True)
-class _Chat(Responder):
+class Chat(Responder):
+    """A chat, and its answer as a chat completion."""
+
     body: ChatBody
     created: int
+    """Unix time of the request."""
     use: ToolUse
 
     def parse(self) -> Parse:
@@ -86,6 +110,7 @@ class _Chat(Responder):
         )
 
     async def answer(self) -> ChatCompletion:
+        """Return the chat completion."""
         async with self.call.prompts([self.parse()], field="messages") as (source,):
             call = await after_prompt(self.call, source.prompt)
             choices = await call.choices([source])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, ClassVar, NotRequired
 
 from fastapi import APIRouter
@@ -15,7 +15,7 @@ from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest
 from service.http.json_response import JSONResponse
 from service.request.admitted import WholeAnswer
-from service.request.incoming import IncomingDep
+from service.request.incoming import Incoming, IncomingDep
 from service.request.prompts import PromptReader, prompt_of_ids, prompts
 from service.request.state import ServiceDep
 from service.routes.infer import Inputs
@@ -112,6 +112,11 @@ class DetokenizeAnswer(TypedDict):
 @router.post("/tokenize", responses=answered(TokenizeAnswer))
 async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
     """Return the token ids of a text, a chat or a `List[Dict]`, with placeholder ids in place of handle words."""
+    return WholeAnswer(tokenizing(body, incoming), incoming.service.admission)
+
+
+def tokenizing(body: TokenizeBody, incoming: Incoming) -> Callable[[], Awaitable[TokenizeAnswer]]:
+    """Return the coroutine function that tokenizes the prompt of `body`. Raise InputError if the body is not valid."""
     service = incoming.service
     incoming.accept(body)
     if sum(given is not None for given in (body.prompt, body.messages, body.inputs)) != 1:
@@ -177,7 +182,7 @@ async def tokenize(body: TokenizeBody, incoming: IncomingDep) -> Response:
             "token_strs": [*map(service.tokens.piece, ids)] if body.return_token_strs else None,
         }
 
-    return WholeAnswer(answer, service.admission)
+    return answer
 
 
 class TokenizerInfo(TypedDict):
