@@ -8,6 +8,7 @@
     |   |   `-- ContextLengthExceeded   prompt and max_tokens do not fit the model's context
     |   |-- TokenOutOfRange         a token id outside [0, vocabulary)
     |   |-- ModelNotFound           a request asks for a model that the service does not run
+    |   |-- NotStored               a request refers to a response or an item that the service does not store
     |   `-- UnsupportedCheckpoint   no family supports this checkpoint, or its family does not support an option
     `-- OperationalError            a failure that is not the caller's mistake; the call may work later or elsewhere
         |-- BadReference            handle words that do not refer to data; one request fails
@@ -80,6 +81,10 @@ class TokenOutOfRange(InputError):
 
 class ModelNotFound(InputError):
     """A request asks for a model that the service does not run."""
+
+
+class NotStored(InputError):
+    """A request refers to a response or an item that the service does not store."""
 
 
 class UnsupportedCheckpoint(InputError):

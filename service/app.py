@@ -41,7 +41,9 @@ from service.request.quota import SpoolProbe
 from service.request.state import Service
 from service.request.token_text import TokenTexts
 from service.request.tokenizer_info import tokenizer_info
-from service.routes import admin, chat, completions, generate, health, infer, messages, models, tokens
+from service.responses.answer import ResponseEvent
+from service.responses.store import ResponseStore
+from service.routes import admin, chat, completions, generate, health, infer, messages, models, responses, tokens
 from service.routes.generate import GenerateEvent
 from service.routes.infer import InferEvent
 from service.schemas.description import describe
@@ -52,7 +54,7 @@ from service.telemetry.tracing import Tracer
 _log = logging.getLogger(__name__)
 
 _ANY_PORT = ":*"
-_EVENTS = (ChatCompletionChunk, Completion, MessageEvent, InferEvent, GenerateEvent)
+_EVENTS = (ChatCompletionChunk, Completion, ResponseEvent, MessageEvent, InferEvent, GenerateEvent)
 
 
 def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None) -> FastAPI:
@@ -81,6 +83,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 spool=spool,
                 media=MediaPolicy(config),
                 kept=KeptMedia(config.media_uuid_bytes),
+                responses=ResponseStore(config.stored_response_bytes, config.response_store_age_s),
                 spool_probe=SpoolProbe(spool),
                 clients=clients,
                 admission=admission,
@@ -104,7 +107,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     )
     add_front(app, config, clients, admission, metrics, tracer)
     errors.install(app)
-    for module in (chat, completions, messages, infer, generate, models, tokens, health, admin):
+    for module in (chat, completions, responses, messages, infer, generate, models, tokens, health, admin):
         app.include_router(module.router, responses=errors.RESPONSES)
     if config.web_page:
         app.include_router(page.router)

@@ -368,6 +368,11 @@ class ServiceConfig:
     max_media_bytes."""
     media_uuid_bytes: CountOrNone = 64 * MiB
     """Size of the store for media that chats send with a `uuid`. 0 turns off the store."""
+    response_store_bytes: CountOrNone | None = None
+    """Size of the store for the responses of each API key in /v1/responses. 0 turns off the store. Default: 64 MiB if
+    there are API keys, and 0 without keys, because all clients could then read all responses."""
+    response_store_age_s: Seconds = 24 * 3600.0
+    """Time after which a stored response is removed."""
     enable_mm_embeds: bool = False
     """Accept `image_embeds`, `video_embeds` and `audio_embeds` in place of media. Enable this only for clients that you
     trust, because embeddings bypass the tower."""
@@ -428,6 +433,13 @@ class ServiceConfig:
     def has_keys(self) -> bool:
         """Whether requests need an API key."""
         return bool(self.api_key or self.api_key_file)
+
+    @property
+    def stored_response_bytes(self) -> int:
+        """Size of the store for the responses of each API key."""
+        if self.response_store_bytes is not None:
+            return self.response_store_bytes
+        return 64 * MiB if self.has_keys else 0
 
 
 def is_key(key: str) -> bool:

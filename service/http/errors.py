@@ -29,6 +29,7 @@ _MAX_PATH = 100
 TABLE: Mapping[type[BaseException], int] = {
     errors.InputError: 400,
     errors.ModelNotFound: 404,
+    errors.NotStored: 404,
     errors.OperationalError: 500,
     errors.ArenaFull: 503,
     errors.SharedMemoryError: 503,

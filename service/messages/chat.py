@@ -25,7 +25,7 @@ from service.messages.body import (
     URLSource,
     UserMessage,
 )
-from service.request.translated import Translated, image_part, text_part
+from service.request.translated import Translated, chat_body_of, image_part, text_part
 from service.schemas.openai_types import ChatBody
 
 _BILLING = "x-anthropic-billing-header"
@@ -56,7 +56,7 @@ def chat_body(body: MessagesBody, messages: Sequence[dict[str, Any]]) -> ChatBod
         "thinking_token_budget": body.thinking and body.thinking.budget_tokens,
         "parallel_tool_calls": False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
     }
-    return ChatBody.model_validate(fields | prompt_fields(body, messages))
+    return chat_body_of(fields | prompt_fields(body, messages))
 
 
 def prompt_fields(body: PromptBody, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:

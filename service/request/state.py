@@ -20,6 +20,7 @@ from service.request.kept_media import KeptMedia
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
 from service.request.token_text import TokenTexts
+from service.responses.store import ResponseStore
 from service.telemetry.metrics import Metrics
 
 PLACEHOLDERS = frozenset({"default", "dummy", "model", "tgi"})
@@ -53,6 +54,8 @@ class Service(Served):
     media: MediaPolicy
     kept: KeptMedia
     """Media by `uuid`."""
+    responses: ResponseStore
+    """Responses that later requests may refer to."""
     clients: Clients
     admission: Admission
     metrics: Metrics

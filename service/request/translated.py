@@ -7,7 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from pydantic import ValidationError
+
 from mindie_mm.errors import InputError
+from service.http.errors import mistakes_in_words
+from service.schemas.openai_types import ChatBody
 
 _PLACE = re.compile(r"\bmessages\[(\d+)\](?:\.content(?:\[(\d+)\])?)?")
 """Pattern of the name of a message, or of a part of its content, in error messages."""
@@ -54,6 +58,15 @@ class Translated:
             return match[0]
         place, parts = self._places[index]
         return parts[int(part)] if part is not None and int(part) < len(parts) else place
+
+
+def chat_body_of(fields: dict[str, Any]) -> ChatBody:
+    """Return the body of a chat completion with these fields. Raise InputError if a field is not valid."""
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        mistakes = [{**mistake, "loc": ("body", *mistake["loc"])} for mistake in error.errors()]
+        raise InputError(mistakes_in_words(mistakes)) from error
 
 
 def text_part(text: str) -> dict[str, Any]:
