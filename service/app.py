@@ -38,11 +38,11 @@ from service.request.fingerprint import fingerprint
 from service.request.kept_media import KeptMedia
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
+from service.request.response_store import ResponseStore
 from service.request.state import Service
 from service.request.token_text import TokenTexts
 from service.request.tokenizer_info import tokenizer_info
 from service.responses.answer import ResponseEvent
-from service.responses.store import ResponseStore
 from service.routes import admin, chat, completions, generate, health, infer, messages, models, responses, tokens
 from service.routes.generate import GenerateEvent
 from service.routes.infer import InferEvent

@@ -19,8 +19,8 @@ from service.request.chat_dialect import ChatDialect
 from service.request.kept_media import KeptMedia
 from service.request.media import MediaPolicy
 from service.request.quota import SpoolProbe
+from service.request.response_store import ResponseStore
 from service.request.token_text import TokenTexts
-from service.responses.store import ResponseStore
 from service.telemetry.metrics import Metrics
 
 PLACEHOLDERS = frozenset({"default", "dummy", "model", "tgi"})

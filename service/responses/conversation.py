@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from mindie_mm.errors import NotStored
+from service.request.response_store import ResponseStore
 from service.responses.body import InputItem, ReferenceItem, ResponsesBody
-from service.responses.store import ResponseStore
 
 _ITEMS = TypeAdapter(list[InputItem])
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}

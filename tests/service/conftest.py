@@ -27,6 +27,7 @@ SETTINGS = {
     "max_media_items": 4,
     "limit_mm_per_prompt": '{"audio": 2}',
     "media_uuid_bytes": MEDIA_UUID_BYTES,
+    "response_store_bytes": 64 * KiB,
     "max_held_logprobs": 2**17,
     "grace_s": 0.2,
     "reclaim_interval_s": 3600.0,  # a periodic reclaim must not remove the leftovers that tests look for
@@ -98,6 +99,13 @@ def unix_http(service: RunningService) -> Iterator[httpx2.Client]:
         transport=httpx2.HTTPTransport(uds=str(socket)), base_url="http://localhost", timeout=300
     ) as http_client:
         yield http_client
+
+
+@pytest.fixture(scope="session")
+def one_worker(request: pytest.FixtureRequest) -> None:
+    """Skip tests that need the worker of an earlier request."""
+    if request.config.getoption("--front") == "ray":
+        pytest.skip("with several workers, a later request may reach another one")
 
 
 @pytest.fixture(scope="session")
