@@ -135,7 +135,7 @@ def add_front(
             allow_origins=[origin for origin in config.cors_origin if not origin.endswith(_ANY_PORT)],
             allow_origin_regex=_any_port(config.cors_origin),
             allow_private_network=True,  # the operator has listed the origin
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )

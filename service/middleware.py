@@ -34,6 +34,9 @@ _BETWEEN_VALUES = (b",", b"[", b"{")
 These characters are counted in strings, too, but base64 contains none of them.
 """
 
+_WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
+"""Beginnings of paths that are also accepted without /v1, because some clients omit it."""
+
 _CODINGS = (b"content-encoding", b"transfer-encoding")
 _PLAIN = (b"", b"identity", b"chunked")
 """Values of the headers in `_CODINGS` that mean that the body is not compressed."""
@@ -53,6 +56,7 @@ class Middleware:
     - `scope["state"]["client"]` is the `Client` whose API key the request carries, if the service has keys.
     - If an error aborts a response that has started, the responder stores the name of the error's class in
       `scope["state"]["error"]`, for the log. The reason of a refusal is in `scope["state"]["reason"]`.
+    - /v1 is added to the paths of OpenAI's and Anthropic's APIs that lack it.
     - The setting `root_path` is removed from the path of a request, unless the proxy has removed it already.
     - HEAD is routed as GET, because load balancers use HEAD for health checks. The server omits the body.
     """
@@ -81,9 +85,7 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if (root := self._config.root_path) is not None:
-            inner = scope["path"].removeprefix(root)
-            scope = {**scope, "root_path": root, "path": inner if inner.startswith("/") else scope["path"]}
+        scope = _with_route_path(scope, self._config.root_path)
         method = scope["method"]
         if method == "HEAD":
             scope = {
@@ -131,6 +133,16 @@ class Middleware:
         for key in filter(None, (*self._clients.keys, self._config.admin_key)):
             path = path.replace(key, MASK)
         return path if _PATH.fullmatch(path.replace(MASK, "")) else None
+
+
+def _with_route_path(scope: Scope, root: str | None) -> Scope:
+    """Return the scope with the path of a route: without the setting `root_path`, and with the version."""
+    if root is not None:
+        inner = scope["path"].removeprefix(root)
+        scope = {**scope, "root_path": root, "path": inner if inner.startswith("/") else scope["path"]}
+    if scope["path"].startswith(_WITHOUT_VERSION):
+        scope = {**scope, "path": f"/v1{scope['path']}"}
+    return scope
 
 
 def _log_access(

@@ -19,8 +19,9 @@ from service.http.json_response import JSONResponse
 
 HEALTH_ELSEWHERE = ("/v2/health/ready", "/v2/health/live", "/ping")
 """Paths of the health probes in MindIE and vLLM. Here they are aliases of this service's own probes."""
-OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics", *HEALTH_ELSEWHERE}) | page.PATHS
-"""Paths that require no key: probes and metrics, as in vLLM, and the web page, which sends the key in its requests."""
+OPEN_PATHS = frozenset({"/health", "/health/live", "/metrics", "/openapi.json", *HEALTH_ELSEWHERE}) | page.PATHS
+"""Paths that require no key: probes, metrics and the description of the API, as in vLLM, and the web page, which sends
+the key in its requests."""
 
 RELOAD = "/admin/reload"
 """Path of the administrative route. It takes the key of `admin_key` in place of an API key, and checks it itself."""

@@ -67,6 +67,26 @@ _OF_THE_BODY: Mapping[str, str] = {
 """Messages for errors of the body as a whole, by pydantic's type of error."""
 
 
+_ONLY_TEXT = "this service only generates text"
+_ELSEWHERE: Mapping[str, str] = {
+    "/v1/images": _ONLY_TEXT,
+    "/v1/videos": _ONLY_TEXT,
+    "/v1/audio/speech": _ONLY_TEXT,
+    "/v1/realtime": "use /v1/chat/completions with stream",
+    "/v1/assistants": "use /v1/responses",
+    "/v1/threads": "use /v1/responses",
+    "/v1/conversations": "use /v1/responses with previous_response_id",
+    "/v1/complete": "use /v1/messages",
+    "/v1/moderations": "the model can judge a text in /v1/chat/completions",
+    "/v1/fine_tuning": "this service does not train models",
+    "/v1beta": "use /v1/chat/completions in place of Gemini's API",
+    "/api/chat": "use /v1/chat/completions in place of Ollama's API",
+    "/api/generate": "use /v1/completions in place of Ollama's API",
+    "/api/tags": "use /v1/models in place of Ollama's API",
+}
+"""What to use instead of paths of other services, by the beginning of the path."""
+
+
 class ErrorObject(BaseModel):
     """Description of an error."""
 
@@ -199,6 +219,9 @@ def _no_route(request: Request, error: HTTPException) -> str:
     if error.status_code == 405:
         methods = (error.headers or {}).get("Allow", "another method")
         return f"{shown} does not accept {request.method}; use {methods}"
+    for start, advice in _ELSEWHERE.items():
+        if path.startswith(start):
+            return f"there is no path {shown}; {advice}"
     paths = [name for name in request.app.openapi()["paths"] if "{" not in name]
     near = difflib.get_close_matches(path[: 2 * _MAX_PATH], paths, n=1)
     advice = f"did you mean {near[0]}?" if near else "/openapi.json lists the paths"

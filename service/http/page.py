@@ -1,7 +1,8 @@
-"""GET / and /static: the web page and its files."""
+"""GET /, /docs and /static: the web page, the description of the API, and their files."""
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -22,17 +23,21 @@ _TYPES = {
 
 FOLDER = Path(__file__).parents[1] / "static"
 INDEX = "index.html"
+DOCS = "docs.html"
+SWAGGER = ("swagger-ui-bundle.js", "swagger-ui.css")
+"""Files of Swagger UI in the package fastapi-swagger."""
 FILES = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in FOLDER.rglob("*") if path.suffix in _TYPES}
-"""Path below `FOLDER` and contents of each file of the page. The files are read when the service starts."""
-PATHS = frozenset({"/", *(f"/static/{name}" for name in FILES if name != INDEX)})
+FILES |= {name: (resources.files("fastapi_swagger") / "resources" / name).read_bytes() for name in SWAGGER}
+"""Path below `FOLDER` and contents of each file of the pages. The files are read when the service starts."""
+PATHS = frozenset({"/", "/docs", *(f"/static/{name}" for name in FILES if name not in (INDEX, DOCS))})
 """URL paths of the files. The files contain nothing secret."""
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:; "
     "media-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_DOCS_POLICY = _POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")  # Swagger UI styles elements
 _HEADERS = {
-    "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -48,6 +53,12 @@ async def page() -> Response:
     return _file(INDEX)
 
 
+@router.get("/docs")
+async def docs() -> Response:
+    """Return the description of the API, shown by Swagger UI."""
+    return _file(DOCS, _DOCS_POLICY)
+
+
 @router.get("/static/{name:path}")
 async def file(name: str) -> Response:
     """Return one of the page's files, or 404 for any other name."""
@@ -56,5 +67,6 @@ async def file(name: str) -> Response:
     return _file(name)
 
 
-def _file(name: str) -> Response:
-    return Response(FILES[name], media_type=_TYPES[Path(name).suffix], headers=_HEADERS)
+def _file(name: str, policy: str = _POLICY) -> Response:
+    headers = {"Content-Security-Policy": policy, **_HEADERS}
+    return Response(FILES[name], media_type=_TYPES[Path(name).suffix], headers=headers)

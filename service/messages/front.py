@@ -9,7 +9,7 @@ import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_PATHS = ("/messages", "/messages/count_tokens")
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -223,12 +223,20 @@ def test_a_missing_or_malformed_key_is_401_on_every_path(bare: httpx2.Client, he
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == 401
         assert answer.headers["www-authenticate"] == "Bearer"
-    for path in ("/v1/models", "/shm", "/openapi.json", "/v1/../v1/models", "//v1/models", "/nothing"):
+    for path in (
+        "/v1/models",
+        "/models",
+        "/shm",
+        "/v1/responses/resp_0",
+        "/v1/../v1/models",
+        "//v1/models",
+        "/nothing",
+    ):
         assert bare.get(path, headers=headers).status_code == 401
 
 
 def test_health_and_metrics_need_no_key(bare: httpx2.Client) -> None:
-    assert [bare.get(path).status_code for path in ("/health", "/health/live", "/metrics")] == [200] * 3
+    assert [bare.get(path).status_code for path in ("/health", "/health/live", "/metrics", "/docs")] == [200] * 4
     assert [bare.get(path).status_code for path in ("/ping", "/v2/health/ready", "/v2/health/live")] == [200] * 3
 
 
@@ -236,11 +244,43 @@ def test_the_openapi_schema_names_the_paths_that_need_a_key(bare: httpx2.Client,
     schema = bare.get("/openapi.json", headers={"Authorization": f"Bearer {KEYS[0]}"}).json()
     assert schema["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in schema["paths"].items():
-        keyed = bare.request(next(iter(operations)).upper(), path.replace("{name}", "tiny"), json={}).status_code == 401
+        named = re.sub(r"{\w+}", "tiny", path)
+        keyed = bare.request(next(iter(operations)).upper(), named, json={}).status_code == 401
         assert all(("security" in operation) == keyed for operation in operations.values())
     unguarded = http.get("/openapi.json").json()
     assert "securitySchemes" not in unguarded["components"]
     assert not any("security" in operation for path in unguarded["paths"].values() for operation in path.values())
+
+
+def test_the_messages_api_takes_the_key_of_anthropics_clients(bare: httpx2.Client) -> None:
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "Hello!"}]}
+    for path in ("/v1/messages", "/messages", "/v1/messages/count_tokens"):
+        assert bare.post(path, json=body, headers={"x-api-key": KEYS[0]}).status_code == 200
+        refused = bare.post(path, json=body, headers={"x-api-key": "other"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+    assert bare.get("/v1/models", headers={"x-api-key": KEYS[0]}).status_code == 401
+
+
+def test_a_stored_response_belongs_to_its_key(bare: httpx2.Client) -> None:
+    own, other = ({"Authorization": f"Bearer {key}"} for key in KEYS[:2])
+    given = {"input": "Hello!", "max_output_tokens": 1}
+    made = bare.post("/v1/responses", json=given, headers=own).json()
+    assert made["store"]
+    path, item = f"/v1/responses/{made['id']}", made["output"][0]["id"]
+    following = {**given, "previous_response_id": made["id"]}
+    reference = {**given, "input": [{"type": "item_reference", "id": item}]}
+    for method, route, body in (
+        ("GET", path, None),
+        ("GET", f"{path}/input_items", None),
+        ("POST", f"{path}/cancel", None),
+        ("DELETE", path, None),
+        ("POST", "/v1/responses", following),
+        ("POST", "/v1/responses", reference),
+    ):
+        assert bare.request(method, route, json=body, headers=other).status_code == 404
+    assert bare.get(path, headers=own).json() == made
+    for body in (following, reference):
+        assert bare.post("/v1/responses", json=body, headers=own).status_code == 200
 
 
 def test_an_allowed_origin_gets_cors_headers(bare: httpx2.Client) -> None:
