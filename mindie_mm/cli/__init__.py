@@ -23,8 +23,20 @@ from mindie_mm.processes.interrupts import INTERRUPTED, importing, interruptible
 from mindie_mm.processes.standard_streams import has_terminal, use_utf8
 from mindie_mm.settings.environment import keep_backends_out, restart_in_utf8
 
-COMMANDS = ("serve", "ask", "chat", "tokenize", "merge", "generate", "inspect", "verify", "models", "shm", "doctor")
-
+COMMANDS = {
+    "serve": "Serve a checkpoint over HTTP.",
+    "ask": "Ask one question and print the answer.",
+    "chat": "Chat with a model in the terminal.",
+    "tokenize": "Tokenize and preprocess a data set.",
+    "merge": "Combine the parts of a tokenized data set.",
+    "generate": "Run the model on tokenized rows.",
+    "inspect": "Show a tokenized data set, or a row of it.",
+    "verify": "Check the files of a tokenized data set.",
+    "models": "List the supported model families.",
+    "shm": "List, free and reclaim shared memory.",
+    "doctor": "Check whether this machine can serve a checkpoint.",
+}
+"""The commands and their short descriptions, which are shown without importing the commands."""
 
 _WIDEST_HELP = 160
 """Number of columns of help texts on wider terminals."""
@@ -51,6 +63,10 @@ class _Commands(click.Group):
 
     def list_commands(self, _: click.Context) -> list[str]:
         return list(COMMANDS)
+
+    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
 
     def get_command(self, _: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:

@@ -11,7 +11,7 @@ from mindie_mm.cli.paths import MEDIA_FILE, TEXT
 from mindie_mm.processes.interrupts import importing
 
 
-@click.command("ask", short_help="Ask one question and print the answer.")
+@click.command("ask")
 @click.argument("question", type=TEXT)
 @click.option(
     "--image",

@@ -29,7 +29,7 @@ HELP = """\
 /exit         end the session, as Ctrl-D does"""
 
 
-@click.command("chat", short_help="Chat with a model in the terminal.")
+@click.command("chat")
 @webui_option
 @model_options
 def command(*, webui_images: bool, **flags: Any) -> None:

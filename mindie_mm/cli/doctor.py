@@ -38,7 +38,7 @@ class _Size(click.ParamType[tuple[int, int]]):
         return int(match[1]), int(match[2])
 
 
-@click.command("doctor", cls=SettingsCommand, short_help="Check whether this machine can serve a checkpoint.")
+@click.command("doctor", cls=SettingsCommand)
 @click.argument("path", required=False, type=PATH)
 @click.option(
     "--image-size",
@@ -136,7 +136,7 @@ def _silence_libraries() -> None:
 
 def _has_weights(path: Path) -> bool | None:
     """Return whether a checkpoint directory, or the directory of a config.json, has weights. None if there is none."""
-    from mindie_mm.nn.checkpoint.directory import Checkpoint  # late, because `mindie-mm --help` imports this module
+    from mindie_mm.nn.checkpoint.directory import Checkpoint  # late, because it is slow to import
 
     folder = path.parent if path.name == "config.json" else path
     return bool(Checkpoint(folder, {}).weight_files()) if (folder / "config.json").is_file() else None

@@ -13,7 +13,7 @@ from mindie_mm.cli.settings import configured
 from mindie_mm.processes.interrupts import importing
 
 
-@click.command("generate", short_help="Run the model on tokenized rows.")
+@click.command("generate")
 @click.option("--tokenized", "folder", type=RUN_FOLDER, required=True,
               help="Folder that `mindie-mm tokenize` wrote, or its URL, such as s3://bucket/run/.")  # fmt: skip
 @click.option("--output", type=PATH, required=True, help="File for the answers, one JSON line per row.")

@@ -12,7 +12,7 @@ from mindie_mm.errors import StorageError, UnsupportedCheckpoint, os_errors_as
 from mindie_mm.processes.interrupts import importing
 
 
-@click.command("inspect", short_help="Show a tokenized data set, or a row of it.")
+@click.command("inspect")
 @click.argument("folder", type=RUN_FOLDER)
 @click.argument("row", type=int, required=False)
 @click.option("--model", type=PATH, help="Checkpoint directory.  [default: the checkpoint that tokenized the rows]")

@@ -11,7 +11,7 @@ from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.processes.interrupts import importing
 
 
-@click.command("merge", short_help="Combine the parts of a tokenized data set.")
+@click.command("merge")
 @click.argument("parts", nargs=-1, required=True, type=PATH, metavar="PART...")
 @click.option(
     "--output", type=PATH, required=True, help="Folder for the whole run. It is created if it does not exist."

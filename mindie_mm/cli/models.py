@@ -13,7 +13,7 @@ from mindie_mm.errors import InputError
 from mindie_mm.processes.interrupts import importing
 
 
-@click.command("models", short_help="List the supported model families.")
+@click.command("models")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(*, as_json: bool) -> None:
     """List the supported model families, their media, and the implementation that tests compare each family with."""

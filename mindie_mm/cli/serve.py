@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from mindie_mm import logs
 from mindie_mm.cli.hub import with_local_model
 from mindie_mm.cli.paths import PATH
 from mindie_mm.cli.settings import SettingsCommand, configured, settings
@@ -20,7 +21,7 @@ from mindie_mm.settings.sources import DEFAULT, Configuration, misspelt_variable
 _log = logging.getLogger("mindie_mm.settings")
 
 
-@click.command("serve", cls=SettingsCommand, short_help="Serve a checkpoint over HTTP.")
+@click.command("serve", cls=SettingsCommand)
 @click.argument("path", required=False, type=PATH)
 @click.option("--ray", "ray_address", is_flag=False, flag_value="local", metavar="[ADDRESS]",
               help="Serve with Ray Serve, on the Ray cluster at ADDRESS or on a local one. Requires the extra "
@@ -43,8 +44,6 @@ def command(path: Path | None, ray_address: str | None, **flags: Any) -> None:
 
 
 def _serve(configuration: Configuration, ray_address: str | None) -> None:
-    from mindie_mm import logs  # imported late, because `mindie-mm --help` imports every command
-
     logs.configure(logs.LogSettings(configuration.service.log_format, configuration.service.log_level), "api")
     settings = configuration.settings()
     for one in settings:

@@ -42,7 +42,7 @@ _NOUNS = {
 """Words for what `free` frees, by whether the targets are segments."""
 
 
-@click.group("shm", short_help="List, free and reclaim shared memory.")
+@click.group("shm")
 def command() -> None:
     """List, free and reclaim the shared memory of mindie_mm in /dev/shm.
 

@@ -17,7 +17,7 @@ from mindie_mm.settings.config import NO_DECODERS, MediaCaps, MiB
 _LIMITS = {field.name for field in fields(MediaCaps)} - NO_DECODERS
 
 
-@click.command("tokenize", cls=SettingsCommand, short_help="Tokenize and preprocess a data set.")
+@click.command("tokenize", cls=SettingsCommand)
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--output", type=RUN_FOLDER, required=True,
               help="Folder for the run, which is created if it does not exist, or a URL in an object store, such as "

@@ -11,7 +11,7 @@ from mindie_mm.errors import StorageError, os_errors_as
 from mindie_mm.processes.interrupts import importing
 
 
-@click.command("verify", short_help="Check the files of a tokenized data set.")
+@click.command("verify")
 @click.argument("folder", type=RUN_FOLDER)
 def command(folder: Path | str) -> None:
     """Check the files of the run that `mindie-mm tokenize` wrote to FOLDER. No model is loaded.

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -241,3 +243,18 @@ def test_tower_and_projector_have_their_own_precision_and_device(random_checkpoi
     run_warm(*asked, MINDIE_MM_VISION_BITS="16", MINDIE_MM_PROJECTOR_BITS="32", MINDIE_MM_PROJECTOR_DEVICE="cpu:0")
     assert "vision_bits is 8; it must be 16 or 32" in run_warm(*asked, status=2, MINDIE_MM_VISION_BITS="8")
     assert "device is 'tpu'" in run_warm("serve", random_checkpoint, "--port", 0, "--vision-device", "tpu", status=2)
+
+
+def test_help_describes_each_command_without_importing_it():
+    from mindie_mm.cli import COMMANDS
+
+    code = """
+import sys
+from mindie_mm.cli import COMMANDS, main
+main(["--help"], standalone_mode=False)
+assert not {f"mindie_mm.cli.{name}" for name in COMMANDS} & {*sys.modules}
+"""
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+    for name, description in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(description)}$", output, re.MULTILINE)
+        run_warm(name, "--help")
