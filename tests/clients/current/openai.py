@@ -170,4 +170,67 @@ def refusals_are_explained() -> None:
     assert "num_beams" in message
 
 
+RESPONSE: Any = {"model": MODEL, "temperature": 0, "input": HELLO, "max_output_tokens": 300}
+FUNCTION: Any = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}
+
+
+def response() -> None:
+    answer = CLIENT.responses.create(**RESPONSE)
+    assert (answer.output_text, answer.status) == (HELLO_BACK, "completed")
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+
+
+def response_streamed() -> None:
+    with CLIENT.responses.stream(**RESPONSE) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        answer = stream.get_final_response()
+    assert "".join(pieces) == answer.output_text == HELLO_BACK
+
+
+def response_to_media() -> None:
+    file = {"type": "input_file", "filename": "red_square.pdf", "file_data": f"data:application/pdf;base64,{PDF}"}
+    heard = {"type": "input_audio", "input_audio": {"data": SOUND, "format": "wav"}}
+    cases: Any = (
+        ({"type": "input_image", "image_url": PICTURE, "detail": "auto"}, WHAT, RED_SQUARE),
+        (file, WHAT, RED_SQUARE),
+        (heard, HOW_MANY, THREE),
+    )
+    for part, question, expected in cases:
+        turn = {"role": "user", "content": [part, {"type": "input_text", "text": question}]}
+        assert CLIENT.responses.create(**RESPONSE | {"input": [turn]}).output_text == expected
+
+
+def response_with_tool() -> None:
+    for choice in ("required", {"type": "function", "name": "get_weather"}):
+        given: Any = {"tools": [FUNCTION], "tool_choice": choice, "parallel_tool_calls": False}
+        answer = CLIENT.responses.create(**RESPONSE, **given)
+        with CLIENT.responses.stream(**RESPONSE, **given) as stream:
+            streamed = stream.get_final_response()
+        for (call,) in (answer.output, streamed.output):
+            check_weather(call.arguments)
+        result = {"type": "function_call_output", "call_id": answer.output[0].call_id, "output": "Sunny."}
+        turns: Any = [{"role": "user", "content": HELLO}, *answer.output, result]
+        short: Any = {"tools": [FUNCTION], "max_output_tokens": 16}
+        assert CLIENT.responses.create(**RESPONSE | {"input": turns} | short).output_text
+        following: Any = {"input": [result], "previous_response_id": answer.id}
+        assert CLIENT.responses.create(**RESPONSE | following | short).output_text
+
+
+def response_parsed() -> None:
+    assert isinstance(CLIENT.responses.parse(**RESPONSE, text_format=Thing).output_parsed, Thing)
+
+
+def response_stored() -> None:
+    first = CLIENT.responses.create(**RESPONSE)
+    second = CLIENT.responses.create(**RESPONSE, previous_response_id=first.id)
+    assert CLIENT.responses.retrieve(second.id).output_text == second.output_text
+    assert [item.type for item in CLIENT.responses.input_items.list(second.id, limit=1)] == ["message"] * 3
+    CLIENT.responses.delete(first.id)
+    try:
+        CLIENT.responses.retrieve(first.id)
+    except openai.NotFoundError:
+        return
+    raise AssertionError("the response was deleted")
+
+
 report(globals())

@@ -1,4 +1,4 @@
-"""Scenarios of openai-agents: agents that use its model for chat completions."""
+"""Scenarios of openai-agents, with its model for chat completions and its default model, for responses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from agents import (
     AgentOutputSchema,
     ModelSettings,
     OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
     Runner,
     function_tool,
     set_tracing_disabled,
@@ -33,7 +34,9 @@ from scenarios import (
 )
 
 set_tracing_disabled(True)
-MODEL_OF_CHAT = OpenAIChatCompletionsModel(MODEL, AsyncOpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0))
+CLIENT = AsyncOpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
+MODEL_OF_CHAT = OpenAIChatCompletionsModel(MODEL, CLIENT)
+MODEL_OF_RESPONSES = OpenAIResponsesModel(MODEL, CLIENT)
 SEEN: list[str] = []
 
 
@@ -53,7 +56,7 @@ def get_weather(city: Literal["Oslo", "Rome"], days: Literal[1, 2, 3]) -> str:
 
 def _agent(settings: dict[str, Any] | None = None, **given: Any) -> Agent[None]:
     made = ModelSettings(temperature=0, include_usage=True, **{"max_tokens": 300} | (settings or {}))
-    return Agent(name="Agent", model=MODEL_OF_CHAT, model_settings=made, **given)
+    return Agent(**{"name": "Agent", "model": MODEL_OF_CHAT, "model_settings": made, **given})
 
 
 async def chat() -> None:
@@ -133,6 +136,37 @@ async def structured_streamed() -> None:
     result = Runner.run_streamed(_agent(output_type=Thing), HELLO)
     assert [event async for event in result.stream_events()]
     assert isinstance(result.final_output, Thing)
+
+
+async def responses() -> None:
+    assert (await Runner.run(_agent(model=MODEL_OF_RESPONSES), HELLO)).final_output == HELLO_BACK
+    result = Runner.run_streamed(_agent(model=MODEL_OF_RESPONSES), HELLO)
+    assert [event async for event in result.stream_events()]
+    assert result.final_output == HELLO_BACK
+
+
+async def responses_tool_called_and_result() -> None:
+    for choice in ("required", "get_weather"):
+        SEEN.clear()
+        settings = {"tool_choice": choice, "parallel_tool_calls": False}
+        agent = _agent(settings, model=MODEL_OF_RESPONSES, tools=[get_weather])
+        result = await Runner.run(agent, HELLO)
+        assert len(SEEN) == 1
+        turns: Any = [*result.to_input_list(), {"role": "user", "content": "Thanks"}]
+        agent = _agent({"max_tokens": 16}, model=MODEL_OF_RESPONSES, tools=[get_weather])
+        assert (await Runner.run(agent, turns)).final_output
+
+
+async def responses_by_id() -> None:
+    agent = _agent(model=MODEL_OF_RESPONSES)
+    first = await Runner.run(agent, HELLO)
+    second = await Runner.run(agent, "Thanks", previous_response_id=first.last_response_id)
+    assert second.final_output
+
+
+async def responses_structured() -> None:
+    agent = _agent(model=MODEL_OF_RESPONSES, output_type=Thing)
+    assert isinstance((await Runner.run(agent, HELLO)).final_output, Thing)
 
 
 report(globals())
