@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 from typing_extensions import TypedDict
@@ -57,11 +58,20 @@ async def responses(body: ResponsesBody, incoming: IncomingDep) -> Response:
     chat = chat_of(chat_body(body, given.messages), incoming, prefix="resp_", cut_max_tokens=True)
     stored = store.is_on and body.store is not False
     response = begun(body, chat.call.id, int(time.time()), incoming.service.model_name, stored=stored)
+    _require_text([response, talk.new])
     custom = [tool.name for tool in body.tools or () if isinstance(tool, CustomTool)]
     events = ResponseEvents(response, body.summarizes, custom)
     return incoming.answered(
         _Response(chat.call, chat, given, talk.new, events), stream=body.stream, last=None, named=True
     )
+
+
+def _require_text(echoed: Any) -> None:
+    """Raise InputError if values that the answer repeats cannot be written as JSON."""
+    try:
+        msgspec.json.encode(echoed)
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise InputError("the request contains a lone surrogate, or is nested too deeply") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from tests.attacks.conftest import MAX_PROCESSOR_S, Attacked
 MOST = ServiceConfig().max_request_values
 MANY = MOST - 64
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+MESSAGE = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 Make = Callable[[], dict[str, Any]]
 
 
@@ -21,7 +22,13 @@ def names() -> dict[str, int]:
     return {f"a{index}": 1 for index in range(MANY)}
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/infer", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/completions", "/infer", "/v1/chat/completions", "/tokenize", "/detokenize"),
+        *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    ],
+)
 @pytest.mark.parametrize("values", ["1,", "[1],", "{},"])
 def test_too_many_json_values_are_413(attacked: Attacked, path: str, values: str) -> None:
     body = '{"prompt": [' + values * MOST + "1]}"
@@ -51,6 +58,17 @@ def test_too_many_json_values_are_413(attacked: Attacked, path: str, values: str
             "/v1/completions",
             lambda: {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": names()}},
         ),
+        ("/v1/responses", lambda: {"input": [1] * MANY}),
+        ("/v1/responses", lambda: {"input": [{"type": "a"}] * (MANY // 2)}),
+        ("/v1/responses", lambda: {"input": [{"role": "user", "content": [1] * MANY}]}),
+        ("/v1/responses", lambda: {"input": "a", "tools": [1] * MANY}),
+        ("/v1/responses", lambda: {"input": "a", "text": {"format": {"type": "text"} | names()}}),
+        ("/v1/responses", lambda: {"input": "a", "tool_choice": [1] * MANY}),
+        ("/v1/messages", lambda: {"max_tokens": 1, "messages": [1] * MANY}),
+        ("/v1/messages", lambda: {"max_tokens": 1, "messages": [{"role": "user", "content": [1] * MANY}]}),
+        ("/v1/messages", lambda: MESSAGE | {"system": [1] * MANY}),
+        ("/v1/messages", lambda: MESSAGE | {"tools": [1] * MANY}),
+        ("/v1/messages", lambda: MESSAGE | {"stop_sequences": [1] * MANY}),
         ("/tokenize", lambda: {"inputs": [1] * MANY}),
         ("/detokenize", lambda: {"tokens": ["a"] * MANY}),
     ],
@@ -65,6 +83,10 @@ def test_thousands_of_mistakes_are_refused_at_the_first(attacked: Attacked, path
         ("/v1/chat/completions", lambda: {"messages": [{"role": "user", "content": "q w" * 10**6}]}),
         ("/v1/chat/completions", lambda: {"messages": [{"role": "user", "content": "q w" * 10}] * 15_000}),
         ("/v1/chat/completions", lambda: HELLO | {"tools": [{"type": "function", "name": "q w" * 10**6}]}),
+        ("/v1/responses", lambda: {"input": "q w" * 10**6}),
+        ("/v1/responses", lambda: {"input": "a", "instructions": "q w" * 10**6}),
+        ("/v1/messages", lambda: MESSAGE | {"system": "q w" * 10**6}),
+        ("/v1/messages/count_tokens", lambda: {"messages": [{"role": "user", "content": "q w" * 10**6}]}),
         ("/v1/completions", lambda: {"prompt": "q w" * 10**6}),
         ("/infer", lambda: {"inputs": "q w" * 10**6}),
         ("/infer", lambda: {"inputs": [{"text": "q w" * 10**6}]}),
@@ -84,6 +106,11 @@ def test_a_text_longer_than_any_context_is_not_tokenized(attacked: Attacked, pat
     ("path", "make"),
     [
         ("/v1/chat/completions", lambda: HELLO | {"stop": "\ud800"}),
+        ("/v1/responses", lambda: {"input": "\ud800"}),
+        ("/v1/responses", lambda: {"input": "a", "metadata": {"a": "\ud800"}}),
+        ("/v1/responses", lambda: {"input": [{"role": "user", "content": "a", "id": "\ud800"}]}),
+        ("/v1/messages", lambda: MESSAGE | {"stop_sequences": ["\ud800"]}),
+        ("/v1/messages", lambda: MESSAGE | {"system": "\ud800"}),
         ("/v1/completions", lambda: {"prompt": "hello", "stop": ["\ud800"]}),
         ("/infer", lambda: {"inputs": "hello", "parameters": {"stop": "\ud800"}}),
         ("/generate", lambda: {"inputs": "hello", "parameters": {"stop": "\ud800"}}),
@@ -99,7 +126,16 @@ def test_a_lone_surrogate_is_refused(attacked: Attacked, path: str, make: Make) 
 
 
 @pytest.mark.parametrize(
-    "body", [HELLO | {"model": "m" * 10**6}, {"messages": [{"role": "r" * 10**6, "content": "a"}]}]
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", HELLO | {"model": "m" * 10**6}),
+        ("/v1/chat/completions", {"messages": [{"role": "r" * 10**6, "content": "a"}]}),
+        ("/v1/responses", {"input": [{"type": "t" * 10**6}]}),
+        ("/v1/responses", {"input": [{"type": "item_reference", "id": "i" * 10**6}]}),
+        ("/v1/responses", {"input": "a", "previous_response_id": "i" * 10**6}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "r" * 10**6, "content": "a"}]}),
+    ],
 )
-def test_long_values_are_not_repeated_in_the_message(attacked: Attacked, body: dict[str, object]) -> None:
-    attacked.refused(body, status=404 if "model" in body else 400)
+def test_long_values_are_not_repeated_in_the_message(attacked: Attacked, path: str, body: dict[str, object]) -> None:
+    not_found = "model" in body or "i" * 9 in str(body)
+    assert len(attacked.refused(body, path=path, status=404 if not_found else 400)) < 1000
