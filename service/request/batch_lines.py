@@ -23,6 +23,7 @@ from service.request.chat_call import after_prompt, chat_call
 from service.request.chat_dialect import ChatDialect
 from service.request.message import MessageParts, ReasoningCount
 from service.request.state import Served
+from service.schemas.body import pass_over_fields
 from service.schemas.openai_types import ChatBody, CompletionBody
 
 
@@ -44,6 +45,7 @@ class BatchLines(Requests):
         request = msgspec.json.decode(row.request)
         is_chat, is_line = request.get("url", CHAT) == CHAT, "custom_id" in request
         body = _body(request["body"], is_chat=is_chat)
+        pass_over_fields(body.unknown, strict=False)
         rules = self._rules(worker, body)
         if is_line and isinstance(body, ChatBody):
             rules = await _of_chat(rules, body, source)

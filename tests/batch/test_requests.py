@@ -13,14 +13,21 @@ import openai.types
 import pytest
 from click.testing import CliRunner
 from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
 
 from mindie_mm.batch import Dataset
-from mindie_mm.batch.input.request import SAMPLING, request_of
-from mindie_mm.batch.input.row import parse
+from mindie_mm.batch.input.conversations import CONVERSATION_KEYS
+from mindie_mm.batch.input.request import SAMPLING, prompt_of, request_of
+from mindie_mm.batch.input.row import MEDIA_KEYS, parse
 from mindie_mm.batch.input.row_id import row_id
 from mindie_mm.cli import main
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
+from mindie_mm.inputs import Text
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
+from service.schemas.body import IGNORED_FIELDS
+from service.schemas.openai_types import ChatBody, CompletionBody
+from service.schemas.structured_outputs import StructureFields
 from tests import warm
 from tests.batch.conftest import CLI, run_in_process, settings, written
 from tests.media_samples import encoded, photograph
@@ -60,14 +67,17 @@ def test_generate_answers_batch_lines_and_rows_with_their_own_sampling(tmp_path:
         batch_line("nine", {"messages": said, "tools": TOOLS, "tool_choice": PAINT, "max_tokens": 120}),
         batch_line("ten", {"messages": said, "tools": TOOLS, "tool_choice": "none", "max_tokens": 3}),
         batch_line("eleven", {"messages": said, "tools": TOOLS, "tool_choice": "sometimes"}),
+        batch_line("twelve", {"messages": said, "audio": {"voice": "alloy", "format": "wav"}}),
+        batch_line("thirteen", {"messages": said, "images": ["a.png"]}),
+        batch_line("fourteen", {"messages": said, "image": "a.png", "mystery": 3, "max_tokens": 2, "ignore_eos": True}),
     ]
     run_in_process(settings(written(tmp_path / "rows.jsonl", rows)), tmp_path / "run")
     output = tmp_path / "out.jsonl"
     arguments = ["generate", "--tokenized", str(tmp_path / "run"), "--output", str(output), "--max-tokens", "5"]
     done = warm.run([CLI, *arguments], timeout=300)
-    assert (done.returncode, done.stdout) == (1, f"11 rows in {output}; 4 rows failed\n"), done.stderr
+    assert (done.returncode, done.stdout) == (1, f"14 rows in {output}; 6 rows failed\n"), done.stderr
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    one, two, three, four, five, six, seven, eight, nine, ten, eleven = lines
+    one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen, fourteen = lines
     assert [line["custom_id"] for line in (one, two, three, four, eight)] == ["one", "two", "three", "four", "eight"]
     assert [line["id"] for line in (one, two)] == ["batch_req_0", "batch_req_1"]
     chat = ChatCompletion.model_validate(one["response"]["body"])
@@ -95,6 +105,11 @@ def test_generate_answers_batch_lines_and_rows_with_their_own_sampling(tmp_path:
     lengths = [line["response"]["body"]["usage"]["prompt_tokens"] for line in (eight, nine, ten)]
     assert lengths[0] == lengths[2] < lengths[1], "the tools are part of the prompt, unless they must not be called"
     assert "tool_choice is 'sometimes'; it must be 'none', 'auto', 'required'" in eleven["error"]["message"]
+    assert twelve["error"]["message"] == "audio is not supported", "as in the service"
+    assert thirteen["error"]["message"] == "images is not supported; use image_url parts in messages"
+    assert fourteen["response"]["body"]["usage"]["completion_tokens"] == 2
+    for name in ("image", "mystery"):
+        assert f"ignoring the unknown key '{name}' of a request" in done.stderr
     whole = output.read_bytes()
     output.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]) + b'{"id"')
     assert CliRunner().invoke(main, [*arguments, "--limit", "3"]).exit_code == 1, "the answers are continued"
@@ -134,15 +149,62 @@ def test_the_message_of_a_batch_line_has_the_reasoning_in_fields_of_its_own(tmp_
         ),
         (batch_line("a", {"messages": MESSAGES, "logprobs": True}), "has logprobs, which is not supported in a batch"),
         (batch_line("a", {"prompt": "a", "tools": TOOLS}, "/v1/completions"), "has tools, which is not supported"),
-        (batch_line("a", {"prompt": ["a", "b"]}, "/v1/completions"), "has a prompt of type list; it must be a string"),
-        (batch_line("a", {}), "it must have inputs, messages, or text and media"),
+        (
+            batch_line("a", {"prompt": ["a", "b"]}, "/v1/completions"),
+            "has a prompt of type list; it must have a prompt",
+        ),
+        (batch_line("a", {"text": "a"}, "/v1/completions"), "has no prompt; it must have a prompt that is a string"),
+        (batch_line("a", {"inputs": [{"text": "a"}]}), "has no messages; it must have a list of messages"),
+        (batch_line("a", {"messages": "[]"}), "has messages of type str; it must have a list of messages"),
         (batch_line("a", {}) | {"body": "x"}, "the row's body is str; it must be an object"),
         (batch_line("a", {}) | {"custom_id": ["a"]}, "the row's custom_id is list; it must be a string"),
+        ({"custom_id": "a", "url": "/v1/chat/completions"}, "and the url /v1/chat/completions, but no body. Put the"),
+        (
+            batch_line("a", {}) | {"body": None, "messages": MESSAGES},
+            "but no body. Put the fields of the request there",
+        ),
     ],
 )
 def test_a_batch_line_that_cannot_be_answered_as_stated_fails(line: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=why):
         parse(json.dumps(line).encode(), tmp_path, "")
+
+
+def test_only_the_fields_of_a_chat_or_a_completion_are_part_of_its_prompt(tmp_path: Path) -> None:
+    """In other rows, the other keys are media, or prompts of other formats."""
+    others = dict.fromkeys({*MEDIA_KEYS, *CONVERSATION_KEYS, "inputs", "text", "prompt", "id"}, "x")
+    chat = {"messages": [{"role": "user", "content": "Hello!"}]}
+    for body, url in ((chat, "/v1/chat/completions"), ({"prompt": "Hello!"}, "/v1/completions")):
+        row = parse(json.dumps(batch_line("a", {**others, **body}, url)).encode(), tmp_path, "")
+        assert row == parse(json.dumps(batch_line("a", body, url)).encode(), tmp_path, "")
+
+
+@pytest.mark.parametrize(("body", "url"), [(ChatBody, "/v1/chat/completions"), (CompletionBody, "/v1/completions")])
+def test_each_field_of_the_service_is_refused_or_has_its_effect(body: type[BaseModel], url: str) -> None:
+    prompt = {"messages": MESSAGES, "prompt": "a"}
+    effective = {*SamplingParams.__struct_fields__, *StructureFields.model_fields, *SAMPLING, *IGNORED_FIELDS, *prompt}
+    effective |= {"min_new_tokens", "max_new_tokens", "include_reasoning", "separate_reasoning", "length_penalty"}
+    effective |= {"model", "thinking_token_budget", "chat_template_kwargs", "reasoning_effort", "parse_special"}
+    without_effect = {"truncation_side", "return_tokens_as_token_ids", "stream_reasoning"}  # they need other fields
+    for name in {*body.model_fields} - effective - without_effect:
+        if body is ChatBody and name in ("tools", "tool_choice", "add_generation_prompt"):
+            continue
+        with pytest.raises(InputError, match=rf"the row's body has {name}, which is not supported"):
+            prompt_of(batch_line("a", {**prompt, name: "x"}, url))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"custom_id": 7, "url": "https://host/a.jpg", "text": "a", "temperature": 0.5},
+        {"custom_id": "c", "url": None, "body": "the text of an email", "text": "a", "temperature": 0.5},
+    ],
+)
+def test_rows_with_columns_of_the_same_names_are_no_batch_lines(row: dict[str, Any], tmp_path: Path) -> None:
+    record = json.dumps(row).encode()
+    assert parse(record, tmp_path, "").items == (Text("a"),)
+    assert row_id(record) == row_id(row) == str(row["custom_id"])
+    assert json.loads(str(request_of(record))) == {"body": {"temperature": 0.5}}
 
 
 def test_a_request_contains_everything_but_the_prompt() -> None:

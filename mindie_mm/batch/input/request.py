@@ -11,7 +11,7 @@ import msgspec
 from mindie_mm.batch.input.record import Files, Record, number_of
 from mindie_mm.batch.input.source import NOT_JSON
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import OFF, refused_fields, require_tools
+from mindie_mm.inputs import OFF, PROMPT_FIELDS, refused_fields, require_tools
 
 SAMPLING = frozenset(
     {
@@ -26,12 +26,23 @@ REQUEST = "request"
 """Column of the output that contains `request_of` each row."""
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _PROMPT = frozenset({"messages", "prompt"})
+_VARIABLES = ("chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "parse_special")
+"""Further fields of a chat that determine its prompt."""
 _NOT_ANSWERED: Mapping[str, tuple[Any, ...]] = {
+    **PROMPT_FIELDS,
+    **dict.fromkeys(("add_special_tokens", "timings"), OFF),
     **dict.fromkeys(("n", "best_of"), (None, 1)),
     **dict.fromkeys(("stream", "logprobs", "echo", "use_beam_search", "return_token_ids", "media_spans"), OFF),
-    **dict.fromkeys(("top_logprobs", "prompt_logprobs"), (None, 0)),
+    **dict.fromkeys(("top_logprobs", "priority"), (None, 0)),
+    "prompt_logprobs": (None,),
 }
-"""Fields of a request that `generate` does not support, each with the values that do not change the answer."""
+"""Fields of a chat that `generate` does not support, each with the values that do not change the answer."""
+_NOT_COMPLETED = {
+    **_NOT_ANSWERED,
+    **dict.fromkeys(("tools", "prompt_embeds"), OFF),
+    "add_special_tokens": (None, True),
+}
+"""The same for text completions."""
 _DECODING = (*NOT_JSON, RecursionError)
 
 Adapt = Callable[[Sequence[Any], Sequence[Any]], tuple[Sequence[Any], Sequence[Any]]]
@@ -53,8 +64,13 @@ _Stated = msgspec.defstruct(
 
 
 def is_batch_line(row: Mapping[str, Any]) -> bool:
-    """Return whether a row is a line of OpenAI's Batch API."""
-    return "custom_id" in row and "body" in row and (isinstance(row["body"], Mapping) or row.get("url") is not None)
+    """Return whether a row is a line of OpenAI's Batch API. Other data sets have columns of the same names."""
+    return "custom_id" in row and (isinstance(row.get("body"), Mapping) or is_route(row.get("url")))
+
+
+def is_route(url: Any) -> bool:
+    """Return whether the `url` of a row is that of a request, such as /v1/embeddings."""
+    return isinstance(url, str) and url.startswith("/")
 
 
 def prompt_of(line: Mapping[str, Any], adapt: Adapt | None = None) -> dict[str, Any]:
@@ -68,37 +84,46 @@ def prompt_of(line: Mapping[str, Any], adapt: Adapt | None = None) -> dict[str, 
         InputError: The request is not a chat or a completion, or a field of it is not supported.
 
     """
-    url, method, body = line.get("url"), line.get("method", "POST"), line["body"]
+    url, method, body = line.get("url"), line.get("method", "POST"), line.get("body")
     if not isinstance(line["custom_id"], str):
         raise InputError(f"the row's custom_id is {type(line['custom_id']).__name__}; it must be a string")
+    if body is None:
+        raise InputError(f"the row has a custom_id and the url {url}, but no body. Put the fields of the request there")
     if not isinstance(body, Mapping):
         raise InputError(f"the row's body is {type(body).__name__}; it must be an object")
     if method != "POST" or url not in (CHAT, COMPLETION):
         raise InputError(
             f"the row has the method {method!r} and the url {url!r}; it must be POST {CHAT} or {COMPLETION}"
         )
-    if refused := refused_fields(body, _NOT_ANSWERED if url == CHAT else {**_NOT_ANSWERED, "tools": OFF}):
+    if refused := refused_fields(body, _NOT_ANSWERED if url == CHAT else _NOT_COMPLETED):
         raise InputError(f"the row's body has {refused[0]}, which is not supported in a batch. Remove this field")
     if url == CHAT:
         return _chat_of(body, adapt)
     if not isinstance(prompt := body.get("prompt"), str):
-        raise InputError(f"the row's body has a prompt of type {type(prompt).__name__}; it must be a string")
-    return {**{name: value for name, value in body.items() if name not in _PROMPT}, "text": prompt}
+        found = "no prompt" if prompt is None else f"a prompt of type {type(prompt).__name__}"
+        raise InputError(f"the row's body has {found}; it must have a prompt that is a string")
+    return {"text": prompt, "parse_special": body.get("parse_special")}
 
 
 def _chat_of(body: Mapping[str, Any], adapt: Adapt | None) -> dict[str, Any]:
-    """Return the body of a chat without `tool_choice`, which `generate` enforces."""
-    chat = {name: value for name, value in body.items() if name not in ("prompt", "tool_choice")}
-    tools, choice = chat.pop("tools", None), body.get("tool_choice")
+    """Return the fields of a chat that determine its prompt.
+
+    `generate` judges all other fields, as the service does, and enforces `tool_choice`.
+    """
+    if not isinstance(messages := body.get("messages"), list):
+        found = "no messages" if messages is None else f"messages of type {type(messages).__name__}"
+        raise InputError(f"the row's body has {found}; it must have a list of messages")
+    chat: dict[str, Any] = {name: body[name] for name in _VARIABLES if name in body}
+    tools, choice = body.get("tools"), body.get("tool_choice")
     require_tools(tools)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         raise InputError(
             "the row's tool_choice is allowed_tools, which is not supported in a batch. Leave the other tools out"
         )
-    offered = [] if choice == "none" else tools or []
-    if adapt is not None and isinstance(messages := chat.get("messages"), list):
-        chat["messages"], offered = adapt(messages, offered)
-    return chat | ({"tools": offered} if offered else {})
+    offered: Sequence[Any] = [] if choice == "none" else tools or []
+    if adapt is not None:
+        messages, offered = adapt(messages, offered)
+    return chat | {"messages": messages} | ({"tools": offered} if offered else {})
 
 
 def request_of(record: Record) -> str | None:
@@ -120,7 +145,7 @@ def request_of(record: Record) -> str | None:
         return None
     custom_id, url, body = (given.pop(name) for name in ("custom_id", "url", "body"))
     stated = {name: value for name, value in given.items() if bytes(value) != b"null"}
-    is_line = custom_id is not msgspec.UNSET and (url is not None or bytes(body).startswith(b"{"))
+    is_line = custom_id is not msgspec.UNSET and (is_route(url) or bytes(body).startswith(b"{"))
     own = {"custom_id": custom_id, "url": url} if is_line else {}
     try:
         if is_line:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -11,6 +12,7 @@ from uuid import UUID
 import msgspec
 
 from mindie_mm.batch.input.record import Files, Record, number_of
+from mindie_mm.batch.input.request import is_route
 from mindie_mm.batch.input.source import NOT_JSON
 from mindie_mm.errors import InputError
 
@@ -22,6 +24,7 @@ class _Named(msgspec.Struct):
     id: Any = None
     custom_id: Any = None
     url: Any = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
 
 
 def row_id(record: Record) -> str | None:
@@ -35,9 +38,11 @@ def row_id(record: Record) -> str | None:
     try:
         if isinstance(record, bytes):
             named = msgspec.json.decode(record, type=_Named)
+            has_body = bytes(named.body).startswith(b"{")
         else:
             named = _Named(record.get("id"), record.get("custom_id"), record.get("url"))
-        is_line = isinstance(named.custom_id, str) and named.url is not None
+            has_body = isinstance(record.get("body"), Mapping)
+        is_line = isinstance(named.custom_id, str) and (has_body or is_route(named.url))
         return id_text(named.custom_id if is_line or named.id is None else named.id)
     except InputError:
         return None
