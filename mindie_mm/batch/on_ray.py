@@ -5,12 +5,15 @@ Ray Data distributes the chunks, with backpressure and retries. Each node writes
 Only chunks, counts and gathered inputs are sent between nodes. Each node reads the input and the checkpoint from the
 same paths, and writes to the path of the run's folder. If all nodes share a file system, this folder then contains all
 shards. If not, copy the shards to one node, and run the same command there. It then writes only the manifest. If the
-folder is in an object store, each node stages its shards in a local folder of its own, and nothing has to be copied.
+folder is in an object store, each node stages its shards in a local folder of its own, and nothing has to be copied. At
+the end, these folders are removed.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +26,7 @@ from mindie_mm.batch.batch_messages import Finished, death_error
 from mindie_mm.batch.input.files import replacing
 from mindie_mm.batch.input.gather import gathered_path, is_gathered
 from mindie_mm.batch.input.source import Chunk, JSONLines
-from mindie_mm.batch.output.run_folder import Address, RunFolder
+from mindie_mm.batch.output.run_folder import Address, RunFolder, StagedFolder
 from mindie_mm.batch.output.shard import ShardInfo, complete_shards
 from mindie_mm.batch.settings import Run
 from mindie_mm.errors import MindieMMError, ProcessDied, StorageError, os_errors_as
@@ -38,6 +41,7 @@ _DEATHS = 2
 _MOST_BLOCKS = 10_000
 """Maximum number of Ray Data blocks. The number is limited because Ray's driver keeps data for each block. If there are
 more chunks, several chunks share a block."""
+_PATIENCE_S = 60.0
 _PIECE_BYTES = 1 << 24
 """Number of bytes of a gathered input that are in memory at a time."""
 
@@ -96,6 +100,31 @@ def shards(
         if row["failed"]:
             raise msgspec.json.decode(row["failed"], type=Failure).exception()
         yield msgspec.json.decode(row["chunk"], type=Chunk), msgspec.json.decode(row["shards"], type=list[ShardInfo])
+    if isinstance(folder, StagedFolder):
+        _remove_staging(folder)
+
+
+def _remove_staging(folder: StagedFolder) -> None:
+    """Remove the staging folders of all nodes. A node that does not answer keeps its folder."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remove, address = ray.remote(num_cpus=0)(_remove_node_folder), msgspec.json.encode(folder.address)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    tasks = [
+        remove.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(address)
+        for node in nodes
+    ]
+    for task in tasks:
+        with suppress(ray.exceptions.RayError):
+            ray.get(task, timeout=_PATIENCE_S)
+
+
+def _remove_node_folder(address: bytes) -> None:
+    path = RunFolder.at(msgspec.json.decode(address, type=Address)).on_node().path
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):  # the node of the command has other files there
+        path.parent.rmdir()
 
 
 def _pieces(path: Path) -> Iterator[bytes]:

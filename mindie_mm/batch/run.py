@@ -7,13 +7,15 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
 
 from mindie_mm.batch.input.file_state import STATES_FILE, InputStates
 from mindie_mm.batch.input.files import creating, locked
 from mindie_mm.batch.input.gather import Write, drop_gathered, gather, is_stream
+from mindie_mm.batch.input.remote import as_os_errors, system_of
 from mindie_mm.batch.input.request import REQUEST
 from mindie_mm.batch.input.source import Chunk, chunks
 from mindie_mm.batch.output.journal import forget_failures
@@ -93,7 +95,7 @@ def run_batch(
         raise InputError(f"num_workers is {num_workers}; it must be at least 1")
     output = output if isinstance(output, str) else absolute(output)
     _require_apart(settings.inputs, output)
-    with _opened(output, staging) as destination:
+    with opened_folder(output, staging) as destination:
         folder = destination.path
         destination.fetch(RUN_FILE, MANIFEST_FILE, STATES_FILE)
         require_run(destination)
@@ -137,8 +139,8 @@ def run_batch(
             destination.fetch()
         for source in sources:
             source.require_unchanged()
-        manifest = Manifest.write(folder, run, tally.done.rows, first_row)
-        _clean(destination, settings.inputs, manifest)
+        manifest = Manifest.write(folder, run, tally.done.rows, first_row, str(destination))
+        clean(destination, settings.inputs, manifest)
         tally.end()
         return manifest, left_out
 
@@ -155,7 +157,7 @@ def require_run(folder: RunFolder) -> None:
             )
 
 
-def _clean(destination: RunFolder, inputs: Sequence[str], manifest: Manifest) -> None:
+def clean(destination: RunFolder, inputs: Sequence[str], manifest: Manifest) -> None:
     """Remove the files that only an unfinished run needs, and copy the last files to the store."""
     folder = destination.path
     drop_gathered(inputs, folder)
@@ -175,14 +177,25 @@ def _part(part: str, every: Sequence[Chunk]) -> tuple[Sequence[Chunk], float]:
 
 def _require_apart(inputs: Sequence[str], output: Path | str) -> None:
     """Raise InputError if an input is in the output folder, where the run's files might overwrite it."""
+    system, folder = _place(output)
     for given in inputs:
-        if isinstance(output, str) or is_url(given):
-            is_inside = given.startswith(f"{output}/")
-        else:
-            real = Path(os.path.realpath(output))
-            is_inside = not is_stream(given) and Path(os.path.realpath(given)).is_relative_to(real)
-        if is_inside:
+        if is_stream(given):
+            continue
+        other, path = _place(given)
+        if system == other and PurePosixPath(path).is_relative_to(folder):
             raise InputError(f"the input {given} is inside the output folder {output}. Choose another output folder")
+
+
+def _place(given: Path | str) -> tuple[Any, str]:
+    """Return the file system of a path or a URL, None for the local one, and the path there.
+
+    URLs may name a file system differently, such as s3:// and s3a://.
+    """
+    if isinstance(given, Path) or not is_url(given):
+        return None, os.path.realpath(given)
+    with os_errors_as(InputError, f"{given} cannot be read"), as_os_errors(str(given)):
+        system, path = system_of(str(given))
+    return (None, os.path.realpath(path)) if "local" in system.protocol else (system, path)
 
 
 def _require_free(columns: Collection[str]) -> None:
@@ -196,7 +209,7 @@ def _require_free(columns: Collection[str]) -> None:
 
 
 @contextmanager
-def _opened(output: Path | str, staging: Path | None) -> Iterator[RunFolder]:
+def opened_folder(output: Path | str, staging: Path | None = None) -> Iterator[RunFolder]:
     """Open and lock the folder of a run. `StagedFolder.leased` and `locked_folder` list the errors."""
     if isinstance(output, Path):
         with locked_folder(output):

@@ -168,7 +168,7 @@ class RunFormat(msgspec.Struct, frozen=True):
     format: int
 
 
-def require_format(run: RunFormat, folder: Path | RemoteFile) -> None:
+def require_format(run: RunFormat, folder: Path | RemoteFile | str) -> None:
     """Raise InputError if another version of the package wrote the run in `folder`, and its format was different."""
     if run.format != FORMAT:
         raise InputError(
@@ -270,23 +270,26 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     def begin(self, folder: Path, called: str = "") -> None:
         """Write the run's file into `folder`, unless the folder already contains this file.
 
-        If inputs or the checkpoint have moved, update their paths in the file. Messages call the folder `called`.
+        If inputs or the checkpoint have moved, update their paths in the file. Messages call the folder `called`, for
+        example by its URL.
 
         Raises:
             InputError: The folder contains another run. The message lists the differences.
             StorageError: The file cannot be written.
 
         """
-        file = folder / RUN_FILE
+        file, called = folder / RUN_FILE, called or str(folder)
         if file.is_file():
             content = file.read_bytes()
             try:
-                require_format(msgspec.json.decode(content, type=RunFormat), folder)
+                require_format(msgspec.json.decode(content, type=RunFormat), called)
                 earlier = msgspec.json.decode(content, type=Run)
             except NOT_JSON as error:
-                raise InputError(f"{file} does not describe a run of this version: {in_words(error)}") from None
+                raise InputError(
+                    f"{called}/{RUN_FILE} does not describe a run of this version: {in_words(error)}"
+                ) from None
             if differing := _differences(earlier, self):
-                raise InputError(f"{called or folder} contains another run: {'; '.join(differing)}. {_GO_ON}")
+                raise InputError(f"{called} contains another run: {'; '.join(differing)}. {_GO_ON}")
             if earlier == self:
                 return
         with replacing(file) as unfinished:

@@ -6,22 +6,26 @@ from pathlib import Path
 
 import click
 
-from mindie_mm.cli.paths import PATH
+from mindie_mm.cli.paths import RUN_FOLDER
 from mindie_mm.cli.resuming import ROWS_FAILED, resuming
 from mindie_mm.processes.interrupts import importing
 
 
 @click.command("merge")
-@click.argument("parts", nargs=-1, required=True, type=PATH, metavar="PART...")
+@click.argument("parts", nargs=-1, required=True, type=RUN_FOLDER, metavar="PART...")
 @click.option(
-    "--output", type=PATH, required=True, help="Folder for the whole run. It is created if it does not exist."
+    "--output",
+    type=RUN_FOLDER,
+    required=True,
+    help="Folder for the whole run, which is created if it does not exist, or a URL in an object store.",
 )
 @resuming()
-def command(parts: tuple[Path, ...], *, output: Path) -> None:
+def command(parts: tuple[Path | str, ...], *, output: Path | str) -> None:
     """Combine each folder PART of `mindie-mm tokenize --part` into one run, as if --part had not been used.
 
-    The files have the same bytes as those of one call. If the parts were written on machines with other paths, paths in
-    run.json and manifest.json may differ. Files on the same file system are linked instead of copied.
+    PART may be a URL, such as s3://bucket/part-1/. The files have the same bytes as those of one call. If the parts
+    were written on machines with other paths, paths in run.json and manifest.json may differ. Files on the same file
+    system are linked instead of copied.
 
     Exit status: 0 if all rows succeeded, 1 if some rows failed, 130 if interrupted, 3 if the merge is not finished for
     another reason. Run the same command again to continue.

@@ -14,11 +14,40 @@ from mindie_mm.errors import InputError
 
 _MAX_SHOWN = 200
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,63})://")
+_SECRET = re.compile(r"//[^/@]*:[^/@]*@|\bhttps?://([^/@]*@|[^?]*\?)", re.IGNORECASE)
+"""A password in a URL, or a user name or a query of http, which are often tokens."""
 
 
 def is_url(text: str) -> bool:
     """Return whether a text is the URL of a file that is not local, such as s3://bucket/a.jsonl."""
     return (match := _URL.match(text)) is not None and match[1].lower() != "file"
+
+
+def is_file_url(text: object) -> bool:
+    """Return whether a value is the URL of a local file, such as file:///data/a.jsonl."""
+    return isinstance(text, str) and text[: len("file://")].lower() == "file://"
+
+
+def require_url(name: str, url: str) -> str:
+    """Return the URL `name` with its scheme in lower case.
+
+    Raises:
+        InputError: The URL contains a secret. The message does not show the URL.
+
+    """
+    if _SECRET.search(url):
+        raise InputError(
+            f"{name} is a URL with a password, or an http URL with a user name or a query, which files of a run and "
+            "messages would show. Put credentials where fsspec's package for the store reads them. Fetch a file from "
+            "http with curl, and give its path, or - for standard input"
+        )
+    scheme, mark, rest = url.partition("://")
+    return f"{scheme.lower()}{mark}{rest}"
+
+
+def without_user(url: str) -> str:
+    """Return a URL for a message, without its user name and password."""
+    return re.sub(r"//[^/@]*@", "//", url)
 
 
 def working_directory() -> str:
@@ -31,6 +60,8 @@ def working_directory() -> str:
 
 def require_path(value: str | os.PathLike[str]) -> Path:
     """Return `value` as a path. Raise InputError if no file can have this path, or the value has another type."""
+    if is_file_url(value):
+        raise InputError(f"the path is {ascii(value)[:_MAX_SHOWN]}, a URL. Give the path without file://")
     try:
         path = Path(value)
         name = os.fsencode(path)

@@ -17,7 +17,7 @@ import pytest
 from mindie_mm.batch import Dataset, on_ray
 from mindie_mm.batch.input.gather import gather, gathered_path
 from mindie_mm.batch.input.source import Chunk, chunks
-from mindie_mm.batch.output.run_folder import Address
+from mindie_mm.batch.output.run_folder import Address, StagedFolder
 from mindie_mm.batch.output.shard import complete_shards
 from mindie_mm.batch.run import run_batch
 from mindie_mm.batch.settings import Run, Settings
@@ -52,14 +52,23 @@ def test_two_nodes_write_the_same_files_as_one_machine(cluster, lines, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_nodes_write_to_a_store_without_a_shared_folder(cluster, lines, tmp_path):
+def test_nodes_write_to_a_store_without_a_shared_folder(cluster, lines, tmp_path, monkeypatch):
+    """The folders of the nodes are removed before the command removes its own, which contains them on this machine."""
+    left = list[Path]()
+
+    def finish(folder: StagedFolder, *names: str, shards: Any) -> None:
+        left.extend(folder.path.glob("node*"))
+        finish_of(folder, *names, shards=shards)
+
+    finish_of = StagedFolder.finish
+    monkeypatch.setattr(StagedFolder, "finish", finish)
     run(settings(lines), tmp_path / "here")
     store, staging = tmp_path / "store", tmp_path / "staging"
     run_batch(settings(lines), f"local://{store}", ray_address=cluster.address, staging=staging)
     stored = {path.name: path.read_bytes() for path in store.iterdir() if path.is_file()}
     stored.pop("timings.jsonl", None)
     assert stored == content(tmp_path / "here")
-    assert [*staging.iterdir()] == []
+    assert ([*staging.iterdir()], left) == ([], [])
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from click.testing import CliRunner
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.input import remote
 from mindie_mm.batch.input.gather import input_named
-from mindie_mm.batch.input.remote import RemoteFile, fetched, matching
+from mindie_mm.batch.input.remote import RemoteFile, fetched, file_at, matching
 from mindie_mm.batch.input.source import open_source
+from mindie_mm.batch.output.store import output_at
 from mindie_mm.batch.settings import Settings
+from mindie_mm.batch.tokenizing import tokenize_dataset
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError, MediaError, StorageError
 from mindie_mm.inputs import Media
@@ -123,7 +126,7 @@ def test_a_url_is_never_taken_for_a_path(tmp_path: Path, monkeypatch: pytest.Mon
         refused = CliRunner().invoke(main, ["tokenize", url, "--output", "run"])
         assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
     refused = CliRunner().invoke(main, ["tokenize", "rows.jsonl", "--output", "memory://gone/run"])
-    assert (refused.exit_code, "which only this process can read" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "a run cannot be written to memory://" in refused.stderr) == (2, True)
     monkeypatch.setattr(remote, "STORES", {"memory"})
     urls = ("memory://gone/0.png", "memory://a::http://localhost/0.png")
     lines = written(tmp_path / "rows.jsonl", [{"image": url, "text": "What?"} for url in urls])
@@ -136,8 +139,70 @@ def test_a_url_is_never_taken_for_a_path(tmp_path: Path, monkeypatch: pytest.Mon
 def test_urls_with_a_star_are_expanded_in_order(store: Any) -> None:
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         store.pipe(f"/data/{name}", b"")
-    assert matching("memory://data/*.jsonl") == ["memory:///data/a.jsonl", "memory:///data/b.jsonl"]
+    assert matching("MEMORY://data/*.jsonl") == ["memory://data/a.jsonl", "memory://data/b.jsonl"]
     assert matching("a*.jsonl") == ["a*.jsonl"]
+
+
+def test_schemes_may_be_in_upper_case(store: Any, tmp_path: Path) -> None:
+    store.pipe("/data/0.png", PICTURE)
+    store.pipe("/data/rows.jsonl", b'{"image": "MEMORY://data/0.png", "text": "What?"}\n')
+    run_in_process(settings("Memory://data/rows.jsonl"), tmp_path / "run")
+    samples = Dataset(tmp_path / "run")
+    assert samples.manifest.run.settings.inputs == ("memory://data/rows.jsonl",)
+    assert samples[0].error is None
+    assert output_at("S3://Bucket/Run/") == "s3://Bucket/Run"
+    assert file_at("S3://Bucket/Run/") == RemoteFile("s3://Bucket/Run/")
+
+
+def test_urls_of_local_files_are_refused_with_the_path_to_give(tmp_path: Path) -> None:
+    lines = written(tmp_path / "rows.jsonl", [{"text": "a"}])
+    out = ["--output", str(tmp_path / "run")]
+    for command in (
+        ["tokenize", f"file://{lines}", *out],
+        ["tokenize", str(lines), "--output", f"FILE://{tmp_path}/run"],
+        ["tokenize", str(lines), *out, "--model", f"file://{tmp_path}"],
+        ["inspect", f"file://{tmp_path}/run"],
+        ["verify", f"file://{tmp_path}/run"],
+        ["generate", "--tokenized", f"file://{tmp_path}/run", *out],
+        ["merge", f"file://{tmp_path}/run", *out],
+    ):
+        refused = CliRunner().invoke(main, command)
+        assert (refused.exit_code, "ive the path without file://" in refused.stderr) == (2, True), refused.output
+    for call in (partial(tokenize_dataset, output=tmp_path / "run"), Dataset):
+        with pytest.raises(InputError, match="Give the path without file://"):
+            call(f"file://{lines}")
+    assert [*tmp_path.iterdir()] == [lines]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://user:secret@host/rows.jsonl",
+        "ftp://user:secret@host/*.jsonl",
+        "https://user:secret@host/rows.jsonl",
+        "https://secret@host/rows.jsonl",
+        "HTTPS://host/rows.jsonl?token=secret",
+        "https://host/*.jsonl?X-Amz-Signature=secret",
+        "zip://rows.jsonl::https://user:secret@host/rows.zip",
+    ],
+)
+def test_urls_with_secrets_are_refused_and_not_shown(url: str, tmp_path: Path) -> None:
+    lines = written(tmp_path / "rows.jsonl", [{"text": "a"}])
+    out = ["--output", str(tmp_path / "run")]
+    for command in (
+        ["tokenize", url, *out],
+        ["tokenize", str(lines), "--output", url],
+        ["inspect", url],
+        ["verify", url],
+        ["generate", "--tokenized", url, *out],
+    ):
+        refused = CliRunner().invoke(main, command)
+        assert (refused.exit_code, "is a URL with a password" in refused.stderr) == (2, True), refused.output
+        assert "secret" not in refused.output
+    assert [*tmp_path.iterdir()] == [lines]
+    with pytest.raises(MediaError) as failed:
+        fetched(Media("image", "ftp://user:secret@host/a.png"))
+    assert "secret" not in str(failed.value)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from mindie_mm.errors import InputError, os_errors_as
 from mindie_mm.inputs import Kind
 from mindie_mm.media.endings import ending_of, kind_of
 from mindie_mm.msgspec_errors import in_words
-from mindie_mm.settings.paths import absolute, is_url
+from mindie_mm.settings.paths import absolute, is_url, require_url
 
 Write = Callable[[BinaryIO, int | None], None]
 """Function that writes rows to a file, and a limit on their number."""
@@ -65,13 +65,14 @@ def input_named(given: str) -> str:
     The URL of a folder ends with a slash.
 
     Raises:
-        InputError: `given` is empty, is a relative path and the working directory was removed, or its store cannot be
-            read.
+        InputError: `given` is empty, is a relative path and the working directory was removed, or is a URL with a
+            secret or of a store that cannot be read.
 
     """
     if not given:
         raise InputError("an input is an empty string. Remove this input, or give the name of a file")
     if is_url(given):
+        given = require_url("an input", given)
         if given.endswith("/") or ending_of(given) in (*_ROWS, ".json") or is_packed(given):
             return given
         with os_errors_as(InputError, f"{given} cannot be read"):

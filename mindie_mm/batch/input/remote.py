@@ -18,7 +18,7 @@ from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, MediaError, StorageError, os_errors_as
 from mindie_mm.inputs import Media
 from mindie_mm.settings.config import MAX_SOURCE_BYTES
-from mindie_mm.settings.paths import absolute, is_url
+from mindie_mm.settings.paths import absolute, is_url, require_url, without_user
 
 _BLOCK_BYTES = 4 << 20
 """Number of bytes that one request fetches. s3fs would fetch 50 MiB to read the footer of a table."""
@@ -87,7 +87,11 @@ class RemoteFile:
         with as_os_errors(self.url):
             system, path = system_of(self.url)
             system.invalidate_cache()
-            return bool(system.exists(path))
+            try:
+                system.info(path)  # the `exists` of some file systems, such as hf, returns False if the store fails
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
 
     def is_folder(self) -> bool:
         """Return whether there is such a folder. `open` lists the errors."""
@@ -154,8 +158,15 @@ AnyPath = TypeVar("AnyPath", bound=Path | RemoteFile)
 
 
 def file_at(given: str | os.PathLike[str]) -> Path | RemoteFile:
-    """Return the file or the folder with a path or a URL. Raise InputError if no file can have this path."""
-    return RemoteFile(given) if isinstance(given, str) and is_url(given) else absolute(given)
+    """Return the file or the folder with a path or a URL.
+
+    Raises:
+        InputError: No file can have this path, or the URL contains a secret.
+
+    """
+    if isinstance(given, str) and is_url(given):
+        return RemoteFile(require_url("the given file or folder", given))
+    return absolute(given)
 
 
 def read_ranges(ranges: Sequence[tuple[RemoteFile, int, int]]) -> list[bytes | OSError]:
@@ -195,14 +206,17 @@ def matching(given: str) -> list[str]:
     """Return the URLs that match a URL with `*`, sorted, because shells do not expand URLs. Return others as they are.
 
     Raises:
-        InputError: No file matches, or the store cannot be listed.
+        InputError: No file matches, the URL contains a secret, or the store cannot be listed.
 
     """
     if not is_url(given) or "*" not in given:
         return [given]
+    given = require_url("an input", given)
     with os_errors_as(InputError, f"{given} cannot be listed"), as_os_errors(given):
         system, pattern = system_of(given)
-        urls = sorted(map(system.unstrip_protocol, system.glob(pattern)))
+        begin = given.removesuffix(pattern)  # has the host, which a path does not have in sftp://host/a
+        found = sorted(system.glob(pattern))
+        urls = [f"{begin}{path}" for path in found] if begin != given else [*map(system.unstrip_protocol, found)]
     if not urls:
         raise InputError(f"no file matches {given}")
     return urls
@@ -246,9 +260,9 @@ def _content(source: Any) -> Any:
 def refusal_of(url: str) -> str:
     """Return the reason why rows cannot have media at a URL. Return an empty string if they can."""
     if "::" in url:  # fsspec would read the URL after it, also one of a host that is not public
-        return f"{url} is a chain of URLs, which rows cannot have as media"
+        return f"{without_user(url)} is a chain of URLs, which rows cannot have as media"
     if url.partition(":")[0].lower() not in STORES:  # such as webhdfs and ftp, whose hosts may not be public
-        return f"{url} is not in an object store; media of rows may be in {', '.join(sorted(STORES))}"
+        return f"{without_user(url)} is not in an object store; media of rows may be in {', '.join(sorted(STORES))}"
     return ""
 
 
@@ -290,9 +304,11 @@ class _Reader(io.RawIOBase):
 
 
 def system_of(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path there. fsspec caches one per thread. It raises several errors."""
     from fsspec.core import url_to_fs  # imported late, because most inputs are local
 
-    system, path = url_to_fs(url)
+    scheme, mark, rest = url.partition("://")
+    system, path = url_to_fs(f"{scheme.lower()}{mark}{rest}")
     return system, path
 
 

@@ -106,10 +106,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     shards: list[Shard]
 
     @classmethod
-    def write(cls, folder: Path, run: Run, num_rows: int, first_row: int = 0) -> Manifest:
+    def write(cls, folder: Path, run: Run, num_rows: int, first_row: int = 0, called: str = "") -> Manifest:
         """Write the manifest of a finished run, and a file that lists the rows that failed.
 
-        A warning is logged if rows share an id. `first_row` is the first of the run's rows.
+        A warning is logged if rows share an id. `first_row` is the first of the run's rows. Messages call the folder
+        `called`, for example by its URL.
 
         Raises:
             StorageError: Some shards are missing, for example because other nodes wrote them to their own disks.
@@ -119,8 +120,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         infos = [shard.info for shard in shards]
         if (num_present := sum(info.num_rows for info in infos)) != num_rows:
             raise StorageError(
-                f"{folder} has only the first {num_present} of {num_rows} rows. Copy the shards from the same "
-                "folder on the other nodes, then run the command again"
+                f"{called or folder} has only the first {num_present} of {num_rows} rows. If other nodes wrote the "
+                "other shards to a folder of their own, copy these shards. Then run the command again"
             )
         repeated = RepeatedIds.of(_ids(folder, shard) for shard in shards)
         if repeated.num_rows:

@@ -24,7 +24,7 @@ from blake3 import blake3
 from mindie_mm.batch.input.files import creating
 from mindie_mm.batch.output.lease import Lease
 from mindie_mm.batch.output.store import Store, access_is_needed
-from mindie_mm.errors import InputError, StorageError, os_errors_as
+from mindie_mm.errors import CorruptReference, InputError, StorageError, os_errors_as
 
 SHARD_FILE = re.compile(r"shard-[0-9]{9,}\.(parquet|safetensors|journal)(\.[\w-]*partial)?")
 """Names of the files of shards. Users may have other files whose names begin with "shard-"."""
@@ -110,7 +110,8 @@ class StagedFolder(RunFolder):
     def leased(cls, store: Store, path: Path) -> Iterator[Self]:
         """Take the lease on a folder, and keep it. The caller has locked the staging folder `path`.
 
-        At the end, the staging folder is removed unless it has open shards.
+        At the end, the staging folder is removed unless it has open shards. Messages about damaged files name the
+        store, which the staging folder has copies of.
 
         Raises:
             InputError: Another run holds the lease, or the store refuses access.
@@ -127,11 +128,13 @@ class StagedFolder(RunFolder):
             with access_is_needed():
                 lease = Lease.take(store, token)
             folder = cls(path, lease)
-            with lease.kept():
+            with lease.kept(), copies_of(store.url, path):
                 folder.forget()  # another machine may have replaced a shard since an earlier call
                 yield folder
             is_finished = folder._is_finished
         finally:
+            with suppress(OSError):
+                _drop_copies(path)
             if is_finished or not any(path.rglob("shard-*")):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -185,9 +188,7 @@ class StagedFolder(RunFolder):
 
     def forget(self) -> None:
         with os_errors_as(StorageError, f"{self.path} cannot be changed"):
-            for table in self.path.glob(_TABLES):
-                table.with_suffix(_ARRAYS).unlink(missing_ok=True)
-                table.unlink(missing_ok=True)
+            _drop_copies(self.path)
 
     def remove(self, name: str) -> None:
         self._lease.require()
@@ -200,6 +201,22 @@ class StagedFolder(RunFolder):
             if SHARD_FILE.fullmatch(name) and name not in shards:
                 self._store.remove(name)
         self._is_finished = True
+
+
+@contextmanager
+def copies_of(url: str, folder: Path) -> Iterator[None]:
+    """Let messages about damaged files name the folder at `url`, of which the local `folder` has copies."""
+    try:
+        yield
+    except CorruptReference as error:
+        raise CorruptReference(str(error).replace(f"{folder}/", f"{url}/")) from error
+
+
+def _drop_copies(folder: Path) -> None:
+    """Remove the local copies of finished shards. Raise OSError if this fails."""
+    for table in folder.glob(_TABLES):
+        table.with_suffix(_ARRAYS).unlink(missing_ok=True)
+        table.unlink(missing_ok=True)
 
 
 def staging_path(url: str, folder: Path | None) -> Path:

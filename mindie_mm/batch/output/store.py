@@ -11,13 +11,11 @@ from typing import Any
 
 from mindie_mm.batch.input.remote import STORES, as_os_errors, system_of
 from mindie_mm.errors import InputError, StorageError, os_errors_as
-from mindie_mm.settings.paths import is_url, local
+from mindie_mm.settings.paths import is_url, local, require_url
 
-_NO_OUTPUT = {
-    "http": "which cannot store a run",
-    "https": "which cannot store a run",
-    "memory": "which only this process can read",
-}
+_RENAMING = frozenset({"local", "sftp", "ssh"})
+"""Protocols of file systems in which a new name replaces another file at once. In others, a rename fails if the name is
+taken (SMB, WebHDFS), or copies the file, which is then visible in part."""
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(:/|::)")
 """A URL that lost a slash in `pathlib.Path`, or a chain of URLs. A local path can begin with ./ instead."""
 _WHAT_TO_DO: list[tuple[type[OSError], str]] = [
@@ -36,14 +34,16 @@ def output_at(given: Any) -> Path | str:
     """
     text = str(given)
     if isinstance(given, str) and is_url(given):
-        if why := _NO_OUTPUT.get(given.partition(":")[0].lower()):
-            raise InputError(f"output is {given}, {why}. Give a folder, or the URL of an object store, such as s3://")
-        if "::" in given or re.match(r"[^/]*//[^/@]*:[^/@]*@", given):
+        url = require_url("output", given)
+        if "::" in url:
+            raise InputError(f"output is {url}, a chain of URLs. Give the URL of one folder")
+        if (protocol := url.partition(":")[0]) not in STORES | _RENAMING:
             raise InputError(
-                "output is a chain of URLs, or a URL with a password. Give the URL of one folder, and the password in "
-                "the place where fsspec's package for the store reads it"
+                f"output is {url}, but a run cannot be written to {protocol}://, where a file cannot be replaced as a "
+                f"whole. Give a folder, for example of a mounted file system, or a URL with one of the protocols "
+                f"{', '.join(sorted(STORES | _RENAMING))}"
             )
-        return given.rstrip("/")
+        return url.rstrip("/")
     if _BROKEN_URL.match(text):
         raise InputError(
             f"output is {text}, which looks like a URL but is not one. Give a URL as a string with // in it, and a "
