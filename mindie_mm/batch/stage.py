@@ -108,7 +108,7 @@ class Stage:
         traits = self._tokenizer.chat_traits
         checkpoint = Checkpoint.open(settings.model or None)
         parser = parser_of(traits, self._tokenizer.prompts.added_tokens, checkpoint)
-        self._adapt = partial(adapted, traits=traits, parser=parser)
+        self._traits, self._adapt = traits, partial(adapted, traits=traits, parser=parser)
 
     def run(self, chunk: Chunk, doomed: Mapping[int, str]) -> Iterator[Step | Finished]:
         """Tokenize the rows of `chunk`, one after another.
@@ -208,12 +208,13 @@ class Stage:
             parse_special=row.parse_special,
             marks_assistant=settings.assistant_spans,
         )
+        variables, effort = self._traits.with_effort(row.template_kwargs, row.reasoning_effort)
         request = TokenizeRequest(
             messages=None if row.messages is None else read_texts(row.messages, webui=settings.webui_images),
             items=read_texts(row.items or (), webui=settings.webui_images),
             chat=settings.chat if row.chat is None else row.chat,
             add_generation_prompt=row.add_generation_prompt,
-            chat_template_kwargs=dict(row.template_kwargs or {}),
+            chat_template_kwargs=variables | ({"reasoning_effort": effort} if effort else {}),
             options=options,
         )
         return tokenizer.answer(request.with_media(fetched))
@@ -269,20 +270,22 @@ def _require_listed(record: Record, folder: Path | str) -> None:
     for item in parse(record, folder, "").items or ():
         source = item.source if isinstance(item, Media) else None
         # If a name contains an escaped byte, such as \xe9, the file exists under the unescaped name.
-        if isinstance(source, str) and "\\x" not in source and not _exists(source):
+        if isinstance(source, str) and "\\x" not in source and not _exists(source, str(folder)):
             raise StorageError(f"{source} was removed while the run was reading {folder}. Restore the file")
 
 
-def _exists(path: str) -> bool:
+def _exists(path: str, folder: str) -> bool:
     if not is_url(path):
         return os.path.lexists(path)
     if "::" in path:  # cannot be read, but exists
         return True
-    with os_errors_as(StorageError, f"{path} cannot be read"):
-        try:
-            return RemoteFile(path).exists()
-        except PermissionError:  # only its row fails
-            return True
+    try:
+        return RemoteFile(path).exists()
+    except OSError:
+        with os_errors_as(StorageError, f"{folder} cannot be read"):
+            if not RemoteFile(folder).exists():  # the store itself fails, because it has listed the folder before
+                raise
+        return True  # only the row of this object fails
 
 
 def _next(records: Iterator[Record], source: Source) -> Record:

@@ -85,10 +85,8 @@ class ChatDialect:
                 template does not use the reasoning effort and the service is strict.
 
         """
-        given, tools = dict(variables or {}), use.offered
-        if reasoning_effort and not self.traits.names("reasoning_effort") and self.traits.names("enable_thinking"):
-            given.setdefault("enable_thinking", reasoning_effort != "none")
-            reasoning_effort = None
+        tools = use.offered
+        given, reasoning_effort = self.traits.with_effort(variables, reasoning_effort)
         effort = reasoning_effort or given.get("reasoning_effort")
         if self.strict and effort and effort != "none" and not self.traits.names("reasoning_effort"):
             raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -150,6 +151,14 @@ def test_samples_in_rows_are_those_of_files(tmp_path: Path) -> None:
         assert samples.ndim == 2 or (found == samples).all()
 
 
+NO_NUMBERS: list[dict[str, Any]] = [
+    {"text": "a", "score": math.nan},
+    {"text": "a", "image": np.zeros((2, 2), np.uint8), "scores": [-math.inf]},
+    {"text": "a", "score": np.float32("nan")},
+    {"text": np.array([1.0, math.nan])},
+]
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -172,6 +181,7 @@ def test_samples_in_rows_are_those_of_files(tmp_path: Path) -> None:
             {"audio": (torch.zeros(8, requires_grad=True), 8000)},
             "row 1: it cannot be written as JSON: Can't call numpy",
         ),
+        *((row, "row 1: it has NaN or an infinity, which JSON does not have. Use None instead") for row in NO_NUMBERS),
         ({"audio": (np.zeros(8), 0)}, "row 1: the audio.sampling_rate is 0; it must be from 1 to 768000"),
     ],
 )
@@ -197,7 +207,7 @@ def test_a_row_that_cannot_be_written_is_named(row: Any, why: str) -> None:
         (
             [],
             {"output": "https://host/run"},
-            "output is https://host/run, which cannot store a run. Give a folder, or the URL of an object store",
+            "output is https://host/run, but a run cannot be written to https://, where a file cannot be replaced",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import shutil
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.input import remote
@@ -148,6 +150,48 @@ def test_a_removed_object_of_a_listed_folder_ends_the_run(store: Any, tmp_path: 
     assert broken is not None
     with pytest.raises(StorageError, match=f"{URL}last.png was removed while the run was reading memory://data/media"):
         next(steps)
+
+
+def fail(patch: pytest.MonkeyPatch, error: Exception, name: str = "") -> None:
+    """Let the store fail for all objects, or for those with a name."""
+    for method in ("cat_file", "info", "exists", "ls"):
+        works = getattr(MemoryFileSystem, method)
+
+        def failing(system: Any, path: str, *given: Any, works: Any = works, **options: Any) -> Any:
+            if path.endswith(name):
+                raise error
+            return works(system, path, *given, **options)
+
+        patch.setattr(MemoryFileSystem, method, failing)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError("Forbidden"),
+        OSError(errno.EINVAL, "Bad Request"),
+        OSError(errno.EBUSY, "SlowDown"),
+        TimeoutError("late"),
+        RuntimeError("odd"),
+    ],
+)
+def test_an_object_that_cannot_be_read_fails_only_its_row_but_an_outage_ends_the_run(
+    error: Exception, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index in range(4):
+        store.pipe(f"/data/media/{index}.png", PICTURE)
+    begun = Begun(settings(URL), tmp_path / "run")
+    steps = begun.stage.run(begun.chunks[0], {})
+    with monkeypatch.context() as patch:
+        fail(patch, error, "/1.png")
+        first, failed, third = (next(steps).error for _ in range(3))
+    assert (first, third) == (None, None)
+    assert failed is not None
+    assert failed.startswith(f"MediaError: {URL}1.png cannot be read: ")
+    with monkeypatch.context() as patch:
+        fail(patch, error)
+        with pytest.raises(StorageError, match="memory://data/media cannot be read: "):
+            next(steps)
 
 
 def test_folders_without_media_are_refused(store: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from decimal import Decimal
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
+from transformers import AutoTokenizer
 
 from mindie_mm.batch import Dataset
 from mindie_mm.batch.input.conversations import CONVERSATION_KEYS
@@ -25,11 +27,13 @@ from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import Text
 from mindie_mm.nn.checkpoint.directory import EMBEDDED
+from mindie_mm.worker.answer_file import Requests
 from service.schemas.body import IGNORED_FIELDS
 from service.schemas.openai_types import ChatBody, CompletionBody
 from service.schemas.structured_outputs import StructureFields
 from tests import warm
 from tests.batch.conftest import CLI, run_in_process, settings, written
+from tests.batch.test_forms import tabled
 from tests.media_samples import encoded, photograph
 
 COLOURS = {"type": "object", "properties": {"colour": {"enum": ["red", "blue"]}}, "required": ["colour"]}
@@ -138,6 +142,22 @@ def test_the_message_of_a_batch_line_has_the_reasoning_in_fields_of_its_own(tmp_
     assert [answer["usage"]["completion_tokens_details"] for answer in answers] == [{"reasoning_tokens": 6}] * 2
 
 
+def test_the_reasoning_effort_turns_thinking_off_as_in_the_service(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(EMBEDDED, checkpoint)
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ 'on' if enable_thinking is not defined else enable_thinking }}{{ messages | length }}"
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    (checkpoint / "chat_template.jinja").unlink(missing_ok=True)
+    said = {"messages": [{"role": "user", "content": "Hello!"}]}
+    rows = [said, said | {"reasoning_effort": "none"}, batch_line("a", said | {"reasoning_effort": "low"})]
+    source = written(tmp_path / "rows.jsonl", rows)
+    run_in_process(msgspec.structs.replace(settings(source), model=str(checkpoint)), tmp_path / "run")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    found = [tokenizer.decode(sample.ids) for sample in Dataset(tmp_path / "run")]
+    assert found == ["on1", "False1", "True1"]
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [
@@ -231,6 +251,22 @@ def test_nulls_and_decimals_of_tables_are_read_as_in_prompts() -> None:
     row = {"temperature": Decimal("0.5"), "seed": Decimal(3), "logit_bias": {"5": 1.0, "7": None}, "stop": ["a", None]}
     expected = {"temperature": 0.5, "seed": 3, "logit_bias": {"5": 1.0}, "stop": ["a"]}
     assert json.loads(str(request_of({"text": "a", **row}))) == {"body": expected}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_of_tables_that_json_does_not_have_are_nulls(value: float, tmp_path: Path) -> None:
+    """A kept column of doubles has them as they are."""
+    row = {"id": value, "text": "a", "image": value, "temperature": value, "score": value, "scores": [value, 1.0]}
+    tabled(tmp_path / "rows.parquet", [row])
+    given = settings(tmp_path / "rows.parquet", keep_columns={"score": "", "scores": "json"})
+    run_in_process(given, tmp_path / "run")
+    dataset = Dataset(tmp_path / "run")
+    (sample,) = dataset
+    assert (sample.id, sample.error, len(sample.spans), sample.columns["scores"]) == ("0", None, 0, "[null,1.0]")
+    assert repr(sample.columns["score"]) == repr(value)
+    assert dataset.record(0).request is None
+    answered = Requests(SamplingParams()).error_line(dataset.record(0), "")
+    assert b'"score":null' in msgspec.json.encode(answered)
 
 
 def test_the_id_of_a_batch_line_is_its_custom_id() -> None:

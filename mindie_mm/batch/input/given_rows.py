@@ -36,6 +36,9 @@ _FLOAT = 3
 _NAME = re.compile(r"\w[\w .-]{0,99}")
 _KEYS = MEDIA_KEYS.union([DOCUMENT])
 _AS_IS = (str, int, float, os.PathLike, type(None))
+_NO_NUMBER = "Out of range float values"
+"""Beginning of Python's message for NaN and infinities."""
+_USE_NONE = "it has NaN or an infinity, which JSON does not have. Use None instead"
 _ROWS_AT_ONCE = 100
 """Number of rows of a streamed data set in memory at a time. The `datasets` library uses this number for images."""
 
@@ -124,16 +127,19 @@ def _line(row: Any, media: MediaCaps) -> bytes:
     """Return a row as the line that `json.dumps` gives, if it gives one. Otherwise, replace what JSON does not have."""
     try:
         if not _has_clip(row, ""):
-            return json.dumps(row).encode()
+            return json.dumps(row, allow_nan=False).encode()
     except TypeError:
         pass
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        if str(error).startswith(_NO_NUMBER):
+            raise InputError(_USE_NONE) from None
         raise InputError("it contains itself, or is nested too deeply") from None
     try:
         with under(media, limits_request_pixels=False):
-            return json.dumps(_encodable(row, ""), default=_plain).encode()
+            return json.dumps(_encodable(row, ""), default=_plain, allow_nan=False).encode()
     except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last for tensors with gradients
-        raise InputError(f"it cannot be written as JSON: {error}") from None
+        why = _USE_NONE if str(error).startswith(_NO_NUMBER) else f"it cannot be written as JSON: {error}"
+        raise InputError(why) from None
 
 
 def _encodable(value: Any, key: str) -> Any:

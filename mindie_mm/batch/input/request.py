@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
@@ -159,11 +160,16 @@ def request_of(record: Record) -> str | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value of a table without nulls, which Arrow adds to structs, and with numbers in place of decimals."""
+    """Return a value of a table without nulls, which Arrow adds to structs, and with numbers in place of decimals.
+
+    NaN and infinities become null.
+    """
     if isinstance(value, Mapping):
         return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     if isinstance(value, list):
         return [_without_nulls(one) for one in value if one is not None]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, Decimal):
         return number_of(value)
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -66,6 +67,8 @@ class Row:
     """Whether the prompt ends with the header of the assistant's turn."""
     template_kwargs: Mapping[str, Any] | None = None
     """Further variables for the chat template, such as `tools`."""
+    reasoning_effort: str | None = None
+    """Variable for the chat template. `ChatTraits.with_effort` adapts it to the template."""
     parse_special: bool | None = None
     """Same as `PromptOptions.parse_special`."""
     chat: bool | None = None
@@ -303,10 +306,12 @@ def _variables(record: Mapping[str, Any], *, opens: bool = True) -> dict[str, An
     stated = _typed(record, "add_generation_prompt", bool)
     kwargs = _typed(record, "chat_template_kwargs", dict[str, Any])
     tools = _typed(record, "tools", list[dict[str, Any]])
-    variables = template_variables(kwargs, tools, record.get("tool_choice"), record.get("reasoning_effort"))
+    if not isinstance(effort := record.get("reasoning_effort"), str | None):
+        raise InputError(f"the row's reasoning_effort is {type(effort).__name__}; it must be a string")
     return {
         "add_generation_prompt": opens if stated is None else stated,
-        "template_kwargs": variables,
+        "template_kwargs": template_variables(kwargs, tools, record.get("tool_choice")),
+        "reasoning_effort": effort,
         "parse_special": _typed(record, "parse_special", bool),
     }
 
@@ -330,9 +335,10 @@ def _typed(record: Mapping[str, Any], key: str, kind: Any) -> Any:
 def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat: bool = True) -> Any:
     """Remove nulls from `value`, convert decimals to numbers, and convert media of the `datasets` library to bytes.
 
-    The `datasets` library writes a media item as an object with bytes and a path. If both are null, the object counts
-    as null. Values under the keys in `kept` are not changed. In a `flat` row, nulls are removed from lists of media. In
-    a list inside an item, nulls are kept, because they represent missing frames of a video.
+    NaN and infinities, which only tables can have, count as null. The `datasets` library writes a media item as an
+    object with bytes and a path. If both are null, the object counts as null. Values under the keys in `kept` are not
+    changed. In a `flat` row, nulls are removed from lists of media. In a list inside an item, nulls are kept, because
+    they represent missing frames of a video.
     """
     if isinstance(value, Mapping):
         if key in MEDIA_KEYS and value:
@@ -348,6 +354,8 @@ def _without_nulls(value: Any, key: str = "", kept: frozenset[str] = _KEPT, flat
     if isinstance(value, list):
         without = (_without_nulls(one, key, kept, flat=False) for one in value)
         return [left for left in without if left is not None or not (flat and key in MEDIA_KEYS)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return number_of(value) if isinstance(value, Decimal) and key != "id" else value
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -18,3 +20,16 @@ class ChatTraits(msgspec.Struct, frozen=True):
     def names(self, variable: str) -> bool:
         """Return whether the template contains the name of a variable or of a key of messages."""
         return re.search(rf"\b{variable}\b", self.template) is not None
+
+    def with_effort(
+        self, variables: Mapping[str, Any] | None, reasoning_effort: str | None
+    ) -> tuple[dict[str, Any], str | None]:
+        """Return the variables and the reasoning effort for the template.
+
+        If the template has only `enable_thinking`, the effort turns thinking on or off.
+        """
+        given = dict(variables or {})
+        if reasoning_effort and not self.names("reasoning_effort") and self.names("enable_thinking"):
+            given.setdefault("enable_thinking", reasoning_effort != "none")
+            reasoning_effort = None
+        return given, reasoning_effort
