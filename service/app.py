@@ -57,10 +57,17 @@ _ANY_PORT = ":*"
 _EVENTS = (ChatCompletionChunk, Completion, ResponseEvent, MessageEvent, InferEvent, GenerateEvent)
 
 
-def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None) -> FastAPI:
+def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = None, *, replica: str = "") -> FastAPI:
     """Create the application. The caller must start and close `worker` and `tracer`.
 
     Call `require_places` first. It creates the spool and checks the folders.
+
+    Args:
+        worker: The worker.
+        config: Settings of the service.
+        tracer: Records traces, or None.
+        replica: Name of this worker among several, by which a later request finds the responses that it stores.
+
     """
     model_names = tuple(dict.fromkeys(config.served_model_name)) or (checkpoint_name(worker.config.model or EMBEDDED),)
     admission = Admission(config.max_concurrent_requests, config.request_timeout_s, config.max_held_logprobs)
@@ -93,6 +100,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 tokenizer_info=tokenizer_info(worker.config.model),
                 fingerprint=fingerprint(worker, model_names[0]),
                 created=int(time.time()),
+                replica=replica,
             )
             yield
             await admission.stop(grace_s=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
@@ -12,6 +13,10 @@ import msgspec
 
 from mindie_mm.routing import Content
 
+_STORING = ("/v1/responses", "/responses")
+"""Beginnings of the paths whose requests may refer to stored responses."""
+_KEPT_ID = re.compile(rb"\b(?:resp|msg|rs|fc|ctc)_([0-9a-z]{1,32})_[0-9a-f]{24}")
+"""Pattern of an id that names the replica which made it."""
 _MEDIA = ("image", "video", "audio", "input_audio", "file", "document")
 """Beginnings of the names of fields that contain media."""
 _CHARACTERS_PER_TOKEN = 4
@@ -65,6 +70,8 @@ class Route:
         self.num_tokens = sum(content.num_tokens for content in contents)
         self.only = only
         """Name of the replica that must receive the request, or None for any replica."""
+        self.keeper: str | None = None
+        """Name of the replica that stores the response to which the request refers, or None."""
         self.names: list[str] = []
         """Names of all replicas when the router last chose one."""
         self.tried: list[str] = []
@@ -119,12 +126,24 @@ def route_of(body: bytes, owner: bytes = b"") -> Route:
     if not isinstance(request, dict):
         return Route()
     names = _Names(str(request.get("cache_salt") or "").encode(), owner)
-    prompt = next((request[name] for name in ("messages", "inputs", "prompt") if request.get(name)), None)
+    prompt = next((request[name] for name in ("messages", "inputs", "prompt", "input") if request.get(name)), None)
     if isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
-        names.add_messages(prompt if "messages" in request else [{"role": "user", "content": prompt}], request)
+        is_chat = "messages" in request or "input" in request
+        names.add_messages(prompt if is_chat else [{"role": "user", "content": prompt}], request)
     elif prompt is not None:
         names.add_text(prompt.encode() if isinstance(prompt, str) else msgspec.json.encode(prompt))
     return Route(tuple(names.contents), names.first_key)
+
+
+def keeper_of(path: str, body: bytes) -> str | None:
+    """Return the name of the replica in the first id of a response, or of an item, in a request. None without one.
+
+    A text of the client may look like such an id. The request is then offered to that replica first.
+    """
+    if not path.startswith(_STORING):
+        return None
+    match = _KEPT_ID.search(path.encode(errors="replace")) or _KEPT_ID.search(body)
+    return None if match is None else match[1].decode()
 
 
 class _Names:
@@ -139,7 +158,8 @@ class _Names:
         self.first_key = b""
 
     def add_messages(self, messages: list[dict[str, Any]], request: Mapping[str, Any]) -> None:
-        self._beginning = self._key(msgspec.json.encode(request.get("tools")))
+        beginning = [request.get(name) for name in ("tools", "system", "instructions")]
+        self._beginning = self._key(msgspec.json.encode(beginning))
         first_beginning = b""
         for message in messages:
             parts = message.get("content")

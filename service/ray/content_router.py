@@ -19,8 +19,9 @@ class ContentRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
     """Applies `mindie_mm.routing.order` to replicas. The argument `route` of a call is the `Route` of its request.
 
     A replica's queued tokens are those that it has reported, or those of the requests that this router has sent there
-    and that are in progress, if this number is higher. Replicas that have received the request come last, and before
-    them replicas on the same nodes, which may have failed, and replicas whose engine is down.
+    and that are in progress, if this number is higher. A replica that stores the response to which the request refers
+    comes first. Replicas that have received the request come last, and before them replicas on the same nodes, which
+    may have failed, and replicas whose engine is down.
     """
 
     def initialize_state(self, surplus_tokens: int = SURPLUS_TOKENS) -> None:
@@ -46,9 +47,11 @@ class ContentRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
         ]
         ranked = order(candidates, self._surplus_tokens, route.first_key if route is not None else b"", spread=False)
         tried, nodes = (route.tried, route.nodes) if route is not None else ([], [])
+        keeper = None if route is None else route.keeper
         ranked.sort(
             key=lambda index: (
                 names[index] in tried,
+                keeper is not None and names[index] != keeper,
                 not reports[index].get("up", True),
                 candidate_replicas[index].node_id in nodes,
             )

@@ -36,7 +36,7 @@ from service.http import errors
 from service.http.access import OPEN_PATHS, RELOAD, key_digest, require_key
 from service.http.clients import Clients
 from service.messages.front import error_event, is_messages
-from service.ray.content import Route, route_of
+from service.ray.content import Route, keeper_of, route_of
 from service.ray.metrics import merged
 from service.ray.plan import LOST, calling, configuration_of
 from service.request.admission import Admission
@@ -111,6 +111,7 @@ class Ingress:
         route = (
             route_of(body, owner) if len(body) < _IN_THREAD_BYTES else await asyncio.to_thread(route_of, body, owner)
         )
+        route.keeper = keeper_of(scope["path"], body)
         sending = _Sending(send, self._config.send_timeout_s)
         passed = calling({name: scope[name] for name in _SCOPE if name in scope})
         try:

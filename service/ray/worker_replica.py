@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
+from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Scope
@@ -44,7 +45,8 @@ class WorkerReplica:
                 tracer = Tracer(config.otlp_endpoint, version("mindie_mm"))
                 opened.callback(tracer.close)
             self._worker = await opened.enter_async_context(await Worker.start(given.worker))
-            self._app = create_app(self._worker, config, tracer)
+            name = serve.get_replica_context().replica_id.unique_id
+            self._app = create_app(self._worker, config, tracer, replica=name)
             self._app.add_exception_handler(ProcessDied, _on_lost)
             await opened.enter_async_context(self._app.router.lifespan_context(self._app))
             self._opened = opened.pop_all()

@@ -68,6 +68,8 @@ class Service(Served):
     """Result of `fingerprint` for the worker."""
     created: int
     """Unix time at which the service started."""
+    replica: str
+    """Name of this worker among several, or "" if it is the only one."""
 
     async def check_healthy(self) -> None:
         """Raise ServiceStopping, ProcessDied or SpoolFull if the service cannot answer requests."""

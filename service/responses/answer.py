@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from secrets import token_hex
 from typing import Any, Literal
 
 import msgspec
@@ -183,9 +182,8 @@ class ResponseEvents:
             return
         self._close()
         self._open = kind
-        self.response["output"].append(
-            {"id": f"{prefix}_{token_hex(16)}", "type": kind, "status": "in_progress", **given}
-        )
+        output, suffix = self.response["output"], self.response["id"].removeprefix("resp_")
+        output.append({"id": f"{prefix}_{suffix}_{len(output)}", "type": kind, "status": "in_progress", **given})
         self.event("response.output_item.added", output_index=len(self.response["output"]) - 1, item=self._item)
 
     def _begin_call(self, call_id: str, name: str) -> None:

@@ -55,7 +55,8 @@ async def responses(body: ResponsesBody, incoming: IncomingDep) -> Response:
     store = incoming.service.responses
     talk = conversation(body, store, incoming.owner)
     given = translated(body.instructions, talk.items)
-    chat = chat_of(chat_body(body, given.messages), incoming, prefix="resp_", cut_max_tokens=True)
+    prefix = f"resp_{incoming.service.replica}_" if incoming.service.replica else "resp_"
+    chat = chat_of(chat_body(body, given.messages), incoming, prefix=prefix, cut_max_tokens=True)
     stored = store.is_on and body.store is not False
     response = begun(body, chat.call.id, int(time.time()), incoming.service.model_name, stored=stored)
     _require_text([response, talk.new])

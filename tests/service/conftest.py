@@ -102,13 +102,6 @@ def unix_http(service: RunningService) -> Iterator[httpx2.Client]:
 
 
 @pytest.fixture(scope="session")
-def one_worker(request: pytest.FixtureRequest) -> None:
-    """Skip tests that need the worker of an earlier request."""
-    if request.config.getoption("--front") == "ray":
-        pytest.skip("with several workers, a later request may reach another one")
-
-
-@pytest.fixture(scope="session")
 def red_square() -> str:
     """Return a picture of a red square as a data URL."""
     return data_url(picture("red", (220, 40, 40), "square", x=0.4))

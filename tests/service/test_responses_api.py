@@ -210,7 +210,6 @@ def test_reasoning_is_an_item_of_its_own(summarizes: bool) -> None:
     assert sent[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
 
 
-@pytest.mark.usefixtures("one_worker")
 def test_a_conversation_continues_from_stored_responses(client: openai.OpenAI, red_square: str) -> None:
     image: Any = {"role": "user", "content": [{"type": "input_image", "image_url": red_square}]}
     first = client.responses.create(model="tiny", input=[image], temperature=0, max_output_tokens=9)
@@ -239,7 +238,6 @@ def test_a_conversation_continues_from_stored_responses(client: openai.OpenAI, r
             client.responses.create(model="tiny", input="a", previous_response_id=forgotten)
 
 
-@pytest.mark.usefixtures("one_worker")
 def test_a_running_response_can_be_cancelled(client: openai.OpenAI) -> None:
     stream = client.responses.create(
         model="tiny", input="Hello!", stream=True, extra_body={"temperature": 2.0}, max_output_tokens=3000

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.ray.content import Loads, Route, route_of
+from service.ray.content import Loads, Route, keeper_of, route_of
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 OTHER = {"type": "image_url", "image_url": {"url": "data:image/png;base64,BBBB"}}
@@ -123,6 +123,36 @@ def test_a_request_that_ends_while_the_router_counts_it_is_not_counted_forever()
     route.begin("one", Counting())
     ending.join()
     assert loads["one"] == 0
+
+
+ID = "ab12_" + "0f" * 12
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "keeper"),
+    [
+        (f"/v1/responses/resp_{ID}", "", "ab12"),
+        (f"/responses/resp_{ID}/cancel", "", "ab12"),
+        ("/v1/responses", json.dumps({"input": "a", "previous_response_id": f"resp_{ID}"}), "ab12"),
+        ("/v1/responses", json.dumps({"input": [{"type": "item_reference", "id": f"msg_{ID}_0"}]}), "ab12"),
+        ("/v1/responses", json.dumps({"input": f"msg_{'0f' * 12}_0"}), None),
+        ("/v1/chat/completions", json.dumps({"messages": f"resp_{ID}"}), None),
+    ],
+)
+def test_an_id_names_the_replica_that_stores_the_response(path: str, body: str, keeper: str | None) -> None:
+    assert keeper_of(path, body.encode()) == keeper
+
+
+def test_the_items_of_a_response_are_named_as_the_messages_of_a_chat() -> None:
+    parts = [{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}, {"type": "input_text", "text": "a"}]
+    first = route_of(json.dumps({"input": [{"role": "user", "content": parts}]}).encode())
+    second = route_of(
+        json.dumps({"input": [{"role": "user", "content": parts}, {"role": "user", "content": "b"}]}).encode()
+    )
+    assert first.first_key == second.first_key != b""
+    assert keys(first) <= keys(second)
+    other = route_of(json.dumps({"input": [{"role": "user", "content": parts}], "instructions": "c"}).encode())
+    assert keys(first) & keys(other) == {first.first_key}
 
 
 def test_the_worker_does_not_receive_the_content():

@@ -57,6 +57,17 @@ async def test_content_goes_to_the_replica_that_holds_it():
     assert (await replicas.order(about(b"picture")))[0] == last
 
 
+async def test_a_request_that_refers_to_a_response_goes_to_the_replica_that_stores_it():
+    replicas = Replicas(a={}, b={"queued_tokens": 10**6}, c={})
+    route = about(b"picture")
+    route.keeper = "b"
+    assert (await replicas.order(route))[0] == "b"
+    route.tried.append("b")
+    assert (await replicas.order(route))[-1] == "b"
+    route.keeper = "gone"
+    assert len(await replicas.order(route)) == 3
+
+
 async def test_routers_that_do_not_know_each_other_choose_the_same_replica():
     keys = [b"%d" % number for number in range(20)]
     first = [[(await Replicas(a={}, b={}, c={}).order(about(key)))[0] for key in keys] for _ in range(2)]
