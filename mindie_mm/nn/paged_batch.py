@@ -161,16 +161,15 @@ class PagedBatch:
         parts = [part for chunk in self._chunks for part in _parts(chunk, size, num_blocks)]
         return PagedBatch(parts, self.cache, self._device, uploads=self._uploads)
 
-    def decode_table(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """Return the lengths [S] of S sequences and their KV blocks [S, blocks], if each has one new token, else None.
-
-        A length includes the new token.
-        """
+    def decode_table(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None:
+        """Return the starts, lengths and KV blocks that `DecodeStep.run` needs, or None if attention is not causal."""
         chunks = self._chunks
-        if self.cache is None or not self.is_causal or any(chunk.stop - chunk.start > 1 for chunk in chunks):
+        if self.cache is None or not self.is_causal:
             return None
+        counts = [chunk.stop - chunk.start for chunk in chunks]
+        lengths = [length for chunk in chunks for length in range(chunk.start + 1, chunk.stop + 1)]
         table = block_table([chunk.blocks for chunk in chunks], self.cache.padding)
-        return np.array([chunk.stop for chunk in chunks], np.int64), table
+        return np.cumsum([0, *counts]), np.array(lengths, np.int64), np.repeat(table, counts, axis=0)
 
     @cached_property
     def slots(self) -> Tensor | None:

@@ -56,6 +56,14 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return name
 
 
+Part = tuple[int, int, int]
+"""Number of a sequence, and start and stop of the tokens that a step computes."""
+
+
+def last(row: int) -> Part:
+    return row, LENGTHS[row] - 1, LENGTHS[row]
+
+
 class Steps:
     """A model, and sequences whose last tokens are computed in a step. The first blocks of two sequences are shared."""
 
@@ -92,9 +100,10 @@ class Steps:
         result: Tensor = out.last_hidden_state[0]
         return result
 
-    def _batch(self, rows: list[int]) -> tuple[list[Chunk], Tensor, Tensor]:
-        chunks = [Chunk(LENGTHS[row] - 1, LENGTHS[row], self.blocks[row]) for row in rows]
-        return chunks, torch.stack([self.hidden[row][-1] for row in rows]), torch.tensor([c.start for c in chunks])
+    def _batch(self, parts: list[Part]) -> tuple[list[Chunk], Tensor, Tensor]:
+        chunks = [Chunk(start, stop, self.blocks[row]) for row, start, stop in parts]
+        hidden = torch.cat([self.hidden[row][start:stop] for row, start, stop in parts])
+        return chunks, hidden, torch.cat([torch.arange(start, stop) for _, start, stop in parts])
 
     def torch(self, rows: list[int]) -> Tensor:
         """Return the states of the last tokens without compiled code, which computes each sequence alone.
@@ -102,10 +111,14 @@ class Steps:
         Numbers that no sequence has written become 0, because torch reads the rest of a block under a mask.
         """
         self.cache.memory[0].nan_to_num_()
-        return torch.cat([self._torch(*self._batch([row])) for row in rows])
+        return torch.cat([self._torch(*self._batch([last(row)])) for row in rows])
 
     def compiled(self, rows: list[int], step: DecodeStep | None = None) -> Tensor:
-        chunks, hidden, positions = self._batch(rows)
+        """Return the states of the last tokens."""
+        return self.compiled_parts([last(row) for row in rows], step)
+
+    def compiled_parts(self, parts: list[Part], step: DecodeStep | None = None) -> Tensor:
+        chunks, hidden, positions = self._batch(parts)
         angles = Angles.of(*self.model.rotary_emb(hidden.unsqueeze(0), positions.unsqueeze(0)))
         table = PagedBatch(chunks, self.cache, CPU).decode_table()
         assert table is not None
@@ -149,6 +162,30 @@ def test_a_row_does_not_depend_on_its_neighbors(dtype: torch.dtype, instructions
     spoiled = steps.compiled(ALL, step)
     assert [row for row in ALL if not spoiled[row].isfinite().all()] == [3]
     assert all(torch.equal(spoiled[row], alone[row]) for row in ALL if row != 3)
+
+
+@pytest.mark.parametrize("case", ["qwen2 with windows", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_of_one_sequence_have_the_same_bits_as_one_by_one(
+    dtype: torch.dtype, case: str, instructions: str
+) -> None:
+    name, settings = KINDS[case]
+    steps = Steps(text_model(name, dtype, **settings))
+    step = steps.step()
+    parts = [(2, 30, 33), (6, 66, 70), last(1)]  # the tokens of two sequences are in two blocks each
+    alone = torch.cat(
+        [steps.compiled_parts([(row, i, i + 1)], step) for row, start, stop in parts for i in range(start, stop)]
+    )
+    stored = steps.cache.memory[0].clone()
+    for row, start, stop in parts:
+        own = steps.cache.memory[0][:, steps.blocks[row]].flatten(1, 2)
+        own[:, start:stop] = torch.nan
+        steps.cache.memory[0][:, steps.blocks[row]] = own.view(len(own), len(steps.blocks[row]), -1, *own.shape[2:])
+    assert torch.equal(steps.compiled_parts(parts, step), alone)
+    assert torch.equal(steps.cache.memory[0].nan_to_num(), stored.nan_to_num())
+    whole = [(7, 0, LENGTHS[7] - 1)]
+    expected = torch.cat([steps.compiled_parts([(7, i, i + 1)], step) for i in range(LENGTHS[7] - 1)])
+    assert torch.equal(steps.compiled_parts(whole, step), expected)
 
 
 def test_new_keys_and_values_are_stored_as_in_torch(instructions: str) -> None:
@@ -235,7 +272,7 @@ def test_the_embedded_checkpoint_runs_compiled_steps(
 ) -> None:
     with caplog.at_level(logging.INFO):
         model = load_model(None, "cpu", "float32")
-    assert "compiled code runs decode steps of up to 8 sequences" in caplog.text
+    assert "compiled code runs steps of up to 8 tokens" in caplog.text
     ids = torch.from_numpy(np.random.default_rng(0).integers(8, 200, 77))
     ran: list[int] = []
     run = DecodeStep.run

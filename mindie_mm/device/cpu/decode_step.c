@@ -1,4 +1,4 @@
-/* A decode step of a Llama-like text model: all layers and the final norm, for one new token of each sequence.
+/* A decode step of a Llama-like text model: all layers and the final norm, for the new tokens of several sequences.
  *
  * decode_step.py calls this library with ctypes, and describes the structures. The library is compiled once for each
  * instruction set (setup.py). All of them come from this source, in GCC's vector extensions.
@@ -36,7 +36,7 @@ typedef uint16_t stored_halves __attribute__((vector_size(2 * LANES), aligned(1)
 enum { FLOAT32, BFLOAT16 };
 enum { SILU, GELU_TANH };
 
-/* Largest number of sequences in a step, and of rows in a product. */
+/* Largest number of new tokens in a step, and of rows in a product. */
 #define MOST_ROWS 8
 /* Number of tokens whose scores are computed at a time. */
 #define TILE_TOKENS 64
@@ -69,13 +69,15 @@ struct model {
     float eps;
 };
 
-/* The sequences of a step, and the cache, whose blocks are [block_size, kv_heads, head_dim]. */
+/* The sequences of a step, with a row for each new token, and the cache, whose blocks are [block_size, kv_heads,
+ * head_dim]. */
 struct batch {
     const float *cosines, *sines; /* [rows, head_dim]; the first half of the sines is negated */
-    const int64_t *lengths;       /* number of tokens of each sequence, including the new token */
-    const int64_t *blocks;        /* KV blocks of each sequence, [rows, blocks_per_row] */
+    const int64_t *starts;        /* first row of each sequence, and the number of rows, [sequences + 1] */
+    const int64_t *lengths;       /* number of tokens up to the token of each row */
+    const int64_t *blocks;        /* KV blocks of the sequence of each row, [rows, blocks_per_row] */
     void *cache;                  /* keys and values of each layer in turn */
-    int64_t rows, blocks_per_row, block_size;
+    int64_t sequences, rows, blocks_per_row, block_size;
     int64_t cache_stride; /* distance between the keys and the values of a layer */
     int64_t cache_format;
 };
@@ -414,10 +416,9 @@ static void prepare_head(const struct step *s, int64_t row, int64_t head, float 
 }
 
 /* Store the new key and value of one row and one head, and compute the attention of the queries that share them. */
-static void attend(const void *context, int chunk) {
-    const struct step *s = context;
+static void attend_row(const struct step *s, int64_t row, int64_t kv_head) {
     const struct model *m = s->model;
-    const int64_t row = chunk / m->kv_heads, kv_head = chunk % m->kv_heads, group = m->heads / m->kv_heads;
+    const int64_t group = m->heads / m->kv_heads;
     const int64_t first = kv_head * group, last = first + group, format = s->batch->cache_format;
     float *heads = s->qkv + row * (m->heads + 2 * m->kv_heads) * m->head_dim;
     float *key = heads + (m->heads + kv_head) * m->head_dim, *value = key + m->kv_heads * m->head_dim;
@@ -437,6 +438,14 @@ static void attend(const void *context, int chunk) {
         float *output = s->attended + (row * m->heads + head) * m->head_dim;
         attend_queries(s, row, kv_head, heads + head * m->head_dim, output, least(last - head, MOST_ROWS));
     }
+}
+
+/* Compute the attention of one sequence and one head of keys and values. Each new token attends to those before it. */
+static void attend(const void *context, int chunk) {
+    const struct step *s = context;
+    const int64_t sequence = chunk / s->model->kv_heads, kv_head = chunk % s->model->kv_heads;
+    for (int64_t row = s->batch->starts[sequence]; row < s->batch->starts[sequence + 1]; row++)
+        attend_row(s, row, kv_head);
 }
 
 /* ---- The library's functions ---- */
@@ -461,7 +470,7 @@ void run_step(const struct model *m, const struct batch *batch, float *hidden, i
         for (int64_t row = 0; row < rows; row++)
             rms_norm(hidden + row * m->hidden, layer->norm, layer->eps, normed + row * m->hidden, m->hidden);
         multiply((struct product){&layer->qkv, normed, qkv, rows});
-        run_phase(attend, &s, (int)(rows * m->kv_heads));
+        run_phase(attend, &s, (int)(batch->sequences * m->kv_heads));
         multiply((struct product){&layer->output, attended, hidden, rows, .adds = true});
         for (int64_t row = 0; row < rows; row++)
             rms_norm(hidden + row * m->hidden, layer->mlp_norm, layer->mlp_eps, normed + row * m->hidden, m->hidden);

@@ -23,7 +23,7 @@ from torch.nn.functional import gelu, silu
 from mindie_mm.device.choices import forced
 
 MOST_ROWS = 8
-"""Maximum number of sequences in a compiled step, as in decode_step.c."""
+"""Maximum number of new tokens in a compiled step, as in decode_step.c."""
 _MULTIPLE = 16
 """Number that divides the widths of compiled layers: the floats in the largest vector."""
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
@@ -93,13 +93,14 @@ class _Model(ctypes.Structure):
 
 class _Batch(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "lengths", "blocks", "cache")),
-        *((name, ctypes.c_int64) for name in ("rows", "blocks_per_row", "block_size", "cache_stride", "cache_format")),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "starts", "lengths", "blocks", "cache")),
+        *((name, ctypes.c_int64) for name in ("sequences", "rows", "blocks_per_row", "block_size")),
+        *((name, ctypes.c_int64) for name in ("cache_stride", "cache_format")),
     )
 
 
 class DecodeStep:
-    """The layers and the final norm of a text model, for steps with one new token of each sequence."""
+    """The layers and the final norm of a text model, for steps with few new tokens."""
 
     def __init__(self, layers: Sequence[StepLayer], norm: Tensor, eps: float) -> None:
         """Prepare the step.
@@ -141,6 +142,7 @@ class DecodeStep:
         self,
         hidden: Tensor,
         angles: tuple[Tensor, Tensor],
+        starts: NDArray[np.int64],
         lengths: NDArray[np.int64],
         blocks: NDArray[np.int64],
         cache: Tensor,
@@ -148,15 +150,16 @@ class DecodeStep:
         """Run a step, and store the new keys and values in the cache.
 
         Args:
-            hidden: Embeddings, [S, hidden].
-            angles: Cosines and sines of the rotary embedding, [S, head_dim] each. The first half of the sines is
+            hidden: Embeddings of the new tokens of S sequences, [T, hidden].
+            angles: Cosines and sines of the rotary embedding, [T, head_dim] each. The first half of the sines is
                 negated.
-            lengths: Number of tokens of each sequence, including the new token, [S].
-            blocks: KV blocks of each sequence, [S, blocks].
+            starts: First row of each sequence, and T, [S + 1].
+            lengths: Number of tokens of the sequence up to the token of each row, [T].
+            blocks: KV blocks of the sequence of each row, [T, blocks].
             cache: Keys and values of each layer in turn, [2 * layers, blocks, block_size, kv_heads, head_dim].
 
         Returns:
-            Hidden states after the final norm, [S, hidden].
+            Hidden states after the final norm, [T, hidden].
 
         """
         rows = hidden.to(torch.float32, copy=True)
@@ -164,9 +167,11 @@ class DecodeStep:
         batch = _Batch(
             cosines.data_ptr(),
             sines.data_ptr(),
+            starts.ctypes.data,
             lengths.ctypes.data,
             blocks.ctypes.data,
             cache.data_ptr(),
+            len(starts) - 1,
             len(rows),
             blocks.shape[1],
             cache.shape[2],

@@ -159,7 +159,7 @@ class PretrainedModel(Model):
             return
         with suppress(NotCompiled):
             self._step_head = StepLinear(cast("nn.Module", self.lm_head))
-        _log.info("compiled code runs decode steps of up to %d sequences", MOST_ROWS)
+        _log.info("compiled code runs steps of up to %d tokens", MOST_ROWS)
 
     def _compiled_step(self) -> DecodeStep:
         if not self.runs_layers or kernels_of(self.spec.device).has_layers:
