@@ -252,8 +252,9 @@ class Worker:
             if options.truncate:  # the limit may have been set by the request
                 raise
             limit = self.engine.info.max_model_len
-            wanted = limit - options.max_prompt_tokens
-            message = f"the request needs {wanted} output tokens, and the prompt does not fit in the rest: {error}"
+            message = f"the prompt does not fit: {error}"
+            if wanted := limit - options.max_prompt_tokens:
+                message = f"the request needs {wanted} output tokens, and the prompt does not fit in the rest: {error}"
             raise ContextLengthExceeded.of(limit, message) from error
 
     def generate(
