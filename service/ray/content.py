@@ -71,7 +71,7 @@ class Route:
         self.only = only
         """Name of the replica that must receive the request, or None for any replica."""
         self.keeper: str | None = None
-        """Name of the replica that stores the response to which the request refers, or None."""
+        """Name, as in ids, of the replica that stores the response to which the request refers, or None."""
         self.names: list[str] = []
         """Names of all replicas when the router last chose one."""
         self.tried: list[str] = []

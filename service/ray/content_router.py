@@ -51,7 +51,7 @@ class ContentRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
         ranked.sort(
             key=lambda index: (
                 names[index] in tried,
-                keeper is not None and names[index] != keeper,
+                keeper is not None and reports[index].get("name") != keeper,
                 not reports[index].get("up", True),
                 candidate_replicas[index].node_id in nodes,
             )

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib.metadata import version
+from secrets import token_hex
 from typing import Any
 
-from ray import serve
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Scope
@@ -45,8 +45,8 @@ class WorkerReplica:
                 tracer = Tracer(config.otlp_endpoint, version("mindie_mm"))
                 opened.callback(tracer.close)
             self._worker = await opened.enter_async_context(await Worker.start(given.worker))
-            name = serve.get_replica_context().replica_id.unique_id
-            self._app = create_app(self._worker, config, tracer, replica=name)
+            self._name = token_hex(4)
+            self._app = create_app(self._worker, config, tracer, replica=self._name)
             self._app.add_exception_handler(ProcessDied, _on_lost)
             await opened.enter_async_context(self._app.router.lifespan_context(self._app))
             self._opened = opened.pop_all()
@@ -119,6 +119,7 @@ class WorkerReplica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the state that `ContentRouter` uses."""
         return {
+            "name": self._name,
             "queued_tokens": self._queued_tokens,
             "up": self._worker.engine.num_alive > 0,
             "kv_cache_tokens": self._worker.engine.info.kv_cache_tokens,

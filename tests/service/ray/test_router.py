@@ -58,9 +58,9 @@ async def test_content_goes_to_the_replica_that_holds_it():
 
 
 async def test_a_request_that_refers_to_a_response_goes_to_the_replica_that_stores_it():
-    replicas = Replicas(a={}, b={"queued_tokens": 10**6}, c={})
+    replicas = Replicas(a={}, b={"queued_tokens": 10**6, "name": "0f"}, c={"name": "0a"})
     route = about(b"picture")
-    route.keeper = "b"
+    route.keeper = "0f"
     assert (await replicas.order(route))[0] == "b"
     route.tried.append("b")
     assert (await replicas.order(route))[-1] == "b"
