@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from mindie_mm.tokenize.tokenizer import Tokenizer
     from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from mindie_mm.worker.deltas import Delta
-    from mindie_mm.worker.llm import LLM, Output
+    from mindie_mm.worker.embedding import PoolingParams
+    from mindie_mm.worker.llm import LLM, EmbeddingOutput, Output
     from service.offline import generate_dataset
 
 __all__ = [
@@ -29,11 +30,13 @@ __all__ = [
     "BeamSearchSequence",
     "Dataset",
     "Delta",
+    "EmbeddingOutput",
     "Embeddings",
     "EngineConfig",
     "MindIETokenizer",
     "MindieMMError",
     "Output",
+    "PoolingParams",
     "SamplingParams",
     "StructuredOutputs",
     "TokenizedRun",
@@ -53,11 +56,13 @@ _HOMES = {
     "BeamSearchSequence": "mindie_mm.worker.beam_search",
     "Dataset": "mindie_mm.batch.output.dataset",
     "Delta": "mindie_mm.worker.deltas",
+    "EmbeddingOutput": "mindie_mm.worker.llm",
     "Embeddings": "mindie_mm.inputs",
     "EngineConfig": "mindie_mm.settings.config",
     "MindIETokenizer": "mindie_mm.tokenize.mindie_tokenizer",
     "MindieMMError": "mindie_mm.errors",
     "Output": "mindie_mm.worker.llm",
+    "PoolingParams": "mindie_mm.worker.embedding",
     "SamplingParams": "mindie_mm.engine.requests.sampling_params",
     "StructuredOutputs": "mindie_mm.structured.outputs",
     "TokenizedRun": "mindie_mm.batch.tokenizing",

@@ -43,7 +43,19 @@ from service.request.state import Service
 from service.request.token_text import TokenTexts
 from service.request.tokenizer_info import tokenizer_info
 from service.responses.answer import ResponseEvent
-from service.routes import admin, chat, completions, generate, health, infer, messages, models, responses, tokens
+from service.routes import (
+    admin,
+    chat,
+    completions,
+    embeddings,
+    generate,
+    health,
+    infer,
+    messages,
+    models,
+    responses,
+    tokens,
+)
 from service.routes.generate import GenerateEvent
 from service.routes.infer import InferEvent
 from service.schemas.description import describe
@@ -115,7 +127,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     )
     add_front(app, config, clients, admission, metrics, tracer)
     errors.install(app)
-    for module in (chat, completions, responses, messages, infer, generate, models, tokens, health, admin):
+    for module in (chat, completions, responses, messages, embeddings, infer, generate, models, tokens, health, admin):
         app.include_router(module.router, responses=errors.RESPONSES)
     if config.web_page:
         app.include_router(page.router)

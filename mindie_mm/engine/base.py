@@ -269,9 +269,7 @@ class BaseEngine(ABC):
         If `draw` is None, the request fails.
         """
         if draw is None:
-            for item in request.items:  # the features may be the cause, so other requests must not reuse them
-                self._encoder_cache.free(item)
-            return self._fail(request, OperationalError("the model returned non-finite logits for this request"))
+            return self._fail_non_finite(request)
         token, logprobs = draw
         if token == NO_TOKEN:
             return self._fail(
@@ -354,6 +352,11 @@ class BaseEngine(ABC):
         if any(request.media_consumed for request in failed):
             faults.point("media-lost")
         return [self._fail(request, error) for request, error in failed.items()]
+
+    def _fail_non_finite(self, request: Request) -> Progress:
+        for item in request.items:  # the features may be the cause, so other requests must not reuse them
+            self._encoder_cache.free(item)
+        return self._fail(request, OperationalError("the model returned non-finite logits for this request"))
 
     def _fail(self, request: Request, error: MindieMMError) -> Progress:
         self._forget(request)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from mindie_mm.device import kind_of, upload
+from mindie_mm.device import Download, kind_of, upload
 from mindie_mm.engine.base import BaseEngine, generator_of
 from mindie_mm.engine.cache.block_pool import BlockPool
 from mindie_mm.engine.cache.kv_cache_size import block_size, cache_sizes, fitting_context, useful_bytes
@@ -23,7 +25,7 @@ from mindie_mm.engine.requests.request import Request
 from mindie_mm.engine.runner import PROMPT_ROWS, PromptRows, Runner, StepLogits
 from mindie_mm.engine.sampler import token_logprobs
 from mindie_mm.engine.scheduler import Scheduled, Scheduler
-from mindie_mm.errors import ContextLengthExceeded
+from mindie_mm.errors import ContextLengthExceeded, InputError
 from mindie_mm.nn.model import Model
 from mindie_mm.nn.splice import plain_ids, without_prompt_embeds
 from mindie_mm.processes import faults
@@ -40,6 +42,10 @@ class _Drawn:
     requests: Sequence[Request]
     """Requests that get a token."""
     draws: Draws
+    pooling: Sequence[Request]
+    """Requests that end with their pooled states."""
+    pooled: Download
+    """The pooled states, float32 [requests, hidden], if there are any."""
 
 
 class Engine(BaseEngine):
@@ -109,10 +115,17 @@ class Engine(BaseEngine):
             kv_cache_bytes=self._cache_bytes,
             kv_block_size=self._blocks.block_size,
             encoder_cache_tokens=self._encoder_cache.capacity_bytes // spec.feature_bytes,
+            hidden_size=spec.hidden_size,
+            has_head=spec.has_head,
         )
 
     def _request(self, message: Add) -> Request:
         params = message.params.check(self._model.spec.vocab_size)
+        if params.pooling is None and not self._model.spec.has_head:
+            raise InputError(
+                "this checkpoint has no output layer (lm_head), so it generates no text; it only computes embeddings "
+                "(/v1/embeddings, LLM.embed)"
+            )
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         left_tokens = self._max_model_len - len(ids)
         if left_tokens < params.least_room or len(ids) == 0:
@@ -174,7 +187,7 @@ class Engine(BaseEngine):
             return (), None
         logits = self._runner.forward(step, features, None if self._drawn is None else self._drawn.draws)
         self._towers.fetch(self._scheduler.coming())
-        if not all(scheduled.samples for scheduled in step):
+        if not all(scheduled.ends for scheduled in step):
             faults.point("mid-prefill")
         return step, logits
 
@@ -183,6 +196,8 @@ class Engine(BaseEngine):
         for rows in logits.prompts:
             if self._runs(rows.request):
                 self._collect_prompt_logprobs(rows)
+        for request, states in logits.pooled:
+            request.pool(states)
         sampling = [scheduled.request for scheduled in step if scheduled.samples]
         left = [row for row, request in enumerate(sampling) if self._runs(request)]
         sampled, settings = logits.sampled, logits.settings
@@ -191,35 +206,71 @@ class Engine(BaseEngine):
             sampling = [sampling[row] for row in left]
             settings = None if settings is None else settings.of_rows(left)
         draws = self._draw(sampled, sampling, settings)
-        drawn = _Drawn([one for one in step if self._runs(one.request)], sampling, draws)
-        for request in sampling:
+        step = [one for one in step if self._runs(one.request)]
+        pooling = [one.request for one in step if one.ends and one.request.params.pooling is not None]
+        for request in (*sampling, *pooling):
             request.awaits_token = True
-        return drawn
+        return _Drawn(step, sampling, draws, pooling, self._pooled(pooling))
+
+    def _pooled(self, requests: Sequence[Request]) -> Download:
+        """Begin the download of the pooled states of requests that end."""
+        if not requests:
+            return Download()
+        pooled = torch.stack([one.pooled / one.num_pooled for one in requests if one.pooled is not None])
+        self._ranks.broadcast_tensor(pooled)  # so that all ranks agree on whether the values are finite
+        return Download(pooled)
 
     def _finish(self, progress: list[Progress]) -> None:
         """Wait for the tokens of the step that was drawn last, and advance its requests."""
         if self._drawn is None:
             return
         drawn, draws = self._drawn, dict(zip(self._drawn.requests, self._drawn.draws.wait(), strict=True))
+        pooled: dict[Request, Tensor] = {}
+        if drawn.pooling:
+            (states,) = drawn.pooled.wait()
+            pooled = dict(zip(drawn.pooling, states, strict=True))
         self._drawn = None
         # Publish the KV blocks only after the tokens have arrived, because a device reports a failure late. Do not
         # share KV blocks that contain non-finite values with other requests.
         non_finite = {request for request, draw in draws.items() if draw is None}
+        non_finite |= {request for request, state in pooled.items() if not state.isfinite().all()}
         # Requests may have been aborted or preempted since the step was launched.
         step = [scheduled for scheduled in drawn.step if self._runs(scheduled.request)]
         self._scheduler.computed([scheduled for scheduled in step if scheduled.request not in non_finite])
         for request in non_finite:  # an earlier step may have published its first KV blocks
             self._scheduler.forget(request)
         draws = {request: draw for request, draw in draws.items() if self._runs(request)}
+        pooled = {request: state for request, state in pooled.items() if self._runs(request)}
         # A preempted request may need its media again.
         consumed = self._consume_media([one for one in step if one.stop <= one.request.num_computed])
-        for request in consumed.difference(draws):
+        for request in consumed.difference(draws, pooled):
             update = Progress(request_id=request.request_id, media_consumed=True, origin=request.origin)
             progress.append(update)
         for request, draw in draws.items():
             request.awaits_token = False
             update = self._advance(request, draw, media_consumed=request in consumed)
             progress.append(update)  # one by one, so that a later failure does not lose earlier results
+        for request, state in pooled.items():
+            media_consumed = request in consumed
+            progress.append(self._end_pooling(request, None if request in non_finite else state, media_consumed))
+
+    def _end_pooling(self, request: Request, state: Tensor | None, media_consumed: bool) -> Progress:
+        """Remove a request whose states are pooled, and return its result. If `state` is None, the request fails."""
+        request.awaits_token = False
+        if state is None:
+            return self._fail_non_finite(request)
+        request.first_token_s = time.monotonic()
+        faults.point("first-token")
+        self._forget(request)
+        return Progress(
+            request_id=request.request_id,
+            pooled=state.numpy().tobytes(),
+            cached_tokens=request.num_cached,
+            origin=request.origin,
+            finish_reason="stop",
+            media_consumed=media_consumed,
+            timings=request.timings(),
+        )
 
     def _runs(self, request: Request) -> bool:
         """Return whether a request has not ended. Another request may have taken its id."""

@@ -46,6 +46,8 @@ class StepLogits:
     sampled: Tensor
     """Logits of the requests that draw a token, float32 [requests, vocabulary], in the step's order."""
     prompts: list[PromptRows]
+    pooled: list[tuple[Request, Tensor]]
+    """Hidden states to pool, [rows, hidden], of the requests that ask for it."""
     settings: RowSettings | None = None
     """Settings of the rows in `sampled`, if they are on the device."""
 
@@ -73,11 +75,12 @@ class Runner:
         uploads = Uploads(self._model.spec.device)
         blocks = [block for scheduled in step for block in self._begun(scheduled)]
         if self._graphs is not None and (logits := self._graphs.logits(step, earlier, blocks)) is not None:
-            return StepLogits(logits, [])
+            return StepLogits(logits, [], [])
         begun = uploads.add(np.array(blocks, np.int64))
         splices: list[Splice] = []
         sampled: list[int] = []
         prompts: list[tuple[Request, int, range]] = []
+        pooled: list[tuple[Request, range]] = []
         row = 0
         for scheduled in step:
             request, start, stop = scheduled.request, scheduled.start, scheduled.stop
@@ -90,10 +93,13 @@ class Runner:
                 last = min(stop, request.num_prompt - 1)
                 if first < last:
                     prompts.append((request, first + 1, range(row + first - start, row + last - start)))
+            if states_of := scheduled.pooled:
+                pooled.append((request, range(row + states_of.start - start, row + states_of.stop - start)))
             row += stop - start
             if scheduled.samples:
                 sampled.append(row - 1)
         wanted = [*sampled, *(index for _, _, rows in prompts for index in rows)]
+        wanted += [index for _, rows in pooled for index in rows]
         positions = np.concatenate([s.request.positions(s.start, s.stop) for s in step], axis=1)
         chunks = [Chunk(s.start, s.stop, s.request.kv_blocks, s.request.span_ids, s.reads, s.writes) for s in step]
         placed = uploads.add(positions)
@@ -103,10 +109,13 @@ class Runner:
         ids = _ids(step, earlier, uploads)
         self._cache.clear(begun())
         states = self._model.states(ids, placed(), splices, batch, None if rows is None else rows())
-        parts = states.split([len(sampled), *(len(rows) for _, _, rows in prompts)])
+        of_draws, of_pooling = len(sampled), [len(rows) for _, rows in pooled]
+        drawn, *parts = states.split([of_draws, *(len(rows) for _, _, rows in prompts), *of_pooling])
+        scored = parts[: len(prompts)]
         return StepLogits(
-            self._model.head(parts[0]),
-            [PromptRows(request, first, part) for (request, first, _), part in zip(prompts, parts[1:], strict=True)],
+            self._model.head(drawn),
+            [PromptRows(request, first, part) for (request, first, _), part in zip(prompts, scored, strict=True)],
+            [(request, part) for (request, _), part in zip(pooled, parts[len(prompts) :], strict=True)],
             settings,
         )
 

@@ -34,11 +34,26 @@ class Scheduled:
     """Slot with the states of recurrent layers after `start` tokens."""
     writes: int = 0
     """Slot for the states after `stop` tokens."""
+    ends: bool = field(init=False)
+    """Whether the step reaches the end of the request."""
     samples: bool = field(init=False)
-    """Whether the step reaches the end of the request. In this case the next token is drawn."""
+    """Whether the next token is drawn. This is so at the end of every request that does not pool its states."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", self.stop == self.request.num_tokens)
+        object.__setattr__(self, "ends", self.stop == self.request.num_tokens)
+        object.__setattr__(self, "samples", self.ends and self.request.params.pooling is None)
+
+    @property
+    def pooled(self) -> range:
+        """Tokens of the step whose hidden states are pooled."""
+        match self.request.params.pooling:
+            case "last":
+                return range(self.stop - self.ends, self.stop)
+            case "cls":
+                return range(self.start, 1)
+            case "mean":  # a preempted request computes some tokens again
+                return range(max(self.start, self.request.num_pooled), self.stop)
+        return range(0)
 
 
 class BaseScheduler(ABC):
@@ -226,7 +241,7 @@ class Scheduler(BaseScheduler):
     def _admit(self, request: Request, budget: _Budget) -> Scheduled | None:
         request.lengthen()
         extend_keys(request, self._blocks.block_size, request.num_tokens - 1)  # the last token is always computed
-        shared = [] if request.params.prompt_logprobs is not None else self._blocks.find(request.keys)
+        shared = [] if request.params.needs_whole_prompt else self._blocks.find(request.keys)
         if self._states is not None:
             found = self._states.find(request.keys[: len(shared)])
             request.pause = len(shared) * self._blocks.block_size if 2 * found < len(shared) else 0
@@ -244,14 +259,14 @@ class Scheduler(BaseScheduler):
         if request.num_cached is None:
             request.num_cached = start
             request.scheduled_s = time.monotonic()
-            if request.num_shareable and request.params.prompt_logprobs is None:
+            if request.num_shareable and not request.params.needs_whole_prompt:
                 self.prefix_queries += request.num_prompt
                 self.prefix_hits += start
         return self._take(request, stop, budget)
 
     def _comes_soon(self, request: Request, num_shared: int, budget: _Budget) -> bool:
         """Return whether this step fills blocks that would save the request at least half of its work."""
-        if request.params.prompt_logprobs is not None:
+        if request.params.needs_whole_prompt:
             return False
         further = request.keys[num_shared:]
         if self._states is None:

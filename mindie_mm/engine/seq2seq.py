@@ -135,6 +135,11 @@ class Seq2SeqEngine(BaseEngine):
                 f"prompt_logprobs is {params.prompt_logprobs}, but this model is an encoder-decoder, which "
                 "does not predict prompt tokens; leave prompt_logprobs out"
             )
+        if params.pooling is not None:
+            raise InputError(
+                "this model is an encoder-decoder, whose hidden states are not pooled; embeddings and scores need a "
+                "decoder-only model"
+            )
         ids = np.frombuffer(message.input_ids, dtype=np.int64)
         most, wanted = self._longest_output(len(ids)), max(params.least_room, 1)
         if not 0 < len(ids) <= self._max_len or wanted > most:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mindie_mm.errors import CorruptReference, FeatureCountMismatch
+from mindie_mm.errors import CorruptReference, FeatureCountMismatch, UnsupportedCheckpoint
 from mindie_mm.inputs import PROMPT
 from mindie_mm.nn.model_inputs import EMBEDDINGS, ModelInputs
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
@@ -50,6 +50,8 @@ class ModelSpec:
     """Number of different ids that a prompt may contain. None means `vocab_size`."""
     extra_width: int = 0
     """Number of columns of a feature beyond `hidden_size`. They are passed to `decode` as `extra`."""
+    has_head: bool = True
+    """Whether the checkpoint has an output layer. Without it, only hidden states can be pooled."""
 
     def __post_init__(self) -> None:
         known = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
@@ -354,6 +356,8 @@ class Model(MediaModel):
 @torch.inference_mode()
 def packed_logits(model: Model, sequences: Sequence[Tensor]) -> list[Tensor]:
     """Return the logits of each sequence, as `Model.logits` does, but compute all sequences in one flat batch."""
+    if not model.spec.has_head:
+        raise UnsupportedCheckpoint("the checkpoint has no output layer (lm_head), so there are no logits")
     plain: list[Tensor] = []
     positions: list[Tensor] = []
     chunks: list[Chunk] = []

@@ -37,6 +37,8 @@ _Byte = Annotated[int, Meta(ge=0, le=255)]
 Colour = tuple[_Byte, _Byte, _Byte]
 """Red, green and blue."""
 TowerParallel = Literal["replicate", "items"]
+Pooling = Literal["last", "mean", "cls"]
+"""Hidden states that become an embedding: the last token's, the mean of all tokens', or the first token's."""
 ContentFormat = Literal["auto", "string", "openai"]
 Switch = Literal["on", "off"]
 Replicas = Count | Literal["auto"]
@@ -241,6 +243,10 @@ class WorkerConfig:
     """Treatment of control tokens, such as `<|im_start|>`, in the text of prompts without a template. on: they are
     control tokens, except those of media items. off: they are plain text, as in chats. A request may set
     `parse_special` itself."""
+    pooling: Literal["auto"] | Pooling = "auto"
+    """Hidden states that become an embedding: last (of the last token), mean (of all tokens) or cls (of the first
+    token). auto: as the checkpoint's files for sentence-transformers (modules.json) specify, last for a checkpoint
+    without an output layer, and no embeddings otherwise."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaCaps = field(default_factory=MediaCaps)
 

@@ -35,6 +35,8 @@ class Delta:
     the end-of-sequence token."""
     timings: Timings | None = None
     """Times up to this delta."""
+    pooled: bytes = b""
+    """See `Progress.pooled`."""
 
 
 @dataclass(slots=True)
@@ -49,6 +51,7 @@ class Answer:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     timings: Timings | None = None
+    pooled: bytes = b""
 
     @classmethod
     async def of(cls, deltas: AsyncGenerator[Delta, None]) -> Self:
@@ -68,6 +71,7 @@ class Answer:
         self.cached_tokens += delta.cached_tokens or 0
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.timings = delta.timings or self.timings
+        self.pooled = delta.pooled or self.pooled
 
     @property
     def text(self) -> str:
@@ -119,6 +123,7 @@ class OutputText:
             finish_reason=reason,
             stop_reason=step.stop_token_id if stopped_by is None else stopped_by,
             timings=step.timings,
+            pooled=step.pooled,
         )
 
     def whole(self, token_ids: Sequence[int], finish_reason: FinishReason) -> str:
@@ -127,7 +132,7 @@ class OutputText:
 
     def _shown(self, token_ids: list[int], finish_reason: FinishReason | None) -> list[int]:
         """Return the tokens that are part of the text. By default, a stop token is not part of it."""
-        if finish_reason == "stop" and is_hidden_end(self._tokenizer, token_ids[-1], self._params):
+        if finish_reason == "stop" and token_ids and is_hidden_end(self._tokenizer, token_ids[-1], self._params):
             return token_ids[:-1]
         return token_ids
 

@@ -13,6 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast, get_args, overload
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
 from mindie_mm.engine.requests.engine_messages import FinishReason, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import ArenaFull, InputError, MindieMMError, OperationalError
@@ -23,9 +27,10 @@ from mindie_mm.processes.shown_progress import loading_shown
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.limits import PromptLimits
 from mindie_mm.settings.paths import absolute, working_directory
-from mindie_mm.tokenize.requests import request_of_items, request_of_messages
+from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items, request_of_messages
 from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from mindie_mm.worker.deltas import Delta
+from mindie_mm.worker.deltas import Answer, Delta
+from mindie_mm.worker.embedding import PoolingParams
 from mindie_mm.worker.llm_arguments import Params, Parse, params_of, request_of, requests_of
 from mindie_mm.worker.worker import Worker
 
@@ -51,6 +56,20 @@ class Output:
     """Log-probabilities of each prompt token except the first, if requested."""
     cached_tokens: int = 0
     """Number of prompt tokens that were in the prefix cache."""
+    error: MindieMMError | None = None
+    """Error of this input, if `on_error` is "return"."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The embedding of one input."""
+
+    embedding: NDArray[np.float32]
+    """float32 [dimensions]. Empty if `error` is set."""
+    num_prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Number of prompt tokens that were in the prefix cache."""
+    timings: Timings | None = None
     error: MindieMMError | None = None
     """Error of this input, if `on_error` is "return"."""
 
@@ -327,6 +346,65 @@ class LLM:
         request = request_of_items(media, chat=False)
         return self._loop.run(self._worker.encode(request, uuid.uuid4().hex))
 
+    def embed(
+        self,
+        prompts: Any,
+        params: PoolingParams | None = None,
+        *,
+        chat_template: bool | None = None,
+        parse_special: bool | None = None,
+        on_error: OnError = "raise",
+    ) -> list[EmbeddingOutput]:
+        """Compute the embedding of each prompt. Prompts are batched.
+
+        The checkpoint's files for sentence-transformers (modules.json) specify which hidden states become the
+        embedding, and `WorkerConfig.pooling` overrides this. The results equal those of sentence-transformers.
+
+        Args:
+            prompts: A prompt or a list of prompts, as in `generate`.
+            params: Settings of the embeddings.
+            chat_template: Whether to format each prompt as one user turn with the checkpoint's chat template. None
+                means that the checkpoint's files decide, as in sentence-transformers: if they describe an embedding
+                model with a chat template, it is used.
+            parse_special: Same as in `generate`.
+            on_error: Same as in `generate`.
+
+        Returns:
+            One embedding per prompt, in order.
+
+        Raises:
+            InputError: The checkpoint does not compute embeddings, `prompts` is neither a prompt nor a list of prompts,
+                or a setting in `params` is invalid.
+
+        """
+        embedder, sampling = self._worker.embedder, self._worker.embedder.sampling_params()
+        checked = embedder.check(PoolingParams() if params is None else params)
+        if chat_template is not None:
+            require_switches(chat_template=chat_template)
+            embedder = replace(embedder, chat=chat_template)
+
+        async def embed(parse: Parse) -> EmbeddingOutput:
+            request = parse()
+            if isinstance(request, TokenizeRequest):
+                options = request.options
+                request = embedder.request(request.items or (), checked.prompt_name)
+                request = msgspec.structs.replace(request, options=options)
+            async with self._worker.prompt(request, sampling) as source:
+                embedder.check_length(source.prompt)
+                answer = await Answer.of(self._worker.generate(source, sampling, uuid.uuid4().hex))
+            embedding = embedder.embedding(answer.pooled, checked)
+            return EmbeddingOutput(embedding, len(source.prompt), answer.cached_tokens, answer.timings)
+
+        _require_on_error(on_error)
+        requests = requests_of("prompts", prompts, chat_template is not False, parse_special, webui=False)
+        outputs = self._run([partial(embed, request) for request in requests])
+        if on_error == "raise":
+            return _successful(outputs)
+        return [
+            EmbeddingOutput(np.zeros(0, np.float32), error=one) if isinstance(one, MindieMMError) else one
+            for one in outputs
+        ]
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling settings that calls without `params` use.
 
@@ -346,8 +424,7 @@ class LLM:
         return params_of(default if params is None else params, num_inputs, self._worker.engine.info.vocab_size)
 
     def _outputs(self, requests: Sequence[Parse], params: Params | None, on_error: OnError) -> list[Output]:
-        if not isinstance(on_error, str) or on_error not in get_args(OnError):
-            raise InputError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
+        _require_on_error(on_error)
         checked = self._checked(params, len(requests))
         outputs = self._run([partial(self._answer, *one) for one in zip(requests, checked, strict=True)])
         if on_error == "raise":
@@ -402,6 +479,11 @@ class LLM:
             prompt_logprobs=None if params.prompt_logprobs is None else answer.prompt_logprobs,
             cached_tokens=answer.cached_tokens,
         )
+
+
+def _require_on_error(on_error: Any) -> None:
+    if not isinstance(on_error, str) or on_error not in get_args(OnError):
+        raise InputError(f"on_error is {on_error!r}; it must be 'raise' or 'return'")
 
 
 def _successful(outputs: Sequence[T | MindieMMError]) -> list[T]:

@@ -40,6 +40,8 @@ def params_of(given: Params, num_inputs: int, vocab_size: int) -> list[SamplingP
     for one in several:
         if not isinstance(one, SamplingParams):
             raise InputError(f"params is {type_of(one)}; it must be SamplingParams, or a list of them")
+        if one.pooling is not None:
+            raise InputError(f"pooling is {one.pooling!r}; call LLM.embed to compute embeddings", param="pooling")
     checked = [one.check(vocab_size) for one in several]
     return checked if isinstance(given, list | tuple) else checked * num_inputs
 

@@ -36,6 +36,7 @@ from mindie_mm.tokenize.text.detokenizer import StopScope, load_tokenizer
 from mindie_mm.tokenize.token_ids import TokenIds, prompt_of_token_ids
 from mindie_mm.worker.async_engine import AsyncEngine
 from mindie_mm.worker.deltas import Answer, Delta, OutputText
+from mindie_mm.worker.embedding import Embedder
 from mindie_mm.worker.engine_replicas import EngineReplicas
 from mindie_mm.worker.preflight import check_before_loading
 from mindie_mm.worker.retry import ENDS_OF_ATTEMPTS, PromptSource, generated, tokenized
@@ -58,6 +59,12 @@ class Worker:
         tokenizer: Tokenizer,
         forks: ForkClient | None = None,
     ) -> None:
+        """Take ownership of the parts.
+
+        Raises:
+            UnsupportedCheckpoint: The checkpoint's files about embeddings cannot be read.
+
+        """
         self.config = config
         self.tokenizer_stage = tokenizer_stage
         self.engine = engine
@@ -65,6 +72,8 @@ class Worker:
         self.forks = forks
         """Fork server that forks the processes, or None."""
         self._spool = absolute(default_spool())
+        has_template = bool(tokenizer_stage.chat_traits.template)
+        self.embedder = Embedder.of(config, engine.info, has_template=has_template)
         self._schemas = SchemaCheck(Checkpoint.open(config.model).path, config.family)
         self.media_remade = 0
         """Number of media items that were preprocessed again because their blocks were freed or lost."""

@@ -16,7 +16,7 @@ from mindie_mm.engine.requests.engine_messages import FinishReason
 from service.schemas.choices import SpanEntry, Timed, Usage, Used
 
 
-def _json_of(kind: Any) -> GetPydanticSchema:
+def json_of(kind: Any) -> GetPydanticSchema:
     """Return an annotation that gives encoded JSON the type `kind` in the OpenAPI description."""
     return GetPydanticSchema(lambda _, handler: handler(kind))
 
@@ -56,7 +56,7 @@ class PromptToken(TypedDict):
 class Scored(TypedDict):
     """Log-probabilities of the prompt, or None unless the request sets `prompt_logprobs`. Not in streams."""
 
-    prompt_logprobs: NotRequired[Annotated[Raw, _json_of(list[dict[str, PromptToken] | None])] | None]
+    prompt_logprobs: NotRequired[Annotated[Raw, json_of(list[dict[str, PromptToken] | None])] | None]
     """One object per token. The keys of the object are token ids. The first token has null instead of an object."""
 
 
@@ -77,21 +77,21 @@ class End(TypedDict):
 class ChatToken(TypedDict):
     """A token and its log-probability."""
 
-    token: Annotated[Raw, _json_of(str)]
+    token: Annotated[Raw, json_of(str)]
     logprob: float
-    bytes: Annotated[Raw, _json_of(list[int])]
+    bytes: Annotated[Raw, json_of(list[int])]
 
 
 class ChatPosition(ChatToken):
     """A token of the answer, and the most likely tokens at its position."""
 
-    top_logprobs: Annotated[list[ChatToken] | Raw, _json_of(list[ChatToken])]
+    top_logprobs: Annotated[list[ChatToken] | Raw, json_of(list[ChatToken])]
 
 
 class ChatLogprobs(TypedDict):
     """Log-probabilities of a chat's choice or chunk."""
 
-    content: Annotated[Raw, _json_of(list[ChatPosition])]
+    content: Annotated[Raw, json_of(list[ChatPosition])]
 
 
 class CalledFunction(TypedDict):
@@ -211,9 +211,9 @@ class CompletionLogprobs(TypedDict):
     The first token of an echoed prompt has no log-probability, so its entries are null.
     """
 
-    tokens: Annotated[Raw, _json_of(list[str])]
-    token_logprobs: Annotated[Raw, _json_of(list[float | None])]
-    top_logprobs: Annotated[Raw, _json_of(list[dict[str, float] | None])]
+    tokens: Annotated[Raw, json_of(list[str])]
+    token_logprobs: Annotated[Raw, json_of(list[float | None])]
+    top_logprobs: Annotated[Raw, json_of(list[dict[str, float] | None])]
     text_offset: list[int]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import ClassVar
 
 import pytest
@@ -10,8 +11,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration
 
-from mindie_mm.errors import LimitExceeded
+from mindie_mm.errors import LimitExceeded, UnsupportedCheckpoint
 from mindie_mm.inputs import Media
+from mindie_mm.models import load_model
 from mindie_mm.nn.splice import plain_ids
 from tests.models.contract import ExtremeShapes, FamilyContract, picture, refusals
 from tests.models.references import PretrainedReference
@@ -200,11 +202,16 @@ class TestPaddleOCRVL(ExtremeShapes, FamilyContract):
         save_file(weights, out / "model.safetensors", {"format": "pt"})
         self.assert_same(out, reference, path_file)
 
-    def test_a_missing_head_is_refused(self, path, tmp_path):
+    def test_a_missing_head_is_not_replaced_by_the_embeddings(self, path, tmp_path):
         """The class ties the head to the embeddings by default, but the published config.json does not."""
-        self.assert_weights_refused(
-            path, tmp_path, lambda weights: weights.pop("lm_head.weight"), r"lacks 1 weights; .* lm_head\.weight"
-        )
+        shutil.copytree(path, tmp_path / "headless")
+        weights = load_file(path / "model.safetensors")
+        del weights["lm_head.weight"]
+        save_file(weights, tmp_path / "headless" / "model.safetensors", {"format": "pt"})
+        model = load_model(tmp_path / "headless", device="cpu")
+        assert not model.spec.has_head
+        with pytest.raises(UnsupportedCheckpoint, match=r"no output layer \(lm_head\)"):
+            model.logits(torch.tensor([1, 2]))
 
     def test_an_elongated_picture_is_refused(self, processor):
         pixels = picture(28, 6000)

@@ -82,7 +82,7 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("florence2_04rr", "florence2_amd", "florence2_large_ft", "florence2_oracle"), "florence2"),
     "deepseek_ocr2": "deepseek_ocr2",
     "molmo_nf4": "molmo",
-    "qwen3_vl_embedding": "its small model, without a head, is refused below",
+    "qwen3_vl_embedding": "its small model, without a head, is tested below",
     "qwen_vl_int4": "qwen_vl",
 }
 """Checkpoints whose layouts are tested in the tests of their families."""

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,11 +19,15 @@ from tests import transformers_reference  # noqa: F401 - must be imported before
 import transformers
 from transformers import AutoProcessor
 
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.inputs import Text
 from mindie_mm.models import family_of, load_model
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.splice import plain_ids
+from mindie_mm.settings.config import EngineConfig
 from mindie_mm.shm import release
 from mindie_mm.tokenize import Tokenizer
 from mindie_mm.tokenize.prompt import PromptOptions
@@ -157,7 +162,7 @@ def test_an_unsupported_checkpoint_is_refused_by_name(name, start):
     assert str(FOLDER / name) in str(error.value)
 
 
-def test_a_model_without_a_head_is_refused(tmp_path):
+def test_a_model_without_a_head_only_pools_hidden_states(tmp_path):
     """An embedding model may have the model_type and architecture of a generating model, but no head."""
     write_small("qwen3_vl_cosmos2", tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -168,8 +173,19 @@ def test_a_model_without_a_head_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for file in (FOLDER / "qwen3_vl_embedding").glob("*preprocessor_config.json"):
         shutil.copyfile(file, tmp_path / file.name)
-    with pytest.raises(UnsupportedCheckpoint, match=r"lacks 1 weights; the first is lm_head\.weight.*embedding model"):
-        load_model(tmp_path, device="cpu")
+    published = json.loads((FOLDER / "qwen3_vl_embedding" / "config.json").read_text())
+    small = json.loads((tmp_path / "config.json").read_text())
+    assert published["tie_word_embeddings"] is small["tie_word_embeddings"] is False
+    model = load_model(tmp_path, device="cpu")
+    assert not model.spec.has_head
+    with pytest.raises(UnsupportedCheckpoint, match="no output layer"):
+        model.logits(torch.tensor([1, 2]))
+    engine = Engine(model, EngineConfig(), 2**24)
+    ids = np.array([1, 2, 3], np.int64).tobytes()
+    assert "no output layer" in engine.add(Add("text", ids, SamplingParams())).error.message
+    assert engine.add(Add("pooled", ids, SamplingParams(max_tokens=0, pooling="last"))) is None
+    (progress,) = engine.step().progress
+    assert len(progress.pooled) == 4 * model.spec.hidden_size
 
 
 def test_weights_with_an_adapter_in_place_are_refused(random_checkpoint, tmp_path):

@@ -29,6 +29,7 @@ SETTINGS = {
     "media_uuid_bytes": MEDIA_UUID_BYTES,
     "response_store_bytes": 64 * KiB,
     "max_held_logprobs": 2**17,
+    "pooling": "last",
     "grace_s": 0.2,
     "reclaim_interval_s": 3600.0,  # a periodic reclaim must not remove the leftovers that tests look for
 }

@@ -16,6 +16,7 @@ from tools.serving import RunningService
 ROUTES = {
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
     "/v1/models",
     "/v1/models/{name}",
     "/infer",

@@ -149,6 +149,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     blocks later, the request fails with StaleReference."""
     origin: Origin | None = None
     """Origin of the output. It is sent with `media_consumed` and with the first output token."""
+    pooled: bytes = b""
+    """Pooled hidden states, float32 in native byte order, if the request asked for them. They are sent with the finish
+    reason."""
     features: list[Features] = []
     """Features of the next media items of an `Encode`."""
     error: Failure | None = None
@@ -184,6 +187,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Free memory of the device in bytes, after the KV cache was allocated."""
     encoder_cache_tokens: int = 0
     """Number of media features that the encoder cache holds."""
+    hidden_size: int | None = None
+    """Width of the hidden states, or None if the engine does not pool them."""
+    has_head: bool = True
+    """See `ModelSpec.has_head`."""
     num_devices: int = 1
     """Number of visible devices that the setting `device` allows. It is 1 for the CPU and for a name with an index."""
 

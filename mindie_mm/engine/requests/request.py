@@ -72,6 +72,9 @@ class Request:
     """Hashes of the content of `spans`, as far as they have been computed."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities at positions 1.. of the prompt, as far as they have been computed."""
+    pooled: Tensor | None = None
+    """Sum of the hidden states of the first `num_pooled` tokens, float32 [hidden], or the single state to return."""
+    num_pooled: int = 0
     asked_s: float = field(default_factory=time.monotonic)
     """See `Add.asked_s`."""
     scheduled_s: float = 0.0
@@ -108,6 +111,12 @@ class Request:
         for item in self.items:
             digest.update(np.array(item.shape.values).tobytes() + (item.digest or b""))
         return digest.digest(16)
+
+    def pool(self, states: Tensor) -> None:
+        """Add the next hidden states, [rows, hidden], to `pooled`."""
+        total = states.sum(0, dtype=torch.float32)
+        self.pooled = total if self.pooled is None else self.pooled + total
+        self.num_pooled += len(states)
 
     @property
     def media_stop(self) -> int:

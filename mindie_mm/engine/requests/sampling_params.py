@@ -10,6 +10,7 @@ import msgspec
 from mindie_mm.errors import InputError, blaming
 from mindie_mm.inputs import shown, whole
 from mindie_mm.msgspec_errors import in_words
+from mindie_mm.settings.config import Pooling
 from mindie_mm.settings.limits import python_number
 from mindie_mm.structured.outputs import StructuredOutputs
 
@@ -96,6 +97,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Salt of cache keys. Only requests with the same salt share preprocessed media, features and KV blocks."""
     json_schema: str | None = None
     """JSON schema, as JSON text. This is short for `structured_outputs=StructuredOutputs(json=...)`."""
+    pooling: Pooling | None = None
+    """Hidden states of the prompt that the engine returns instead of generating tokens. `LLM.embed` sets this field.
+    `max_tokens` must be 0."""
     structured_outputs: StructuredOutputs | None = None
     """Constraint on the output. The output conforms to it unless `max_tokens` ends the output first (grammar.py)."""
 
@@ -104,6 +108,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """The settings that determine how tokens become text, by name."""
         names = ("skip_special_tokens", "spaces_between_special_tokens")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether the result needs the hidden states of tokens before the last, so that no prefix may be reused."""
+        return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")
 
     @property
     def least_room(self) -> int:
@@ -155,6 +164,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(
                 f"min_tokens is {typed.min_tokens}; it must not exceed max_tokens ({typed.max_tokens})",
                 param="min_tokens",
+            )
+        if typed.pooling is not None and typed.max_tokens != 0:
+            raise InputError(
+                f"pooling is {typed.pooling!r} and max_tokens is {typed.max_tokens}; with pooling, it must be 0",
+                param="max_tokens",
             )
         if len(typed.cache_salt) > MAX_SALT_CHARACTERS:
             raise InputError(

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any, cast
 
@@ -38,7 +39,7 @@ from mindie_mm.nn.weights.placing import Placing, with_packed
 from mindie_mm.nn.weights.quantized import check_quantization, is_quantized, method_of, quantization, try_layers
 from mindie_mm.nn.weights.shards import weight_files
 from mindie_mm.nn.weights.shares import layer_configs, localize, num_shares, refuse_shares, shared
-from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
+from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored, weight_names
 
 _log = logging.getLogger(__name__)
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -259,7 +260,9 @@ def load_pretrained(
     """
     from transformers import AttentionInterface
 
-    module = _load(cls, checkpoint, device, dtype, unused, tp_plan, renamed, default_theta)
+    module, has_head = _load(cls, checkpoint, device, dtype, unused, tp_plan, renamed, default_theta)
+    if not has_head:
+        _log.warning("%s has no output layer (lm_head); it computes embeddings, but generates no text", checkpoint.path)
     layers = _layers(checkpoint, module.config.get_text_config(), states or {})
     # No mask function is registered, so transformers builds no mask. Building one would wait for the positions.
     AttentionInterface.register(attention.NAME, attention.attend)
@@ -269,7 +272,7 @@ def load_pretrained(
     parts = {name: "eager" if type(part) in eager else "sdpa" for name, part in sections.items() if part is not None}
     parts["text_config" if "text_config" in parts else ""] = attention.NAME
     module.set_attn_implementation(parts)
-    return module, _spec(checkpoint, module.config.get_text_config(), layers, device, dtype)
+    return module, replace(_spec(checkpoint, module.config.get_text_config(), layers, device, dtype), has_head=has_head)
 
 
 def load_module(
@@ -290,7 +293,10 @@ def load_module(
 
     """
     refuse_shares(checkpoint)
-    return _load(cls, checkpoint, device, dtype, renamed=renamed)
+    module, has_head = _load(cls, checkpoint, device, dtype, renamed=renamed)
+    if not has_head:
+        raise UnsupportedCheckpoint(f"{checkpoint.path} lacks the weights of the output layer, lm_head.weight")
+    return module
 
 
 def _load(
@@ -302,7 +308,8 @@ def _load(
     tp_plan: Mapping[str, str] | None = None,
     renamed: RenamedWeights | None = None,
     default_theta: float | None = None,
-) -> Any:
+) -> tuple[Any, bool]:
+    """Return the module, and whether the checkpoint has an output layer. If not, it is tied to the embeddings."""
     settings = _settings_for_transformers(checkpoint, device)
     placing = Placing(device, packing := format_of(checkpoint))
     weight_files(checkpoint)
@@ -313,6 +320,8 @@ def _load(
     try:
         config = _configuration(cls.config_class, checkpoint)
         settle(checkpoint, config, default_theta)
+        has_head = renamed is not None or _has_head(checkpoint, config)
+        config.tie_word_embeddings = config.tie_word_embeddings or not has_head
         if num_shares() > 1:
             cls, placed = shared(cls, checkpoint, config, device, tp_plan)
         _set_quantization(config, settings)
@@ -352,7 +361,12 @@ def _load(
     if num_shares() > 1:
         localize(module)
     experts.arrange(module)
-    return module
+    return module, has_head
+
+
+def _has_head(checkpoint: Checkpoint, config: Any) -> bool:
+    """Return whether there are weights of an output layer, which embedding models lack."""
+    return config.tie_word_embeddings or any(name.endswith("lm_head.weight") for name in weight_names(checkpoint))
 
 
 def _settings_for_transformers(checkpoint: Checkpoint, device: Device) -> Mapping[str, Any] | None:
@@ -416,10 +430,7 @@ def check_weights(
 ) -> None:
     """Raise UnsupportedCheckpoint if weights are missing, or are unexpected and match no pattern in `unused`."""
     if missing:
-        message = f"{checkpoint.path} lacks {len(missing)} weights; the first is {min(missing)}"
-        if all(name.endswith("lm_head.weight") for name in missing):
-            message += "; a model without a head, such as an embedding model, cannot generate text"
-        raise UnsupportedCheckpoint(message)
+        raise UnsupportedCheckpoint(f"{checkpoint.path} lacks {len(missing)} weights; the first is {min(missing)}")
     unknown = [name for name in unexpected if not any(fnmatch(name, pattern) for pattern in unused)]
     if unknown:
         raise UnsupportedCheckpoint(

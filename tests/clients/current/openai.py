@@ -161,6 +161,15 @@ def structured_streamed() -> None:
     assert isinstance(answer.choices[0].message.parsed, Thing)
 
 
+def embeddings() -> None:
+    whole = CLIENT.embeddings.create(model=MODEL, input=[HELLO, WHAT])
+    assert [one.index for one in whole.data] == [0, 1]
+    for one in whole.data:
+        assert abs(sum(value * value for value in one.embedding) - 1) < 1e-4
+    short = CLIENT.embeddings.create(model=MODEL, input=HELLO, dimensions=16, encoding_format="float")
+    assert len(short.data[0].embedding) == 16
+
+
 def refusals_are_explained() -> None:
     message = ""
     try:
