@@ -39,7 +39,7 @@ from mindie_mm.nn.weights.placing import Placing, with_packed
 from mindie_mm.nn.weights.quantized import check_quantization, is_quantized, method_of, quantization, try_layers
 from mindie_mm.nn.weights.shards import weight_files
 from mindie_mm.nn.weights.shares import layer_configs, localize, num_shares, refuse_shares, shared
-from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored, weight_names
+from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
 
 _log = logging.getLogger(__name__)
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -295,7 +295,7 @@ def load_module(
     refuse_shares(checkpoint)
     module, has_head = _load(cls, checkpoint, device, dtype, renamed=renamed)
     if not has_head:
-        raise UnsupportedCheckpoint(f"{checkpoint.path} lacks the weights of the output layer, lm_head.weight")
+        raise UnsupportedCheckpoint(f"{checkpoint.path} lacks the weights of the output layer (lm_head)")
     return module
 
 
@@ -309,7 +309,10 @@ def _load(
     renamed: RenamedWeights | None = None,
     default_theta: float | None = None,
 ) -> tuple[Any, bool]:
-    """Return the module, and whether the checkpoint has an output layer. If not, it is tied to the embeddings."""
+    """Return the module, and whether the checkpoint has an output layer, which embedding models lack.
+
+    If not, the module's output layer is not used, and shares the memory of the embeddings.
+    """
     settings = _settings_for_transformers(checkpoint, device)
     placing = Placing(device, packing := format_of(checkpoint))
     weight_files(checkpoint)
@@ -320,8 +323,6 @@ def _load(
     try:
         config = _configuration(cls.config_class, checkpoint)
         settle(checkpoint, config, default_theta)
-        has_head = renamed is not None or _has_head(checkpoint, config)
-        config.tie_word_embeddings = config.tie_word_embeddings or not has_head
         if num_shares() > 1:
             cls, placed = shared(cls, checkpoint, config, device, tp_plan)
         _set_quantization(config, settings)
@@ -347,6 +348,8 @@ def _load(
         raise UnsupportedCheckpoint(f"{checkpoint.path} cannot be loaded as {cls.__name__}: {error}") from error
     check_shapes(checkpoint, loaded["mismatched_keys"])
     missing, unexpected = loaded["missing_keys"], loaded["unexpected_keys"]
+    of_head = _share_missing_head(module, missing)
+    missing = missing - of_head
     if renamed is not None:
         missing = sorted({renamed.published[name] for name in missing})
         unexpected = [*unexpected, *renamed.others]
@@ -361,12 +364,15 @@ def _load(
     if num_shares() > 1:
         localize(module)
     experts.arrange(module)
-    return module, has_head
+    return module, not of_head
 
 
-def _has_head(checkpoint: Checkpoint, config: Any) -> bool:
-    """Return whether there are weights of an output layer, which embedding models lack."""
-    return config.tie_word_embeddings or any(name.endswith("lm_head.weight") for name in weight_names(checkpoint))
+def _share_missing_head(module: Any, missing: Collection[str]) -> set[str]:
+    """Return the weights of the output layer among `missing`. Its memory is freed, because it is not used then."""
+    of_head = {name for name in missing if name.endswith("lm_head.weight")}
+    if of_head and num_shares() == 1:
+        module.get_output_embeddings().weight = module.get_input_embeddings().weight
+    return of_head
 
 
 def _settings_for_transformers(checkpoint: Checkpoint, device: Device) -> Mapping[str, Any] | None:
