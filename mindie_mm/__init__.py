@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from mindie_mm.worker.deltas import Delta
     from mindie_mm.worker.embedding import PoolingParams
-    from mindie_mm.worker.llm import LLM, EmbeddingOutput, Output
+    from mindie_mm.worker.llm import LLM, EmbeddingOutput, Output, ScoreOutput
     from service.offline import generate_dataset
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Output",
     "PoolingParams",
     "SamplingParams",
+    "ScoreOutput",
     "StructuredOutputs",
     "TokenizedRun",
     "Tokenizer",
@@ -64,6 +65,7 @@ _HOMES = {
     "Output": "mindie_mm.worker.llm",
     "PoolingParams": "mindie_mm.worker.embedding",
     "SamplingParams": "mindie_mm.engine.requests.sampling_params",
+    "ScoreOutput": "mindie_mm.worker.llm",
     "StructuredOutputs": "mindie_mm.structured.outputs",
     "TokenizedRun": "mindie_mm.batch.tokenizing",
     "Tokenizer": "mindie_mm.tokenize.tokenizer",

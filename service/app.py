@@ -53,6 +53,7 @@ from service.routes import (
     infer,
     messages,
     models,
+    rerank,
     responses,
     tokens,
 )
@@ -127,7 +128,10 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     )
     add_front(app, config, clients, admission, metrics, tracer)
     errors.install(app)
-    for module in (chat, completions, responses, messages, embeddings, infer, generate, models, tokens, health, admin):
+    for module in (
+        *(chat, completions, responses, messages, embeddings, rerank),
+        *(infer, generate, models, tokens, health, admin),
+    ):
         app.include_router(module.router, responses=errors.RESPONSES)
     if config.web_page:
         app.include_router(page.router)

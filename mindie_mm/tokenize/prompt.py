@@ -108,6 +108,8 @@ class PromptOptions:
     contrast to `truncate`, exactly this number of tokens is kept, and the cut must not split a media item."""
     cut_side: Side = "left"
     """Side from which tokens are cut off."""
+    template: str = ""
+    """Name of the chat template, if the checkpoint has several. Empty stands for the default."""
     marks_assistant: bool = False
     """Whether to locate the assistant's turns in a chat. If they cannot be located, the prompt is refused."""
 

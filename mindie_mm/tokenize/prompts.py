@@ -167,6 +167,7 @@ class Prompts:
                 variables,
                 list(self._spell(planned)),
                 continue_final_message=continue_final_message,
+                name=options.template,
             )
             if options.max_prompt_tokens:  # a template may write numbers, or a text several times
                 self._text.check_size([rendered.text], options.max_prompt_tokens)

@@ -31,7 +31,8 @@ from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items, reque
 from mindie_mm.worker.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from mindie_mm.worker.deltas import Answer, Delta
 from mindie_mm.worker.embedding import PoolingParams
-from mindie_mm.worker.llm_arguments import Params, Parse, params_of, request_of, requests_of
+from mindie_mm.worker.llm_arguments import Params, Parse, pairs_of, params_of, request_of, requests_of
+from mindie_mm.worker.scoring import Scorer
 from mindie_mm.worker.worker import Worker
 
 T = TypeVar("T")
@@ -72,6 +73,15 @@ class EmbeddingOutput:
     timings: Timings | None = None
     error: MindieMMError | None = None
     """Error of this input, if `on_error` is "return"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """The score of a pair of a query and a document."""
+
+    score: float
+    num_prompt_tokens: int
+    """Number of tokens of the pair's prompts."""
 
 
 class LLM:
@@ -403,6 +413,53 @@ class LLM:
         return [
             EmbeddingOutput(np.zeros(0, np.float32), error=one) if isinstance(one, MindieMMError) else one
             for one in outputs
+        ]
+
+    def score(
+        self, data_1: Any, data_2: Any, *, instruction: str | None = None, use_activation: bool | None = None
+    ) -> list[ScoreOutput]:
+        """Score pairs of a query and a document. Pairs are batched.
+
+        A reranker gets a prompt for each pair, in the chat template that its files for sentence-transformers name, and
+        the score is that of their module LogitScore. With an embedding model, the score is the cosine of the
+        embeddings.
+
+        Args:
+            data_1: A query or a list of queries. A query is a text, or a list of items (`List[Dict]`).
+            data_2: A document or a list of documents. There must be one query, or one for each document.
+            instruction: Instruction in place of the checkpoint's own.
+            use_activation: Whether the score of a reranker is the sigmoid of the difference of logits. None means the
+                checkpoint's own setting.
+
+        Returns:
+            One score per document, in order.
+
+        Raises:
+            InputError: The checkpoint computes no scores, an argument has a wrong type, or the numbers of queries and
+                documents do not fit together.
+            MindieMMError: A pair failed. The first error is raised after all pairs are done.
+
+        """
+        scorer = Scorer(self._worker.embedder)
+        sampling = scorer.sampling_params()
+        if not isinstance(instruction, str | None):
+            raise InputError(f"instruction is {type_of(instruction)}; it must be a string")
+        if use_activation is not None:
+            require_switches(use_activation=use_activation)
+        requests, indices = scorer.requests(pairs_of(data_1, data_2), instruction)
+
+        async def answer(request: TokenizeRequest) -> tuple[Answer, int]:
+            async with self._worker.prompt(request, sampling) as source:
+                scorer.embedder.check_length(source.prompt)
+                found = await Answer.of(self._worker.generate(source, sampling, uuid.uuid4().hex))
+            return found, len(source.prompt)
+
+        found = _successful(self._run([partial(answer, request) for request in requests]))
+        return [
+            ScoreOutput(
+                scorer.score((found[a][0], found[b][0]), use_activation), sum(found[place][1] for place in {a, b})
+            )
+            for a, b in indices
         ]
 
     def get_default_sampling_params(self) -> SamplingParams:

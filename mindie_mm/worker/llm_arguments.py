@@ -7,7 +7,7 @@ from typing import Any
 
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
-from mindie_mm.inputs import require_switches, type_of
+from mindie_mm.inputs import Item, require_switches, type_of
 from mindie_mm.settings.paths import working_directory
 from mindie_mm.tokenize.prompt import PromptOptions
 from mindie_mm.tokenize.requests import TokenizeRequest, request_of_items
@@ -78,3 +78,33 @@ def request_of(name: str, prompt: Any, chat_template: bool, parse_special: bool 
     options = PromptOptions(parse_special=parse_special)
     given, folder = list(prompt), working_directory()
     return lambda: request_of_items(given, webui=webui, folder=folder, chat=chat_template, options=options)
+
+
+def pairs_of(queries: Any, documents: Any) -> list[tuple[Sequence[Item], Sequence[Item]]]:
+    """Return the pairs of `LLM.score`.
+
+    Raises:
+        InputError: An argument is neither a text, nor a list of items, nor a list of these, or there are neither one
+            query nor as many queries as documents.
+
+    """
+    sides = [_parts_of(name, given) for name, given in (("data_1", queries), ("data_2", documents))]
+    if len(sides[0]) not in (1, len(sides[1])):
+        raise InputError(
+            f"data_1 has {len(sides[0])} queries for {len(sides[1])} documents in data_2; give one query, or one for "
+            "each document"
+        )
+    return [*zip(sides[0] * (len(sides[1]) // len(sides[0])), sides[1], strict=True)]
+
+
+def _parts_of(name: str, given: Any) -> list[Sequence[Item]]:
+    several = [given] if isinstance(given, str) or _is_items(given) else given
+    if not isinstance(several, list | tuple) or not several:
+        raise InputError(f"{name} is {type_of(given)}; give a text, a list of items, or a list of these, not empty")
+    parts: list[Sequence[Item]] = []
+    for index, one in enumerate(several):
+        if not isinstance(one, str) and not _is_items(one):
+            raise InputError(f"{name}[{index}] is {type_of(one)}; it must be a text or a list of items")
+        items = [{"text": one}] if isinstance(one, str) else list(one)
+        parts.append(request_of_items(items, folder=working_directory()).items or ())
+    return parts

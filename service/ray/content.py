@@ -19,6 +19,8 @@ _KEPT_ID = re.compile(rb"\b(?:resp|msg|rs|fc|ctc)_([0-9a-z]{1,32})_[0-9a-f]{24}"
 """Pattern of an id that names the replica which made it."""
 _MEDIA = ("image", "video", "audio", "input_audio", "file", "document")
 """Beginnings of the names of fields that contain media."""
+_PROMPTS = ("messages", "inputs", "prompt", "input", "documents", "text_2", "data_2", "items")
+"""Names of the fields that contain prompts, or most of their text."""
 _CHARACTERS_PER_TOKEN = 4
 _BYTES_PER_TOKEN = 256
 """Estimated number of bytes in JSON per token of a media item."""
@@ -126,7 +128,7 @@ def route_of(body: bytes, owner: bytes = b"") -> Route:
     if not isinstance(request, dict):
         return Route()
     names = _Names(str(request.get("cache_salt") or "").encode(), owner)
-    prompt = next((request[name] for name in ("messages", "inputs", "prompt", "input") if request.get(name)), None)
+    prompt = next((request[name] for name in _PROMPTS if request.get(name)), None)
     if isinstance(prompt, list) and all(isinstance(part, dict) for part in prompt):
         is_chat = "messages" in request or "input" in request
         names.add_messages(prompt if is_chat else [{"role": "user", "content": prompt}], request)

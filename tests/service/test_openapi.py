@@ -17,6 +17,11 @@ ROUTES = {
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/score",
+    "/v1/score",
     "/v1/models",
     "/v1/models/{name}",
     "/infer",
@@ -101,6 +106,11 @@ ALL_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats":
 CALLED = {"messages": SEEN, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
 FUNCTION = {"messages": SEEN, "functions": [{"name": "f"}], "function_call": {"name": "f"}}
 ANSWERS = [
+    ("/v1/embeddings", {"input": ["a", "b"], "timings": True}),
+    ("/v1/embeddings", {"messages": SEEN, "encoding_format": "base64", "dimensions": 8}),
+    ("/rerank", {"query": "a", "documents": ["b", {"content": SEEN[0]["content"]}], "timings": True}),
+    ("/v2/rerank", {"query": {"text": "a"}, "documents": ["b"], "return_documents": False}),
+    ("/score", {"text_1": "a", "text_2": ["b", "c"], "timings": True}),
     ("/v1/chat/completions", {"messages": SEEN, **SHORT}),
     ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS}),
     ("/v1/chat/completions", {"messages": SEEN, **SHORT, **ALL_OF_CHATS, **TOKENS, "prompt_logprobs": 1}),

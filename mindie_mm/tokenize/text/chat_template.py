@@ -43,6 +43,8 @@ _LEXER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).lexer  # noqa:
 _PLACED = ("tools", "tool_calls", "function_call")
 """Variables and keys of messages that are refused unless the template uses them."""
 _PROBE = "a text"
+_PAIR_ROLES = ("query", "document")
+"""Roles of the two parts of a pair in the templates of rerankers, as in sentence-transformers and vLLM."""
 _NO_ROLE = "norole0"
 """Custom role for which no template has a special case."""
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "a_name", "arguments": {}}}
@@ -99,6 +101,7 @@ class ChatTemplate:
         self._ignores_effort = re.search(r"\breasoning_effort\b", source) is None
         self._knows_developer = re.search(r"\bdeveloper\b", source) is not None
         shown = {role: self._shows_messages(tried) for role, tried in _TRIED.items()}
+        self._takes_pairs = self._shows_pairs(self._wraps_strings) is True
         self._lost_roles = [role for role, is_shown in shown.items() if is_shown is False]
         self.traits = ChatTraits(source, takes_system=bool(shown["system"]))
         """Properties of the template that the service needs."""
@@ -218,7 +221,8 @@ class ChatTemplate:
             turn["role"] = "system"  # OpenAI's name for the system role
         if turn["role"] in self._lost_roles:
             raise InputError(f"the role {message.role} is not supported: the model's chat template ignores it")
-        if message.role not in ROLES and not self._takes_role(message.role):
+        is_of_pair = self._takes_pairs and message.role in _PAIR_ROLES
+        if message.role not in ROLES and not is_of_pair and not self._takes_role(message.role):
             raise InputError(
                 f"the role {message.role} is not supported: the model's chat template does not write this role's name"
             )
@@ -273,7 +277,15 @@ class ChatTemplate:
         """
         user = as_dict(Message("user", _PROBE), wraps_strings)
         system = as_dict(Message("system", "another"), wraps_strings)
-        return next((shown for tried in ([user], [system, user]) if (shown := self._shows(tried)) is not None), None)
+        tried = next((shown for tried in ([user], [system, user]) if (shown := self._shows(tried)) is not None), None)
+        return tried or self._shows_pairs(wraps_strings) or tried  # the template of a reranker writes no user's text
+
+    def _shows_pairs(self, wraps_strings: bool) -> bool | None:
+        """Return whether the template writes both parts of a pair, or None if it refuses pairs."""
+        tried = ((_PROBE, "another"), ("another", _PROBE))
+        pairs = [[Message(role, text) for role, text in zip(_PAIR_ROLES, texts, strict=True)] for texts in tried]
+        shown = [self._shows([as_dict(message, wraps_strings) for message in pair]) for pair in pairs]
+        return None if None in shown else all(shown)
 
     def _shows_messages(self, tried: Sequence[Message]) -> bool | None:
         """Return whether the template writes the probe in the messages `tried`, or None if it refuses the messages."""
@@ -333,6 +345,8 @@ class TemplateSources:
     """Template of the tokenizer, from chat_template.jinja or tokenizer_config.json."""
     tool_use: str | None
     """Template of the tokenizer for conversations with tools."""
+    named: Mapping[str, str]
+    """All templates by name. Those of the tokenizer precede those of the processor."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, tokenizer: Any) -> TemplateSources:
@@ -355,7 +369,8 @@ class TemplateSources:
                     f"{checkpoint.path} has the chat templates {', '.join(sorted(templates))}, but none named "
                     "default; rename one of them to default"
                 )
-        return cls(own.get("default"), named.get("default"), named.get("tool_use") or own.get("tool_use"))
+        tool_use = named.get("tool_use") or own.get("tool_use")
+        return cls(own.get("default"), named.get("default"), tool_use, {**own, **named})
 
 
 def _named(templates: Any) -> Mapping[str, str]:

@@ -148,17 +148,19 @@ class TextEncoder:
         items: Sequence[str],
         *,
         continue_final_message: bool = False,
+        name: str = "",
     ) -> Rendered:
         """Render messages with the chat template. `items` are the texts that represent their media.
 
-        With `continue_final_message`, the prompt ends with the text of the last message.
+        With `continue_final_message`, the prompt ends with the text of the last message. `name` is
+        `PromptOptions.template`.
 
         Raises:
             InputError: There is no chat template, or it refuses the messages.
 
         """
         kinds = {item.kind for item in media_of_messages(messages)} - {PROMPT}
-        if (template := self._template(kinds, with_tools=bool(template_kwargs.get("tools")))) is None:
+        if (template := self._template(kinds, with_tools=bool(template_kwargs.get("tools")), name=name)) is None:
             raise InputError("the checkpoint has no chat template; give a list of items or a string")
         return template.render(
             messages, add_generation_prompt, template_kwargs, items, continue_final_message=continue_final_message
@@ -301,10 +303,18 @@ class TextEncoder:
         spelled = [self._control_ids[match[0]] for match in self._control.finditer(rendered.text)]
         return [i for i in spelled if i in compared] == [i for i in ids if i in compared]
 
-    def _template(self, kinds: Collection[Kind], *, with_tools: bool = False) -> ChatTemplate | None:
-        """Return the template for conversations with items of `kinds`, or None."""
+    def _template(self, kinds: Collection[Kind], *, with_tools: bool = False, name: str = "") -> ChatTemplate | None:
+        """Return the template for conversations with items of `kinds`, or the template `name`. None if there is none.
+
+        Raise InputError if there is no template with this name.
+        """
         sources = self._sources
         source = sources.tool_use if with_tools else None
+        if name:
+            source = sources.named.get(name)
+            if source is None:
+                known = ", ".join(sources.named)
+                raise InputError(f"the checkpoint has no chat template {name!r}; its chat templates are: {known}")
         source = source or self._processor.template(sources.processor, sources.tokenizer, kinds)
         if not source:
             return None

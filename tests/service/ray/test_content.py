@@ -63,6 +63,20 @@ def test_texts_with_the_same_beginning_share_it():
     assert sum(content.num_tokens for content in one.contents if content.key in keys(two)) > 0.8 * one.num_tokens
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": ["word " * 100]},
+        {"input": [[1] * 200]},
+        {"messages": [[{"role": "user", "content": "word " * 100}]]},
+        {"query": "a", "documents": ["word " * 100]},
+        {"text_1": "a", "text_2": "word " * 100},
+    ],
+)
+def test_inputs_of_embeddings_and_scores_count_as_load(body: dict[str, Any]):
+    assert 50 < route_of(json.dumps(body).encode()).num_tokens < 500
+
+
 def test_requests_with_different_salts_share_nothing():
     assert not keys(chat([PICTURE])) & keys(chat([PICTURE], cache_salt="mine"))
 
