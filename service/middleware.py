@@ -34,7 +34,7 @@ _BETWEEN_VALUES = (b",", b"[", b"{")
 These characters are counted in strings, too, but base64 contains none of them.
 """
 
-_WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
+_WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models")
 """Beginnings of paths that are also accepted without /v1, because some clients omit it."""
 
 _CODINGS = (b"content-encoding", b"transfer-encoding")
