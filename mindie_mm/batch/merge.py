@@ -48,6 +48,7 @@ def merge(parts: Sequence[Path | str], output: Path | str) -> tuple[Manifest, li
         require_run(destination)
         run.begin(destination.path, str(destination))
         destination.put(RUN_FILE)
+        shutil.rmtree(destination.path / _COPIES, ignore_errors=True)  # left by a call that was killed
         for part, manifest in manifests:
             for shard in manifest.shards:
                 _take(part, destination, shard, run.digest)
@@ -99,7 +100,6 @@ def _copied(part: Path | RemoteFile, copies: Path, shard: Shard) -> Iterator[Pat
         return
     url, first = part.url.rstrip("/"), shard.info.first_row
     with os_errors_as(StorageError, f"{copies} cannot be written"):
-        shutil.rmtree(copies, ignore_errors=True)
         copies.mkdir()
     try:
         Store(url).get([path(copies, first).name for path in (arrays_path, table_path)], copies)

@@ -45,9 +45,10 @@ def require_url(name: str, url: str) -> str:
     return f"{scheme.lower()}{mark}{rest}"
 
 
-def without_user(url: str) -> str:
-    """Return a URL for a message, without its user name and password."""
-    return re.sub(r"//[^/@]*@", "//", url)
+def shown_url(url: str) -> str:
+    """Return a URL for a message, without its user name and password, and without a query of http."""
+    url = re.sub(r"//[^/@]*@", "//", url)
+    return url.partition("?")[0] if url.lower().startswith("http") else url
 
 
 def working_directory() -> str:
@@ -76,7 +77,7 @@ def require_path(value: str | os.PathLike[str]) -> Path:
 def local(name: str, path: str | os.PathLike[str]) -> Path:
     """Return the argument `name` as an absolute path. Raise InputError if it is empty, a URL or not a path."""
     if isinstance(path, str) and (not path or is_url(path)):
-        raise InputError(f"{name} is {path!r}; it must be the path of a local file or folder")
+        raise InputError(f"{name} is {shown_url(path)!r}; it must be the path of a local file or folder")
     return absolute(path)
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -195,6 +196,7 @@ def test_a_row_that_cannot_be_written_is_named(row: Any, why: str) -> None:
     [
         ({"train": []}, {}, "inputs is of type dict; it must be a path, a list of paths, an iterable of rows, or one"),
         (7, {}, "inputs is of type int; it must be"),
+        (pa.table({"text": ["a"]}), {}, "inputs is of type Table. Write this table to a Parquet file, and give its"),
         ([], {"name": "a/b"}, "name is 'a/b'; it must have 1 to 100 characters"),
         ([], {"shard_rows": "7"}, "shard_rows is '7'; it must be an integer"),
         ([], {"workers": 0}, "num_workers is 0; it must be at least 1"),

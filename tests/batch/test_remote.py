@@ -24,6 +24,7 @@ from mindie_mm.batch.tokenizing import tokenize_dataset
 from mindie_mm.cli import main
 from mindie_mm.errors import InputError, MediaError, StorageError
 from mindie_mm.inputs import Media
+from mindie_mm.settings.paths import local
 from tests.batch.conftest import content, run_in_process, tokenize, written
 from tests.batch.test_forms import packed, tabled
 from tests.media_samples import encoded, photograph
@@ -195,10 +196,21 @@ def test_urls_with_secrets_are_refused_and_not_shown(url: str, tmp_path: Path) -
         ["inspect", url],
         ["verify", url],
         ["generate", "--tokenized", url, *out],
+        ["merge", url, *out],
     ):
         refused = CliRunner().invoke(main, command)
         assert (refused.exit_code, "is a URL with a password" in refused.stderr) == (2, True), refused.output
         assert "secret" not in refused.output
+    for command in (
+        ["generate", "--tokenized", str(tmp_path), "--output", url],
+        ["inspect", str(lines), "--model", url],
+    ):
+        refused = CliRunner().invoke(main, command)
+        assert (refused.exit_code, "a URL; give the path of a local" in refused.stderr) == (2, True), refused.output
+        assert "secret" not in refused.output
+    with pytest.raises(InputError, match="it must be the path of a local file or folder") as failure:
+        local("output", url)
+    assert "secret" not in str(failure.value)
     assert [*tmp_path.iterdir()] == [lines]
     with pytest.raises(MediaError) as failed:
         fetched(Media("image", "ftp://user:secret@host/a.png"))

@@ -56,6 +56,8 @@ def rows_named(rows: Any, name: str) -> str:
             f"name is {name!r}; it must have 1 to 100 characters, which are letters, digits, spaces, '.', '_' or '-', "
             "and begin with a letter or a digit"
         )
+    if hasattr(rows, "columns"):  # of a table of pandas, polars or Arrow, whose elements are columns
+        raise InputError(f"inputs is {type_of(rows)}. Write this table to a Parquet file, and give its path")
     if isinstance(rows, Mapping | bytes) or not isinstance(rows, Iterable):
         raise InputError(
             f"inputs is {type_of(rows)}; it must be a path, a list of paths, an iterable of rows, or one split of a "

@@ -18,7 +18,7 @@ from mindie_mm.batch.input.file_state import FileState
 from mindie_mm.errors import CorruptReference, InputError, LimitExceeded, MediaError, StorageError, os_errors_as
 from mindie_mm.inputs import Media
 from mindie_mm.settings.config import MAX_SOURCE_BYTES
-from mindie_mm.settings.paths import absolute, is_url, require_url, without_user
+from mindie_mm.settings.paths import absolute, is_url, require_url, shown_url
 
 _BLOCK_BYTES = 4 << 20
 """Number of bytes that one request fetches. s3fs would fetch 50 MiB to read the footer of a table."""
@@ -260,9 +260,9 @@ def _content(source: Any) -> Any:
 def refusal_of(url: str) -> str:
     """Return the reason why rows cannot have media at a URL. Return an empty string if they can."""
     if "::" in url:  # fsspec would read the URL after it, also one of a host that is not public
-        return f"{without_user(url)} is a chain of URLs, which rows cannot have as media"
+        return f"{shown_url(url)} is a chain of URLs, which rows cannot have as media"
     if url.partition(":")[0].lower() not in STORES:  # such as webhdfs and ftp, whose hosts may not be public
-        return f"{without_user(url)} is not in an object store; media of rows may be in {', '.join(sorted(STORES))}"
+        return f"{shown_url(url)} is not in an object store; media of rows may be in {', '.join(sorted(STORES))}"
     return ""
 
 
