@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,9 +39,10 @@ async def rerank(body: RerankBody, incoming: IncomingDep) -> Response:
     async def answer() -> RerankAnswer:
         if not body.documents:
             raise InputError("documents is empty", param="documents")
+        _require_few_pairs(len(body.documents), "documents")
         query = scoring.part(body.query, "query")
         documents = [scoring.part(one, f"documents[{i}]") for i, one in enumerate(body.documents)]
-        kept = [scoring.cut(one, body.max_tokens_per_doc or 0) for one in documents]
+        kept = await scoring.cut(documents, body.max_tokens_per_doc or 0)
         scored = await scoring.scores([(query, one) for one in kept], "documents")
         best = sorted(range(len(kept)), key=lambda index: -scored.scores[index])[: body.top_n or None]
         return {
@@ -69,6 +71,7 @@ async def score(body: ScoreBody, incoming: IncomingDep) -> Response:
 
     async def answer() -> ScoreAnswer:
         queries, documents = body.sides()
+        _require_few_pairs(len(documents), "text_2")
         given = {id(one): scoring.part(one, "text_1") for one in queries}  # a single query has one part for all pairs
         pairs = [
             (given[id(query)], scoring.part(one, f"text_2[{i}]"))
@@ -132,27 +135,24 @@ class _Scoring:
             raise InputError(f"{where} is empty", param=where.partition("[")[0])
         return [Text(given)]
 
-    def cut(self, part: Part, max_tokens: int) -> Part:
-        """Return a document that is a text, cut to a number of tokens."""
-        if not max_tokens or len(part) != 1 or not isinstance(part[0], Text):
-            return part
-        ends = [
-            stop
-            for _, stop in self.call.service.worker.tokenizer.encode(part[0].text, add_special_tokens=False).offsets
-        ]
-        return part if len(ends) <= max_tokens else [Text(part[0].text[: ends[max_tokens - 1]])]
+    async def cut(self, documents: Sequence[Part], max_tokens: int) -> Sequence[Part]:
+        """Return the documents, with those that are texts cut to a number of tokens. 0 means no limit."""
+        if not max_tokens:
+            return documents
+        _require_few(sum(map(_size, documents)), "documents")
+        tokenizer = self.call.service.worker.tokenizer
+
+        def cut(part: Part) -> Part:
+            if len(part) != 1 or not isinstance(part[0], Text):
+                return part
+            offsets = tokenizer.encode(part[0].text, add_special_tokens=False).offsets[:max_tokens]
+            return [Text(part[0].text[: offsets[-1][1]])] if offsets else part
+
+        return await asyncio.to_thread(lambda: [*map(cut, documents)])
 
     async def scores(self, pairs: Sequence[tuple[Part, Part]], field: str) -> _Scored:
-        """Return the score of each pair. Raise LimitExceeded if there are too many pairs or characters."""
-        if len(pairs) > MAX_INPUTS:
-            raise LimitExceeded(f"the request has {len(pairs)} pairs; the limit is {MAX_INPUTS}", param=field)
-        num_characters = sum(_size(part) for pair in pairs for part in pair)
-        if num_characters > MAX_CHARACTERS:
-            raise LimitExceeded(
-                f"the pairs have {num_characters} characters, with the query in each; the limit is {MAX_CHARACTERS}. "
-                "Send fewer documents in one request",
-                param=field,
-            )
+        """Return the score of each pair. Raise LimitExceeded if there are too many characters."""
+        _require_few(sum(_size(part) for pair in pairs for part in pair), field)
         requests, indices = self.scorer.requests(pairs, self.instruction)
         variables = template_variables(self.body.chat_template_kwargs, None, None)
         parse = [lambda one=one: _with(one, variables) for one in requests]
@@ -169,6 +169,21 @@ class _Scoring:
 
 def _with(request: TokenizeRequest, variables: dict[str, object]) -> TokenizeRequest:
     return msgspec.structs.replace(request, chat_template_kwargs=variables) if request.messages else request
+
+
+def _require_few_pairs(num_pairs: int, field: str) -> None:
+    if num_pairs > MAX_INPUTS:
+        raise LimitExceeded(f"the request has {num_pairs} pairs; the limit is {MAX_INPUTS}", param=field)
+
+
+def _require_few(num_characters: int, field: str) -> None:
+    """Raise LimitExceeded if there are too many characters."""
+    if num_characters > MAX_CHARACTERS:
+        raise LimitExceeded(
+            f"the pairs have {num_characters} characters, with the query in each; the limit is {MAX_CHARACTERS}. "
+            "Send fewer documents in one request",
+            param=field,
+        )
 
 
 def _size(part: Sequence[Item]) -> int:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from mindie_mm.device.cpu import CPU
 from mindie_mm.engine.core import Engine
-from mindie_mm.engine.requests.engine_messages import Add, Progress
+from mindie_mm.engine.requests.engine_messages import Abort, Add, Progress
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import InputError
 from mindie_mm.models import load_model
@@ -27,6 +28,12 @@ PREFIXED = [
     {"image": picture(90, 140)},
     {"text": "A long question about this picture, which many prompts share. What?"},
 ]
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["synchronous", "asynchronous"])
+def asynchronous(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU use asynchronous scheduling, too. The engine then launches a step before it reads the results."""
+    monkeypatch.setattr(CPU, "is_asynchronous", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +162,21 @@ def test_a_non_finite_state_fails_only_its_request(model, prompts, monkeypatch):
     broken, whole = pooled(Engine(model, EngineConfig()), [prompts["text"], prompts["one image"]], "last")
     assert "non-finite" in broken.error.message
     assert vector(whole).isfinite().all()
+
+
+def test_an_aborted_request_leaves_nothing(model, prompts):
+    """Abort one of two requests between its chunks. The other gets its result."""
+    engine = Engine(model, EngineConfig(max_num_batched_tokens=8))
+    for name in ("first", "second"):
+        params = SamplingParams(max_tokens=0, pooling="mean")
+        assert engine.add(Add(name, prompts["text"].numpy().tobytes(), params)) is None
+    engine.step()
+    engine.abort(Abort("first"))
+    left = []
+    while engine.has_work():
+        left += engine.step().progress
+    assert [(one.request_id, len(one.pooled)) for one in left] == [("second", 4 * model.spec.hidden_size)]
+    assert engine.stats.kv_cache_usage == 0
 
 
 def test_pooling_generates_no_tokens():

@@ -19,6 +19,7 @@ import torch
 
 from mindie_mm.engine.core import Engine
 from mindie_mm.engine.ranks import Ranks
+from mindie_mm.engine.requests.engine_messages import Add
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.errors import (
     BadReference,
@@ -104,6 +105,19 @@ async def test_two_ranks_give_the_tokens_of_one_process(engine, model, prompts):
     again = await asyncio.gather(*(tokens(engine, name, ids) for name, ids in prompts.items()))
     assert again == found, "tokens from cached features and prefixes are the same"
     assert engine.stats.prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("mode", ["last", "mean"])
+async def test_two_ranks_pool_the_states_of_one_process(engine, model, prompts, mode):
+    params = SamplingParams(max_tokens=0, pooling=mode)
+    one = Engine(model, EngineConfig())
+    for name, ids in prompts.items():
+        assert one.add(Add(name, ids.tobytes(), params)) is None
+        expected = []
+        while one.has_work():
+            expected += [np.frombuffer(progress.pooled, np.float32) for progress in one.step().progress]
+        found = [progress.pooled async for progress in engine.generate(name, ids, params)]
+        np.testing.assert_allclose(np.frombuffer(b"".join(found), np.float32), np.concatenate(expected), atol=1e-4)
 
 
 async def test_every_rank_unmaps_a_removed_arena(engine, random_checkpoint, tmp_path):

@@ -101,7 +101,9 @@ class ChatTemplate:
         self._ignores_effort = re.search(r"\breasoning_effort\b", source) is None
         self._knows_developer = re.search(r"\bdeveloper\b", source) is not None
         shown = {role: self._shows_messages(tried) for role, tried in _TRIED.items()}
-        self._takes_pairs = self._shows_pairs(self._wraps_strings) is True
+        # A template that does not name these roles may write their messages as those of another role.
+        names_pairs = all(re.search(rf"\b{role}\b", source) for role in _PAIR_ROLES)
+        self._takes_pairs = names_pairs and self._shows_pairs(self._wraps_strings) is True
         self._lost_roles = [role for role, is_shown in shown.items() if is_shown is False]
         self.traits = ChatTraits(source, takes_system=bool(shown["system"]))
         """Properties of the template that the service needs."""
