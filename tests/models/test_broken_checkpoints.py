@@ -159,9 +159,6 @@ def test_a_modality_that_the_family_lacks_is_refused(copy, tmp_path):
 NO_PACKAGE = {
     "bitsandbytes_4bit": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "accelerate|bitsandbytes"),
     "bitsandbytes_8bit": ({"load_in_8bit": True}, "accelerate|bitsandbytes"),
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "optimum|gptqmodel"),
-    "awq": ({"quant_method": "awq", "bits": 4}, "gptqmodel|accelerate"),
-    "compressed-tensors": ({"quant_method": "compressed-tensors"}, "compressed-tensors>"),
 }
 
 
@@ -169,7 +166,7 @@ LOAD_WITHOUT_PACKAGES = """
 import importlib.util, sys
 from mindie_mm.errors import UnsupportedCheckpoint
 found = importlib.util.find_spec
-missing = ("accelerate", "bitsandbytes", "optimum", "gptqmodel", "compressed_tensors", "awq")
+missing = ("accelerate", "bitsandbytes")
 importlib.util.find_spec = lambda name, *rest: None if name in missing else found(name, *rest)
 from mindie_mm.models import load_model
 for path in sys.argv[1:]:
@@ -205,7 +202,7 @@ def test_an_unknown_quantisation_is_refused(copy):
 
 def test_families_with_their_own_layers_refuse_quantized_weights(copy):
     refuse_quantized(Checkpoint.open(copy))
-    reconfigure(copy, quantization_config={"quant_method": "gptq"})
+    reconfigure(copy, quantization_config={"quant_method": "hqq"})
     with pytest.raises(UnsupportedCheckpoint, match="support only unquantized weights"):
         refuse_quantized(Checkpoint.open(copy))
 

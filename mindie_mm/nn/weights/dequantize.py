@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 _LIBRARIES: Mapping[str, str] = {"fp8": "kernels", "mxfp8": "kernels", "fbgemm_fp8": "fbgemm_gpu"}
 """Python module that transformers needs for each method to multiply by quantized weights."""
-_FORMATS = ("float-quantized", "naive-quantized", "int-quantized")
-"""Formats of compressed-tensors that store one 8-bit number per byte."""
+_FORMATS = ("float-quantized", "naive-quantized")
+"""Formats of compressed-tensors that store one 8-bit float per byte. `formats/` reads the formats of integers."""
 _OF_ACTIVATIONS = re.compile(r".+[._](activation_scale|(input|output)_(scale|zero_point)|input_scale_ub|[qkv]_scale)")
 """Names of scales for activations and the KV cache. They are dropped, because both stay unquantized here."""
 _EXPONENT_BIAS = 127
@@ -66,10 +66,14 @@ def _of_compressed_tensors(settings: Mapping[str, Any]) -> Scaling | None:
     groups = [group for group in (settings.get("config_groups") or {}).values() if isinstance(group, Mapping)]
     formats = {group.get("format") or settings.get("format") for group in groups}
     weights = [group.get("weights") or {} for group in groups]
-    if not groups or not formats.issubset(_FORMATS) or any(one.get("num_bits") != 8 for one in weights):
+    if not groups or not formats.issubset(_FORMATS) or any(_kind(one) != ("float", 8) for one in weights):
         return None
     blocks = {_block(one) for one in weights}
     return Scaling("_scale", blocks.pop()) if len(blocks) == 1 else None
+
+
+def _kind(weights: Mapping[str, Any]) -> tuple[Any, Any]:
+    return weights.get("type"), weights.get("num_bits")
 
 
 def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -113,7 +117,7 @@ def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tup
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_weights(checkpoint):
         owner, part = _owner(name, scheme.suffix, names)
-        parts = {part for part in ("", scheme.suffix, "_zero_point") if f"{owner}{part}" in names}
+        parts = {part for part in ("", scheme.suffix) if f"{owner}{part}" in names}
         if (part and "" not in parts) or _OF_ACTIVATIONS.fullmatch(name):
             continue
         if scheme.suffix not in parts:
@@ -124,9 +128,8 @@ def read_dequantized(checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tup
         held[part] = tensor
         if held.keys() == parts:
             del waiting[owner]
-            scales, zero_points = held[scheme.suffix], held.get("_zero_point")
             try:
-                weight = multiplied(held[""], scales, scheme.block, zero_points).to(dtype)
+                weight = multiplied(held[""], held[scheme.suffix], scheme.block).to(dtype)
             except ValueError as error:
                 raise UnsupportedCheckpoint(f"{checkpoint.path}: {owner}: {error}") from error
             yield owner, weight
@@ -137,15 +140,12 @@ def _owner(name: str, suffix: str, names: Collection[str]) -> tuple[str, str]:
 
     The joined weights of experts do not end with "weight".
     """
-    for part in (suffix, "_zero_point"):
-        if name.endswith(part) and (name.endswith(f"weight{part}") or name.removesuffix(part) in names):
-            return name.removesuffix(part), part
+    if name.endswith(suffix) and (name.endswith(f"weight{suffix}") or name.removesuffix(suffix) in names):
+        return name.removesuffix(suffix), suffix
     return name, ""
 
 
-def multiplied(
-    weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None, zero_points: Tensor | None = None
-) -> Tensor:
+def multiplied(weight: Tensor, scales: Tensor, block: tuple[int, int] | None = None) -> Tensor:
     """Return a weight times its scales.
 
     Args:
@@ -153,7 +153,6 @@ def multiplied(
         scales: A single number, [rows], [rows, 1], or with blocks [..., block rows, block columns]. uint8 scales are
             exponents of two in E8M0.
         block: Rows and columns of a block. Blocks at the end may be shorter.
-        zero_points: Stored values that represent zero, in the shape of `scales`. None if 0 represents zero.
 
     Returns:
         The weight, float32 of the same shape.
@@ -165,8 +164,6 @@ def multiplied(
     values, factors = weight.float(), scales.float()
     if scales.dtype == torch.uint8:
         factors = (factors - _EXPONENT_BIAS).exp2()
-    if zero_points is not None:
-        values = values - _spread(zero_points.float(), values.shape, block)
     return values * _spread(factors, values.shape, block)
 
 

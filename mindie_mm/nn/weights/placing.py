@@ -22,9 +22,9 @@ class Placing:
     def __init__(self, device: Device, packing: Format | None) -> None:
         """Start without weights. `packing` is their format, or None if all weights are plain."""
         self._device = device
-        self._adds_to_norms = packing is not None and packing.adds_to_norms
+        self._adds_biases = packing is not None and packing.adds_biases
         self._weights: dict[str, PackedWeight] = {}
-        self._norm_biases: dict[str, Tensor] = {}
+        self._biases: dict[str, Tensor] = {}
         self.misfits: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         """Name of each weight of the wrong shape, its shape, and the shape that the model needs."""
 
@@ -40,19 +40,24 @@ class Placing:
         path, _, part = name.rpartition(".")
         layer = _submodule(model, path)
         if isinstance(weight, Tensor):
-            own = getattr(layer, "weight", None)
-            if not self._adds_to_norms or part != "bias" or getattr(layer, "bias", None) is not None:
-                return False
-            if not isinstance(own, Tensor) or own.ndim != 1 or own.shape != weight.shape:
-                return False
-            self._norm_biases[path] = weight
-            return True
+            return self._adds_biases and part == "bias" and self._take_bias(path, layer, weight)
         if part != "weight" or type(layer) is not nn.Linear:
             return False
         if weight.shape != (needed := tuple(layer.weight.shape)):
             self.misfits.append((name, weight.shape, needed))
         self._weights[path] = weight
         return True
+
+    def _take_bias(self, path: str, layer: Any, bias: Tensor) -> bool:
+        """Keep a bias that the unquantized layer lacks. Return whether the layer can add it. Zeros are not added."""
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, Tensor) or getattr(layer, "bias", None) is not None:
+            return False
+        if weight.shape[:1] != bias.shape:
+            return False
+        if bias.any():
+            self._biases[path] = bias
+        return not bias.any() or type(layer) is nn.Linear or weight.ndim == 1
 
     def empty(self, model: nn.Module) -> None:
         """Remove the plain weights of the layers that will be replaced."""
@@ -65,14 +70,17 @@ class Placing:
 
     def finish(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Replace the layers of `model`, whose plain weights are loaded."""
+        for path, bias in self._biases.items():
+            layer, added = model.get_submodule(path), bias.to(self._device.torch_device, dtype)
+            if isinstance(layer, nn.Linear):
+                layer.bias = nn.Parameter(added, requires_grad=False)
+            else:
+                layer.register_buffer("bias", added, persistent=False)
+                layer.register_forward_hook(_add_bias)
         while self._weights:
             path, weight = self._weights.popitem()
             plain: Any = model.get_submodule(path)
             model.set_submodule(path, weight.layer(plain, self._device))
-        for path, bias in self._norm_biases.items():
-            norm = model.get_submodule(path)
-            norm.register_buffer("bias", bias.to(self._device.torch_device, dtype), persistent=False)
-            norm.register_forward_hook(_add_bias)
 
 
 def _add_bias(norm: Any, _: Any, normed: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from mindie_mm.nn.weights.dequantize import must_dequantize, read_dequantized
 from mindie_mm.nn.weights.formats import format_of, read_packed
 from mindie_mm.nn.weights.formats.bitsandbytes import avoid_cpu_kernel
 from mindie_mm.nn.weights.placing import Placing, with_packed
-from mindie_mm.nn.weights.quantized import check_quantization, is_quantized, method_of, quantization, try_layers
+from mindie_mm.nn.weights.quantized import check_quantization, is_quantized, quantization, try_layers
 from mindie_mm.nn.weights.shards import weight_files
 from mindie_mm.nn.weights.shares import layer_configs, localize, num_shares, refuse_shares, shared
 from mindie_mm.nn.weights.stored_tensors import PLAIN, check_stored
@@ -397,9 +397,6 @@ def _set_quantization(config: Any, settings: Mapping[str, Any] | None) -> None:
             del part.quantization_config
     if settings is not None:
         config.quantization_config = dict(settings)
-        if method_of(settings) == "compressed-tensors":
-            # Without this setting, weights are unpacked when the whole model is called. Only its parts are called here.
-            config.quantization_config["dequantize"] = True
 
 
 def _cast_plain_weights(module: Any, dtype: torch.dtype) -> None:

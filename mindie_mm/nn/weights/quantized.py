@@ -17,14 +17,11 @@ from mindie_mm.nn.checkpoint.directory import Checkpoint
 _DESCRIPTION = "quant_model_description"
 _TEXT_MODELS = ("text_config", "language_config", "llm_config")
 _PACKAGES: Mapping[str, Mapping[str, str]] = {
-    "gptq": {"optimum": "optimum>=1.24", "gptqmodel": "gptqmodel>=1.4.3"},
-    "awq": {"gptqmodel": "gptqmodel>=1.4.3"},
-    "compressed-tensors": {"compressed_tensors": "compressed-tensors>=0.15"},
     "bitsandbytes_4bit": {"bitsandbytes": "bitsandbytes>=0.50"},
     "bitsandbytes_8bit": {"bitsandbytes": "bitsandbytes>=0.50"},
 }
 """Modules that each method needs, with their pip requirements. transformers itself checks other methods."""
-_INSTEAD = "Alternatively, use the unquantized checkpoint, or one in FP8 or quantized with bitsandbytes"
+_INSTEAD = "Alternatively, use the unquantized checkpoint, or one in a format that docs/families.md lists"
 
 
 def quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:

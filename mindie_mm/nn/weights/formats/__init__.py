@@ -12,12 +12,19 @@ from torch import Tensor
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.weights.formats.bitsandbytes import BitsAndBytes
+from mindie_mm.nn.weights.formats.compressed_tensors import CompressedTensors
+from mindie_mm.nn.weights.formats.gptq import AWQ, GPTQ
 from mindie_mm.nn.weights.formats.modelslim import ModelSlim
 from mindie_mm.nn.weights.formats.packed import Format, PackedWeight
 from mindie_mm.nn.weights.quantized import method_of, quantization
 from mindie_mm.nn.weights.stored_tensors import check_scaled, read_weights, weight_names
 
-_FORMATS: Mapping[str, type[Format]] = {"modelslim": ModelSlim}
+_FORMATS: Mapping[str, type[Format]] = {
+    "modelslim": ModelSlim,
+    "compressed-tensors": CompressedTensors,
+    "gptq": GPTQ,
+    "awq": AWQ,
+}
 """Formats by the name of the quantization method."""
 _FORMATS_OF_OWN_LAYERS: Mapping[str, type[Format]] = {
     "bitsandbytes_4bit": BitsAndBytes,
@@ -57,7 +64,7 @@ def read_packed(checkpoint: Checkpoint, packing: Format) -> Iterator[tuple[str, 
         UnsupportedCheckpoint: A tensor of a packed weight is missing or wrong. The message names the tensor.
 
     """
-    packed = _packed_weights(checkpoint, packing)
+    packed = packed_weights(checkpoint, packing)
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in read_weights(checkpoint):
         if packing.ignores(name):
@@ -81,11 +88,11 @@ def read_packed(checkpoint: Checkpoint, packing: Format) -> Iterator[tuple[str, 
             yield weight, value
 
 
-def _packed_weights(checkpoint: Checkpoint, packing: Format) -> dict[str, set[str]]:
-    """Return the parts of each packed weight.
+def packed_weights(checkpoint: Checkpoint, packing: Format) -> dict[str, set[str]]:
+    """Return the parts of each packed weight, without reading them.
 
     Raises:
-        UnsupportedCheckpoint: A part is missing.
+        UnsupportedCheckpoint: A part is missing, or no weight is packed.
 
     """
     stored: dict[str, set[str]] = {}
@@ -103,7 +110,12 @@ def _packed_weights(checkpoint: Checkpoint, packing: Format) -> dict[str, set[st
             )
         if needed:
             packed[weight] = own & (needed | optional)
+    if not packed:
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.path} states the quantization {method_of(quantization(checkpoint) or {})!r}, but none of its "
+            "weights is quantized. Remove the statement from config.json, or download the weights again"
+        )
     return packed
 
 
-__all__ = ["Format", "PackedWeight", "format_of", "read_packed"]
+__all__ = ["Format", "PackedWeight", "format_of", "packed_weights", "read_packed"]

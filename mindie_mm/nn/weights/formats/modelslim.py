@@ -44,7 +44,7 @@ _LOW_BITS = 0xFFFF_FFFF
 class ModelSlim(Format):
     """The types of the layers of one checkpoint."""
 
-    adds_to_norms = True
+    adds_biases = True
 
     def __init__(self, types: Mapping[str, str]) -> None:
         """Keep the type of each quantized layer."""

@@ -55,8 +55,8 @@ class IntegerWeight(PackedWeight):
 class Format(ABC):
     """The layout of the quantized weights of one checkpoint."""
 
-    adds_to_norms: bool = False
-    """Whether normalization layers may have biases that the unquantized model lacks."""
+    adds_biases: bool = False
+    """Whether linear and normalization layers may have biases that the unquantized model lacks."""
 
     @classmethod
     @abstractmethod

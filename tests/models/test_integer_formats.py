@@ -1,0 +1,231 @@
+"""Tests of checkpoints of compressed-tensors, GPTQ and AWQ, beside models of the same numbers in floating point."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindie_mm.device import QuantizedLinear
+from mindie_mm.errors import UnsupportedCheckpoint
+from mindie_mm.models import load_model
+from mindie_mm.nn.model import packed_logits
+from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
+from tests.models.integer_formats import Scheme, awq, gptq, int_quantized, pack_quantized, write
+from tests.models.modelslim import round_inputs
+from tests.models.test_modelslim import OWN_LAYERS, assert_alike
+from tests.models.test_qwen3_vl_moe import TestQwen3VLMoe as Qwen3VLMoe
+from tests.models.test_qwen_vl import position_table
+
+IDS = torch.arange(10, 40)
+TEXT = r"model\.layers\..*_proj\.weight"
+
+
+def compressed(kind, scheme, **changes):
+    """Return a quantization_config as llm-compressor writes it."""
+    strategies = {None: "channel", 0: "tensor"}
+    weights = {"num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric, "group_size": scheme.group}
+    weights["strategy"] = strategies.get(scheme.group, "group")
+    inputs = None
+    if scheme.inputs:
+        is_dynamic = scheme.inputs == "dynamic"
+        inputs = {"num_bits": 8, "type": "int", "dynamic": is_dynamic, "strategy": "token" if is_dynamic else "tensor"}
+        inputs["symmetric"] = is_dynamic
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    settings = {"quant_method": "compressed-tensors", "format": kind, "ignore": ["lm_head", "re:visual.*"]}
+    return {**settings, "config_groups": {"group_0": group | changes}}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+def of_compressed(kind, scheme):
+    return compressed(kind, scheme), int_quantized if kind == "int-quantized" else pack_quantized, scheme
+
+
+CASES = {
+    "W8A8 dynamic": of_compressed("int-quantized", Scheme(8, inputs="dynamic")),
+    "W8A8 static": of_compressed("int-quantized", Scheme(8, inputs="static")),
+    "W8A8 tensor": of_compressed("int-quantized", Scheme(8, 0, inputs="static")),
+    "W8A16 rows": of_compressed("int-quantized", Scheme(8)),
+    "W8A16 groups": of_compressed("int-quantized", Scheme(8, 32, symmetric=False)),
+    "packed W8A16": of_compressed("pack-quantized", Scheme(8, symmetric=False)),
+    "W4A16 groups": of_compressed("pack-quantized", Scheme(4, 32)),
+    "W4A16 zeros": of_compressed("pack-quantized", Scheme(4, 32, symmetric=False)),
+    "W4A16 shuffled": of_compressed("pack-quantized", Scheme(4, 16, shuffled=True)),
+    "W4A16 rows": of_compressed("pack-quantized", Scheme(4)),
+    "GPTQ": (GPTQ, gptq, Scheme(4, 32)),
+    "GPTQ zeros": ({**GPTQ, "sym": False}, gptq, Scheme(4, 32, symmetric=False)),
+    "GPTQ shuffled": ({**GPTQ, "desc_act": True}, gptq, Scheme(4, 32, shuffled=True)),
+    "GPTQ rows": ({**GPTQ, "group_size": -1}, gptq, Scheme(4)),
+    "GPTQ v2": (
+        {**GPTQ, "checkpoint_format": "gptq_v2"},
+        partial(gptq, shift=0),
+        Scheme(4, 32, symmetric=False),
+    ),
+    "GPTQ 8 bits": ({**GPTQ, "bits": 8}, gptq, Scheme(8, 32)),
+    "GPTQ 2 bits": ({**GPTQ, "bits": 2}, gptq, Scheme(2, 32)),
+    "AWQ": (AWQ, awq, Scheme(4, 32, symmetric=False)),
+}
+
+
+def matching(pattern, group):
+    """Return a function that selects the matrices whose name matches `pattern` and whose sizes fit the group."""
+    found = re.compile(pattern)
+
+    def matches(name, weight):
+        fits = weight.ndim == 2 and len(weight) % 8 == weight.shape[1] % max(group or 1, 8) == 0
+        return fits and found.fullmatch(name)
+
+    return matches
+
+
+def pair(case, source, folder, pattern=TEXT):
+    settings, writer, scheme = case
+    packed, plain = folder / "packed", folder / "plain"
+    shutil.copytree(source, packed)
+    shutil.copytree(source, plain)
+    weights, layers = write(packed, settings, writer, scheme, matching(pattern, scheme.group))
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, plain / "model.safetensors")
+    expected = load_model(plain, device="cpu", prepares=False)
+    if scheme.inputs:
+        assert round_inputs(expected.module, layers) > 0.9 * len(layers)
+    return load_model(packed, device="cpu"), expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_format_computes_with_the_published_numbers(name, random_checkpoint, tmp_path):
+    found, expected = pair(CASES[name], random_checkpoint, tmp_path)
+    layers = [layer for layer in found.module.modules() if isinstance(layer, QuantizedLinear)]
+    assert len(layers) == 14
+    assert {layer.values.dtype for layer in layers} == {torch.int8}
+    logits = found.logits(IDS)
+    if CASES[name][2].inputs:
+        assert_alike(logits, expected.logits(IDS))
+    else:
+        assert (logits - expected.logits(IDS)).abs().max() <= 1e-4
+    assert (packed_logits(found, [IDS[:7], IDS])[1] - logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["W8A8 dynamic", "W4A16 zeros", "GPTQ", "AWQ"])
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_families_with_layers_of_their_own_are_served(family, name, tmp_path):
+    golden, pattern = OWN_LAYERS[family]
+    (source := tmp_path / "source").mkdir()
+    weights = drawn_weights(GOLDEN / golden)
+    if family == "qwen_vl":
+        weights["transformer.visual.attn_pool.pos_embed"] = position_table(16, 256)
+    write_checkpoint(GOLDEN / golden, source, weights)
+    found, expected = pair(CASES[name], source, tmp_path, pattern)
+    assert sum(isinstance(layer, QuantizedLinear) for layer in found.module.modules()) > 10
+    assert_alike(found.logits(IDS), expected.logits(IDS))
+
+
+@pytest.mark.parametrize("name", ["W8A16 rows", "AWQ"])
+def test_separate_experts_are_dequantized(name, tmp_path):
+    (source := tmp_path / "source").mkdir()
+    Qwen3VLMoe.write_checkpoint(source)
+    stored = load_file(source / "model.safetensors")
+    for key in [key for key in stored if key.endswith(("gate_up_proj", "down_proj"))]:
+        for number, weight in enumerate(stored.pop(key)):
+            prefix = f"{key.rpartition('.')[0]}.{number}"
+            parts = zip(("gate_proj", "up_proj"), weight.T.chunk(2), strict=True)
+            parts = parts if "gate_up" in key else [("down_proj", weight.T)]
+            stored |= {f"{prefix}.{part}.weight": own.contiguous() for part, own in parts}
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    settings, writer, scheme = CASES[name]
+    case = settings, writer, replace(scheme, group=scheme.group and 8)
+    found, expected = pair(case, source, tmp_path, r".*language_model\.layers\..*_proj\.weight")
+    assert (found.logits(IDS) - expected.logits(IDS)).abs().max() <= 1e-4
+
+
+def test_groups_choose_layers_by_name_pattern_and_class(random_checkpoint, tmp_path):
+    folder = shutil.copytree(random_checkpoint, tmp_path / "packed")
+    scheme = Scheme(8, inputs="dynamic")
+    settings = compressed("int-quantized", scheme)
+    groups = settings["config_groups"]
+    unrounded = groups["group_0"] | {"input_activations": None}
+    groups |= {
+        "group_1": unrounded | {"targets": ["re:.*layers.0.*down_proj$"]},
+        "group_2": unrounded | {"targets": ["model.layers.1.mlp.up_proj"]},
+    }
+    write(folder, settings, int_quantized, scheme, matching(TEXT, None))
+    layers = {
+        name: layer.rounds_input
+        for name, layer in load_model(folder, device="cpu").module.named_modules()
+        if isinstance(layer, QuantizedLinear)
+    }
+    unrounded = {name for name, rounds in layers.items() if not rounds}
+    assert {name.partition("layers.")[2] for name in unrounded} == {"0.mlp.down_proj", "1.mlp.up_proj"}
+
+
+def spoiled(folder, **changes):
+    weights = load_file(folder / "model.safetensors")
+    for name, value in changes.items():
+        key = f"model.layers.0.mlp.gate_proj.{name}"
+        if value is None:
+            del weights[key]
+        else:
+            weights[key] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("W8A8 dynamic", {"weight_scale": None}, "gate_proj.weight is stored as int8"),
+        ("W8A8 dynamic", {"weight_scale": torch.ones(3, 1)}, "weight_scale has shape [3, 1]; it must have 128 rows"),
+        ("W8A8 static", {"input_scale": None}, "input_scale is missing"),
+        ("W8A8 dynamic", {"weight": torch.ones(128, 64)}, "weight is float32 [128, 64]; it must be int8"),
+        ("W4A16 groups", {"weight_scale": torch.ones(128, 3)}, "64 must be a multiple of their number of columns"),
+        ("W4A16 groups", {"weight_shape": torch.tensor([128, 32])}, "32 numbers of 4 bits are packed into 8 columns"),
+        ("W4A16 groups", {"weight_shape": None}, "lacks model.layers.0.mlp.gate_proj.weight_shape"),
+        ("W4A16 groups", {"zz": torch.ones(1)}, "1 weights that its model class does not have"),
+        (
+            "W8A16 rows",
+            {"weight": torch.zeros(64, 64, dtype=torch.int8), "weight_scale": torch.ones(64, 1)},
+            "[64, 64]",
+        ),
+        ("GPTQ", {"qzeros": None}, "lacks model.layers.0.mlp.gate_proj.qzeros"),
+        ("GPTQ", {"qzeros": torch.zeros(3, 2).int()}, "qzeros is int32 [3, 2]; it must be int32 [2, 16]"),
+        ("GPTQ", {"g_idx": torch.full((64,), 7).int()}, "another table of groups"),
+        ("AWQ", {"scales": torch.ones(2, 128).int()}, "scales is torch.int32"),
+        ("AWQ", {"qweight": torch.zeros(64, 3).int()}, "128 numbers of 4 bits are packed into 3 columns"),
+    ],
+)
+def test_damaged_tensors_are_named(name, changes, message, random_checkpoint, tmp_path):
+    folder = shutil.copytree(random_checkpoint, tmp_path / "packed")
+    settings, writer, scheme = CASES[name]
+    write(folder, settings, writer, scheme, lambda key, _: "mlp.gate_proj.weight" in key)
+    spoiled(folder, **changes)
+    with pytest.raises(UnsupportedCheckpoint, match=re.escape(message)) as error:
+        load_model(folder, device="cpu")
+    assert str(folder) in str(error.value)
+    assert "gate_proj" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({**GPTQ, "bits": 3}, "bits is 3; it must be one of 2, 4, 8"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ({**GPTQ, "dynamic": {"-:.*": {}}}, "the setting dynamic"),
+        ({**AWQ, "bits": 3}, "bits is 3; it must be 4"),
+        ({**AWQ, "version": "gemv"}, "version is 'gemv'; it must be gemm"),
+        (compressed("marlin-24", Scheme(4)), "the format 'marlin-24' with 4 bits is not supported"),
+        (compressed("pack-quantized", Scheme(3)), "with 3 bits is not supported"),
+        ({"quant_method": "compressed-tensors"}, "config_groups has no group"),
+        ({**compressed("int-quantized", Scheme(8)), "sparsity_config": {"format": "sparse-24"}}, "'sparse-24'"),
+        (GPTQ, "states the quantization 'gptq', but none of its weights is quantized"),
+    ],
+)
+def test_unknown_settings_are_refused(settings, message, copy):
+    file = copy / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+    with pytest.raises(UnsupportedCheckpoint, match=re.escape(message)):
+        load_model(copy, device="cpu")
