@@ -175,7 +175,7 @@ class Device(ABC):
         """
         raise DeviceError(f"weights is int8, which is not supported on the device {self.name}; leave the setting out")
 
-    def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> QuantizedLinear:
+    def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> torch.nn.Module:
         """Return a layer on this device for a weight that a checkpoint stores as integers.
 
         Args:

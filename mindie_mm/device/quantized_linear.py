@@ -7,6 +7,7 @@ A device may replace the layer by its own (`Device.quantized_linear`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -85,15 +86,7 @@ class QuantizedWeight:
 
     def dequantized(self) -> Tensor:
         """Return the weight, float32 [outputs, inputs]."""
-        values: Tensor = self.values
-        if self.group_of is not None:
-            if self.zeros is not None:
-                values = values - self.zeros[:, self.group_of]
-            return values * self.scales[:, self.group_of]
-        values = values.unflatten(1, (self.scales.shape[1], -1))
-        if self.zeros is not None:
-            values = values - self.zeros.unsqueeze(2)
-        return (values * self.scales.unsqueeze(2)).flatten(1)
+        return _dequantized(self.values, self.scales, self.zeros, self.group_of)
 
     def dequantized_bias(self) -> Tensor | None:
         """Return the bias of the layer that the weight describes, float32 [outputs], or None.
@@ -119,6 +112,9 @@ class QuantizedWeight:
 class QuantizedLinear(nn.Module):
     """A linear layer with a quantized weight, for inference only."""
 
+    block: ClassVar[int] = 2**26
+    """Maximum number of values of the weight that are dequantized at a time. It limits the memory."""
+
     def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None) -> None:
         """Create the layer with tensors that are on its device."""
         super().__init__()
@@ -143,17 +139,26 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dequantized weight, float32 [outputs, inputs], for code that reads the weight of a linear layer."""
-        return QuantizedWeight(self.values, self.scales, self.zeros, self.group_of).dequantized()
+        return _dequantized(self.values, self.scales, self.zeros, self.group_of)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map [..., inputs] of any float dtype to [..., outputs]."""
-        if not self.rounds_input:
-            return linear(rows, self.weight.to(rows.dtype), self.bias)
         flat = rows.reshape(-1, self.in_features)
-        out = self.product(flat).to(rows.dtype)
+        out = self.product(flat).to(rows.dtype) if self.rounds_input else self._plain_product(flat)
         if self.bias is not None:
             out = out + self.bias
         return out.view(*rows.shape[:-1], self.out_features)
+
+    def _plain_product(self, rows: Tensor) -> Tensor:
+        """Return the product of rows that are not rounded with the weight, without the layer's bias."""
+        size = max(self.block // self.in_features, 1)
+        parts = []
+        for start in range(0, self.out_features, size):
+            block = slice(start, start + size)
+            zeros = None if self.zeros is None else self.zeros[block]
+            weight = _dequantized(self.values[block], self.scales[block], zeros, self.group_of)
+            parts.append(linear(rows, weight.to(rows.dtype)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def product(self, rows: Tensor) -> Tensor:
         """Return the product of rounded rows with the weight, float32 [rows, outputs], without the layer's bias.
@@ -176,3 +181,15 @@ class QuantizedLinear(nn.Module):
         for part, values in zip(rows.split(_EXACT_WIDTH, 1), self.values.split(_EXACT_WIDTH, 1), strict=True):
             total += (part.float() @ values.float().T).int()
         return total
+
+
+def _dequantized(values: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor | None) -> Tensor:
+    """Return a weight, float32 [outputs, inputs], from the tensors of a `QuantizedWeight`."""
+    if group_of is not None:
+        if zeros is not None:
+            values = values - zeros[:, group_of]
+        return values * scales[:, group_of]
+    values = values.unflatten(1, (scales.shape[1], -1))
+    if zeros is not None:
+        values = values - zeros.unsqueeze(2)
+    return (values * scales.unsqueeze(2)).flatten(1)

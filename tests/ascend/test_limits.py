@@ -109,6 +109,27 @@ def unpermuted(npu: torch.device, **changes: Any) -> Any:
     return torch.ops.npu.npu_moe_token_unpermute(**given)
 
 
+def quantized(npu: torch.device, **changes: Any) -> Any:
+    """Round three rows with constants."""
+    given: dict[str, Any] = {"input": zeros(3, 8), "scales": zeros(8), "zero_points": zeros(8)}
+    given = {name: moved(value, npu) for name, value in (given | changes).items()}
+    return torch.ops.npu.npu_quantize(*given.values(), torch.qint8, -1, False)
+
+
+def rounded(npu: torch.device, **changes: Any) -> Any:
+    """Round three rows, each by its largest value."""
+    given = {name: moved(value, npu) for name, value in ({"input": zeros(3, 8)} | changes).items()}
+    return torch.ops.npu.npu_dynamic_quant(**given)
+
+
+def integers(npu: torch.device, **changes: Any) -> Any:
+    """Multiply three rows of int8."""
+    given: dict[str, Any] = {"x1": zeros(3, 8, dtype=torch.int8), "x2": zeros(8, 16, dtype=torch.int8)}
+    given |= {"scale": zeros(16, dtype=FULL), "output_dtype": torch.bfloat16}
+    given = {name: moved(value, npu) for name, value in (given | changes).items()}
+    return torch.ops.npu.npu_quant_matmul(**given)
+
+
 def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
@@ -264,6 +285,31 @@ REFUSED: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "sums by int16": (unpermuted, {"sorted_indices": torch.arange(6, dtype=torch.int16)}, "sorted_indices not"),
     "sums with too few weights": (unpermuted, {"probs": zeros(2, 2)}, "probs"),
     "a slot too few": (SLOTS, (zeros(2, 2, 16), zeros(2, 2, 16), PAGES, PAGES, SLOT[:1]), "slot_mapping"),
+    "rounding of float64": (
+        quantized,
+        {name: zeros(*shape, dtype=DOUBLE) for name, shape in (("input", (3, 8)), ("scales", (8,)))},
+        "input not implemented for DT_DOUBLE",
+    ),
+    "rounding by constants of another dtype": (quantized, {"scales": zeros(8, dtype=FULL)}, "must have the dtype of"),
+    "rounding by zero points of another shape": (quantized, {"zero_points": zeros(1)}, "the shape of scales"),
+    "rounding of float32 by rows": (rounded, {"input": zeros(3, 8, dtype=FULL)}, "input not implemented for DT_FLOAT"),
+    "rounding of one axis": (rounded, {"input": zeros(8)}, "at least two axes"),
+    "products of int8 with floats": (integers, {"x2": zeros(8, 16)}, "x2 not implemented for"),
+    "scales of rows in float16": (integers, {"pertoken_scale": zeros(3)}, "pertoken_scale not implemented"),
+    "products of transposed int8": (integers, {"x1": zeros(8, 3, dtype=torch.int8).t()}, "x1 is not contiguous"),
+    "products of int8 of other widths": (integers, {"x2": zeros(16, 8, dtype=torch.int8)}, "must be"),
+    "products of int8 too wide": (
+        integers,
+        {"x2": zeros(8, 65536, dtype=torch.int8), "scale": zeros(1, dtype=FULL)},
+        "at most 65535",
+    ),
+    "scales of other outputs": (integers, {"scale": zeros(3, dtype=FULL)}, "must have 1 or 16 numbers"),
+    "float16 with a float bias": (
+        integers,
+        {"output_dtype": torch.float16, "bias": zeros(16, dtype=FULL)},
+        "not supported together",
+    ),
+    "products of int8 in float32": (integers, {"output_dtype": FULL}, "not supported together"),
 }
 
 TAKEN: dict[str, tuple[Callable[..., Any], Any]] = {
@@ -305,6 +351,14 @@ TAKEN: dict[str, tuple[Callable[..., Any], Any]] = {
     "grouped products with transposed weights": (grouped, {"weight": zeros(3, 16, 8).transpose(1, 2)}),
     "sums of rows of experts": (unpermuted, {}),
     "a scatter of int8": (SCATTER, (zeros(4, 2, dtype=torch.int8), INDEX.int(), zeros(2, 2, dtype=torch.int8))),
+    "rounding by constants": (quantized, {}),
+    "rounding by rows": (rounded, {}),
+    "products of int8": (integers, {"bias": zeros(16, dtype=torch.int32)}),
+    "products of int8 and scales of rows": (
+        integers,
+        {"pertoken_scale": zeros(3, dtype=FULL), "bias": zeros(16, dtype=FULL)},
+    ),
+    "products of int8 with transposed weights": (integers, {"x2": zeros(16, 8, dtype=torch.int8).t()}),
 }
 
 

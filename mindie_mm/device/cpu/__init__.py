@@ -79,7 +79,7 @@ class CPU(Device):
             )
         return int8_linear(linear)
 
-    def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> CPUQuantizedLinear:
+    def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> torch.nn.Module:
         return CPUQuantizedLinear(weight, bias)
 
     def prepare(self, module: torch.nn.Module) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mindie_mm.device.choices import choose
 from mindie_mm.device.quantized_linear import QuantizedLinear
 
 _TRIED_WIDTH = 64
@@ -17,8 +17,11 @@ _TRIED_WIDTH = 64
 class CPUQuantizedLinear(QuantizedLinear):
     """A linear layer whose integer products oneDNN computes, if they are exact on this processor."""
 
+    block: ClassVar[int] = 2**18
+    """As in the base class. The dequantized values fit into the cache of a core."""
+
     def integer_product(self, rows: Tensor) -> Tensor:
-        if choose("vnni", lambda: True) and is_exact():
+        if is_exact():
             return torch._int_mm(rows, self.values.T)  # noqa: SLF001 - there is no public name
         return super().integer_product(rows)
 

@@ -23,6 +23,8 @@ from mindie_mm.device.kernels import Kernels
 from mindie_mm.device.npu import cpu_binding, npu_graphs, npu_kernels, npu_layers
 from mindie_mm.device.npu import doctor as npu_doctor
 from mindie_mm.device.npu.npu_kernels import NPUKernels
+from mindie_mm.device.npu.npu_quantized import NPUQuantizedLinear
+from mindie_mm.device.quantized_linear import QuantizedWeight
 from mindie_mm.errors import DeviceError
 from mindie_mm.settings.environment import expand_segments
 
@@ -146,6 +148,9 @@ class NPU(Device):
     @classmethod
     def record(cls, work: Callable[[], object]) -> Callable[[Sequence[int]], object]:
         return npu_graphs.record(work)
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> torch.nn.Module:
+        return NPUQuantizedLinear(weight.to(self.torch_device), bias)
 
     def prepare(self, module: torch.nn.Module) -> None:
         npu_layers.fuse(module)

@@ -22,7 +22,7 @@ from mindie_mm.device.alive import require_alive
 from mindie_mm.device.finding import Finding
 from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels, Rows
-from mindie_mm.device.npu import npu_experts, npu_rows, packed_attention, trials
+from mindie_mm.device.npu import npu_experts, npu_products, npu_rows, packed_attention, trials
 from mindie_mm.device.transfer import upload
 
 _log = logging.getLogger(__name__)
@@ -274,6 +274,8 @@ _TRIALS: dict[str, tuple[Callable[..., trials.Results], Callable[..., Any]]] = {
     _SPLIT: (trials.split, npu_rows.split),
     _SWIGLU: (trials.swiglu, npu_rows.swiglu),
     npu_experts.NAME: (trials.experts, npu_experts.run),
+    npu_products.DYNAMIC: (partial(trials.quantized, is_static=False), npu_products.multiply_dynamic),
+    npu_products.STATIC: (partial(trials.quantized, is_static=True), npu_products.multiply_static),
 }
 _SIZES: dict[str, tuple[int, ...]] = {
     _ATTENTION: (28, 4, 128, 128),
@@ -291,6 +293,8 @@ _SIZES: dict[str, tuple[int, ...]] = {
     _SPLIT: (3584, 512, 512),
     _SWIGLU: (37888,),
     npu_experts.NAME: (1536, 2048, 768),
+    npu_products.DYNAMIC: (3584, 3584),
+    npu_products.STATIC: (3584, 3584),
 }
 """Sizes for the trial of each operator, as in Qwen2.5-VL-7B, and as in Qwen3-VL-30B-A3B for experts."""
 

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from mindie_mm.device.joined_experts import ExpertWeights
 from mindie_mm.device.kernels import Kernels, Rows
+from mindie_mm.device.quantized_linear import QuantizedLinear, QuantizedWeight, StaticInput
 from mindie_mm.device.transfer import Uploads
 
 Results = tuple[Tensor, Tensor]
@@ -208,6 +209,28 @@ def swiglu(activate: Callable[[Tensor], Tensor], device: torch.device, dtype: to
     """Try the product of SiLU of the first half of rows [33, width] and the second half."""
     joined = (torch.randn(33, width, generator=torch.Generator().manual_seed(0)) / 2).to(dtype)
     return activate(joined.to(device)), Kernels().swiglu(joined.float())
+
+
+def quantized(
+    run: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, outputs: int, inputs: int, *, is_static: bool
+) -> Results:
+    """Try the product of rounded rows [33, inputs] with int8 weights, whose rows differ in scale."""
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(33, inputs, generator=random).to(dtype)
+    values = torch.randint(-128, 128, (outputs, inputs), generator=random).to(torch.int8)
+    scales = (torch.rand(outputs, generator=random) + 0.5) * inputs**-0.5 / 128
+    if not is_static:
+        bias = torch.randn(outputs, generator=random)
+        weight = QuantizedWeight(values, scales.unsqueeze(1), rounds_input=True)
+        out = run(*(part.to(device) for part in (rows, values, scales, bias)))
+        return out, QuantizedLinear(weight, None).product(rows) + bias
+    step, offset = 1 / 32, 3.0
+    sums = torch.randint(-(2**12), 2**12, (outputs,), generator=random).int()
+    static = StaticInput(step, offset, scales * step, sums, has_bias=True)
+    weight = QuantizedWeight(values, scales.unsqueeze(1), rounds_input=True, static_input=static)
+    factors = torch.full((inputs,), 1 / step), torch.full((inputs,), offset)
+    out = run(*(part.to(device) for part in (rows, values, *factors, scales * step, sums)))
+    return out, QuantizedLinear(weight, None).product(rows)
 
 
 def experts(

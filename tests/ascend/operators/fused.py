@@ -20,6 +20,7 @@ from tests.ascend.operators import (
     fusion_attention,
     layers,
     limits,
+    quantized,
     wrong,
 )
 from tests.ascend.operators.launch import kernel
@@ -49,6 +50,9 @@ COMPUTED: Mapping[str, Callable[..., Any]] = {
     "npu::npu_moe_init_routing_v2": experts.moe_init_routing_v2,
     "npu::npu_grouped_matmul": experts.grouped_matmul,
     "npu::npu_moe_token_unpermute": experts.moe_token_unpermute,
+    "npu::npu_quantize": quantized.quantize,
+    "npu::npu_dynamic_quant": quantized.dynamic_quant,
+    "npu::npu_quant_matmul": quantized.quant_matmul,
 }
 """Operators that the host computes in the device's memory."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tests.ascend.operators import attention_limits, expert_limits, layer_limits, product_limits
+from tests.ascend.operators import attention_limits, expert_limits, layer_limits, product_limits, quantized_limits
 from tests.ascend.operators.refusals import FLOAT, PARAMETER, Arguments, Limit, dtypes
 
 _TORCHS = (
@@ -75,7 +75,13 @@ DEAR: Mapping[str, str] = {"aten::index_fill": _INDEX_FILL, "aten::index_fill_":
 The simulator cannot show that an operator is slow, so calls of these operators are refused.
 """
 
-LIMITS: tuple[Limit, ...] = (*_TORCHS, *attention_limits.LIMITS, *layer_limits.LIMITS, *expert_limits.LIMITS)
+LIMITS: tuple[Limit, ...] = (
+    *_TORCHS,
+    *attention_limits.LIMITS,
+    *layer_limits.LIMITS,
+    *expert_limits.LIMITS,
+    *quantized_limits.LIMITS,
+)
 
 
 class Refused(RuntimeError):
