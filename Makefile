@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One test process more than there are cores, because tests wait a third of their time for processes that they start.
 WORKERS := $(shell expr $$(nproc) + 1)
 
-.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-gemma3n test-s3 test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus helm
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-gemma3n test-s3 test-trl test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus helm
 
 install: .venv/installed
 
@@ -168,6 +168,15 @@ build/s3/installed: .venv/installed
 
 test-s3: build/s3/installed
 	PYTHONPATH=build/s3 $(BIN)/python -m pytest -m '' tests/batch/test_remote*.py
+
+# Steps of TRL's trainer on batches of a run. --no-deps, because .venv has the other packages that TRL requires.
+build/trl/installed: .venv/installed
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(@D) --no-deps \
+	  trl==1.16.0 datasets==5.2.0 dill==0.4.1 multiprocess==0.70.19
+	touch $@
+
+test-trl: build/trl/installed
+	PYTHONPATH=build/trl $(BIN)/python -m pytest -m '' tests/models/test_training.py
 
 # The contract of every family, engine, service and faults on an NVIDIA GPU, where there is one. In one process: an engine
 # takes a share of what is free.

@@ -1,4 +1,7 @@
-"""Tests that steps of trainers on batches of a run equal steps on the output of transformers' processors."""
+"""Tests that steps of trainers on batches of a run equal steps on the output of transformers' processors.
+
+Packed batches contain several samples in a row, and the processor's batches one sample in a row.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,18 @@ FAMILIES = (
     test_molmo2.TestMolmo2,
     test_gemma3.TestGemma3,
 )
-TEXTS = ("What is in the image? A square, perhaps.", "Where?")
+PACKED_FAMILIES = tuple(family for family in FAMILIES if family is not test_molmo2.TestMolmo2)
+TEXTS = ("What is in the image? A square, perhaps.", "Where?", "Is there a circle in it?")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name),
-]
+pytestmark = pytest.mark.slow
+
+
+def families(*families: type[FamilyContract]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("family", families, ids=lambda family: family.name)
 
 
 class Rows:
-    """A run over two rows with images, and the reference of its checkpoint."""
+    """A run over three rows with images, and the reference of its checkpoint."""
 
     def __init__(self, family: type[FamilyContract], folder: Path) -> None:
         (folder / "checkpoint").mkdir()
@@ -71,6 +76,14 @@ class Rows:
     def from_run(self, rows: list[int]) -> dict[str, torch.Tensor]:
         return self.dataset.collate([self.dataset[row] for row in rows], labels="all")
 
+    def packed(self, rows: list[int]) -> dict[str, torch.Tensor]:
+        """Return a batch of two rows. The first row has two samples, and the second row has a sample and padding."""
+        samples = [self.dataset[row] for row in rows]
+        size = len(samples[0].ids) + samples[0].model.processor().traits.packs_apart + len(samples[1].ids)
+        batch = self.dataset.collate(samples, labels="all", packing=size)
+        assert batch["input_ids"].shape == (2, size)
+        return batch
+
 
 @pytest.fixture
 def rows(family: type[FamilyContract], tmp_path: Path) -> Rows:
@@ -80,25 +93,14 @@ def rows(family: type[FamilyContract], tmp_path: Path) -> Rows:
 def stepped(rows: Rows, collate: Any, make: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss of a step of gradient descent, and the weights after the step."""
     model = copy.deepcopy(rows.reference.model)
-    trainer = make(model=model, train_dataset=[0, 1], data_collator=collate)
+    trainer = make(rows, model=model, data_collator=collate)
     loss = trainer.train().training_loss
     return loss, model.state_dict()
 
 
-def assert_same_steps(rows: Rows, make: Any, unpacked: Any = list) -> None:
-    loss, weights = stepped(rows, lambda batch: rows.from_run(unpacked(batch)), make)
-    expected, theirs = stepped(rows, lambda batch: rows.from_processor(unpacked(batch)), make)
-    assert loss == pytest.approx(expected, rel=1e-6)
-    before, changed = rows.reference.model.state_dict(), 0
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-6, msg=name)
-        changed += not torch.equal(weight, before[name])
-    assert changed > 10
-
-
 OPTIONS = {
     "max_steps": 1,
-    "per_device_train_batch_size": 2,
+    "per_device_train_batch_size": len(TEXTS),
     "optim": "sgd",
     "learning_rate": 0.1,
     "max_grad_norm": 0.0,
@@ -110,28 +112,55 @@ OPTIONS = {
 }
 
 
-def test_steps_of_transformers_trainer_equal_those_on_the_processors_output(rows: Rows, tmp_path: Path) -> None:
+def of_transformers(folder: Path, rows: Rows, **given: Any) -> Any:
     pytest.importorskip("accelerate")
-    assert_same_steps(rows, partial(Trainer, args=TrainingArguments(str(tmp_path / "out"), **OPTIONS)))
+    examples = [{"row": row} for row in range(len(rows.dataset))]
+    return Trainer(args=TrainingArguments(str(folder), **OPTIONS), train_dataset=examples, **given)
 
 
-def test_steps_of_trls_trainer_equal_those_on_the_processors_output(rows: Rows, tmp_path: Path) -> None:
+def of_trl(folder: Path, rows: Rows, **given: Any) -> Any:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    options = {**OPTIONS, "dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
-
-    def make(train_dataset: Any, **given: Any) -> Any:
-        return trl.SFTTrainer(
-            args=trl.SFTConfig(str(tmp_path / "out"), **options),
-            train_dataset=datasets.Dataset.from_dict({"row": train_dataset}),
-            processing_class=rows.reference.processor,
-            **given,
-        )
-
-    assert_same_steps(rows, make, lambda batch: [one["row"] for one in batch])
+    options = {**OPTIONS, "bf16": False, "dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
+    return trl.SFTTrainer(
+        args=trl.SFTConfig(str(folder), **options),
+        train_dataset=datasets.Dataset.from_dict({"row": list(range(len(rows.dataset)))}),
+        processing_class=rows.reference.processor,
+        **given,
+    )
 
 
+def assert_same_steps(rows: Rows, collate: Any, make: Any) -> None:
+    """Compare with a step on the processor's output, whose samples are not packed."""
+    loss, weights = stepped(rows, lambda batch: collate(sorted(one["row"] for one in batch)), make)
+    expected, theirs = stepped(rows, lambda batch: rows.from_processor(sorted(one["row"] for one in batch)), make)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    before, changed = rows.reference.model.state_dict(), 0
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-6, msg=name)
+        changed += not torch.equal(weight, before[name])
+    assert changed > 10
+
+
+TRAINERS = pytest.mark.parametrize("trainer", [of_transformers, of_trl], ids=["transformers", "TRL"])
+
+
+@families(*FAMILIES)
+@TRAINERS
+def test_steps_on_batches_of_a_run_equal_those_on_the_processors_output(
+    rows: Rows, trainer: Any, tmp_path: Path
+) -> None:
+    assert_same_steps(rows, rows.from_run, partial(trainer, tmp_path / "out"))
+
+
+@families(*PACKED_FAMILIES)
+@TRAINERS
+def test_steps_on_packed_batches_equal_those_on_the_processors_output(rows: Rows, trainer: Any, tmp_path: Path) -> None:
+    assert_same_steps(rows, rows.packed, partial(trainer, tmp_path / "out"))
+
+
+@families(*FAMILIES)
 def test_packed_samples_have_their_own_logits_or_packing_is_refused(rows: Rows) -> None:
-    samples = [*rows.dataset]
+    samples = rows.dataset[:2]
     model, size = rows.reference.model, sum(len(sample.ids) for sample in samples) + 3
     if why := samples[0].model.processor().traits.not_packed:
         with pytest.raises(InputError, match=why):
