@@ -101,6 +101,19 @@ def test_reading_damaged_files_raises_an_error(damage: str, folder: Path, tmp_pa
     assert (verified.exit_code, verified.stdout[:12]) == (1, "rows 0 to 2:"), verified.output
 
 
+@pytest.mark.parametrize("damage", ["array outside", "span below"])
+def test_a_damaged_row_does_not_affect_other_rows_of_its_table(damage: str, folder: Path) -> None:
+    rewritten(folder)
+    whole = pq.read_table(folder / TABLE)
+    DAMAGES[damage](folder)
+    pq.write_table(pa.concat_tables([pq.read_table(folder / TABLE)[:1], whole[1:]]), folder / TABLE)
+    dataset = Dataset(folder)
+    for _ in range(2):
+        with pytest.raises(CorruptReference, match=r"row 0\b"):
+            dataset[0]
+        assert [dataset[row].row for row in (1, 2)] == [1, 2]
+
+
 @pytest.mark.slow
 def test_a_changed_pixel_is_detected_before_it_is_used(folder: Path, tmp_path: Path) -> None:
     flip(folder / ARRAYS, (folder / ARRAYS).stat().st_size - 9000)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from copy import deepcopy
 from operator import index
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, SupportsIndex, overload
+from typing import Any, SupportsIndex, overload
 from weakref import WeakSet
 
 from cachetools import LRUCache
@@ -22,8 +21,9 @@ from mindie_mm.batch.output.manifest import Manifest, Shard
 from mindie_mm.batch.output.order import Order
 from mindie_mm.batch.output.row_arrays import Arrays, fetch, require_digests, specs_of, views
 from mindie_mm.batch.output.sample import RunModel, Sample
-from mindie_mm.batch.output.shard import arrays_path, read_table, records_of, table_path
+from mindie_mm.batch.output.shard import arrays_path, read_table, table_path
 from mindie_mm.batch.output.shard_row import ShardRow
+from mindie_mm.batch.output.shard_table import ShardTable
 from mindie_mm.errors import InputError
 from mindie_mm.settings.paths import absolute
 from mindie_mm.shm import ArraySpec
@@ -34,8 +34,6 @@ _FETCHED_ROWS = 8
 """Number of rows whose arrays are fetched at the same time if the rows of a run in a store are read in order."""
 _TABLE_BYTES = 128 << 20
 """Maximum total size in bytes of the tables in memory. Reading a table takes far longer than reading a row of it."""
-_RECORD_BYTES = 4096
-"""Approximate size in bytes of the Python objects of a record."""
 
 
 class Dataset(Sequence[Sample]):
@@ -153,13 +151,7 @@ class Dataset(Sequence[Sample]):
 
     def record(self, number: int) -> ShardRow:
         """Return the row as it is recorded in its table."""
-        shard = self.shard(number)
-        record = self._records(shard)[number - shard.info.first_row]
-        ids = record["input_ids"]
-        row = ShardRow.of(record | {"input_ids": None if ids is None else ids.copy()})
-        # Lists of the record are kept for later calls.
-        row.columns, row.assistant_spans = deepcopy((row.columns, row.assistant_spans))
-        return row
+        return self._table(self.shard(number)).row(number)
 
     def shard(self, number: int) -> Shard:
         """Return the shard that contains the row `number`."""
@@ -172,8 +164,7 @@ class Dataset(Sequence[Sample]):
             CorruptReference: The table of the row's shard is damaged.
 
         """
-        info = self.shard(row.row).info
-        return specs_of(row, arrays_path(self.folder, info.first_row), file_bytes(info.num_bytes))
+        return [*map(dict, self._table(self.shard(row.row)).specs(row.row))]
 
     def arrays(self, row: ShardRow, *, verified: bool = False) -> list[dict[str, NDArray[Any]]]:
         """Return the arrays of each media item of a row by name. They are read-only.
@@ -199,7 +190,7 @@ class Dataset(Sequence[Sample]):
         """
         shard = self.shard(number)
         if isinstance(self.folder, RemoteFile):
-            self._records(shard)
+            self._table(shard)
         else:
             shard.verify(self.folder)
 
@@ -211,9 +202,10 @@ class Dataset(Sequence[Sample]):
     def _mapped(self, folder: Path, row: ShardRow, *, verified: bool) -> Arrays:
         if not row.arrays:
             return []
-        path = arrays_path(folder, self.shard(row.row).info.first_row)
-        data = self._file(path)
-        specs = specs_of(row, path, len(data))
+        shard = self.shard(row.row)
+        path, data = self._file(folder, shard.info.first_row)
+        is_whole = len(data) == file_bytes(shard.info.num_bytes)
+        specs = self._table(shard).specs(row.row) if is_whole else specs_of(row, path, len(data))
         if verified:
             require_digests(row, path, data)
         return views(row, specs, data)
@@ -240,37 +232,37 @@ class Dataset(Sequence[Sample]):
             model=self._model,
         )
 
-    def _records(self, shard: Shard) -> list[dict[str, Any]]:
-        """Return the records of a shard's table. Converting all rows at once takes a tenth of the time per row."""
+    def _table(self, shard: Shard) -> ShardTable:
         info = shard.info
         with self._lock:
             found = self._tables.get(info.first_row)
         if found is not None:
-            return found.records
+            return found
         # Read without the lock, so that other threads can continue.
         if isinstance(self.folder, RemoteFile):
-            table = shard.read_table(self.folder)
+            read = shard.read_table(self.folder)
         else:
-            table = read_table(table_path(self.folder, info.first_row), info.num_rows)
-        records = records_of(table)
+            read = read_table(table_path(self.folder, info.first_row), info.num_rows)
+        table = ShardTable(read, self.folder, info)
         with self._lock:
-            self._tables[info.first_row] = _Records(records, table.nbytes + _RECORD_BYTES * len(records))
-        return records
+            self._tables[info.first_row] = table
+        return table
 
-    def _file(self, path: Path) -> memoryview:
+    def _file(self, folder: Path, first_row: int) -> tuple[Path, memoryview]:
         with self._lock:
-            data = self._files.get(path)
-        if data is not None:
-            return data
+            found = self._files.get(first_row)
+        if found is not None:
+            return found
+        path = arrays_path(folder, first_row)
         with reading_run(path), path.open("rb") as file:
             data = map_file(file.fileno(), os.fstat(file.fileno()).st_size)
         with self._lock:
-            return self._files.setdefault(path, data)
+            return self._files.setdefault(first_row, (path, data))
 
     def begin(self) -> None:
         """Create the caches and their lock, also after a fork. The child has no thread to release the lock."""
-        self._tables = LRUCache[int, _Records](_TABLE_BYTES, getsizeof=lambda table: min(table.num_bytes, _TABLE_BYTES))
-        self._files = LRUCache[Path, memoryview](_MAPPED_FILES)
+        self._tables = LRUCache[int, ShardTable](_TABLE_BYTES, getsizeof=_size_of)
+        self._files = LRUCache[int, tuple[Path, memoryview]](_MAPPED_FILES)
         self._lock = Lock()
         _datasets.add(self)
 
@@ -283,12 +275,8 @@ class Dataset(Sequence[Sample]):
         self.begin()
 
 
-class _Records(NamedTuple):
-    """The records of a shard's table in memory."""
-
-    records: list[dict[str, Any]]
-    num_bytes: int
-    """Approximate size in bytes."""
+def _size_of(table: ShardTable) -> int:
+    return min(table.num_bytes, _TABLE_BYTES)
 
 
 _OF_THE_PROCESS = frozenset({"_tables", "_files", "_lock"})

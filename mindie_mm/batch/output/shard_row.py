@@ -49,7 +49,7 @@ class ShardRow(msgspec.Struct, eq=False):
             row = msgspec.convert(own, cls, dec_hook=decode_hook)
         except msgspec.ValidationError as error:
             raise CorruptReference(f"row {record['row']} is damaged: {in_words(error)}") from None
-        row.columns = {name: value for name, value in record.items() if name not in (*_COLUMNS, REQUEST, ASSISTANT)}
+        row.columns = {name: value for name, value in record.items() if name not in _OWN_COLUMNS}
         row.request = record.get(REQUEST)
         row.assistant_spans = record.get(ASSISTANT)
         if row.error is not None:
@@ -92,6 +92,7 @@ ASSISTANT = "assistant_spans"
 """Column with the ranges of the assistant's turns."""
 SPAN_NAMES = MediaSpan.__struct_fields__
 _COLUMNS = ("row", "id", "input_ids", "spans", "digests", "arrays", "error")
+_OWN_COLUMNS = frozenset((*_COLUMNS, REQUEST, ASSISTANT))
 
 
 def encode_hook(value: Any) -> Any:
