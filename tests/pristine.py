@@ -2,8 +2,7 @@
 
 A worker must not see the state of the process that it is forked from. To import the package again would take 0.3 s of
 processor time in each worker, and to fill the caches of transformers would take more. The import of this module does
-both once, before the fork. An engine computes the memory of a step in forked processes with fake tensors, whose first
-operator imports sympy, which takes 1.3 s in each of them.
+both once, before the fork.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import conversion_mapping
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni  # noqa: F401 - of the embedded checkpoint
 from transformers.models.qwen2_vl import modeling_qwen2_vl  # noqa: F401 - of the random checkpoints
@@ -39,7 +36,5 @@ def _imported() -> dict[str, ModuleType]:
 
 
 conversion_mapping.get_checkpoint_conversion_mapping("")  # fills a cache of a thousand regular expressions
-with FakeTensorMode():
-    torch.ones(1, 1) @ torch.ones(1, 1)
 UNUSED = [_imported() for _ in range(2)]
 """The modules of a worker, and the modules of the worker that it starts."""

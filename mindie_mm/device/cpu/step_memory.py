@@ -3,6 +3,8 @@
 `computed_peak_bytes` runs the step on fake tensors, which have shapes and no data, and adds up the tensors that exist
 at the same time. The result depends on the model and the settings, and not on other programs or on time
 (docs/decisions/0016-memory-is-computed.md).
+
+PyTorch's own fake tensors serve its compiler, whose modules take 1.3 s of processor time to import.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mindie_mm.device.host_memory import MAPPED_BYTES
@@ -95,19 +97,47 @@ def allocated_peak_bytes(work: Callable[[], object]) -> int:
     return max(accumulate(sizes), default=0)
 
 
-class _Shapes(FakeTensorMode):
+def _refuse(_: type, func: Any, *__: Any) -> NoReturn:
+    raise NotImplementedError(f"{func.name()} on a tensor that only has a shape")
+
+
+class _Fake(Tensor):
+    """A tensor on the CPU without data. `like` is the same tensor on the device "meta", whose operators give shapes."""
+
+    like: Tensor
+    __torch_dispatch__: Any = classmethod(_refuse)
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001 - there is no public name
+
+    @classmethod
+    def of(cls, like: Tensor) -> _Fake:
+        with torch.inference_mode(mode=False):  # a view of a tensor that autograd knows must be known, too
+            made: Any = Tensor._make_wrapper_subclass(  # noqa: SLF001 - there is no public name
+                cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=torch.device("cpu")
+            )
+        made.like = like
+        return cast("_Fake", made)
+
+
+class _Shapes(TorchDispatchMode):
     """A mode in which operators only compute shapes, and small tensors of integers.
 
     An integer that depends on weights or media is 0: each token takes the first expert, for example.
     """
 
     def __init__(self, scale: float) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        cast("Any", super()).__init__()
         self.peak_bytes = 0
         self._scale = scale
         self._now_bytes = 0
         self._sizes: dict[int, int] = {}
         self._results: dict[Any, tuple[int, Any, Any]] = {}
+        self._weights: dict[int, tuple[Tensor, Tensor]] = {}
+        """Weights that operators have read, with their likenesses, by the weight's `id`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, because TorchDispatchMode would otherwise import PyTorch's compiler."""
+        return False
 
     def once(self, key: tuple[Any, ...], inputs: Any, evaluate: Callable[[], Any]) -> Any:
         """Return the result of `evaluate`, which is called once for each `key` and for each shape of the inputs.
@@ -124,30 +154,54 @@ class _Shapes(FakeTensorMode):
         earlier, before = self.peak_bytes, self._now_bytes
         self.peak_bytes = before
         out = evaluate()
-        like = tree_map_only(FakeTensor, _without_device, out)
-        others = [leaf for leaf in leaves if not isinstance(leaf, FakeTensor)]  # kept, so that their ids stay theirs
+        like = tree_map_only(_Fake, lambda one: torch.empty_like(one.like), out)
+        others = [leaf for leaf in leaves if not isinstance(leaf, _Fake)]  # kept, so that their ids stay theirs
         self._results[key] = self.peak_bytes - before, like, others
         self.peak_bytes = max(self.peak_bytes, earlier)
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # half of all calls, so it must be fast
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else torch.device("cpu")
         given = _tensors((args, kwargs))
         if given and all(map(_is_small, given)) and len({one.shape for one in given}) == 1:
             out = func(*args, **kwargs)
-        elif func is torch.ops.aten.scaled_dot_product_attention.default:  # a tower may have 1,000 equal windows
-            out = self.once((func,), (args, kwargs), lambda: self._decomposed(func, args, kwargs))
-        elif (own := _OWN.get(func.name())) is not None:
-            out = own(self, func, args)
-        elif func._can_decompose():  # noqa: SLF001 - FakeTensorMode would skip the parts of a cached result
-            out = self._decomposed(func, args, kwargs)
-        else:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-            out = _with_known_integers(func, args, kwargs, given, out)
-        self._count(_tensors(out), given)
+            self._count(_tensors(out), given)
+            return out
+        if func is torch.ops.aten.scaled_dot_product_attention.default:  # a tower may have 1,000 equal windows
+            return self.once((func,), (args, kwargs), lambda: self._decomposed(func, args, kwargs))
+        if (own := _OWN.get(func.name())) is not None:
+            return own(self, func, args)
+        if func._can_decompose():  # noqa: SLF001 - there is no public name
+            return self._decomposed(func, args, kwargs)
+        return self.shaped(func, args, kwargs, given)
+
+    def shaped(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
+        """Return the outputs of an operator that reads the tensors `given`, and count their memory."""
+        makes = not given and any(argument.name == "device" for argument in func._schema.arguments)  # noqa: SLF001
+        device = {"device": "meta"} if makes or kwargs.get("device") is not None else {}
+        likes = {id(one): self._like(one) for one in given}
+        originals = {id(likes[id(one)]): one for one in given}
+
+        def fake(one: Tensor) -> Tensor:
+            return originals[id(one)] if id(one) in originals else _Fake.of(one)
+
+        shapes = func(*_mapped(args, likes), **_mapped(kwargs, likes) | device)
+        out = _with_known_integers(func, args, kwargs, given, tree_map_only(Tensor, fake, shapes))
+        self._count(_tensors(out), list(likes.values()))
         return out
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` on the device "meta"."""
+        if isinstance(tensor, _Fake):
+            return tensor.like
+        if tensor.is_meta:
+            return tensor
+        if (known := self._weights.get(id(tensor))) is not None:
+            return known[1]
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if isinstance(tensor, torch.nn.Parameter):
+            self._weights[id(tensor)] = tensor, like
+        return like
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self:
@@ -159,7 +213,7 @@ class _Shapes(FakeTensorMode):
             key = _storage(one)
             if key is None or key in views or key in self._sizes:
                 continue
-            storage = one.untyped_storage()
+            storage = (one.like if isinstance(one, _Fake) else one).untyped_storage()
             self._sizes[key] = size = _occupied(math.ceil(storage.nbytes() * self._scale))
             self._now_bytes += size
             self.peak_bytes = max(self.peak_bytes, self._now_bytes)
@@ -169,14 +223,14 @@ class _Shapes(FakeTensorMode):
         self._now_bytes -= self._sizes.pop(key, 0)
 
 
+def _mapped(values: Any, likes: dict[int, Tensor]) -> Any:
+    return tree_map_only(Tensor, lambda one: likes[id(one)], values)
+
+
 def _described(value: Any) -> Any:
-    if isinstance(value, FakeTensor):
+    if isinstance(value, _Fake):
         return tuple(value.shape), value.stride(), value.dtype
     return value if isinstance(value, _PLAIN) else id(value)
-
-
-def _without_device(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _with_known_integers(func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], out: Any) -> Any:
@@ -185,11 +239,11 @@ def _with_known_integers(func: Any, args: Any, kwargs: Any, given: Sequence[Tens
         return func(*args, **kwargs) if all(map(_may_be_small, _tensors(out))) else out
     views = {_storage(part) for part in given}
 
-    def known(one: FakeTensor) -> Tensor:
+    def known(one: _Fake) -> Tensor:
         is_known = not one.is_floating_point() and one.numel() <= _MOST_NUMBERS and _storage(one) not in views
         return torch.zeros(one.shape, dtype=one.dtype) if is_known else one
 
-    return tree_map_only(FakeTensor, known, out)
+    return tree_map_only(_Fake, known, out)
 
 
 def _occupied(num_bytes: int) -> int:
@@ -198,7 +252,8 @@ def _occupied(num_bytes: int) -> int:
 
 
 def _storage(tensor: Tensor) -> int | None:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None  # noqa: SLF001
+    like = tensor.like if isinstance(tensor, _Fake) else tensor
+    return like.untyped_storage()._cdata if like.layout == torch.strided else None  # noqa: SLF001
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -206,7 +261,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) and _may_be_small(tensor)
+    return not (isinstance(tensor, _Fake) or tensor.is_meta) and _may_be_small(tensor)
 
 
 def _may_be_small(tensor: Tensor) -> bool:
@@ -227,16 +282,15 @@ def _index(mode: _Shapes, func: Any, args: Any) -> Tensor:
     values, indices = args
     places: list[Tensor | None] = []
     for index in indices:
-        if index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor):
+        if index is not None and index.dtype == torch.bool and not isinstance(index, _Fake):
             places += index.nonzero().unbind(1)
         else:
             places.append(index)
-    result: Any = super(_Shapes, mode).__torch_dispatch__(func, (), (values, places), {})
-    return cast("Tensor", result)
+    return cast("Tensor", mode.shaped(func, (values, places), {}, _tensors((values, places))))
 
 
 _OWN: dict[str, Callable[[_Shapes, Any, Any], Tensor]] = {
     "quantized::linear_dynamic": _int8_product,
     "aten::index.Tensor": _index,
 }
-"""Operators for which FakeTensorMode has no rule, or needs values."""
+"""Operators that have no rule on the device "meta", or need values."""
