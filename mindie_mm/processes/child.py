@@ -18,6 +18,7 @@ import msgspec
 
 from mindie_mm import logs
 from mindie_mm.processes.ipc import ChildChannel, Lifeline
+from mindie_mm.processes.late_modules import import_late
 from mindie_mm.processes.standard_streams import use_utf8
 from mindie_mm.processes.title import show_title
 from mindie_mm.settings.paths import working_directory
@@ -46,6 +47,7 @@ def run(descriptor: int, log_settings: logs.LogSettings, module: str, arguments:
     warnings.filterwarnings("ignore", module="PIL")
     with ChildChannel(descriptor) as channel:
         lifeline = Lifeline(channel)
+        import_late()
         imported = importlib.import_module(module)
         logs.adopt()
         imported.main(channel, lifeline, *arguments)
