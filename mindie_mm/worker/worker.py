@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from mindie_mm.errors import ContextLengthExceeded, WeightsChanged
 from mindie_mm.inputs import Embeddings
 from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.processes.fork_client import ForkClient
-from mindie_mm.processes.tasks import task_group
+from mindie_mm.processes.tasks import in_thread, task_group
 from mindie_mm.settings.config import WorkerConfig
 from mindie_mm.settings.environment import default_spool
 from mindie_mm.settings.paths import absolute
@@ -40,6 +40,9 @@ from mindie_mm.worker.embedding import Embedder
 from mindie_mm.worker.engine_replicas import EngineReplicas
 from mindie_mm.worker.preflight import check_before_loading
 from mindie_mm.worker.retry import ENDS_OF_ATTEMPTS, PromptSource, generated, tokenized
+
+if TYPE_CHECKING:
+    from mindie_mm.tokenize.local import LocalTokenizer
 
 Part = TypeVar("Part", TokenizerStage, AsyncEngine | EngineReplicas)
 
@@ -334,7 +337,12 @@ async def _start_tokenizers(
 ) -> TokenizerStage:
     if not in_process:
         return await AsyncTokenizer.start(path, config, forks)
-    # Import this late, because it imports torch. The service process does not need torch and starts faster without it.
+    local = await in_thread(_local_tokenizer)  # takes seconds, in which the engine starts
+    return await local.start(path, config)
+
+
+def _local_tokenizer() -> type[LocalTokenizer]:
+    # Imported late, because it imports torch. The service process does not need torch and starts faster without it.
     from mindie_mm.tokenize.local import LocalTokenizer
 
-    return await LocalTokenizer.start(path, config)
+    return LocalTokenizer
