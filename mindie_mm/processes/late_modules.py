@@ -156,6 +156,15 @@ def import_late() -> None:
         sys.meta_path.insert(0, _finder)
 
 
+def import_at_once() -> None:
+    """Undo `import_late`, before any late module is found.
+
+    Distributed models need the modules, some of which register themselves when they are imported.
+    """
+    assert not any(isinstance(module, _LateModule) for module in sys.modules.values())
+    sys.meta_path.remove(_finder)
+
+
 def _root(module: str) -> str:
     return next((root for root in _ROOTS if module == root or module.startswith(f"{root}.")), "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mindie_mm import logs
+from mindie_mm.processes import late_modules
 from mindie_mm.processes.ipc import ChildChannel, Lifeline
 
 
@@ -29,6 +30,7 @@ def main(
 
     """
     logs.configure(logs.current(), f"engine.{number}")
+    late_modules.import_at_once()
     from mindie_mm.engine.process import engine_process
     from mindie_mm.engine.ranks import join
 
