@@ -103,7 +103,9 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 spool=spool,
                 media=MediaPolicy(config),
                 kept=KeptMedia(config.media_uuid_bytes),
-                responses=ResponseStore(config.stored_response_bytes, config.response_store_age_s),
+                responses=ResponseStore(
+                    config.stored_response_bytes, config.response_store_age_s, has_keys=config.has_keys
+                ),
                 spool_probe=SpoolProbe(spool),
                 clients=clients,
                 admission=admission,

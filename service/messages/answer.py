@@ -74,10 +74,9 @@ def message(completion: ChatCompletion, max_tokens: int) -> Message:
     if said["content"]:
         content.append({"type": "text", "text": said["content"]})
     for call in said.get("tool_calls", ()):
-        function = call["function"]
-        content.append(
-            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input(function["arguments"])}
-        )
+        if (given := _input(call["function"]["arguments"])) is not None:
+            name = call["function"]["name"]
+            content.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
     return {
         **_head(completion, content, completion["usage"]),
         **_end(choice["finish_reason"], choice["stop_reason"], completion["usage"], max_tokens),
@@ -118,12 +117,12 @@ def _end(finish_reason: str | None, stop_reason: str | int | None, used: Usage, 
     return {"stop_reason": reason, "stop_sequence": stop_reason if reason == "stop_sequence" else None}
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """Return the input of a call. Arguments that were cut off are no JSON, and are passed on as a string."""
+def _input(arguments: str) -> dict[str, Any] | None:
+    """Return the input of a call. None if a limit cut off the call, so that no client runs it."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any]) if arguments else {}
-    except msgspec.DecodeError:
-        return {"arguments": arguments}
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 @dataclass(slots=True)

@@ -201,6 +201,8 @@ class PromptBody(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: Format | None = None
+    """Earlier name of the format in `output_config`."""
 
 
 class MessagesBody(PromptBody):

@@ -25,14 +25,15 @@ from service.messages.body import (
     URLSource,
     UserMessage,
 )
-from service.request.translated import Translated, chat_body_of, image_part, text_part
+from service.request.translated import Part, Translated, chat_body_of, image_part, text_part
 from service.schemas.openai_types import ChatBody
 
 _BILLING = "x-anthropic-billing-header"
 """Beginning of a text in which Claude Code reports usage. It differs in each request, so that no prefix would be
 cached, and it means nothing to a model."""
+_NAMES = {"response_format": "output_config.format", "stop": "stop_sequences"}
+"""Names of fields in Anthropic's API, by their names in a chat completion."""
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
-Part = tuple[dict[str, Any], str]
 
 
 def chat_body(body: MessagesBody, messages: Sequence[dict[str, Any]]) -> ChatBody:
@@ -42,7 +43,7 @@ def chat_body(body: MessagesBody, messages: Sequence[dict[str, Any]]) -> ChatBod
         InputError: A tool or the choice of a tool is not valid.
 
     """
-    form = body.output_config and body.output_config.format
+    form = body.output_format or (body.output_config and body.output_config.format)
     fields = {
         "model": body.model,
         "max_tokens": body.max_tokens,
@@ -56,7 +57,7 @@ def chat_body(body: MessagesBody, messages: Sequence[dict[str, Any]]) -> ChatBod
         "thinking_token_budget": body.thinking and body.thinking.budget_tokens,
         "parallel_tool_calls": False if body.tool_choice and body.tool_choice.disable_parallel_tool_use else None,
     }
-    return chat_body_of(fields | prompt_fields(body, messages))
+    return chat_body_of(fields | prompt_fields(body, messages), _NAMES)
 
 
 def prompt_fields(body: PromptBody, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -102,15 +103,16 @@ def _choice(choice: ToolChoice | None) -> Any:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def translated(body: PromptBody) -> Translated:
+def translated(body: PromptBody, *, takes_late_system: bool) -> Translated:
     """Return the messages of the chat completion for `body`.
 
     Results of tools precede the other content of their message, because chat templates expect them directly after the
-    calls.
+    calls. `takes_late_system` is the trait of the chat template.
     """
-    chat = Translated()
-    if texts := [block.text for block in body.system or () if not block.text.startswith(_BILLING)]:
-        chat.add({"role": "system"}, "system", [(text_part("\n".join(texts)), "system")])
+    chat = Translated("messages", takes_late_system=takes_late_system, joins_turns=True)
+    texts = [block.text for block in body.system or () if not block.text.startswith(_BILLING)]
+    if text := "\n".join(texts):
+        chat.add({"role": "system"}, "system", [(text_part(text), "system")])
     for index, message in enumerate(body.messages):
         where = f"messages[{index}]"
         match message:
@@ -134,13 +136,15 @@ def _add_user(chat: Translated, message: UserMessage, where: str) -> None:
         result = [(text_part("Error: "), place)] if block.is_error else []
         for inner, one in enumerate(block.content or ()):
             result += _parts(one, f"{place}.content[{inner}]")
-        chat.add({"role": "tool", "tool_call_id": block.tool_use_id, "content": ""}, place, _joined(result))
+        chat.add({"role": "tool", "tool_call_id": block.tool_use_id}, place, _joined(result))
     if parts:
         chat.add({"role": "user"}, where, parts)
+    if not message.content:
+        raise InputError(f"{where}.content is empty; send a text or another block", param="messages")
 
 
 def _add_assistant(chat: Translated, message: AssistantMessage, where: str) -> None:
-    said: dict[str, Any] = {"role": "assistant", "content": ""}
+    said: dict[str, Any] = {"role": "assistant"}
     texts = [block.text for block in message.content if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
     calls = [block for block in message.content if isinstance(block, ToolUseBlock)]

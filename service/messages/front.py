@@ -61,7 +61,7 @@ class _Sending:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._held: Message | None = None
-        """Start of the response, if it is an error."""
+        """Start of the response, if it is an error in JSON."""
         self._body = b""
 
     async def send(self, message: Message) -> None:
@@ -70,7 +70,7 @@ class _Sending:
             if request_id := headers.get("x-request-id"):
                 headers["request-id"] = request_id
             message = {**message, "headers": headers.raw}
-            if message["status"] >= 400:
+            if message["status"] >= 400 and headers.get("content-type") == "application/json":
                 self._held = message
                 return
         elif self._held is not None:

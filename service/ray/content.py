@@ -17,6 +17,7 @@ _STORING = ("/v1/responses", "/responses")
 """Beginnings of the paths whose requests may refer to stored responses."""
 _KEPT_ID = re.compile(rb"\b(?:resp|msg|rs|fc|ctc)_([0-9a-z]{1,32})_[0-9a-f]{24}")
 """Pattern of an id that names the replica which made it."""
+_PREVIOUS = re.compile(rb'"previous_response_id"\s*:\s*"resp_([0-9a-z]{1,32})_[0-9a-f]{24}"')
 _MEDIA = ("image", "video", "audio", "input_audio", "file", "document")
 """Beginnings of the names of fields that contain media."""
 _PROMPTS = ("messages", "inputs", "prompt", "input", "documents", "text_2", "data_2", "items")
@@ -144,7 +145,7 @@ def keeper_of(path: str, body: bytes) -> str | None:
     """
     if not path.startswith(_STORING):
         return None
-    match = _KEPT_ID.search(path.encode(errors="replace")) or _KEPT_ID.search(body)
+    match = _KEPT_ID.search(path.encode(errors="replace")) or _PREVIOUS.search(body) or _KEPT_ID.search(body)
     return None if match is None else match[1].decode()
 
 

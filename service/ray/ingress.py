@@ -220,6 +220,9 @@ class Ingress:
 def _last_words(path: str, error: MindieMMError) -> bytes:
     """Return the events that end a stream of the route `path` after `error`."""
     body = errors.error_object(error)
+    if path.endswith("/responses"):
+        event = {"type": "error", "code": "server_error", "message": body["error"]["message"], "param": None}
+        return encoded({**event, "sequence_number": 2**31 - 1}, named=True)  # the worker counted the events before
     if is_messages(path):
         return encoded(error_event(body, errors.status_of(error)), named=True)
     return encoded(body) + last_event(DONE if path.startswith("/v1/") else None)

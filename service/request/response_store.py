@@ -17,6 +17,8 @@ from mindie_mm.errors import LimitExceeded, NotStored
 
 MAX_CHAIN = 1024
 """Maximum number of responses that precede a response."""
+_ITEM_BYTES = 512
+"""Estimated size of an item besides its JSON."""
 _ENTRY_BYTES = 2048
 """Estimated size of a stored response besides its JSON. It also bounds the number of responses."""
 _MAX_SHOWN = 80
@@ -44,7 +46,7 @@ class Stored:
     @property
     def num_bytes(self) -> int:
         """Estimated size of the entry. Shared items are counted in each entry."""
-        items = (len(item.content) for item in (*self.input, *self.output))
+        items = (_ITEM_BYTES + len(item.content) for item in (*self.input, *self.output))
         return _ENTRY_BYTES + len(self.response) + sum(items)
 
     def decoded(self) -> dict[str, Any]:
@@ -59,25 +61,28 @@ class Stored:
 class ResponseStore:
     """The most recently used responses of each API key.
 
-    Only requests with the same key reach a response, so each method takes the digest of the key, `owner`. Without keys,
-    all clients have the same owner.
+    Only requests with the same key reach a response, so each method takes the digest of the key, `owner`. A service
+    without keys does not check the keys of its clients, which may invent any number of them.
     """
 
-    def __init__(self, max_bytes: int, max_age_s: float) -> None:
+    def __init__(self, max_bytes: int, max_age_s: float, *, has_keys: bool) -> None:
         """Create a store.
 
         Args:
-            max_bytes: Maximum size of the responses of one key. 0 turns off the store.
+            max_bytes: Maximum size of the responses of one key, or without keys, of all responses. 0 turns off the
+                store.
             max_age_s: Time in seconds after which a response is removed.
+            has_keys: Whether the service has keys.
 
         """
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
-        self._responses: dict[bytes, TTLCache[str, Stored]] = {}
+        self._has_keys = has_keys
+        self._responses: dict[bytes, TTLCache[tuple[bytes, str], Stored]] = {}
         self._shared = WeakValueDictionary[bytes, _Item]()
         """Items by the digest of owner and content."""
         self._named = WeakValueDictionary[tuple[bytes, str], _Item]()
-        """Items of the output by owner and id."""
+        """Items by owner and id."""
         self._running: dict[tuple[bytes, str], tuple[Mapping[str, Any], asyncio.Event]] = {}
 
     @property
@@ -107,28 +112,32 @@ class ResponseStore:
             cache.expire()
             if not cache:
                 del self._responses[name]
-        cache = self._responses.setdefault(owner, TTLCache(self._max_bytes, self._max_age_s, getsizeof=_size))
-        cache[response["id"]] = stored
-        for item, shared in zip(response["output"], output, strict=True):
+        cache = self._responses.setdefault(
+            self._name(owner), TTLCache(self._max_bytes, self._max_age_s, getsizeof=_size)
+        )
+        cache[owner, response["id"]] = stored
+        for item, shared in zip([*given, *response["output"]], [*stored.input, *output], strict=True):
             self._named[owner, item["id"]] = shared
 
     def get(self, owner: bytes, response_id: str) -> Stored | None:
         """Return a response, or None if none with this id is stored for the key."""
-        cache = self._responses.get(owner)
-        return None if cache is None else cache.get(response_id)
+        cache = self._responses.get(self._name(owner))
+        return None if cache is None else cache.get((owner, response_id))
 
     def item(self, owner: bytes, item_id: str) -> dict[str, Any] | None:
-        """Return an item of the output of a stored response, or None."""
+        """Return an item of a stored response, or None."""
         item = self._named.get((owner, item_id))
         return None if item is None else msgspec.json.decode(item.content)
 
     def delete(self, owner: bytes, response_id: str) -> bool:
         """Remove a response. Return whether it was stored."""
-        cache = self._responses.get(owner)
-        return cache is not None and cache.pop(response_id, None) is not None
+        cache = self._responses.get(self._name(owner))
+        return cache is not None and cache.pop((owner, response_id), None) is not None
 
-    def conversation(self, owner: bytes, response_id: str) -> list[dict[str, Any]]:
+    def conversation(self, owner: bytes, response_id: str, *, whole: bool = True) -> list[dict[str, Any]]:
         """Return the items of a response and of all responses before it, in order.
+
+        If `whole` is false, the conversation may begin after a response that is not stored.
 
         Raises:
             NotStored: A response is not stored.
@@ -139,6 +148,8 @@ class ResponseStore:
         following: str | None = response_id
         while following is not None:
             if (stored := self.get(owner, following)) is None:
+                if not whole:
+                    break
                 raise NotStored(
                     f"previous_response_id refers to the response {following[:_MAX_SHOWN]!r}, which "
                     f"{self.why_missing}; send the whole conversation as input",
@@ -183,6 +194,10 @@ class ResponseStore:
             return None
         running[1].set()
         return running[0]
+
+    def _name(self, owner: bytes) -> bytes:
+        """Return the name of the cache for the responses of `owner`."""
+        return owner if self._has_keys else b""
 
     def _share(self, owner: bytes, item: dict[str, Any]) -> _Item:
         """Return an item with the JSON of `item`, the same one for equal items of the key."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,31 +18,74 @@ _PLACE = re.compile(r"\bmessages\[(\d+)\](?:\.content(?:\[(\d+)\])?)?")
 """Pattern of the name of a message, or of a part of its content, in error messages."""
 
 
+Part = tuple[dict[str, Any], str]
+"""A part of a chat message, and its place in the client's request."""
+_SYSTEM = ("system", "developer")
+
+
+@dataclass(slots=True)
+class _Turn:
+    message: dict[str, Any]
+    place: str
+    parts: list[Part]
+
+    def finished(self) -> dict[str, Any]:
+        """Return the message. A single text becomes a string, because some chat templates support no list."""
+        contents = [part for part, _ in self.parts]
+        if len(contents) == 1 and contents[0]["type"] == "text":
+            return {**self.message, "content": contents[0]["text"]}
+        return {**self.message, "content": contents or ""}
+
+
 class Translated:
     """Messages of a chat completion, with the place in the client's request that each of their parts comes from."""
 
-    def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._places: list[tuple[str, list[str]]] = []
-        """Place of each message, and the places of its parts."""
-
-    def add(self, message: dict[str, Any], place: str, parts: Sequence[tuple[dict[str, Any], str]] = ()) -> None:
-        """Append a message.
+    def __init__(self, field: str, *, takes_late_system: bool, joins_turns: bool = False) -> None:
+        """Begin a chat.
 
         Args:
-            message: The message. If there are `parts`, it gets the key `content`.
-            place: Name of the message in the client's request.
-            parts: Parts of the content, each with its name in the client's request. A single text becomes a string,
-                because some chat templates support no list.
+            field: Field of the client's request that contains the messages.
+            takes_late_system: Whether the chat template accepts system messages that follow other messages. If not,
+                their text becomes a part of the user's turn.
+            joins_turns: Whether consecutive messages of the user, or of the assistant, are one message.
 
         """
-        contents = [part for part, _ in parts]
-        if len(contents) == 1 and contents[0]["type"] == "text":
-            message["content"] = contents[0]["text"]
-        elif contents:
-            message["content"] = contents
-        self.messages.append(message)
-        self._places.append((place, [where for _, where in parts]))
+        self._field = field
+        self._takes_late_system = takes_late_system
+        self._joins_turns = joins_turns
+        self._turns: list[_Turn] = []
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages of the chat completion."""
+        return [turn.finished() for turn in self._turns]
+
+    def add(self, message: dict[str, Any], place: str, parts: Sequence[Part] = ()) -> None:
+        """Append a message. Leading system messages become one, because many chat templates accept only one.
+
+        Args:
+            message: The message without its content.
+            place: Name of the message in the client's request.
+            parts: Parts of the content.
+
+        """
+        last = self._turns[-1] if self._turns else None
+        role, joins = message["role"], self._joins_turns
+        if role in _SYSTEM:
+            is_late = last is not None and last.message["role"] not in _SYSTEM
+            if is_late and not self._takes_late_system:
+                message, role, joins = {"role": "user"}, "user", True
+            elif last is not None and not is_late:
+                separator: list[Part] = [(text_part("\n\n"), place)]
+                last.parts = _one_text([*last.parts, *separator, *parts])
+                return
+        if joins and last is not None and role in ("user", "assistant") and _can_join(last.message, role):
+            last.message |= message
+            last.parts += parts
+            if role == "assistant":
+                last.parts = _one_text(last.parts)
+            return
+        self._turns.append(_Turn(message, place, [*parts]))
 
     @contextmanager
     def naming_places(self) -> Iterator[None]:
@@ -50,23 +94,47 @@ class Translated:
             yield
         except InputError as error:
             error.args = (_PLACE.sub(self._named, str(error)),)
+            if error.param == "messages":
+                error.param = self._field
             raise
 
     def _named(self, match: re.Match[str]) -> str:
         index, part = int(match[1]), match[2]
-        if index >= len(self._places):
+        if index >= len(self._turns):
             return match[0]
-        place, parts = self._places[index]
-        return parts[int(part)] if part is not None and int(part) < len(parts) else place
+        turn = self._turns[index]
+        return turn.parts[int(part)][1] if part is not None and int(part) < len(turn.parts) else turn.place
 
 
-def chat_body_of(fields: dict[str, Any]) -> ChatBody:
-    """Return the body of a chat completion with these fields. Raise InputError if a field is not valid."""
+def _can_join(earlier: dict[str, Any], role: str) -> bool:
+    """Return whether a message of `role` can become a part of an earlier one. Calls end a turn of the assistant."""
+    return earlier["role"] == role and "tool_calls" not in earlier
+
+
+def _one_text(parts: Sequence[Part]) -> list[Part]:
+    """Return one text with all texts of `parts`, because many templates accept no list in this place."""
+    return [(text_part("".join(part["text"] for part, _ in parts)), parts[0][1])] if parts else []
+
+
+def chat_body_of(fields: dict[str, Any], names: Mapping[str, str]) -> ChatBody:
+    """Return the body of a chat completion.
+
+    Args:
+        fields: Fields of the body.
+        names: Names of fields in the client's request, by their names in a chat completion.
+
+    Raises:
+        InputError: A field is not valid.
+
+    """
     try:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
-        mistakes = [{**mistake, "loc": ("body", *mistake["loc"])} for mistake in error.errors()]
-        raise InputError(mistakes_in_words(mistakes)) from error
+        mistakes: list[dict[str, Any]] = []
+        for mistake in error.errors():
+            first, *rest = mistake["loc"]
+            mistakes.append({**mistake, "loc": ("body", names.get(str(first), first), *rest)})
+        raise InputError(mistakes_in_words(mistakes), param=str(mistakes[0]["loc"][1])) from error
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -74,6 +142,6 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def image_part(url: str) -> dict[str, Any]:
+def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
     """Return the part of a chat message that is the image at `url`."""
-    return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": "image_url", "image_url": {"url": url, "detail": detail}}

@@ -12,10 +12,10 @@ from typing_extensions import TypedDict
 from service.request.admitted import SendEvent
 from service.responses.body import ResponsesBody
 from service.responses.chat import CUSTOM_INPUT
+from service.schemas.body import Fields
 from service.schemas.choices import Usage
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
-_OF_CALLS = ("function_call", "custom_tool_call")
 
 
 class InputTokensDetails(TypedDict):
@@ -245,7 +245,6 @@ class ResponseEvents:
 
 def begun(body: ResponsesBody, response_id: str, created: int, model: str, *, stored: bool) -> ResponseObject:
     """Return the response to `body` before the model has answered. `stored` says whether it will be stored."""
-    given = body.model_dump(mode="json", exclude_none=True, include={"tools", "reasoning"})
     return {
         "id": response_id,
         "object": "response",
@@ -261,18 +260,25 @@ def begun(body: ResponsesBody, response_id: str, created: int, model: str, *, st
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
+        "reasoning": {"effort": None, "summary": None, **_echoed(body.reasoning)},
         "service_tier": "default",
         "store": stored,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": (body.text and body.text.format) or {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": given.get("tools", []),
+        "tools": [_echoed(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": None,
+    }
+
+
+def _echoed(given: Fields | None) -> dict[str, Any]:
+    """Return the fields that a request states. JSON in them is not copied, because it may be nested deeply."""
+    return {
+        name: _echoed(value) if isinstance(value, Fields) else value for name, value in given or () if value is not None
     }
 
 
@@ -296,7 +302,7 @@ def _custom_input(arguments: str) -> str:
     """Return the input of a custom tool. Arguments that were cut off are no JSON, and are returned as they are."""
     try:
         given = msgspec.json.decode(arguments, type=dict[str, Any])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return arguments
     text = given.get(CUSTOM_INPUT)
     return text if isinstance(text, str) else arguments

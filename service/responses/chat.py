@@ -26,6 +26,8 @@ from service.responses.body import (
 )
 from service.schemas.openai_types import ChatBody
 
+_NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
+"""Names of fields in the Responses API, by their names in a chat completion."""
 CUSTOM_INPUT = "input"
 """Name of the argument that has the input of a custom tool. The model calls the tool as a function."""
 
@@ -49,7 +51,8 @@ def chat_body(body: ResponsesBody, messages: Sequence[dict[str, Any]]) -> ChatBo
             "stream": body.stream,
             "stream_options": {"include_usage": True} if body.stream else None,
             "cache_salt": body.cache_salt,
-        }
+        },
+        _NAMES,
     )
 
 
@@ -69,18 +72,21 @@ def _choice(choice: Any) -> Any:
     return choice
 
 
-def translated(instructions: str | None, items: Sequence[tuple[InputItem, str]]) -> Translated:
+def translated(
+    instructions: str | None, items: Sequence[tuple[InputItem, str]], *, takes_late_system: bool
+) -> Translated:
     """Return the messages of the chat completion.
 
     Args:
         instructions: Text of the system message, or None.
         items: Items of the conversation without references, each with its place in the client's request.
+        takes_late_system: The trait of the chat template.
 
     Raises:
         InputError: A file has no content.
 
     """
-    chat = Translated()
+    chat = Translated("input", takes_late_system=takes_late_system)
     if instructions:
         chat.add({"role": "system"}, "instructions", [(text_part(instructions), "instructions")])
     turn = _Turn(chat)
@@ -120,7 +126,7 @@ class _Turn:
             case FunctionOutputItem() | CustomOutputItem():
                 self.end()
                 parts = [(_part(part, where), f"{where}.output[{i}]") for i, part in enumerate(item.output)]
-                message = {"role": "tool", "tool_call_id": item.call_id, "content": ""}
+                message = {"role": "tool", "tool_call_id": item.call_id}
                 self._chat.add(message, where, parts)
             case MessageItem():
                 self.end()
@@ -136,7 +142,7 @@ class _Turn:
 
     def _begin(self, where: str) -> None:
         if not self._message:
-            self._message, self._where = {"role": "assistant", "content": ""}, where
+            self._message, self._where = {"role": "assistant"}, where
 
     def _call(self, call_id: str, name: str, arguments: str, where: str) -> None:
         self._begin(where)
@@ -153,7 +159,7 @@ def _text(part: Part) -> str:
 def _part(part: Part, where: str) -> dict[str, Any]:
     match part:
         case ImagePart():
-            return image_part(part.image_url)
+            return image_part(part.image_url, part.detail)
         case AudioPart():
             return {"type": "input_audio", "input_audio": part.input_audio.model_dump(exclude_none=True)}
         case FilePart(file_data=str()):

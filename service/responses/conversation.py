@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from mindie_mm.errors import NotStored
+from mindie_mm.errors import LimitExceeded, NotStored
 from service.request.response_store import ResponseStore
 from service.responses.body import InputItem, ReferenceItem, ResponsesBody
 
@@ -17,6 +17,8 @@ _ITEMS = TypeAdapter(list[InputItem])
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _REASONING = "rs_"
 """Beginning of the ids of reasoning items."""
+MAX_ITEMS = 4096
+"""Maximum number of items in a conversation."""
 _MAX_SHOWN = 80
 
 
@@ -41,24 +43,34 @@ def conversation(body: ResponsesBody, store: ResponseStore, owner: bytes) -> Con
     Raises:
         NotStored: The request refers to a response or an item that is not stored. A reference to reasoning is left out
             instead, because models answer without their earlier reasoning, too.
-        LimitExceeded: Too many responses precede the request.
+        LimitExceeded: Too many responses precede the request, or there are too many items.
 
     """
     earlier = store.conversation(owner, body.previous_response_id) if body.previous_response_id is not None else []
+    if len(earlier) + len(body.input) > MAX_ITEMS:
+        raise LimitExceeded(
+            f"the conversation has {len(earlier) + len(body.input)} items; the limit is {MAX_ITEMS}", param="input"
+        )
+    items = [(item, "previous_response_id") for item in _ITEMS.validate_python(earlier)]
     new: list[dict[str, Any]] = []
-    places = ["previous_response_id"] * len(earlier)
+    seen = {item["id"] for item in earlier}
+    name = token_hex(12)
     for index, item in enumerate(body.input):
-        if (found := _found(item, f"input[{index}]", store, owner)) is not None:
-            new.append(found)
-            places.append(f"input[{index}]")
-    items = _ITEMS.validate_python([*earlier, *new])
-    return Conversation(list(zip(items, places, strict=True)), new)
+        where = f"input[{index}]"
+        if isinstance(item, ReferenceItem):
+            if (found := _found(item, where, store, owner)) is None:
+                continue
+            (item,) = _ITEMS.validate_python([found])  # noqa: PLW2901 - the item in place of the reference
+        given: dict[str, Any] = {"type": "message", **item.model_dump(exclude_none=True)}
+        if given.get("id") in {None, *seen}:  # ids must be unique, because pages of items begin after an id
+            given = {**given, "id": f"{_PREFIXES.get(given['type'], 'out')}_{name}_{index}"}
+        seen.add(given["id"])
+        new.append(given)
+        items.append((item, where))
+    return Conversation(items, new)
 
 
-def _found(item: InputItem, where: str, store: ResponseStore, owner: bytes) -> dict[str, Any] | None:
-    if not isinstance(item, ReferenceItem):
-        given: dict[str, Any] = {"type": "message", **item.model_dump(mode="json", exclude_none=True)}
-        return {"id": f"{_PREFIXES.get(given['type'], 'out')}_{token_hex(16)}", **given}
+def _found(item: ReferenceItem, where: str, store: ResponseStore, owner: bytes) -> dict[str, Any] | None:
     found = store.item(owner, item.id)
     if found is None and not item.id.startswith(_REASONING):
         raise NotStored(

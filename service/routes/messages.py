@@ -23,13 +23,15 @@ from service.schemas.description import answered, streamed
 
 router = APIRouter()
 
+_PREFIX = "msg_"
+
 
 @router.post("/v1/messages", responses=streamed(MessageEvent, whole=Message))
 async def messages(body: MessagesBody, incoming: IncomingDep) -> Response:
     """Answer a chat in the format of Anthropic's Messages API. Stream the answer on request."""
     pass_over_fields(body.unknown, strict=incoming.service.config.strict)
-    given = translated(body)
-    chat = chat_of(chat_body(body, given.messages), incoming, prefix="msg_", cut_max_tokens=True)
+    given = translated(body, takes_late_system=incoming.service.chat_dialect.traits.takes_late_system)
+    chat = chat_of(chat_body(body, given.messages), incoming, prefix=_PREFIX, cut_max_tokens=True)
     responder = _Message(chat.call, chat, body, given)
     return incoming.answered(responder, stream=body.stream, last=None, named=True)
 
@@ -38,7 +40,7 @@ async def messages(body: MessagesBody, incoming: IncomingDep) -> Response:
 async def count_tokens(body: PromptBody, incoming: IncomingDep) -> Response:
     """Return the number of tokens of a prompt in the format of Anthropic's Messages API."""
     pass_over_fields(body.unknown, strict=incoming.service.config.strict)
-    given = translated(body)
+    given = translated(body, takes_late_system=incoming.service.chat_dialect.traits.takes_late_system)
     fields = {"model": body.model} | prompt_fields(body, given.messages)
     count = tokenizing(TokenizeBody.model_validate(fields), incoming)
 
@@ -66,4 +68,4 @@ class _Message(Responder):
         events.finish()
 
     def failed(self, error: Exception) -> Mapping[str, object]:
-        return error_event(error_object(error), status_of(error), self.chat.call.id)
+        return error_event(error_object(error), status_of(error), self.call.id.removeprefix(_PREFIX))

@@ -54,7 +54,8 @@ async def responses(body: ResponsesBody, incoming: IncomingDep) -> Response:
     pass_over_fields(body.unknown, strict=incoming.service.config.strict)
     store = incoming.service.responses
     talk = conversation(body, store, incoming.owner)
-    given = translated(body.instructions, talk.items)
+    late = incoming.service.chat_dialect.traits.takes_late_system
+    given = translated(body.instructions, talk.items, takes_late_system=late)
     prefix = f"resp_{incoming.service.replica}_" if incoming.service.replica else "resp_"
     chat = chat_of(chat_body(body, given.messages), incoming, prefix=prefix, cut_max_tokens=True)
     stored = store.is_on and body.store is not False
@@ -71,7 +72,7 @@ def _require_text(echoed: Any) -> None:
     """Raise InputError if values that the answer repeats cannot be written as JSON."""
     try:
         msgspec.json.encode(echoed)
-    except (UnicodeEncodeError, RecursionError) as error:
+    except (UnicodeEncodeError, RecursionError, OverflowError) as error:
         raise InputError("the request contains a lone surrogate, or is nested too deeply") from error
 
 
@@ -105,6 +106,8 @@ class _Response(Responder):
                         await answering
                     self.events.finish()
                 else:
+                    answering.cancel()
+                    await asyncio.wait([answering])  # it may add another delta before it ends
                     self.events.cancel()
             finally:
                 for task in (answering, waiting):
@@ -122,8 +125,12 @@ class _Response(Responder):
 
 
 @router.get("/v1/responses/{response_id}", responses=answered(ResponseObject))
-async def retrieve(response_id: str, incoming: IncomingDep) -> Response:
+async def retrieve(response_id: str, incoming: IncomingDep, *, stream: bool = False) -> Response:
     """Return a response that is stored or being streamed."""
+    if stream:
+        raise InputError(
+            "stream is true, but a stored response is returned as a whole; leave stream out", param="stream"
+        )
     return JSONResponse(incoming.service.responses.found(incoming.owner, response_id))
 
 
@@ -159,7 +166,7 @@ async def input_items(
     """Return the items that precede the output of a stored response."""
     store, owner = incoming.service.responses, incoming.owner
     stored = store.require(owner, response_id)
-    earlier = [] if stored.previous_id is None else store.conversation(owner, stored.previous_id)
+    earlier = [] if stored.previous_id is None else store.conversation(owner, stored.previous_id, whole=False)
     items = [*earlier, *stored.input_items()]
     if order == "desc":
         items.reverse()

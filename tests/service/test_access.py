@@ -252,6 +252,12 @@ def test_the_openapi_schema_names_the_paths_that_need_a_key(bare: httpx2.Client,
     assert not any("security" in operation for path in unguarded["paths"].values() for operation in path.values())
 
 
+def test_a_foreign_origin_is_refused_by_every_api(bare: httpx2.Client) -> None:
+    preflight = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        assert bare.options(path, headers=preflight).status_code == 400
+
+
 def test_the_messages_api_takes_the_key_of_anthropics_clients(bare: httpx2.Client) -> None:
     body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "Hello!"}]}
     for path in ("/v1/messages", "/messages", "/v1/messages/count_tokens"):

@@ -387,6 +387,7 @@ def test_every_route_answers_404_for_another_model(http: Any) -> None:
     routes = [path for path in routes if not path.startswith(own)]
     assert len(routes) > 6
     body = {"messages": HELLO, "prompt": "x", "inputs": [{"text": "x"}], "tokens": [1], "model": "gpt-5"}
+    body |= {"query": "x", "documents": ["x"], "text_1": "x", "text_2": "x", "input": "x"}
     for route in routes:
         assert check(http.post(route, json=body), 404)["param"] == "model", route
 

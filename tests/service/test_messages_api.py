@@ -103,6 +103,7 @@ def image(data_url: str) -> dict[str, Any]:
         {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 200},
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}, "max_tokens": 90},
         {"output_config": {"format": {"type": "json_schema", "schema": WEATHER}}, "max_tokens": 200},
+        {"output_format": {"type": "json_schema", "schema": WEATHER}, "max_tokens": 200, "system": ""},
     ],
 )
 def test_a_stream_is_the_message_in_pieces(http: httpx2.Client, changes: dict[str, Any]) -> None:
@@ -224,6 +225,11 @@ def test_max_tokens_is_reduced_to_the_context(http: httpx2.Client) -> None:
     assert ask(http, HELLO, max_tokens=128_000)["stop_reason"] == "end_turn"
 
 
+def test_a_call_that_is_cut_off_is_left_out(http: httpx2.Client) -> None:
+    answer = ask(http, HELLO, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=30)
+    assert (answer["content"], answer["stop_reason"]) == ([], "max_tokens")
+
+
 def test_thinking_has_a_block_of_its_own() -> None:
     sent: list[dict[str, Any]] = []
     stream = MessageEvents(lambda event: sent.append(dict(event)), max_tokens=9)
@@ -265,6 +271,7 @@ def test_thinking_has_a_block_of_its_own() -> None:
         ({"messages": "Hello!"}, 400, "invalid_request_error", "messages"),
         ({"messages": [{"role": "tool", "content": "a"}]}, 400, "invalid_request_error", "role"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, 400, "invalid_request_error", "'video'"),
+        ({"messages": [{"role": "user", "content": []}]}, 400, "invalid_request_error", "messages[0].content is empty"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"model": "gpt"}, 404, "not_found_error", "'gpt'"),

@@ -7,8 +7,9 @@ import httpx2
 import openai
 import pytest
 
-from mindie_mm.errors import LimitExceeded, NotStored
+from mindie_mm.errors import InputError, LimitExceeded, NotStored
 from service.request.response_store import MAX_CHAIN, ResponseStore
+from service.request.translated import Translated, text_part
 from service.responses.answer import ResponseEvents, begun
 from service.responses.body import ResponsesBody
 from tests.service.test_messages_api import parsed
@@ -16,6 +17,9 @@ from tests.service.test_tool_calls import WEATHER
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER}
 RUN = {"type": "custom", "name": "run", "description": "Runs code."}
+NESTED: dict[str, Any] = {}
+for _ in range(900):
+    NESTED = {"a": NESTED}
 USED = {
     "prompt_tokens": 5,
     "completion_tokens": 9,
@@ -167,8 +171,7 @@ def test_items_of_a_turn_become_one_message(http: httpx2.Client) -> None:
     ]
     run = {"name": "run", "arguments": json.dumps({"input": 'print("é")'}, ensure_ascii=False)}
     messages = [
-        {"role": "system", "content": "Answer."},
-        {"role": "developer", "content": "Be brief."},
+        {"role": "system", "content": "Answer.\n\nBe brief."},
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning_content": "Hm.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "c"},
@@ -245,6 +248,8 @@ def test_a_running_response_can_be_cancelled(client: openai.OpenAI) -> None:
     response_id = next(iter(stream)).response.id  # type: ignore[union-attr]
     assert client.responses.cancel(response_id).status == "cancelled"
     *_, last = stream
+    assert last.type in ("response.incomplete", "response.completed")
+    assert {item.status for item in last.response.output} <= {"completed", "incomplete"}  # type: ignore[union-attr]
     assert last.response.status in ("cancelled", "completed")  # type: ignore[union-attr]
     with pytest.raises(openai.BadRequestError, match="only a response that is being streamed"):
         client.responses.cancel(response_id)
@@ -265,7 +270,10 @@ def test_a_running_response_can_be_cancelled(client: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, 400, "'web_search'"),
         ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}, 400, "format"),
         ({"tool_choice": "required"}, 400, "tools"),
-        ({"text": {"format": {"type": "yaml"}}}, 400, "response_format"),
+        ({"text": {"format": {"type": "yaml"}}}, 400, "text.format"),
+        ({"input": [{"type": "reasoning"}] * 5000}, 400, "5000 items; the limit is 4096"),
+        ({"tools": [{**TOOL, "parameters": {"properties": {"\ud800": {}}}}]}, 400, "surrogate"),
+        ({"tools": [{**TOOL, "parameters": NESTED}]}, 400, "deep"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"model": "gpt"}, 404, "'gpt'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "ftp://a/b"}]}]}, 400, "ftp"),
@@ -273,8 +281,55 @@ def test_a_running_response_can_be_cancelled(client: openai.OpenAI) -> None:
 )
 def test_bad_input_is_refused(http: httpx2.Client, changes: dict[str, Any], status: int, words: str) -> None:
     for stream in (False, True):
-        answer = http.post("/v1/responses", json={"model": "tiny", "input": "Hello!", "stream": stream} | changes)
+        body = json.dumps({"model": "tiny", "input": "Hello!", "stream": stream} | changes)
+        answer = http.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
         assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_nothing_follows_the_end_of_a_cancelled_response(client: openai.OpenAI, http: httpx2.Client) -> None:
+    for _ in range(8):
+        stream = client.responses.create(
+            model="tiny", input="Hello!", stream=True, extra_body={"temperature": 2.0}, max_output_tokens=3000
+        )
+        events = iter(stream)
+        name = next(events).response.id  # type: ignore[union-attr]
+        next(events)
+        client.responses.cancel(name)
+        *_, last = events
+        assert last.response.status in ("cancelled", "completed")  # type: ignore[union-attr]
+        stored = http.get(f"/v1/responses/{name}").json()
+        assert all(item["status"] != "in_progress" for item in stored["output"])
+
+
+def test_items_of_the_input_are_listed_and_referred_to(client: openai.OpenAI) -> None:
+    same: list[Any] = [{"role": "user", "content": text, "id": "msg_a"} for text in ("a", "b", "c")]
+    first = client.responses.create(model="tiny", input=same, max_output_tokens=1)
+    listed = list(client.responses.input_items.list(first.id, order="asc", limit=1))
+    assert len({item.id for item in listed}) == 3
+    reference: list[Any] = [{"type": "item_reference", "id": listed[1].id}]
+    assert client.responses.create(model="tiny", input=reference, max_output_tokens=1).output
+    second = client.responses.create(model="tiny", input="d", previous_response_id=first.id, max_output_tokens=1)
+    client.responses.delete(first.id)
+    assert len(list(client.responses.input_items.list(second.id))) == 1
+
+
+def test_developer_and_system_messages_become_one_that_leads(http: httpx2.Client) -> None:
+    items = [{"role": "developer", "content": "b"}, {"role": "user", "content": "c"}]
+    used = ask(http, input=items, instructions="a", max_output_tokens=1)["usage"]
+    messages = [{"role": "system", "content": "a\n\nb"}, {"role": "user", "content": "c"}]
+    assert used["input_tokens"] == http.post("/tokenize", json={"messages": messages}).json()["count"]
+
+
+def test_a_template_without_late_system_messages_gets_their_text_from_the_user() -> None:
+    chat = Translated("messages", takes_late_system=False, joins_turns=True)
+    for role, text in (("user", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("assistant", "e")):
+        chat.add({"role": role}, role, [(text_part(text), text)])
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+    assert [part["text"] for part in chat.messages[0]["content"]] == ["a", "b", "c"]
+    assert chat.messages[1]["content"] == "de"
+    with pytest.raises(InputError, match=r"^c: no") as caught, chat.naming_places():
+        raise InputError("messages[0].content[2]: no", param="messages")
+    assert caught.value.param == "messages"
 
 
 def response(name: str, previous: str | None = None, size: int = 10) -> dict[str, Any]:
@@ -283,7 +338,7 @@ def response(name: str, previous: str | None = None, size: int = 10) -> dict[str
 
 
 def test_the_store_keeps_keys_apart() -> None:
-    store = ResponseStore(10**5, 60.0)
+    store = ResponseStore(10**5, 60.0, has_keys=True)
     store.put(b"a", response("r"), [])
     assert store.get(b"a", "r") is not None
     assert store.item(b"a", "msg_r") is not None
@@ -297,7 +352,7 @@ def test_the_store_keeps_keys_apart() -> None:
 
 
 def test_the_store_is_bounded_and_a_chain_outlives_its_beginning() -> None:
-    store = ResponseStore(10**5, 60.0)
+    store = ResponseStore(10**5, 60.0, has_keys=True)
     store.put(b"a", response("first"), [])
     for number in range(200):
         store.put(b"a", response(f"{number}", "first"), [])
@@ -306,14 +361,23 @@ def test_the_store_is_bounded_and_a_chain_outlives_its_beginning() -> None:
     store.put(b"a", response("large", size=10**5), [])
     assert store.get(b"a", "large") is None
     assert store.get(b"a", "first") is not None
-    aged = ResponseStore(10**5, 0.0)
+    aged = ResponseStore(10**5, 0.0, has_keys=True)
     aged.put(b"a", response("r"), [])
     assert aged.get(b"a", "r") is None
-    assert not ResponseStore(0, 60.0).is_on
+    assert not ResponseStore(0, 60.0, has_keys=True).is_on
+
+
+def test_without_keys_the_store_is_bounded_for_all_clients_together() -> None:
+    store = ResponseStore(10**5, 60.0, has_keys=False)
+    for number in range(200):
+        store.put(b"%d" % number, response("r"), [])
+    assert store.get(b"0", "r") is None
+    assert store.get(b"199", "r") is not None
+    assert store.get(b"198", "r") is not None
 
 
 def test_a_chain_has_a_maximum_length() -> None:
-    store = ResponseStore(10**8, 60.0)
+    store = ResponseStore(10**8, 60.0, has_keys=True)
     for number in range(MAX_CHAIN + 1):
         store.put(b"a", response(f"{number}", f"{number - 1}" if number else None), [])
     assert len(store.conversation(b"a", f"{MAX_CHAIN - 1}")) == MAX_CHAIN

@@ -105,7 +105,10 @@ class ChatTemplate:
         names_pairs = all(re.search(rf"\b{role}\b", source) for role in _PAIR_ROLES)
         self._takes_pairs = names_pairs and self._shows_pairs(self._wraps_strings) is True
         self._lost_roles = [role for role, is_shown in shown.items() if is_shown is False]
-        self.traits = ChatTraits(source, takes_system=bool(shown["system"]))
+        late = [Message("user", "another"), Message("system", _PROBE), Message("user", "another")]
+        self.traits = ChatTraits(
+            source, takes_system=bool(shown["system"]), takes_late_system=bool(self._shows_messages(late))
+        )
         """Properties of the template that the service needs."""
         self._takes_role = lru_cache(_REMEMBERED)(self._takes)
         self._is_deterministic = not _VOLATILE.search(source)
