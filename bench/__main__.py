@@ -13,6 +13,7 @@ NAMES = (
     "full_arena",
     "shm",
     "engine",
+    "prompt_lookup",
     "models",
     "experts",
     "batch",

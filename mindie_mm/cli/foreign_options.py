@@ -12,6 +12,7 @@ _OWN = {
     "--quantization": "config.json states the quantization. Leave the option out",
     "--gpu-memory-utilization": "Use --memory-share, a share of the free memory instead of the total memory",
     "--mem-fraction-static": "Use --memory-share, a share of the free memory",
+    "--speculative-config": "Use --num-speculative-tokens, which guesses tokens as vLLM's method ngram does",
     "--enable-prefix-caching": "It is on by default. --no-prefix-caching turns it off",
 }
 _RENAMED = {

@@ -26,6 +26,9 @@ class Device(ABC):
     """Default fraction of `free_bytes` that an engine uses in addition to the weights."""
     kv_block_size: ClassVar[int] = 16
     """Default number of tokens in a KV block."""
+    cheap_rows: ClassVar[int] = 64
+    """Number of tokens up to which a step takes little longer than with one token, because reading the weights takes
+    most of its time."""
     survives_fork: ClassVar[bool] = False
     """Whether an engine may run in a forked process."""
     is_asynchronous: ClassVar[bool] = False

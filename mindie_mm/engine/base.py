@@ -105,6 +105,9 @@ class BaseEngine(ABC):
             prefix_cache_queries=scheduler.prefix_queries,
             prefix_cache_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptions,
+            drafts=scheduler.drafts,
+            draft_tokens=scheduler.draft_tokens,
+            accepted_tokens=scheduler.accepted_tokens,
         )
 
     @abstractmethod

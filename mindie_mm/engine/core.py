@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from mindie_mm.engine.cache.prefix import share
 from mindie_mm.engine.cache.state_pool import StatePool
 from mindie_mm.engine.decode_graphs import DecodeGraphs, captures_graphs
 from mindie_mm.engine.draws import Draws
+from mindie_mm.engine.prompt_lookup import MOST_GUESSES
 from mindie_mm.engine.ranks import ALONE, Ranks
 from mindie_mm.engine.requests.engine_messages import Add, Progress, Ready
 from mindie_mm.engine.requests.request import Request
@@ -92,15 +94,35 @@ class Engine(BaseEngine):
         self._head_rows = max(config.max_num_seqs, PROMPT_ROWS)
         self._prefix_caching = config.prefix_caching
         states = StatePool(num_slots) if num_slots else None
-        self._scheduler = Scheduler(config, blocks, self._encoder_cache, self._tower_limits, states)
         cache = model.spec.allocate_cache(blocks.num_blocks, blocks.block_size, num_slots)
         device = kind_of(model.spec.device)
-        self._is_asynchronous = device.is_asynchronous and config.async_scheduling
-        self._drawn: _Drawn | None = None
         captured = captures_graphs(device, config)
+        overlaps = device.is_asynchronous and config.async_scheduling
+        guesses = self._num_guesses(config, waits=not overlaps and not captured)
+        self._scheduler = Scheduler(
+            config, blocks, self._encoder_cache, self._tower_limits, states, guesses, device.cheap_rows
+        )
+        # The tokens that guesses depend on must have arrived on the host.
+        self._is_asynchronous = overlaps and not guesses
+        self._drawn: _Drawn | None = None
         self._runner = Runner(
             model, cache, DecodeGraphs(model, cache, config.max_num_seqs, ranks) if captured else None
         )
+
+    def _num_guesses(self, config: EngineConfig, *, waits: bool) -> int:
+        """Return the maximum number of guesses of a request in one step.
+
+        `waits` is whether the engine waits for each operator of a step. Otherwise, the default is 0.
+        """
+        number = config.num_speculative_tokens
+        if self._model.spec.state_bytes:
+            if self._ranks.number == 0 and number != 0:
+                level = logging.INFO if number is None else logging.WARNING
+                _log.log(level, "no tokens are guessed, because states of recurrent layers cannot be undone")
+            return 0
+        if number is None:
+            return MOST_GUESSES if waits else 0
+        return number
 
     @property
     def ready(self) -> Ready:
@@ -175,6 +197,8 @@ class Engine(BaseEngine):
             self._drawn = self._draw_step(step, logits)
         if not self._is_asynchronous:
             self._finish(progress)
+            if logits is not None:
+                self._draw_guessed(step, logits.guessed, progress)
 
     def _launch(
         self, step: Sequence[Scheduled], progress: list[Progress]
@@ -219,6 +243,35 @@ class Engine(BaseEngine):
         pooled = torch.stack([one.pooled / one.num_pooled for one in requests if one.pooled is not None])
         self._ranks.broadcast_tensor(pooled)  # so that all ranks agree on whether the values are finite
         return Download(pooled)
+
+    def _draw_guessed(self, step: Sequence[Scheduled], logits: Tensor, progress: list[Progress]) -> None:
+        """Draw the tokens after the guesses that were drawn. Drop the results of all other guesses.
+
+        Each round handles one guess of each request in the same way as a step of decodes. Random numbers, grammars and
+        penalties are therefore the same as without guesses.
+
+        Args:
+            step: The step, whose first tokens have been drawn.
+            logits: See `StepLogits.guessed`.
+            progress: See `_run`.
+
+        """
+        guessed = [scheduled for scheduled in step if scheduled.guesses]
+        rows = accumulate((len(scheduled.guesses) for scheduled in guessed), initial=0)
+        left = list(zip(guessed, rows, strict=False))
+        number = 0
+        while left := [(one, row) for one, row in left if self._is_drawn(one, number)]:
+            decodes = [self._scheduler.accept(one.request) for one, _ in left]
+            places = upload(np.array([row + number for _, row in left], np.int64), logits.device)
+            one_each = logits.index_select(0, places)
+            self._drawn = self._draw_step(decodes, StepLogits(one_each, one_each[:0], [], []))
+            self._finish(progress)
+            number += 1
+
+    def _is_drawn(self, scheduled: Scheduled, number: int) -> bool:
+        """Return whether a guess is the last token of a request that continues."""
+        request, guesses = scheduled.request, scheduled.guesses
+        return number < len(guesses) and self._runs(request) and request.token_ids[-1] == guesses[number]
 
     def _finish(self, progress: list[Progress]) -> None:
         """Wait for the tokens of the step that was drawn last, and advance its requests."""

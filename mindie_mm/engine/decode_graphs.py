@@ -245,7 +245,7 @@ class DecodeGraphs:
 def _is_decode(scheduled: Scheduled) -> bool:
     """Return whether the step computes exactly one token of the request, and this token is an output token."""
     return (
-        scheduled.samples and scheduled.stop - scheduled.start == 1 and scheduled.start >= scheduled.request.num_prompt
+        scheduled.samples and scheduled.end - scheduled.start == 1 and scheduled.start >= scheduled.request.num_prompt
     )
 
 

@@ -45,6 +45,8 @@ class StepLogits:
 
     sampled: Tensor
     """Logits of the requests that draw a token, float32 [requests, vocabulary], in the step's order."""
+    guessed: Tensor
+    """Logits after each guess, float32 [guesses, vocabulary], in the step's order."""
     prompts: list[PromptRows]
     pooled: list[tuple[Request, Tensor]]
     """Hidden states to pool, [rows, hidden], of the requests that ask for it."""
@@ -75,10 +77,11 @@ class Runner:
         uploads = Uploads(self._model.spec.device)
         blocks = [block for scheduled in step for block in self._begun(scheduled)]
         if self._graphs is not None and (logits := self._graphs.logits(step, earlier, blocks)) is not None:
-            return StepLogits(logits, [], [])
+            return StepLogits(logits, logits[:0], [], [])
         begun = uploads.add(np.array(blocks, np.int64))
         splices: list[Splice] = []
         sampled: list[int] = []
+        guessed: list[int] = []
         prompts: list[tuple[Request, int, range]] = []
         pooled: list[tuple[Request, range]] = []
         row = 0
@@ -98,10 +101,12 @@ class Runner:
             row += stop - start
             if scheduled.samples:
                 sampled.append(row - 1)
-        wanted = [*sampled, *(index for _, _, rows in prompts for index in rows)]
+            guessed += range(row, row + len(scheduled.guesses))
+            row += len(scheduled.guesses)
+        wanted = [*sampled, *guessed, *(index for _, _, rows in prompts for index in rows)]
         wanted += [index for _, rows in pooled for index in rows]
-        positions = np.concatenate([s.request.positions(s.start, s.stop) for s in step], axis=1)
-        chunks = [Chunk(s.start, s.stop, s.request.kv_blocks, s.request.span_ids, s.reads, s.writes) for s in step]
+        positions = np.concatenate([s.request.positions(s.start, s.end) for s in step], axis=1)
+        chunks = [Chunk(s.start, s.end, s.request.kv_blocks, s.request.span_ids, s.reads, s.writes) for s in step]
         placed = uploads.add(positions)
         rows = None if wanted == [*range(row)] else uploads.add(np.array(wanted, np.int64))
         batch = PagedBatch(chunks, self._cache, uploads.device, top_position(positions), uploads)
@@ -109,11 +114,13 @@ class Runner:
         ids = _ids(step, earlier, uploads)
         self._cache.clear(begun())
         states = self._model.states(ids, placed(), splices, batch, None if rows is None else rows())
-        of_draws, of_pooling = len(sampled), [len(rows) for _, rows in pooled]
+        of_draws, of_pooling = len(sampled) + len(guessed), [len(rows) for _, rows in pooled]
         drawn, *parts = states.split([of_draws, *(len(rows) for _, _, rows in prompts), *of_pooling])
         scored = parts[: len(prompts)]
+        sampled_logits, guessed_logits = self._model.head(drawn).split([len(sampled), len(guessed)])
         return StepLogits(
-            self._model.head(drawn),
+            sampled_logits,
+            guessed_logits,
             [PromptRows(request, first, part) for (request, first, _), part in zip(prompts, scored, strict=True)],
             [(request, part) for (request, _), part in zip(pooled, parts[len(prompts) :], strict=True)],
             settings,
@@ -124,7 +131,7 @@ class Runner:
 
         This is the block that the step begins but does not fill.
         """
-        size, stop = self._cache.block_size, scheduled.stop
+        size, stop = self._cache.block_size, scheduled.end
         last = (stop - 1) // size
         partly = self._clears and stop % size and scheduled.start <= last * size
         return [scheduled.request.kv_blocks[last]] if partly else []
@@ -132,7 +139,7 @@ class Runner:
 
 def _ids(step: Sequence[Scheduled], earlier: Draws | None, uploads: Uploads) -> Tensor:
     """Return the ids of all tokens of the step, int64 [T]. This sends `uploads`."""
-    known = uploads.add(np.concatenate([s.request.ids(s.start, s.stop) for s in step]))
+    known = uploads.add(np.concatenate([s.ids() for s in step]))
     write = None if earlier is None else earlier.writing(step, uploads)
     ids = known()
     if write is not None:

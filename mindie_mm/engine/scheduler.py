@@ -8,16 +8,21 @@ Orca, 2022; Agrawal et al., Sarathi, 2023).
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mindie_mm.engine.cache.block_pool import BlockPool
 from mindie_mm.engine.cache.encoder_cache import EncoderCache
 from mindie_mm.engine.cache.prefix import extend_keys
 from mindie_mm.engine.cache.state_pool import StatePool
+from mindie_mm.engine.prompt_lookup import PromptLookup
 from mindie_mm.engine.requests.request import Request
 from mindie_mm.nn.splice import ItemRef, MediaItem
 from mindie_mm.settings.config import EngineConfig
@@ -34,6 +39,9 @@ class Scheduled:
     """Slot with the states of recurrent layers after `start` tokens."""
     writes: int = 0
     """Slot for the states after `stop` tokens."""
+    guesses: tuple[int, ...] = ()
+    """Guesses of the tokens after `stop`, which this step computes, too. A guess that is drawn need not be computed in
+    another step."""
     ends: bool = field(init=False)
     """Whether the step reaches the end of the request."""
     samples: bool = field(init=False)
@@ -55,6 +63,16 @@ class Scheduled:
                 return range(max(self.start, self.request.num_pooled), self.stop)
         return range(0)
 
+    @property
+    def end(self) -> int:
+        """Index after the last token that the step computes."""
+        return self.stop + len(self.guesses)
+
+    def ids(self) -> NDArray[np.int64]:
+        """Return the ids of the tokens that the step computes, int64 [end - start]. The id of an awaited token is 0."""
+        known = self.request.ids(self.start, self.stop)
+        return np.append(known, self.guesses) if self.guesses else known
+
 
 class BaseScheduler(ABC):
     """Queues of waiting and running requests, in first-come, first-served order within a priority."""
@@ -67,6 +85,12 @@ class BaseScheduler(ABC):
         """Number of prompt tokens that were looked up in the prefix cache."""
         self.prefix_hits = 0
         """Number of prompt tokens that were found in the prefix cache."""
+        self.drafts = 0
+        """Number of times that a step computed guesses of a request."""
+        self.draft_tokens = 0
+        """Number of guesses."""
+        self.accepted_tokens = 0
+        """Number of guesses that were drawn."""
         self._config = config
         self._encoder_cache = encoder_cache
         self._tower_limits = tower_limits
@@ -145,11 +169,26 @@ class Scheduler(BaseScheduler):
         encoder_cache: EncoderCache,
         tower_limits: TowerLimits,
         states: StatePool | None = None,
+        most_guesses: int = 0,
+        cheap_rows: int = 0,
     ) -> None:
-        """Create an empty scheduler. `states` is None if the model has no recurrent layers."""
+        """Create an empty scheduler.
+
+        Args:
+            config: Settings of the engine.
+            blocks: The KV blocks.
+            encoder_cache: The features of media.
+            tower_limits: Limits of one call of a tower.
+            states: Slots for the states of recurrent layers. None if the model has no such layers.
+            most_guesses: Maximum number of guesses of a request in one step.
+            cheap_rows: Number of tokens up to which steps of decodes contain guesses.
+
+        """
         super().__init__(config, encoder_cache, tower_limits)
         self._blocks = blocks
         self._states = states
+        self._most_guesses = most_guesses
+        self._cheap_rows = cheap_rows
         self._read: list[int] = []
         """Slots that the step reads and nobody writes. They are held until the step has been launched."""
 
@@ -201,6 +240,12 @@ class Scheduler(BaseScheduler):
                 self._states.keep(slot, request.keys[scheduled.stop // size - 1])
                 self._states.free(slot)
 
+    def accept(self, request: Request) -> Scheduled:
+        """Count a guess that was drawn as computed. Return it as a decode."""
+        self.accepted_tokens += 1
+        request.num_computed += 1
+        return Scheduled(request, request.num_computed - 1, request.num_computed)
+
     def forget(self, request: Request) -> None:
         """Do not share the blocks and snapshots of `request` any longer, because they may contain non-finite values."""
         self._blocks.forget(self._blocks.find(request.keys))
@@ -236,7 +281,34 @@ class Scheduler(BaseScheduler):
             self._preempt(last)
             if last is request:
                 return None
-        return self._take(request, stop, budget)
+        return self._take(request, stop, budget, self._guesses(request, budget))
+
+    def _guesses(self, request: Request, budget: _Budget) -> tuple[int, ...]:
+        """Return guesses of the tokens after the next one, if the request is decoded and there is room for them.
+
+        All running requests get the same share of the rows. A guess never takes a block that another request needs.
+        """
+        num_tokens = request.num_tokens
+        if not self._most_guesses or request.num_computed + 1 < num_tokens or request.num_computed < request.num_prompt:
+            return ()
+        positions = request.prompt_positions
+        most = min(
+            self._most_guesses,
+            self._cheap_rows // len(self.running) - 1,
+            budget.tokens - 1,
+            request.max_tokens - request.num_output - 1,
+            sys.maxsize if positions.longer is None else positions.most_tokens - num_tokens,
+        )
+        if most <= 0:
+            return ()
+        if request.lookup is None:
+            request.lookup = PromptLookup()
+        guesses = request.lookup.guess(request.token_ids, most)
+        if not guesses or not self._blocks.can_grow(request, num_tokens + len(guesses), spare=len(self.running)):
+            return ()
+        self.drafts += 1
+        self.draft_tokens += len(guesses)
+        return guesses
 
     def _admit(self, request: Request, budget: _Budget) -> Scheduled | None:
         request.lengthen()
@@ -276,17 +348,17 @@ class Scheduler(BaseScheduler):
         size = self._blocks.block_size
         return 2 * filled * size >= request.num_tokens - num_shared * size
 
-    def _take(self, request: Request, stop: int, budget: _Budget) -> Scheduled:
-        self._blocks.grow(request, stop)
+    def _take(self, request: Request, stop: int, budget: _Budget, guesses: tuple[int, ...] = ()) -> Scheduled:
+        self._blocks.grow(request, stop + len(guesses))
         start, request.num_computed = request.num_computed, stop
         items = self._uncached(request, start, stop)
         for item in items:
             budget.tower.take(item)
-        budget.tokens -= stop - start
+        budget.tokens -= stop - start + len(guesses)
         budget.prompts |= bool(items) or stop - start > 1
         extend_keys(request, self._blocks.block_size, stop)
         slots = (0, 0) if self._states is None else self._move_state(request, start, stop, self._states)
-        scheduled = Scheduled(request, start, stop, *slots)
+        scheduled = Scheduled(request, start, stop, *slots, guesses)
         budget.keys.update(self._continued_after(scheduled))
         return scheduled
 

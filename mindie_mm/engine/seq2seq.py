@@ -112,6 +112,8 @@ class Seq2SeqEngine(BaseEngine):
         fitting_context(model, config, kv_bytes, kv_bytes // (model.prompt_token_bytes + model.spec.kv_token_bytes))
         self._scheduler = Seq2SeqScheduler(model, config, self._encoder_cache, self._tower_limits, kv_bytes)
         self._decodings: dict[Request, Decoding] = {}
+        if config.num_speculative_tokens:
+            _log.warning("num_speculative_tokens has no effect for an encoder-decoder model")
 
     @property
     def ready(self) -> Ready:

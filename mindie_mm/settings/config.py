@@ -85,6 +85,11 @@ class EngineConfig:
     is smaller if memory is short."""
     prefix_caching: bool = True
     """Reuse the KV cache for prompts that begin with the same tokens and media."""
+    num_speculative_tokens: CountOrNone | None = None
+    """Maximum number of next tokens of a request that are guessed and checked in one step. The guesses are the tokens
+    that followed the last three tokens at an earlier place of prompt and answer. They speed up answers that repeat
+    such places, and do not change them. 0: no guesses. On accelerators, another value turns off `async_scheduling`.
+    Default: 7 on the CPU, else 0."""
     enforce_eager: bool = False
     """Do not capture decode steps as graphs. Off: use graphs if the device supports them."""
     async_scheduling: bool = True

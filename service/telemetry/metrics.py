@@ -341,6 +341,9 @@ _ENGINE_COUNTERS: _EngineValues = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda stats: stats.prefix_cache_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_cache_hits),
     ("num_preemptions", "Requests preempted to free KV cache.", lambda stats: stats.preemptions),
+    ("spec_decode_num_drafts", "Steps of a request with guesses of its next tokens.", lambda stats: stats.drafts),
+    ("spec_decode_num_draft_tokens", "Tokens that were guessed.", lambda stats: stats.draft_tokens),
+    ("spec_decode_num_accepted_tokens", "Guesses that were drawn.", lambda stats: stats.accepted_tokens),
 )
 
 

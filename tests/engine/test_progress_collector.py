@@ -73,6 +73,13 @@ def test_only_further_tokens_are_held(kind):
     assert collector.take() == []
 
 
+def test_several_tokens_of_a_request_in_one_step_are_held():
+    collector = ProgressCollector(Clock())
+    step = [token("a", 1), token("b", 2), token("a", 3)]
+    assert collector.add(Stepped(step, Stats(num_running=2))) is None
+    assert [one.token_ids for one in collector.take()] == [[1, 3], [2]]
+
+
 def test_no_token_is_held_while_another_request_reads_its_prompt():
     """The next step may then take long."""
     collector = ProgressCollector(Clock())

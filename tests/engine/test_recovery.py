@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 1.5, "repetition_penalty": 1.3, "min_tokens": 20},
     "structure": {"structured_outputs": StructuredOutputs(json=json.dumps(SCHEMA)), "ignore_eos": False},
     "prompt logprobs": {"prompt_logprobs": 1},
+    "guesses": {"temperature": 0.5, "allowed_token_ids": (100, 101, 102), "logit_bias": {101: 8.0}},
 }
 
 
@@ -94,6 +95,7 @@ async def test_a_stream_continues_as_an_undisturbed_stream(worker: Worker, image
     assert numbers(found) == pytest.approx(numbers(whole), abs=1e-4)
     assert found.prompt_logprobs == whole.prompt_logprobs
     assert worker.media_remade
+    assert worker.engine.engines[0].stats.accepted_tokens > 0 or case != "guesses"
 
 
 @with_ranks

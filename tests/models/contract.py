@@ -640,6 +640,17 @@ class FamilyContract:
         for i, items in enumerate(self.prompts.values()):
             assert outputs[i] == reference.generate(items, self.num_tokens)
 
+    @pytest.mark.representative
+    def test_guesses_do_not_change_the_tokens(self, model, tokenized):
+        """A random model that may choose only few tokens soon repeats itself."""
+        few = tuple(sorted({*map(int, next(iter(tokenized.values()))[:4]), 20, 21, 22, 23}))
+        settings = {"max_tokens": 40, "ignore_eos": True, "allowed_token_ids": few}
+        plain, guessing = (self.engine(model, max_num_seqs=2, num_speculative_tokens=number) for number in (0, 7))
+        prompts = [*tokenized.values()]
+        assert run(guessing, prompts, **settings) == run(plain, prompts, **settings)
+        guesses = isinstance(guessing, Engine) and not model.spec.state_bytes
+        assert (guessing.stats.accepted_tokens > 0) == guesses
+
     @pytest.mark.slow  # the shorter suite tests recorded steps in tests/engine/test_decode_graphs.py
     def test_recorded_decode_steps_generate_the_same_tokens(self, path, device, model, tokenized, recorded, caplog):
         """Replayed steps use no stale value from Python, and each step that cannot be recorded is logged."""

@@ -47,6 +47,7 @@ VLLM = {
     *("num_requests_running", "num_requests_waiting", "num_preemptions_total", "kv_cache_usage_perc"),
     *("cache_config_info", "prefix_cache_queries_total", "prefix_cache_hits_total", "mm_cache_queries_total"),
     *("mm_cache_hits_total", "prompt_tokens_total", "generation_tokens_total", "request_success_total"),
+    *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
     *("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
     *("request_time_per_output_token_seconds_bucket", "e2e_request_latency_seconds_bucket"),
     *("request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket"),

@@ -46,10 +46,14 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def can_grow(self, request: Request, num_tokens: int, shared: Sequence[int] = ()) -> bool:
-        """Return whether enough blocks are free to let `request` share `shared` and grow to `num_tokens` tokens."""
+    def can_grow(self, request: Request, num_tokens: int, shared: Sequence[int] = (), spare: int = 0) -> bool:
+        """Return whether enough blocks are free to let `request` share `shared` and grow to `num_tokens` tokens.
+
+        Any blocks that the request lacks must leave `spare` blocks free.
+        """
         free = len(self._free) - sum(not self._holders[block] for block in shared)
-        return self.num_needed(num_tokens) - len(request.kv_blocks) - len(shared) <= free
+        lacking = self.num_needed(num_tokens) - len(request.kv_blocks) - len(shared)
+        return lacking <= 0 or lacking + spare <= free
 
     def share(self, request: Request, blocks: Sequence[int]) -> None:
         """Add blocks from `find` to `request`, which must not have blocks yet."""

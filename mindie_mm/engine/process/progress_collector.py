@@ -45,7 +45,7 @@ class ProgressCollector:
             self._held_since_s = now_s
         for progress in stepped.progress:
             self._held.setdefault(progress.request_id, []).append(progress)
-        only_decodes = len(stepped.progress) == stepped.stats.num_running > 0
+        only_decodes = len({progress.request_id for progress in stepped.progress}) == stepped.stats.num_running > 0
         in_time = now_s + step_s <= self._held_since_s + HOLD_S
         if only_decodes and in_time and all(map(_can_wait, stepped.progress)):
             return None

@@ -209,6 +209,12 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefix_cache_hits: int = 0
     """Number of prompt tokens that were found in the prefix cache."""
     preemptions: int = 0
+    drafts: int = 0
+    """Number of times that a step computed guesses of a request."""
+    draft_tokens: int = 0
+    """Number of guesses."""
+    accepted_tokens: int = 0
+    """Number of guesses that were drawn."""
 
 
 class Stepped(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mindie_mm.engine.prompt_lookup import PromptLookup
 from mindie_mm.engine.requests.engine_messages import Origin, Timings, TokenLogprob
 from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.nn.model import Positions
@@ -58,6 +59,8 @@ class Request:
     """Whether the shared-memory blocks of `items` may be freed, because the KV cache covers all features."""
     num_computed: int = 0
     """Number of tokens whose keys and values are in the KV cache."""
+    lookup: PromptLookup | None = None
+    """The n-grams of the tokens, if the engine has looked for guesses."""
     awaits_token: bool = False
     """Whether a step has drawn the next token, which has not arrived on the host yet."""
     num_cached: int | None = None
