@@ -30,8 +30,8 @@ pytest_plugins = ["tests.ascend.counted", "tests.checkpoints", "tests.own_shm", 
 # If an assertion of these modules fails, pytest shows the compared values, as it does for test modules.
 pytest.register_assert_rewrite("tests.models.contract", "tests.models.mindie_contract", "tests.models.seq2seq_contract")
 
-KERNELS = "onednn=no,blocks=no,fused=yes,step=best,int8=onednn,vnni=no,bfloat16=yes,4bit=no"
-"""Choices between kernels for all tests, so that no test depends on the processor or on a trial. Every processor that
+KERNELS = "onednn=no,blocks=no,fused=yes,step=best,bfloat16=yes,4bit=no"
+"""Choices between kernels for all tests, so that no test depends on the processor. Every processor that
 the tests run on supports these choices. tests/device/test_choices.py covers the others."""
 
 settings.register_profile("here", deadline=None)  # tests may be slow on a busy machine; pytest has its own limit

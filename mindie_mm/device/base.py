@@ -83,6 +83,10 @@ class Device(ABC):
         """Try the device's fused operators, and report their difference from plain PyTorch and their time."""
         yield from ()
 
+    def decode_steps(self) -> Iterator[Finding]:
+        """Report which code runs decode steps, if the device has several."""
+        yield from ()
+
     @property
     @abstractmethod
     def torch_device(self) -> torch.device:
@@ -170,7 +174,7 @@ class Device(ABC):
         raise NotImplementedError
 
     def int8_linear(self, linear: torch.nn.Linear) -> torch.nn.Module:
-        """Return a layer with int8 weights that computes nearly the same as `linear`, whose weights are float32.
+        """Return a layer with int8 weights that computes nearly the same as `linear`.
 
         Raises:
             DeviceError: The device has no such layer.

@@ -1,7 +1,7 @@
-"""Choices between kernels that depend on the processor or on a trial, and the variable that forces them.
+"""Choices between kernels that depend on the processor, and the variable that forces them.
 
-MINDIE_MM_KERNELS, a variable for tests, forces some of the choices, for example "onednn=yes,int8=fbgemm". So a run of
-the tests covers every path on every processor, and no result depends on the times of a trial.
+MINDIE_MM_KERNELS, a variable for tests, forces some of the choices, for example "onednn=yes,step=no". So a run of
+the tests covers every path on every processor.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "blocks": (_NO, _YES),
     "fused": (_NO, _YES),
     "step": (_NO, "best", "generic", "avx2", "avx512"),
-    "int8": ("fbgemm", "onednn"),
-    "vnni": (_NO, _YES),
     "bfloat16": (_NO, _YES),
     "4bit": (_NO, _YES),
 }
@@ -28,8 +26,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 - blocks: whether bfloat16 towers compute attention for blocks of queries (cpu/cpu_attention.py)
 - fused: whether transformers' decoder layers are replaced (nn/decoder_layer.py)
 - step: the instructions of compiled decode steps (cpu/decode_step.py), the best of the processor, or no such steps
-- int8: the library that multiplies int8 (cpu/int8_linear.py)
-- vnni: whether int8 products use all 8 bits of the activations
 - bfloat16: whether the processor counts as having instructions for products in bfloat16 and float16
 - 4bit: whether bitsandbytes may use its AVX512-BF16 kernel (nn/weights/formats/bitsandbytes.py)
 """

@@ -85,6 +85,7 @@ def _devices(config: EngineConfig, root: Path, *, operators: bool) -> Generator[
     yield device
     if device.status != "error":  # do not load a broken library
         yield from _dtype(chosen, config.dtype)
+        yield from open_device(chosen).decode_steps()
         if operators:
             yield from open_device(chosen).operators()
     for kind, findings in report.items():

@@ -33,16 +33,15 @@ def quantize(model: MediaModel, device: Device) -> None:
     if not linears:
         raise InputError(
             f"weights is int8, but the text model has no linear layer that can be quantized (its data type is "
-            f"{model.spec.dtype}); use --dtype float32 without tensor parallelism and with a checkpoint that is not "
-            "quantized, or leave weights out"
+            f"{model.spec.dtype}); use --dtype float32 or bfloat16 without tensor parallelism and with a checkpoint "
+            "that is not quantized, or leave weights out"
         )
-    num_bytes = sum(linear.weight.nbytes for linear in linears)
     model.replace({linear: device.int8_linear(linear) for linear in linears})
     _log.info(
         "%d linear layers of the text model have int8 weights: %.1f MiB instead of %.1f MiB",
         len(linears),
-        num_bytes / 4 / _MiB,
-        num_bytes / _MiB,
+        sum(linear.weight.numel() for linear in linears) / _MiB,
+        sum(linear.weight.nbytes for linear in linears) / _MiB,
     )
 
 
@@ -51,7 +50,7 @@ def _linears(part: nn.Module) -> Iterator[nn.Linear]:
     for name, module in part.named_modules():
         if (
             type(module) is nn.Linear
-            and module.weight.dtype == torch.float32
+            and module.weight.dtype in (torch.float32, torch.bfloat16)
             and name.rpartition(".")[2] not in _ROUTERS
             and not module._forward_pre_hooks  # noqa: SLF001
             and "forward" not in vars(module)

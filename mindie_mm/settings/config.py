@@ -55,9 +55,9 @@ class EngineConfig:
     """Data type of weights and activations: auto, float32, bfloat16 or float16. auto: float32 on the CPU, else the
     checkpoint's data type."""
     weights: Literal["auto", "int8"] = "auto"
-    """Precision of the text model's linear layers: auto, which keeps the data type, or int8. int8 needs a quarter of
-    the memory, makes decoding faster unless the layers are small, and changes answers slightly. It requires an x86-64
-    CPU and data type float32."""
+    """Precision of the text model's linear layers: auto, which keeps the data type, or int8. int8 needs a
+    quarter of the memory of float32, makes decoding faster and prefills slightly slower, and changes answers slightly.
+    It requires a CPU, and data type float32 or bfloat16."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     """Maximum number of tokens in prompt and answer together; for an encoder-decoder model, in each of them. The engine
     does not start if the KV cache is too small for this number. Default: the checkpoint's maximum, with the factor of

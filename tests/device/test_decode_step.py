@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,14 +13,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mindie_mm.device import open_device
 from mindie_mm.device.cpu import decode_step
 from mindie_mm.device.cpu.decode_step import MOST_ROWS, DecodeStep, NotCompiled, StepLinear
+from mindie_mm.device.cpu.int8_linear import Int8Linear
+from mindie_mm.engine.core import Engine
+from mindie_mm.engine.requests.engine_messages import Add
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.models import load_model
 from mindie_mm.nn.angles import Angles
 from mindie_mm.nn.attention import CHUNKED
 from mindie_mm.nn.decoder_layer import fuse
 from mindie_mm.nn.paged_batch import Chunk, PagedBatch
 from mindie_mm.nn.paged_cache import KVLayer, PagedCache
+from mindie_mm.settings.config import EngineConfig
 from tests.nn.test_decoder_layer import MODELS, SIZES, WINDOW, text_model
 
 CPU = torch.device("cpu")
@@ -35,6 +41,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "many heads for each key": ("Llama", {"num_attention_heads": 16, "num_key_value_heads": 1}),
 }
+WEIGHTS = ("auto", "int8")
 LENGTHS = (1, 11, 33, 5, 8, 2, 70, 9)
 """Numbers of tokens of the sequences of a step, including the new token."""
 
@@ -64,11 +71,21 @@ def last(row: int) -> Part:
     return row, LENGTHS[row] - 1, LENGTHS[row]
 
 
+def quantize(model: Any) -> None:
+    """Replace the linear layers of the decoder layers by layers with int8 weights."""
+    for layer in model.layers:
+        for name, part in [*layer.named_children()]:
+            if isinstance(part, nn.Linear):
+                setattr(layer, name, Int8Linear.of(part))
+
+
 class Steps:
     """A model, and sequences whose last tokens are computed in a step. The first blocks of two sequences are shared."""
 
-    def __init__(self, model: Any, block_size: int = 4) -> None:
+    def __init__(self, model: Any, block_size: int = 4, weights: str = "auto") -> None:
         fuse(model)
+        if weights == "int8":
+            quantize(model)
         self.model = model
         config = model.config
         kept = KVLayer(config.num_key_value_heads, model.layers[0].head_dim)
@@ -134,10 +151,12 @@ class Steps:
 ALL = [*range(len(LENGTHS))]
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("case", KINDS)
-def test_a_compiled_step_equals_torch(case: str, instructions: str) -> None:
+def test_a_compiled_step_equals_torch(case: str, weights: str, instructions: str) -> None:
     name, settings = KINDS[case]
-    exact, rounded = (Steps(text_model(name, dtype, **settings)) for dtype in (torch.float32, torch.bfloat16))
+    models = (text_model(name, dtype, **settings) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (Steps(model, weights=weights) for model in models)
     ours, expected = exact.compiled(ALL), exact.torch(ALL)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
     off, theirs = ((one.float() - expected).norm() for one in (rounded.compiled(ALL), rounded.torch(ALL)))
@@ -150,9 +169,10 @@ def test_blocks_may_have_any_size(block_size: int, instructions: str) -> None:
     torch.testing.assert_close(steps.compiled(ALL), steps.torch(ALL), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_does_not_depend_on_its_neighbors(dtype: torch.dtype, instructions: str) -> None:
-    steps = Steps(text_model("Qwen3", dtype))
+def test_a_row_does_not_depend_on_its_neighbors(dtype: torch.dtype, weights: str, instructions: str) -> None:
+    steps = Steps(text_model("Qwen3", dtype), weights=weights)
     step = steps.step()
     alone = [steps.compiled([row], step)[0] for row in ALL]
     for rows in (ALL, ALL[::-1], *(ALL[:count] for count in range(2, MOST_ROWS))):
@@ -195,16 +215,30 @@ def test_new_keys_and_values_are_stored_as_in_torch(instructions: str) -> None:
     torch.testing.assert_close(ours.cache.memory[0].nan_to_num(), theirs.cache.memory[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [192, 208])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_linear_layer_multiplies_up_to_eight_rows(dtype: torch.dtype, bias: bool, instructions: str) -> None:
-    linear = nn.Linear(208, 345, bias=bias, dtype=dtype).requires_grad_(False)
+def test_a_linear_layer_multiplies_up_to_eight_rows(
+    width: int, dtype: torch.dtype, bias: bool, instructions: str
+) -> None:
+    linear: Any = nn.Linear(width, 345, bias=bias).requires_grad_(False)
+    if dtype == torch.int8:
+        linear = Int8Linear.of(linear)
+        if width % 64:
+            with pytest.raises(NotCompiled, match="not a multiple of 64"):
+                StepLinear(linear)
+            return
+    else:
+        linear.to(dtype)
     ours = StepLinear(linear)
-    rows = torch.randn(MOST_ROWS, 208).to(dtype)
-    exact = nn.functional.linear(rows.double(), linear.weight.double(), linear.bias.double() if bias else None)
+    rows = torch.randn(MOST_ROWS, width)
+    given = rows.clone()
+    weight = linear.weight.double() * (linear.scales.double().unsqueeze(1) if dtype == torch.int8 else 1)
+    exact = nn.functional.linear(rows.double(), weight, linear.bias.double() if bias else None)
     for count in range(1, MOST_ROWS + 1):
         assert ours.takes(rows[:count])
         torch.testing.assert_close(ours(rows[:count]), exact[:count].float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(rows, given)
     assert not ours.takes(torch.cat([rows, rows]))
 
 
@@ -267,18 +301,22 @@ def step_logits(model: Any, ids: Tensor) -> Tensor:
     return logits[0]
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_the_embedded_checkpoint_runs_compiled_steps(
-    instructions: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    weights: str, instructions: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.INFO):
-        model = load_model(None, "cpu", "float32")
-    assert "compiled code runs steps of up to 8 tokens" in caplog.text
+        model = load_model(None, "cpu", "float32", weights=weights)
+    assert f"compiled code ({instructions}) runs steps of up to {MOST_ROWS} tokens" in caplog.text
     ids = torch.from_numpy(np.random.default_rng(0).integers(8, 200, 77))
     ran: list[int] = []
     run = DecodeStep.run
     monkeypatch.setattr(DecodeStep, "run", lambda *given: ran.append(len(given[1])) or run(*given))
     torch.testing.assert_close(step_logits(model, ids), model.logits(ids)[-1], rtol=0, atol=1e-4)
     assert ran == [1]
+    (finding,) = open_device("cpu").decode_steps()
+    assert finding.status == "ok"
+    assert f"compiled code ({instructions})" in finding.found
 
 
 def test_torch_runs_the_steps_without_the_library(
@@ -288,5 +326,34 @@ def test_torch_runs_the_steps_without_the_library(
     with caplog.at_level(logging.INFO):
         model = load_model(None, "cpu", "float32")
     assert "torch runs all decode steps: the package has no decode_step_" in caplog.text
+    (finding,) = open_device("cpu").decode_steps()
+    assert (finding.status, finding.found) == ("warning", "torch runs all decode steps")
+    assert "install a C compiler" in finding.advice
     ids = torch.arange(10, 40)
     torch.testing.assert_close(step_logits(model, ids), model.logits(ids)[-1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_tokens_do_not_depend_on_requests_that_join_and_leave(weights: str) -> None:
+    """Compiled code runs steps of few requests. Torch runs steps of many requests, and of a part of a prompt."""
+    model = load_model(None, "cpu", "float32", weights=weights)
+    numbers = range(MOST_ROWS + 3)
+    prompts = [np.random.default_rng(number).integers(8, 200, 5 + 4 * number) for number in numbers]
+    params = [SamplingParams(temperature=0.8, seed=n, max_tokens=33 - 2 * n, ignore_eos=True) for n in numbers]
+
+    def answers(chosen: Sequence[int]) -> dict[str, list[int]]:
+        engine, waiting = Engine(model, EngineConfig(max_num_batched_tokens=24)), [*chosen]
+        tokens: dict[str, list[int]] = {str(number): [] for number in chosen}
+        while waiting or engine.has_work():
+            if waiting:
+                number = waiting.pop(0)
+                assert engine.add(Add(str(number), prompts[number].tobytes(), params[number])) is None
+            for progress in engine.step().progress:
+                assert progress.error is None
+                tokens[progress.request_id] += progress.token_ids
+        return tokens
+
+    alone: dict[str, list[int]] = {}
+    for number in numbers:
+        alone |= answers([number])
+    assert answers(numbers) == alone

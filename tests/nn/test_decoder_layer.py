@@ -21,7 +21,7 @@ from mindie_mm.nn.paged_cache import KVLayer, PagedCache
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 192,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import ClassVar
 
 import torch
@@ -18,14 +19,14 @@ from mindie_mm.device.cpu import cpu_attention
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
 from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
-from mindie_mm.device.cpu.decode_step import MOST_ROWS
-from mindie_mm.device.cpu.int8_linear import has_int8, int8_linear
+from mindie_mm.device.cpu.decode_step import MOST_ROWS, NotCompiled, StepLinear, instructions
+from mindie_mm.device.cpu.int8_linear import Int8Linear
 from mindie_mm.device.cpu.onednn_linear import use_onednn
 from mindie_mm.device.cpu.step_memory import allocated_peak_bytes, computed_peak_bytes
 from mindie_mm.device.cpu.weight_pages import drop_unused_pages
+from mindie_mm.device.finding import Finding
 from mindie_mm.device.kernels import Kernels
 from mindie_mm.device.quantized_linear import QuantizedWeight
-from mindie_mm.errors import DeviceError
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,14 @@ class CPU(Device):
     def fuses_layers(self) -> bool:
         return choose("fused", lambda: True)
 
+    def decode_steps(self) -> Iterator[Finding]:
+        try:
+            found = f"compiled code ({instructions()}) runs up to {MOST_ROWS} sequences of Llama-like models"
+        except NotCompiled as reason:
+            yield Finding("decode steps", "warning", "torch runs all decode steps", str(reason))
+        else:
+            yield Finding("decode steps", "ok", found, "the log says whether it runs the checkpoint, or why not")
+
     def use(self) -> None:
         pass  # there is only one
 
@@ -74,12 +83,7 @@ class CPU(Device):
         return choose("bfloat16", lambda: _has_instructions(dtype))
 
     def int8_linear(self, linear: torch.nn.Linear) -> torch.nn.Module:
-        if not has_int8():
-            raise DeviceError(
-                f"weights is int8, which torch does not support on this processor ({platform.machine()}); leave the "
-                "setting out"
-            )
-        return int8_linear(linear)
+        return Int8Linear.of(linear)
 
     def quantized_linear(self, weight: QuantizedWeight, bias: torch.nn.Parameter | None) -> torch.nn.Module:
         return CPUQuantizedLinear(weight, bias)
@@ -87,6 +91,7 @@ class CPU(Device):
     def prepare(self, module: torch.nn.Module) -> None:
         host_memory.keep_freed()
         use_onednn(module)
+        _compile_int8(module)
         lighten(module)
         cpu_attention.replace(module)
         drop_unused_pages(module)
@@ -105,6 +110,14 @@ class CPU(Device):
 
     def grown_bytes(self, work: Callable[[], object]) -> int:
         return host_memory.grown_bytes(work)
+
+
+def _compile_int8(module: torch.nn.Module) -> None:
+    """Let compiled code multiply few rows in layers with int8 weights, also where it does not run the whole step."""
+    for part in module.modules():
+        if isinstance(part, Int8Linear):
+            with suppress(NotCompiled):
+                part.few = StepLinear(part)
 
 
 def _has_instructions(dtype: torch.dtype) -> bool:

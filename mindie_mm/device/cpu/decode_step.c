@@ -3,9 +3,9 @@
  * decode_step.py calls this library with ctypes, and describes the structures. The library is compiled once for each
  * instruction set (setup.py). All of them come from this source, in GCC's vector extensions.
  *
- * Weights are rows of numbers in float32 or bfloat16, as torch stores them. Activations are float32. Each output
- * is summed in an order that depends only on the width of its row, so the result of a sequence does not depend on the
- * other sequences of the step.
+ * Weights are rows of numbers in float32, bfloat16, or int8 with a scale for each row. Activations are float32. Each
+ * output is summed in an order that depends only on the width of its row, so the result of a sequence does not depend
+ * on the other sequences of the step.
  */
 
 #include <math.h>
@@ -29,11 +29,13 @@ typedef int32_t integers __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 /* Vectors in memory at any address. */
 typedef float stored_floats __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef uint32_t stored_words __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef uint16_t stored_halves __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { FLOAT32, BFLOAT16 };
+/* Formats of numbers. A number has 4 >> format bytes. */
+enum { FLOAT32, BFLOAT16, INT8 };
 enum { SILU, GELU_TANH };
 
 /* Largest number of new tokens in a step, and of rows in a product. */
@@ -41,10 +43,11 @@ enum { SILU, GELU_TANH };
 /* Number of tokens whose scores are computed at a time. */
 #define TILE_TOKENS 64
 
-/* A linear layer, [outputs, inputs]. `inputs` is a multiple of 16. */
+/* A linear layer, [outputs, inputs]. `inputs` is a multiple of 16, or of 64 if the format is INT8. */
 struct matrix {
     const void *weights;
-    const float *bias; /* or NULL */
+    const float *scales; /* of each output, or NULL */
+    const float *bias;   /* or NULL */
     int64_t outputs, inputs;
     int64_t stride; /* distance between two rows */
     int64_t format;
@@ -86,11 +89,12 @@ struct batch {
 
 INLINE vector broadcast(float value) { return value - (vector){0}; } /* and not +, so that -0 stays -0 */
 
-/* Return the address of the number at `place` in an array in any format. */
+/* Return the address of the number at `place` in an array. */
 INLINE const void *address(const void *numbers, int64_t place, int64_t format) {
-    return (const char *)numbers + place * (format == FLOAT32 ? 4 : 2);
+    return (const char *)numbers + place * (4 >> format);
 }
 
+/* Return numbers in float32 or bfloat16. */
 INLINE vector load(const void *numbers, int64_t place, int64_t format) {
     const void *source = address(numbers, place, format);
     if (format == FLOAT32)
@@ -161,51 +165,83 @@ INLINE vector exponential(vector x) {
 
 struct product {
     const struct matrix *matrix;
-    const float *input; /* [rows, input_stride] */
-    float *output;      /* [rows, output_stride] */
+    float *input;  /* [rows, input_stride], which `arrange` has arranged */
+    float *output; /* [rows, output_stride] */
     int64_t rows, input_stride, output_stride;
     bool adds; /* whether the product is added to the output */
-    /* The other attributes are for products on all threads. */
-    float *gated; /* [rows, outputs / 2] if the first half of the outputs are gates of the second half, or NULL */
-    int64_t activation, per_chunk;
+    int64_t per_chunk; /* number of outputs of a chunk, if all threads compute the product */
 };
 
-/* Multiply `tile` rows of weights, from `first` on, by `batch` rows of input. The last three are constants. */
-INLINE void multiply_tile(const struct product *p, int64_t first, const int tile, const int format, const int batch) {
+/* Return how many numbers a product reads in one 32-bit word. Reading words takes fewer instructions than converting
+ * vectors of narrower numbers, but the width of the rows must be a multiple of whole vectors of words. */
+static int64_t numbers_per_word(const struct matrix *m) {
+    return m->inputs % (LANES << m->format) == 0 ? 1 << m->format : 1;
+}
+
+/* Move the numbers of the input to where `unpack` needs them: each vector of words has one number of each word. */
+static void arrange(float *input, const struct matrix *m) {
+    const int64_t parts = numbers_per_word(m);
+    float old[4 * LANES];
+    for (float *group = input; parts > 1 && group < input + m->inputs; group += parts * LANES) {
+        memcpy(old, group, sizeof(float) * parts * LANES);
+        for (int64_t i = 0; i < parts * LANES; i++)
+            group[i % parts * LANES + i / parts] = old[i];
+    }
+}
+
+/* Return one number of each word of a vector at `place`. The last three arguments are constants. */
+INLINE vector unpack(const void *numbers, int64_t place, const int format, const int parts, const int part) {
+    if (parts == 1)
+        return load(numbers, place, format);
+    words packed = *(const stored_words *)address(numbers, place, format);
+    if (format == BFLOAT16)
+        return (vector)(part == 0 ? packed << 16 : packed & 0xffff0000);
+    return __builtin_convertvector((integers)(packed << (24 - 8 * part)) >> 24, vector);
+}
+
+/* Multiply `tile` rows of weights, from `first` on, by `batch` rows of input. The last four are constants. */
+INLINE void multiply_tile(
+    const struct product *p, int64_t first, const int tile, const int format, const int parts, const int batch) {
     const struct matrix *m = p->matrix;
     vector sums[8][MOST_ROWS] = {0}, weights[8];
-    for (int64_t k = 0; k < m->inputs; k += LANES) {
+    for (int64_t k = 0; k < m->inputs; k += parts * LANES)
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++) {
 #pragma GCC unroll 8
-        for (int row = 0; row < tile; row++) {
-            int64_t place = (first + row) * m->stride + k;
-            weights[row] = load(m->weights, place, format);
-            __builtin_prefetch(address(m->weights, place + tile * m->stride, format)); /* of the next tile */
+            for (int row = 0; row < tile; row++) {
+                int64_t place = (first + row) * m->stride + k;
+                weights[row] = unpack(m->weights, place, format, parts, part);
+                if (part == 0) /* of the next tile */
+                    __builtin_prefetch(address(m->weights, place + tile * m->stride, format));
+            }
+#pragma GCC unroll 8
+            for (int b = 0; b < batch; b++) {
+                vector input = load_floats(p->input + b * p->input_stride + k + part * LANES);
+#pragma GCC unroll 8
+                for (int row = 0; row < tile; row++)
+                    sums[row][b] += weights[row] * input;
+            }
         }
-#pragma GCC unroll 8
-        for (int b = 0; b < batch; b++) {
-            vector input = load_floats(p->input + b * p->input_stride + k);
-#pragma GCC unroll 8
-            for (int row = 0; row < tile; row++)
-                sums[row][b] += weights[row] * input;
-        }
-    }
 #pragma GCC unroll 8
     for (int row = 0; row < tile; row++)
 #pragma GCC unroll 8
         for (int b = 0; b < batch; b++) {
             float *output = p->output + b * p->output_stride + first + row;
             float sum = sum_lanes(sums[row][b]);
+            if (m->scales != NULL)
+                sum *= m->scales[first + row];
             if (m->bias != NULL)
                 sum += m->bias[first + row];
             *output = p->adds ? *output + sum : sum;
         }
 }
 
-INLINE void multiply_tiles(const struct product *p, int64_t first, int64_t last, const int format, const int batch) {
+INLINE void multiply_tiles(
+    const struct product *p, int64_t first, int64_t last, const int format, const int parts, const int batch) {
     for (; first + TILE(batch) <= last; first += TILE(batch))
-        multiply_tile(p, first, TILE(batch), format, batch);
+        multiply_tile(p, first, TILE(batch), format, parts, batch);
     for (; first < last; first++)
-        multiply_tile(p, first, 1, format, batch);
+        multiply_tile(p, first, 1, format, parts, batch);
 }
 
 /* Call a function whose last argument is the number of rows, as a constant. */
@@ -218,10 +254,15 @@ INLINE void multiply_tiles(const struct product *p, int64_t first, int64_t last,
 
 /* Compute the outputs [first, last) of all rows of a product. */
 static void multiply_rows(const struct product *p, int64_t first, int64_t last) {
-    if (p->matrix->format == FLOAT32) {
-        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, FLOAT32)
+    const int64_t format = p->matrix->format, parts = numbers_per_word(p->matrix);
+    if (format == FLOAT32) {
+        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, FLOAT32, 1)
+    } else if (format == BFLOAT16 && parts == 2) {
+        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, BFLOAT16, 2)
+    } else if (format == BFLOAT16) {
+        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, BFLOAT16, 1)
     } else {
-        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, BFLOAT16)
+        WITH_CONSTANT_ROWS(p->rows, multiply_tiles, p, first, last, INT8, 4)
     }
 }
 
@@ -240,46 +281,39 @@ static void run_product(const void *context, int chunk) {
     multiply_rows(p, first, least(first + p->per_chunk, p->matrix->outputs));
 }
 
-/* Return x * sigmoid(s). SiLU has s = x, and GELU in its approximation with tanh has a polynomial. */
-INLINE vector activate(vector x, int64_t activation) {
-    vector s = activation == SILU ? x : 1.5957691216f * (x + 0.044715f * x * x * x);
-    return x / (1.0f + exponential(-s));
-}
-
-/* Compute a chunk of the gates, the same chunk of the values that they multiply, and their product. */
-static void run_gated_product(const void *context, int chunk) {
-    const struct product *p = context;
-    int64_t half = p->matrix->outputs / 2, first = chunk * p->per_chunk, last = least(first + p->per_chunk, half);
-    multiply_rows(p, first, last);
-    multiply_rows(p, half + first, half + last);
-    for (int64_t row = 0; row < p->rows; row++) {
-        const float *gates = p->output + row * 2 * half, *values = gates + half;
-        for (int64_t i = first; i < last; i += LANES) {
-            vector gated = activate(load_floats(gates + i), p->activation) * load_floats(values + i);
-            store_floats(p->gated + row * half + i, gated);
-        }
-    }
-}
-
 /* Run a product in chunks of multiples of 16 outputs. */
 static void multiply(struct product p) {
-    int64_t outputs = p.gated == NULL ? p.matrix->outputs : p.matrix->outputs / 2;
-    int64_t enough = LEAST_WEIGHTS / p.matrix->inputs, few = outputs / MOST_CHUNKS;
+    int64_t enough = LEAST_WEIGHTS / p.matrix->inputs, few = p.matrix->outputs / MOST_CHUNKS;
     p.per_chunk = ((enough > few ? enough : few) / 16 + 1) * 16;
     p.input_stride = p.matrix->inputs;
     p.output_stride = p.matrix->outputs;
-    run_phase(p.gated == NULL ? run_product : run_gated_product, &p, (int)((outputs - 1) / p.per_chunk + 1));
+    for (int64_t row = 0; row < p.rows; row++)
+        arrange(p.input + row * p.input_stride, p.matrix);
+    run_phase(run_product, &p, (int)((p.matrix->outputs - 1) / p.per_chunk + 1));
 }
 
-/* ---- Norms and rotary embeddings ---- */
+/* ---- Gates, norms and rotary embeddings ---- */
 
-static void rms_norm(const float *input, const float *weight, float eps, float *output, int64_t width) {
-    vector squares = {0};
-    for (int64_t i = 0; i < width; i += LANES)
-        squares += load_floats(input + i) * load_floats(input + i);
-    float factor = 1.0f / sqrtf(sum_lanes(squares) / (float)width + eps);
-    for (int64_t i = 0; i < width; i += LANES)
-        store_floats(output + i, load_floats(input + i) * factor * load_floats(weight + i));
+/* Multiply the second half of each row by x * sigmoid(s), where x is the first half, the gates. SiLU has s = x, and
+ * GELU in its approximation with tanh has a polynomial. */
+static void gate(const float *gates, int64_t activation, float *output, int64_t rows, int64_t width) {
+    for (; rows > 0; rows--, gates += 2 * width, output += width)
+        for (int64_t i = 0; i < width; i += LANES) {
+            vector x = load_floats(gates + i);
+            vector s = activation == SILU ? x : 1.5957691216f * (x + 0.044715f * x * x * x);
+            store_floats(output + i, x / (1.0f + exponential(-s)) * load_floats(gates + width + i));
+        }
+}
+
+static void rms_norm(const float *input, const float *weight, float eps, float *output, int64_t rows, int64_t width) {
+    for (; rows > 0; rows--, input += width, output += width) {
+        vector squares = {0};
+        for (int64_t i = 0; i < width; i += LANES)
+            squares += load_floats(input + i) * load_floats(input + i);
+        float factor = 1.0f / sqrtf(sum_lanes(squares) / (float)width + eps);
+        for (int64_t i = 0; i < width; i += LANES)
+            store_floats(output + i, load_floats(input + i) * factor * load_floats(weight + i));
+    }
 }
 
 /* Rotate a head in place. Each element of its first half pairs with an element of its second half. */
@@ -369,7 +403,7 @@ static int64_t place_of(const struct step *s, int64_t row, int64_t token, int64_
 /* Compute the attention of at most MOST_ROWS queries that share keys and values, in one pass over the cache. The output
  * and the sums of the exponentials are corrected whenever a tile has a larger score than all tiles before. */
 static void attend_queries(
-    const struct step *s, int64_t row, int64_t kv_head, const float *query, float *output, int64_t queries) {
+    const struct step *s, int64_t row, int64_t kv_head, float *query, float *output, int64_t queries) {
     const struct batch *b = s->batch;
     const int64_t head_dim = s->model->head_dim, stride = s->model->kv_heads * head_dim, length = b->lengths[row];
     float largest[MOST_ROWS], sums[MOST_ROWS] = {0};
@@ -383,7 +417,7 @@ static void attend_queries(
         t.tokens = least(least(b->block_size - token % b->block_size, length - token), TILE_TOKENS);
         t.values = address(b->cache, place + b->cache_stride, b->cache_format);
         const void *weights = address(b->cache, place, b->cache_format);
-        struct matrix keys = {weights, NULL, t.tokens, head_dim, stride, b->cache_format};
+        struct matrix keys = {weights, NULL, NULL, t.tokens, head_dim, stride, b->cache_format};
         struct product scores = {&keys, query, t.scores[0], queries, head_dim, TILE_TOKENS};
         fetch(t.values, &keys);
         multiply_rows(&scores, 0, t.tokens);
@@ -409,10 +443,10 @@ static void prepare_head(const struct step *s, int64_t row, int64_t head, float 
     const struct model *m = s->model;
     const float *weight = s->layer->head_norm == NULL ? NULL : s->layer->head_norm + head * m->head_dim;
     if (weight != NULL && !m->norms_late)
-        rms_norm(values, weight, s->layer->head_eps, values, m->head_dim);
+        rms_norm(values, weight, s->layer->head_eps, values, 1, m->head_dim);
     rotate(values, s->batch->cosines + row * m->head_dim, s->batch->sines + row * m->head_dim, m->head_dim / 2);
     if (weight != NULL && m->norms_late)
-        rms_norm(values, weight, s->layer->head_eps, values, m->head_dim);
+        rms_norm(values, weight, s->layer->head_eps, values, 1, m->head_dim);
 }
 
 /* Store the new key and value of one row and one head, and compute the attention of the queries that share them. */
@@ -433,6 +467,7 @@ static void attend_row(const struct step *s, int64_t row, int64_t kv_head) {
         prepare_head(s, row, head, query);
         for (int64_t i = 0; i < m->head_dim; i++)
             query[i] *= s->layer->scaling;
+        arrange(query, &(struct matrix){.inputs = m->head_dim, .format = format});
     }
     for (int64_t head = first; head < last; head += MOST_ROWS) {
         float *output = s->attended + (row * m->heads + head) * m->head_dim;
@@ -467,23 +502,21 @@ void run_step(const struct model *m, const struct batch *batch, float *hidden, i
     enter_pool(threads);
     for (; s.number < m->num_layers; s.number++) {
         const struct layer *layer = s.layer = m->layers + s.number;
-        for (int64_t row = 0; row < rows; row++)
-            rms_norm(hidden + row * m->hidden, layer->norm, layer->eps, normed + row * m->hidden, m->hidden);
+        rms_norm(hidden, layer->norm, layer->eps, normed, rows, m->hidden);
         multiply((struct product){&layer->qkv, normed, qkv, rows});
         run_phase(attend, &s, (int)(batch->sequences * m->kv_heads));
         multiply((struct product){&layer->output, attended, hidden, rows, .adds = true});
-        for (int64_t row = 0; row < rows; row++)
-            rms_norm(hidden + row * m->hidden, layer->mlp_norm, layer->mlp_eps, normed + row * m->hidden, m->hidden);
-        multiply((struct product){&layer->gate_up, normed, gate_up, rows, .gated = gated, .activation = m->activation});
+        rms_norm(hidden, layer->mlp_norm, layer->mlp_eps, normed, rows, m->hidden);
+        multiply((struct product){&layer->gate_up, normed, gate_up, rows});
+        gate(gate_up, m->activation, gated, rows, m->intermediate);
         multiply((struct product){&layer->down, gated, hidden, rows, .adds = true});
     }
-    for (int64_t row = 0; row < rows; row++)
-        rms_norm(hidden + row * m->hidden, m->norm, m->eps, hidden + row * m->hidden, m->hidden);
+    rms_norm(hidden, m->norm, m->eps, hidden, rows, m->hidden);
     leave_pool();
 }
 
-/* Compute a linear layer, from [rows, inputs] to [rows, outputs]. */
-void run_linear(const struct matrix *matrix, const float *input, float *output, int64_t rows, int threads) {
+/* Compute a linear layer, from [rows, inputs] to [rows, outputs]. The order of the input changes. */
+void run_linear(const struct matrix *matrix, float *input, float *output, int64_t rows, int threads) {
     enter_pool(threads);
     multiply((struct product){matrix, input, output, rows});
     leave_pool();

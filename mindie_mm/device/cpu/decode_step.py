@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
 from mindie_mm.device.choices import forced
+from mindie_mm.device.cpu.int8_linear import Int8Linear
 
 MOST_ROWS = 8
 """Maximum number of new tokens in a compiled step, as in decode_step.c."""
 _MULTIPLE = 16
 """Number that divides the widths of compiled layers: the floats in the largest vector."""
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+_INT8_MULTIPLE = 64
+"""Number that divides the input widths of layers with int8 weights: the bytes in the largest vector."""
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (silu, lambda values: gelu(values, approximate="tanh"))
 _BEST = "best"
 
@@ -67,7 +70,7 @@ class StepLayer:
 
 class _Matrix(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weights", "scales", "bias")),
         *((name, ctypes.c_int64) for name in ("outputs", "inputs", "stride", "format")),
     )
 
@@ -114,7 +117,7 @@ class DecodeStep:
             NotCompiled: The code cannot run these layers, or this processor cannot run the code.
 
         """
-        self._library = library()
+        self._library = _load(instructions())
         self._kept: list[Tensor] = []
         """The tensors whose addresses the structures contain."""
         first = layers[0]
@@ -222,7 +225,7 @@ class StepLinear:
             NotCompiled: The code cannot multiply the weight, or this processor cannot run the code.
 
         """
-        self._library = library()
+        self._library = _load(instructions())
         self._kept: list[Tensor] = []
         self._matrix = _matrix(linear, self._kept)
 
@@ -232,7 +235,7 @@ class StepLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Map [rows, inputs] to float32 [rows, outputs]."""
-        given = rows.float().contiguous()
+        given = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         out = torch.empty(len(rows), self._matrix.outputs)
         self._library.run_linear(
             ctypes.byref(self._matrix), given.data_ptr(), out.data_ptr(), len(rows), torch.get_num_threads()
@@ -240,11 +243,11 @@ class StepLinear:
         return out
 
 
-def library() -> Any:
-    """Return the library for this processor.
+def instructions() -> str:
+    """Return the instruction set of compiled steps on this processor, as in the name of the library.
 
     Raises:
-        NotCompiled: There is none.
+        NotCompiled: There is no library for this processor.
 
     """
     name = forced("step") or _BEST
@@ -252,12 +255,11 @@ def library() -> Any:
         raise NotCompiled("MINDIE_MM_KERNELS contains step=no")
     if name == _BEST:
         name = _best()
-    loaded = _load(name)
-    if loaded is None:
+    if _load(name) is None:
         raise NotCompiled(
             f"the package has no decode_step_{name}.so; install a C compiler, such as gcc, and then the package again"
         )
-    return loaded
+    return name
 
 
 def _best() -> str:
@@ -283,15 +285,17 @@ def _load(name: str) -> Any:
 
 
 def _matrix(linear: nn.Module, kept: list[Tensor]) -> _Matrix:
-    if type(linear) is not nn.Linear or linear._forward_pre_hooks or "forward" in vars(linear):  # noqa: SLF001
+    if type(linear) not in (nn.Linear, Int8Linear) or linear._forward_pre_hooks or "forward" in vars(linear):  # noqa: SLF001
         raise NotCompiled(f"a layer is {type(linear).__name__}, or does more than a product")
+    assert isinstance(linear, nn.Linear | Int8Linear)
     weight, bias = linear.weight.detach(), linear.bias
     if weight.dtype not in _FORMATS or weight.device.type != "cpu" or not weight.is_contiguous():
         raise NotCompiled(f"a weight is {weight.dtype} on {weight.device}")
     outputs, inputs = weight.shape
-    _require_width("the input of a layer", inputs)
+    _require_width("the input of a layer", inputs, _INT8_MULTIPLE if weight.dtype == torch.int8 else _MULTIPLE)
     return _Matrix(
         weights=_address(weight, kept),
+        scales=_address(linear.scales.detach(), kept) if isinstance(linear, Int8Linear) else None,
         bias=None if bias is None else _address(bias.detach().float(), kept),
         outputs=outputs,
         inputs=inputs,
@@ -300,9 +304,9 @@ def _matrix(linear: nn.Module, kept: list[Tensor]) -> _Matrix:
     )
 
 
-def _require_width(name: str, width: int) -> None:
-    if width % _MULTIPLE:
-        raise NotCompiled(f"{name} has {width} dimensions, which is not a multiple of {_MULTIPLE}")
+def _require_width(name: str, width: int, multiple: int = _MULTIPLE) -> None:
+    if width % multiple:
+        raise NotCompiled(f"{name} has {width} dimensions, which is not a multiple of {multiple}")
 
 
 def _activation(function: Callable[[Tensor], Tensor]) -> int:

@@ -15,10 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from mindie_mm.device.choices import choose
+from mindie_mm.device.cpu.int8_linear import Int8Linear
 
 _LEAST_ELEMENTS = 2**17
 """Minimum number of elements of a weight. For smaller weights, the call has too much overhead."""
 _CPUINFO = Path("/proc/cpuinfo")
+
+
+def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the product of float32 `rows`, [..., width], and `weight`, [outputs, width], plus `bias`."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")  # noqa: SLF001 - no public name
+    return out
 
 
 class OneDNNLinear(nn.Module):
@@ -31,13 +38,11 @@ class OneDNNLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map [..., width] to [..., outputs]."""
-        product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001 - there is no public name
-        out: Tensor = product(rows, self.weight, self.bias, "none", [], "")
-        return out
+        return multiply(rows, self.weight, self.bias)
 
 
 def use_onednn(module: nn.Module) -> None:
-    """Replace the float32 linear layers of `module` on the CPU if oneDNN is faster than MKL on this processor.
+    """Let oneDNN multiply in the linear layers of `module` in float32 if it is faster than MKL on this processor.
 
     Subclasses of nn.Linear are kept, because they may use their weight in other ways. Layers with hooks
     (nn/placement.py) or a replaced `forward` (tensor parallelism) are kept, because the new layer would lose the hooks
@@ -46,6 +51,8 @@ def use_onednn(module: nn.Module) -> None:
     if not has_onednn() or not choose("onednn", is_faster):
         return
     for parent in [*module.modules()]:
+        if isinstance(parent, Int8Linear):
+            parent.multiply = multiply
         for name, child in [*parent.named_children()]:
             if type(child) is not nn.Linear or child._forward_pre_hooks or "forward" in vars(child):  # noqa: SLF001
                 continue

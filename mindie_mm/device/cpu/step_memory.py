@@ -269,14 +269,6 @@ def _may_be_small(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.numel() <= most
 
 
-def _int8_product(mode: _Shapes, func: Any, args: Any) -> Tensor:
-    """Return the result of a product with packed int8 weights, whose shape only the packed weights know."""
-    rows, *packed = args
-    width = func(torch.zeros(1, rows.shape[-1]), *packed).shape[-1]
-    with mode:
-        return torch.empty(*rows.shape[:-1], width)
-
-
 def _index(mode: _Shapes, func: Any, args: Any) -> Tensor:
     """Return the rows that a mask selects."""
     values, indices = args
@@ -289,8 +281,5 @@ def _index(mode: _Shapes, func: Any, args: Any) -> Tensor:
     return cast("Tensor", mode.shaped(func, (values, places), {}, _tensors((values, places))))
 
 
-_OWN: dict[str, Callable[[_Shapes, Any, Any], Tensor]] = {
-    "quantized::linear_dynamic": _int8_product,
-    "aten::index.Tensor": _index,
-}
-"""Operators that have no rule on the device "meta", or need values."""
+_OWN: dict[str, Callable[[_Shapes, Any, Any], Tensor]] = {"aten::index.Tensor": _index}
+"""Operators that need values."""

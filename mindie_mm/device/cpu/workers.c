@@ -21,7 +21,7 @@
 /* Number of pauses, about 50 microseconds, for which an idle thread waits before it sleeps. The phases of a step follow
  * each other faster than the system wakes a thread, but between two steps the processor belongs to others. */
 #define IDLE_PAUSES 1500
-static struct {
+static struct pool {
     pthread_mutex_t entered;
     int num_started;
     _Atomic int num_threads; /* that may work, including the caller */
@@ -36,12 +36,7 @@ static struct {
 } pool = {.entered = PTHREAD_MUTEX_INITIALIZER};
 
 /* A forked process has none of the threads. It starts its own on first use. */
-static void forget_threads(void) {
-    pool.entered = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-    pool.num_started = 0;
-    pool.claims = 0;
-    pool.num_sleeping = 0;
-}
+static void forget_threads(void) { pool = (struct pool){.entered = PTHREAD_MUTEX_INITIALIZER}; }
 
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forget_threads); }
 
