@@ -19,7 +19,7 @@ from mindie_mm.device.cpu import cpu_attention
 from mindie_mm.device.cpu.cpu_kernels import CPUKernels
 from mindie_mm.device.cpu.cpu_layers import lighten
 from mindie_mm.device.cpu.cpu_quantized import CPUQuantizedLinear
-from mindie_mm.device.cpu.decode_step import MOST_ROWS, NotCompiled, StepLinear, instructions
+from mindie_mm.device.cpu.decode_step import GROUP, MOST_ROWS, NotCompiled, StepLinear, instructions
 from mindie_mm.device.cpu.int8_linear import Int8Linear
 from mindie_mm.device.cpu.onednn_linear import use_onednn
 from mindie_mm.device.cpu.step_memory import allocated_peak_bytes, computed_peak_bytes
@@ -37,7 +37,7 @@ class CPU(Device):
     name: ClassVar[str] = "cpu"
     survives_fork: ClassVar[bool] = True
     kernels: ClassVar[Kernels] = CPUKernels()
-    cheap_rows: ClassVar[int] = MOST_ROWS
+    cheap_rows: ClassVar[int] = GROUP
     memory_share: ClassVar[float] = 0.5  # other processes and shared memory need the same memory
     computes_peaks: ClassVar[bool] = True
     scratch_bytes: ClassVar[int] = 32 * 2**20

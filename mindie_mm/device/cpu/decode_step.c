@@ -38,8 +38,10 @@ typedef uint16_t stored_halves __attribute__((vector_size(2 * LANES), aligned(1)
 enum { FLOAT32, BFLOAT16, INT8 };
 enum { SILU, GELU_TANH };
 
-/* Largest number of new tokens in a step, and of rows in a product. */
-#define MOST_ROWS 8
+/* Largest number of new tokens in a step. */
+#define MOST_ROWS 32
+/* Largest number of rows of a product that are multiplied at a time. */
+#define GROUP 8
 /* Number of tokens whose scores are computed at a time. */
 #define TILE_TOKENS 64
 
@@ -203,7 +205,7 @@ INLINE vector unpack(const void *numbers, int64_t place, const int format, const
 INLINE void multiply_tile(
     const struct product *p, int64_t first, const int tile, const int format, const int parts, const int batch) {
     const struct matrix *m = p->matrix;
-    vector sums[8][MOST_ROWS] = {0}, weights[8];
+    vector sums[8][GROUP] = {0}, weights[8];
     for (int64_t k = 0; k < m->inputs; k += parts * LANES)
 #pragma GCC unroll 4
         for (int part = 0; part < parts; part++) {
@@ -276,9 +278,15 @@ static void multiply_rows(const struct product *p, int64_t first, int64_t last) 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void run_product(const void *context, int chunk) {
-    const struct product *p = context;
-    int64_t first = chunk * p->per_chunk;
-    multiply_rows(p, first, least(first + p->per_chunk, p->matrix->outputs));
+    const struct product *whole = context;
+    int64_t first = chunk * whole->per_chunk, last = least(first + whole->per_chunk, whole->matrix->outputs);
+    for (int64_t row = 0; row < whole->rows; row += GROUP) {
+        struct product p = *whole;
+        p.input += row * p.input_stride;
+        p.output += row * p.output_stride;
+        p.rows = least(whole->rows - row, GROUP);
+        multiply_rows(&p, first, last);
+    }
 }
 
 /* Run a product in chunks of multiples of 16 outputs. */
@@ -340,15 +348,15 @@ struct step {
 struct tile {
     const void *values;
     int64_t stride, tokens, head_dim;
-    float scores[MOST_ROWS][TILE_TOKENS];
-    float corrections[MOST_ROWS]; /* factors of the output so far */
+    float scores[GROUP][TILE_TOKENS];
+    float corrections[GROUP]; /* factors of the output so far */
     float *output;                /* [queries, head_dim] */
 };
 
 /* Add the values of a tile to the output, weighted by the scores. The last two arguments are constants. */
 INLINE void add_values(const struct tile *t, const int format, const int queries) {
     for (int64_t i = 0; i < t->head_dim; i += LANES) {
-        vector sums[MOST_ROWS];
+        vector sums[GROUP];
 #pragma GCC unroll 8
         for (int q = 0; q < queries; q++)
             sums[q] = load_floats(t->output + q * t->head_dim + i) * t->corrections[q];
@@ -400,13 +408,13 @@ static int64_t place_of(const struct step *s, int64_t row, int64_t token, int64_
     return 2 * s->number * b->cache_stride + (slot * s->model->kv_heads + kv_head) * s->model->head_dim;
 }
 
-/* Compute the attention of at most MOST_ROWS queries that share keys and values, in one pass over the cache. The output
+/* Compute the attention of at most GROUP queries that share keys and values, in one pass over the cache. The output
  * and the sums of the exponentials are corrected whenever a tile has a larger score than all tiles before. */
 static void attend_queries(
     const struct step *s, int64_t row, int64_t kv_head, float *query, float *output, int64_t queries) {
     const struct batch *b = s->batch;
     const int64_t head_dim = s->model->head_dim, stride = s->model->kv_heads * head_dim, length = b->lengths[row];
-    float largest[MOST_ROWS], sums[MOST_ROWS] = {0};
+    float largest[GROUP], sums[GROUP] = {0};
     struct tile t = {.stride = stride, .head_dim = head_dim, .output = output};
     for (int64_t q = 0; q < queries; q++)
         largest[q] = -INFINITY;
@@ -469,9 +477,9 @@ static void attend_row(const struct step *s, int64_t row, int64_t kv_head) {
             query[i] *= s->layer->scaling;
         arrange(query, &(struct matrix){.inputs = m->head_dim, .format = format});
     }
-    for (int64_t head = first; head < last; head += MOST_ROWS) {
+    for (int64_t head = first; head < last; head += GROUP) {
         float *output = s->attended + (row * m->heads + head) * m->head_dim;
-        attend_queries(s, row, kv_head, heads + head * m->head_dim, output, least(last - head, MOST_ROWS));
+        attend_queries(s, row, kv_head, heads + head * m->head_dim, output, least(last - head, GROUP));
     }
 }
 

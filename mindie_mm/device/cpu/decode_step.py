@@ -23,8 +23,10 @@ from torch.nn.functional import gelu, silu
 from mindie_mm.device.choices import forced
 from mindie_mm.device.cpu.int8_linear import Int8Linear
 
-MOST_ROWS = 8
+MOST_ROWS = 32
 """Maximum number of new tokens in a compiled step, as in decode_step.c."""
+GROUP = 8
+"""Number of rows that are multiplied at a time. More rows read the weights again."""
 _MULTIPLE = 16
 """Number that divides the widths of compiled layers: the floats in the largest vector."""
 _INT8_MULTIPLE = 64
