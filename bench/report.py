@@ -19,18 +19,34 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def write(name: str, figures: dict[str, Any]) -> None:
-    """Print the figures, and write them to bench/results/<name>.json with a description of the machine."""
-    machine = {
+def machine() -> dict[str, Any]:
+    """Return a description of this machine."""
+    return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def write(name: str, figures: dict[str, Any]) -> None:
+    """Print the figures, and write them to bench/results/<name>.json with a description of the machine."""
+    save(name, {"machine": machine(), **figures})
+
+
+def save(name: str, figures: dict[str, Any]) -> None:
+    """Print the figures, and write them to bench/results/<name>.json."""
     RESULTS.mkdir(exist_ok=True)
-    text = json.dumps({"machine": machine, **figures}, indent=2)
+    text = json.dumps(figures, indent=2)
     (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     print(text)
+
+
+def saved(name: str) -> dict[str, Any]:
+    """Return the figures in bench/results/<name>.json, or an empty dict if there is no such file."""
+    path = RESULTS / f"{name}.json"
+    figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return figures
 
 
 def plot(name: str, draw: Callable[[Any], None]) -> None:

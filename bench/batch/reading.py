@@ -6,8 +6,8 @@ row. Other variants show how much is due to the order of the rows and to the inp
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.batch.contestants import tokenize
-from bench.batch.maps import INPUTS, QUESTION
+from bench.batch.maps import files_of
 from bench.report import RESULTS, median, write
 from mindie_mm.batch import Dataset, Sample
 from mindie_mm.shm.mapping import map_file
@@ -27,27 +27,30 @@ from tools.random_checkpoint import write_checkpoint
 
 TURNS = 9
 NAMES = ("images of 640x480", "images of 1420x720", "videos of 480x360, 4 s")
+ROWS = 256
+"""Number of rows of a run, two full shards."""
 PIECE_BYTES = 1 << 20
 
 
 def copied(arrays: Iterable[NDArray[Any]], buffer: NDArray[np.uint8]) -> int:
-    """Copy each array to the buffer, and return the number of bytes."""
+    """Copy each array to the buffer in pieces, which stay in the processor's cache. Return the number of bytes."""
     total = 0
     for array in arrays:
         flat = array.reshape(-1).view(np.uint8)
-        buffer[: flat.size] = flat
+        for at in range(0, flat.size, PIECE_BYTES):
+            piece = flat[at : at + PIECE_BYTES]
+            buffer[: piece.size] = piece
         total += flat.size
     return total
 
 
 def files(folder: Path, buffer: NDArray[np.uint8]) -> int:
-    """Copy the files of arrays in pieces. Return the number of bytes."""
+    """Copy the files of arrays. Return the number of bytes."""
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             data = np.frombuffer(map_file(file.fileno(), os.fstat(file.fileno()).st_size), np.uint8)
-        pieces = (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))
-        total += copied(pieces, buffer)
+        total += copied([data], buffer)
     return total
 
 
@@ -58,14 +61,10 @@ def samples(chosen: Iterable[Sample], buffer: NDArray[np.uint8]) -> int:
 
 def measure(folder: Path, checkpoint: Path, name: str) -> dict[str, Any]:
     """Return the rates of each variant for the rows of one input."""
-    make, count = INPUTS[name]
-    (folder / "media").mkdir(parents=True)
-    rows, run = folder / "rows.jsonl", folder / "run"
-    with rows.open("w", encoding="utf-8") as file:
-        for item in make(folder / "media", count):
-            file.write(json.dumps({"inputs": [item, {"text": QUESTION}]}) + "\n")
-    tokenize(rows, checkpoint, run, 1)
-    buffer = np.empty(1 << 26, np.uint8)
+    folder.mkdir()
+    run = folder / "run"
+    tokenize(files_of(name)[1], checkpoint, run, 1, "--limit", str(ROWS))
+    buffer = np.empty(PIECE_BYTES, np.uint8)
     variants: dict[str, Callable[[], int]] = {
         "copying the files": lambda: files(run, buffer),
         "Dataset, in order": lambda: samples(Dataset(run), buffer),
@@ -81,7 +80,7 @@ def measure(folder: Path, checkpoint: Path, name: str) -> dict[str, Any]:
         turns.append(turn)
     first = next(iter(variants))
     return {
-        "rows": count,
+        "rows": ROWS,
         "bytes": total,
         "gigabytes_a_second": {
             variant: round(median([turn[variant] for turn in turns[1:]]) / 1e9, 2) for variant in variants
@@ -100,7 +99,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         checkpoint = write_checkpoint(Path(name) / "checkpoint")
         for number, inputs in enumerate(NAMES):
-            figures[inputs] = measure(Path(name) / str(number), checkpoint, inputs)
+            folder = Path(name) / str(number)
+            figures[inputs] = measure(folder, checkpoint, inputs)
+            shutil.rmtree(folder)
     write("batch_reading", figures)
     lines = [
         "# Reading a run from the page cache",

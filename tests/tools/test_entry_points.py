@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tools", "bench", "training", "tests")
-OTHER_ENVIRONMENTS = {"bench.peers.runner", "bench.batch.datasets_map", "tests.published.record_resolved"}
+OTHER_ENVIRONMENTS = {"bench.peers.runner", "bench.batch.transformers_map", "tests.published.record_resolved"}
 """Scripts that import packages which this environment does not have."""
 HELP, UNKNOWN = "--help", "--no-such-argument"
 Outcomes = dict[str, tuple[int | str, str]]
