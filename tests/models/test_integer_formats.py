@@ -13,13 +13,16 @@ from safetensors.torch import load_file, save_file
 from mindie_mm.device import QuantizedLinear
 from mindie_mm.errors import UnsupportedCheckpoint
 from mindie_mm.models import load_model
+from mindie_mm.nn.checkpoint.directory import Checkpoint
 from mindie_mm.nn.model import packed_logits
+from mindie_mm.nn.weights.formats import format_of
 from tests.models.golden import GOLDEN, drawn_weights, write_checkpoint
 from tests.models.integer_formats import Scheme, awq, gptq, int_quantized, pack_quantized, write
 from tests.models.modelslim import round_inputs
 from tests.models.test_modelslim import OWN_LAYERS, assert_alike
 from tests.models.test_qwen3_vl_moe import TestQwen3VLMoe as Qwen3VLMoe
 from tests.models.test_qwen_vl import position_table
+from tests.published.checkpoints import FOLDER
 
 IDS = torch.arange(10, 40)
 TEXT = r"model\.layers\..*_proj\.weight"
@@ -162,6 +165,20 @@ def test_groups_choose_layers_by_name_pattern_and_class(random_checkpoint, tmp_p
     }
     unrounded = {name for name, rounds in layers.items() if not rounds}
     assert {name.partition("layers.")[2] for name in unrounded} == {"0.mlp.down_proj", "1.mlp.up_proj"}
+
+
+@pytest.mark.parametrize("name", ["qwen_vl_int4", "molmo_nf4"])
+def test_published_names_are_those_of_the_format(name):
+    packing = format_of(Checkpoint.open(FOLDER / name), own_layers=True)
+    parts = {}
+    for tensor in json.loads((FOLDER / name / "weight_names.json").read_text()):
+        weight, part = packing.split(tensor)
+        parts.setdefault(weight, set()).add(part)
+    packed = {weight: own for weight, own in parts.items() if packing.parts(weight, own)[0]}
+    assert len(packed) == (5 if name == "qwen_vl_int4" else 4), "the layers of each block"
+    for weight, own in packed.items():
+        needed, optional = packing.parts(weight, own)
+        assert needed <= own <= needed | optional | {"bias"}
 
 
 def spoiled(folder, **changes):
