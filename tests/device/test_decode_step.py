@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -355,3 +356,14 @@ def test_tokens_do_not_depend_on_requests_that_join_and_leave(weights: str) -> N
     for number in numbers:
         alone |= answers([number])
     assert answers(numbers) == alone
+
+
+def test_a_library_of_another_version_is_not_used(instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherBatch(decode_step._Batch):
+        _fields_ = (("more", ctypes.c_int64),)
+
+    loaded = decode_step._load(instructions)
+    assert decode_step._is_of_this_version(loaded)
+    monkeypatch.setattr(decode_step, "_Batch", OtherBatch)
+    assert not decode_step._is_of_this_version(loaded)
+    assert not decode_step._is_of_this_version(ctypes.CDLL(None))

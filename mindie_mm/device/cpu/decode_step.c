@@ -493,6 +493,14 @@ static void attend(const void *context, int chunk) {
 
 /* ---- The library's functions ---- */
 
+/* Write the sizes of the structures, by which the caller recognizes a library that another version was compiled from. */
+void structure_sizes(int64_t *sizes) {
+    sizes[0] = sizeof(struct matrix);
+    sizes[1] = sizeof(struct layer);
+    sizes[2] = sizeof(struct model);
+    sizes[3] = sizeof(struct batch);
+}
+
 /* Return how many numbers `model.scratch` must have. */
 int64_t scratch_size(const struct model *m) {
     return MOST_ROWS * (m->hidden + 2 * (m->heads + m->kv_heads) * m->head_dim + 3 * m->intermediate);

@@ -259,7 +259,8 @@ def instructions() -> str:
         name = _best()
     if _load(name) is None:
         raise NotCompiled(
-            f"the package has no decode_step_{name}.so; install a C compiler, such as gcc, and then the package again"
+            f"the package has no decode_step_{name}.so of this version; install a C compiler, such as gcc, and then "
+            "the package again"
         )
     return name
 
@@ -276,6 +277,8 @@ def _load(name: str) -> Any:
         loaded = ctypes.CDLL(str(Path(__file__).with_name(f"decode_step_{name}.so")))
     except OSError:
         return None
+    if not _is_of_this_version(loaded):
+        return None
     pointer = ctypes.c_void_p
     loaded.scratch_size.argtypes = (pointer,)
     loaded.scratch_size.restype = ctypes.c_int64
@@ -284,6 +287,17 @@ def _load(name: str) -> Any:
     loaded.run_linear.argtypes = (pointer, pointer, pointer, ctypes.c_int64, ctypes.c_int)
     loaded.run_linear.restype = None
     return loaded
+
+
+def _is_of_this_version(loaded: ctypes.CDLL) -> bool:
+    """Return whether a library has the structures of this module. Otherwise, a step could end the process."""
+    structures = (_Matrix, _Layer, _Model, _Batch)
+    sizes = (ctypes.c_int64 * len(structures))()
+    try:
+        loaded.structure_sizes(sizes)
+    except AttributeError:
+        return False
+    return [*sizes] == [ctypes.sizeof(one) for one in structures]
 
 
 def _matrix(linear: nn.Module, kept: list[Tensor]) -> _Matrix:
