@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_GUESSES = 7
-"""Default maximum number of guesses in a step. With the token before, they are as many as a compiled step computes."""
+"""Default maximum number of guesses in a step: with the token before, as many tokens as cost little on the CPU."""
 NGRAM = 3
 """Number of last tokens that are looked up. With fewer tokens, more guesses would be wrong."""
 _RATE = 1 / 4
