@@ -264,7 +264,7 @@ class Worker:
             if options.truncate:  # the limit may have been set by the request
                 raise
             limit = self.engine.info.max_model_len
-            message = f"the prompt does not fit: {error}"
+            message = str(error)
             if wanted := limit - options.max_prompt_tokens:
                 message = f"the request needs {wanted} output tokens, and the prompt does not fit in the rest: {error}"
             raise ContextLengthExceeded.of(limit, message) from error

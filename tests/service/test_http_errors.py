@@ -441,7 +441,7 @@ def test_a_prompt_too_long_has_its_own_error_code(client: openai.OpenAI, http: A
             "the request needs 1 output tokens, and the prompt does not",
         ),
         (CHAT, {"messages": [{"role": "user", "content": "q" * 10**6}]}, "the prompt has 1000015 characters"),
-        ("/tokenize", {"prompt": "q" * 10**6}, "tokens; the prompt does not fit: the prompt has 1000000 characters"),
+        ("/tokenize", {"prompt": "q" * 10**6}, "tokens; the prompt has 1000000 characters"),
         (CHAT, {"messages": hello, "max_tokens": limit - 4}, f"{limit - 4} output tokens, and the prompt does not fit"),
         (
             "/v1/completions",
