@@ -21,7 +21,11 @@ runpy.run_path(sys.argv[0] + "/convert_hf_to_gguf.py", run_name="__main__")
 
 
 def openvino(checkpoint: Path, precision: str) -> Path:
-    """Return the folder of the model for OpenVINO. Convert the model if necessary. `precision` is f32 or int8."""
+    """Return the folder of the model for OpenVINO. Convert the model if necessary.
+
+    `precision` is f32, bf16 or int8. In bf16, OpenVINO converts the weights of f32 when it loads them.
+    """
+    precision = "f32" if precision == "bf16" else precision
     out = FOLDER / "openvino" / f"{checkpoint.name}-{precision}"
     if not (out / "openvino_language_model.xml").exists():
         weights = {"f32": "fp32"}.get(precision, precision)

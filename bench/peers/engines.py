@@ -98,11 +98,16 @@ def tree_pss(pid: int) -> int:
 
 
 @asynccontextmanager
-async def ours(weights: str, checkpoint: Path, threads: int) -> AsyncIterator[Engine]:
-    """Run `mindie-mm serve`."""
+async def ours(weights: str, dtype: str, checkpoint: Path, threads: int) -> AsyncIterator[Engine]:
+    """Run `mindie-mm serve`. It guesses no tokens, because the others do not, and random weights repeat themselves."""
     with tempfile.TemporaryDirectory(prefix="mindie_mm-bench-") as folder:
-        settings = {"spool": Path(folder) / "spool", "num_threads": threads, "kv_cache_bytes": 512 << 20}
-        with running_service(settings | {"weights": weights}, Path(folder) / "log", checkpoint) as service:
+        settings: dict[str, Any] = {
+            "spool": Path(folder) / "spool",
+            "num_threads": threads,
+            "kv_cache_bytes": 512 << 20,
+        }
+        settings |= {"weights": weights, "dtype": dtype, "num_speculative_tokens": 0}
+        with running_service(settings, Path(folder) / "log", checkpoint) as service:
             yield HttpEngine(Server(service.url, service.model), service.process.pid)
 
 
@@ -162,9 +167,11 @@ async def genai(precision: str, checkpoint: Path, threads: int) -> AsyncIterator
 
 
 ENGINES: dict[str, Callable[[Path, int], AbstractAsyncContextManager[Engine]]] = {
-    "mindie_mm": partial(ours, "auto"),
-    "mindie_mm_int8": partial(ours, "int8"),
+    "mindie_mm": partial(ours, "auto", "float32"),
+    "mindie_mm_bf16": partial(ours, "auto", "bfloat16"),
+    "mindie_mm_int8": partial(ours, "int8", "float32"),
     "openvino_f32": partial(genai, "f32"),
+    "openvino_bf16": partial(genai, "bf16"),
     "openvino_int8": partial(genai, "int8"),
     "llama_f32": partial(llama, "f32"),
     "llama_q8_0": partial(llama, "q8_0"),

@@ -23,8 +23,8 @@ def main() -> None:
     """Load the model and answer jobs until the input ends."""
     model, threads, precision = sys.argv[1:]
     settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(threads), "PERFORMANCE_HINT": "LATENCY"}
-    if precision == "f32":
-        settings |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    if precision != "int8":
+        settings |= {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
     single = genai.VLMPipeline(model, "CPU", **settings)
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 1  # GiB
