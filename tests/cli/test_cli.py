@@ -23,7 +23,19 @@ from tests import warm
 from tests.cli.shell import BIN, TIMEOUT_S, run_warm
 from tools.demo import picture
 
-SUBJECTS = ("libraries", "device", "checkpoint", "shared memory", "host memory", "open files", "decoders", "spool")
+SUBJECTS = (
+    *(
+        "libraries",
+        "device",
+        "decode steps",
+        "checkpoint",
+        "shared memory",
+        "host memory",
+        "open files",
+        "decoders",
+        "spool",
+    ),
+)
 """Subjects that `doctor` reports on every machine."""
 JUDGED = ("family", "settings", "quantization", "context", "weights", "image")
 """Subjects that `doctor PATH` reports about a checkpoint."""

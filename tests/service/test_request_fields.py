@@ -41,7 +41,7 @@ OBJECTS: dict[str, tuple[str, type[Fields], dict[str, Any]]] = {
 """Name and class of an object in the body, and the fields that it requires."""
 WRONG = [[{}]]
 """A value that no field accepts."""
-IGNORED = {"user", "metadata"}
+IGNORED = {"user"}
 """Fields that are declared, but ignored."""
 
 

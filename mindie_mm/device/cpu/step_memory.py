@@ -106,7 +106,11 @@ class _Fake(Tensor):
 
     like: Tensor
     __torch_dispatch__: Any = classmethod(_refuse)
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001 - there is no public name
+
+    @classmethod
+    def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - there is no public name
+            return func(*args, **kwargs or {})
 
     @classmethod
     def of(cls, like: Tensor) -> _Fake:

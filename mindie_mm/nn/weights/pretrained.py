@@ -348,7 +348,7 @@ def _load(
         raise UnsupportedCheckpoint(f"{checkpoint.path} cannot be loaded as {cls.__name__}: {error}") from error
     check_shapes(checkpoint, loaded["mismatched_keys"])
     missing, unexpected = loaded["missing_keys"], loaded["unexpected_keys"]
-    of_head = _share_missing_head(module, missing)
+    of_head = _share_missing_head(module, missing) if renamed is None else set[str]()
     missing = missing - of_head
     if renamed is not None:
         missing = sorted({renamed.published[name] for name in missing})
