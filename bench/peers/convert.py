@@ -19,6 +19,20 @@ runpy.run_path(sys.argv[0] + "/convert_hf_to_gguf.py", run_name="__main__")
 """
 """Script that runs llama.cpp's converter without its check of the vocabulary, which refuses unknown vocabularies."""
 
+_EXPORT = """
+import sys
+import torch
+for operator in ("nms", "qnms"):
+    torch.library.define(f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+from optimum.commands.optimum_cli import main
+sys.exit(main())
+"""
+"""Script that runs OpenVINO's converter.
+
+PyPI's torchvision needs a torch for CUDA, or its compiled library does not load. Its transforms are Python code over
+torch, which only need these operators to be declared.
+"""
+
 
 def openvino(checkpoint: Path, precision: str) -> Path:
     """Return the folder of the model for OpenVINO. Convert the model if necessary.
@@ -29,7 +43,7 @@ def openvino(checkpoint: Path, precision: str) -> Path:
     out = FOLDER / "openvino" / f"{checkpoint.name}-{precision}"
     if not (out / "openvino_language_model.xml").exists():
         weights = {"f32": "fp32"}.get(precision, precision)
-        _run(PYTHON.with_name("optimum-cli"), "export", "openvino", "--task", "image-text-to-text",
+        _run(PYTHON, "-c", _EXPORT, "export", "openvino", "--task", "image-text-to-text",
              "--weight-format", weights, "-m", _for_transformers_4(checkpoint), out)  # fmt: skip
     return out
 
