@@ -64,7 +64,7 @@ class CPU(Device):
 
     def decode_steps(self) -> Iterator[Finding]:
         try:
-            found = f"compiled code ({instructions()}) runs up to {MOST_ROWS} sequences of Llama-like models"
+            found = f"compiled code ({instructions()}) runs steps of up to {MOST_ROWS} tokens of Llama-like models"
         except NotCompiled as reason:
             yield Finding("decode steps", "warning", "torch runs all decode steps", str(reason))
         else:
