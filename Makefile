@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One test process more than there are cores, because tests wait a third of their time for processes that they start.
 WORKERS := $(shell expr $$(nproc) + 1)
 
-.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-gemma3n test-s3 test-trl test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus helm
+.PHONY: install torch demo test test-all test-npu test-npu-all test-cuda test-gemma3n test-stores test-trl test-clients gcc lint style types docs format serve bench bench-peers clean python3-venv browser proxies prometheus helm
 
 install: .venv/installed
 
@@ -161,13 +161,15 @@ test-gemma3n: build/timm/installed .venv-npu/installed gcc
 	PYTHONPATH=build/timm $(BIN)/python -m pytest -k gemma3n tests/cli/test_judgement.py
 	PYTHONPATH=build/timm $(NPU) pytest --device npu tests/models/test_gemma3n.py
 
-# Runs of batches on a real S3 server in this process.
-build/s3/installed: .venv/installed
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(@D) s3fs==2026.9.0 'moto[server]==5.2.5'
+# Runs of batches on a server of S3 and on emulators of Google Cloud Storage and Azure Blob Storage (which needs npm).
+build/stores/installed: .venv/installed
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(@D) s3fs==2026.9.0 'moto[server]==5.2.5' \
+	  gcsfs==2026.10.1 gcp-storage-emulator==2026.7.19 adlfs==2026.8.0
+	npm install --no-fund --no-audit --silent --prefix $(@D) azurite@3
 	touch $@
 
-test-s3: build/s3/installed
-	PYTHONPATH=build/s3 $(BIN)/python -m pytest -m '' tests/batch/test_remote*.py
+test-stores: build/stores/installed
+	PYTHONPATH=build/stores $(BIN)/python -m pytest -m '' tests/batch/test_remote*.py
 
 # Steps of TRL's trainer on batches of a run. --no-deps, because .venv has the other packages that TRL requires.
 build/trl/installed: .venv/installed
