@@ -223,10 +223,17 @@ def test_a_table_without_its_arrays_is_rebuilt(few: Path, whole: Path, tmp_path:
     assert content(tmp_path / "run") == content(whole)
 
 
-def test_a_damaged_table_is_rebuilt(few: Path, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [0.3, 0.9, None])
+def test_a_damaged_table_is_rebuilt(place: float | None, few: Path, whole: Path, tmp_path: Path) -> None:
+    """A bit of a column or of the footer is flipped, or the end of the table is missing."""
     run_in_process(settings(few), tmp_path / "run")
     (tmp_path / "run/manifest.json").unlink()
     table = table_path(tmp_path / "run", 0)
-    table.write_bytes(table.read_bytes()[:-9])
+    data = bytearray(table.read_bytes())
+    if place is None:
+        del data[-9:]
+    else:
+        data[int(len(data) * place)] ^= 1
+    table.write_bytes(data)
     run_in_process(settings(few), tmp_path / "run")
     assert content(tmp_path / "run") == content(whole)
