@@ -54,6 +54,8 @@ class Middleware:
       client sent an X-Request-Id itself, the client's id is returned instead, and both ids are logged.
     - `scope["state"]["arrived"]` is the time at which the request's head arrived, from `time.perf_counter`.
     - `scope["state"]["client"]` is the `Client` whose API key the request carries, if the service has keys.
+    - `scope["state"]["spool_body"]` is a function by which a route says that it writes the body to disk while it reads
+      it. Its argument is the maximum size of the body in bytes, in place of the limits on bodies in memory.
     - If an error aborts a response that has started, the responder stores the name of the error's class in
       `scope["state"]["error"]`, for the log. The reason of a refusal is in `scope["state"]["reason"]`.
     - /v1 is added to the paths of OpenAI's and Anthropic's APIs that lack it.
@@ -78,7 +80,7 @@ class Middleware:
         self._metrics = metrics
         self._tracer = tracer
         self.held_bytes = 0
-        """Total size in bytes of the bodies of all requests that are being read or answered."""
+        """Total size in bytes of the bodies of all requests that are being read or answered, except spooled bodies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request as an ASGI application."""
@@ -102,6 +104,7 @@ class Middleware:
         scope.setdefault("state", {}).update(request_id=request_id, arrived=started)
         given = _given_id(scope)
         body = _Body(scope, receive, self, self._config)
+        scope["state"]["spool_body"] = body.spool
         status, begun = 499, False
 
         async def sending(message: Message) -> None:
@@ -120,7 +123,7 @@ class Middleware:
             _log.exception("the request failed with an unexpected error")
             await error_response(error)(scope, receive, sending)
         finally:
-            self.held_bytes -= body.num_bytes
+            self.held_bytes -= body.num_held
             route = scope["route"].path if "route" in scope else "none"
             path = None if "route" in scope else self._shown_path(scope["path"])
             self._metrics.count_http(route, method, status)
@@ -201,10 +204,24 @@ class _Body:
         self._middleware = middleware
         self._config = config
         self._deadline = asyncio.get_running_loop().time() + config.request_timeout_s
+        self._limit = config.max_request_bytes
         self._whole = False
-        self.num_bytes = 0
+        self._is_json = not any(
+            name == b"content-type" and value.lower().startswith(b"multipart/") for name, value in scope["headers"]
+        )
+        self._is_held = True
+        self._num_bytes = 0
         """Number of bytes received so far."""
         self._num_values = 0
+
+    @property
+    def num_held(self) -> int:
+        """Number of bytes that are held in memory."""
+        return self._num_bytes if self._is_held else 0
+
+    def spool(self, max_bytes: int) -> None:
+        """Accept up to `max_bytes` bytes, because the route writes the body to disk. Call this before `receive`."""
+        self._limit, self._is_held = max_bytes, False
 
     async def receive(self) -> Message:
         """Return the next ASGI message.
@@ -241,20 +258,21 @@ class _Body:
             raise HTTPException(408, f"the request body {late}", headers={"Connection": "close"}) from error
         self._whole = not message.get("more_body", False)
         num_bytes = len(message.get("body", b""))
-        self.num_bytes += num_bytes
-        self._middleware.held_bytes += num_bytes
-        self._num_values += sum(map(message.get("body", b"").count, _BETWEEN_VALUES))
+        self._num_bytes += num_bytes
+        if self._is_held:
+            self._middleware.held_bytes += num_bytes
+        if self._is_json:
+            self._num_values += sum(map(message.get("body", b"").count, _BETWEEN_VALUES))
         if self._num_values > (most := self._config.max_request_values):
             raise HTTPException(413, f"the request body has more JSON values than the limit of {most}")
-        self._check(self.num_bytes)
+        self._check(self._num_bytes)
         return message
 
     def _check(self, num_bytes: int) -> None:
-        limit = self._config.max_request_bytes
-        if num_bytes > limit:
-            raise HTTPException(413, f"the request body has at least {num_bytes} bytes; the limit is {limit}")
-        held = self._middleware.held_bytes - self.num_bytes + num_bytes
-        if held > self._config.max_held_bytes:
+        if num_bytes > self._limit:
+            raise HTTPException(413, f"the request body has at least {num_bytes} bytes; the limit is {self._limit}")
+        held = self._middleware.held_bytes - self._num_bytes + num_bytes
+        if self._is_held and held > self._config.max_held_bytes:
             raise HTTPException(
                 429,
                 f"the bodies of all requests in progress have {held} bytes; the limit is {self._config.max_held_bytes}",

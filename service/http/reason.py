@@ -38,7 +38,7 @@ async def note_reason(request: Request, message: str) -> None:
     """Store the reason for which a request is refused, for the access log. `message` is sent to the client."""
     # A body that has not been read yet must not be awaited here. The route has stored the body that it read.
     body = getattr(request, "_body", b"")
-    parsed = getattr(request, "_json", None) or body.decode("utf-8", "replace")
+    parsed = getattr(request, "_json", None) or getattr(request.state, "form", None) or body.decode("utf-8", "replace")
     sent = [parsed, request.scope["path"], request.url.query, *request.headers.values()]
     compared = asyncio.to_thread(loggable, message, sent) if len(body) > _MAX_INLINE else None
     request.state.reason = loggable(message, sent) if compared is None else await compared
