@@ -14,7 +14,7 @@ from msgspec import Raw
 from tokenizers import Tokenizer
 
 from mindie_mm.engine.requests.engine_messages import TokenLogprob
-from mindie_mm.engine.requests.sampling_params import ALL_TOKENS, SamplingParams
+from mindie_mm.engine.requests.sampling_params import SamplingParams
 from mindie_mm.tokenize.prompt import Prompt
 from mindie_mm.tokenize.text.detokenizer import TextStream
 from service.schemas.openai_answers import ChatLogprobs, ChatPosition, ChatToken, CompletionLogprobs, PromptToken
@@ -330,10 +330,8 @@ async def prompt_logprobs(texts: TokenTexts, logprobs: Sequence[TokenLogprob], n
     async for some in in_turns(logprobs, weight):
         for one in some:
             entries = {str(one.token_id): entry(one.token_id, one.logprob, one.rank)}
-            top = [*enumerate(one.top if num_top == ALL_TOKENS else one.top[:num_top], 1)]
-            async for ranked in in_turns(top, 1):
-                for rank, (token_id, logprob) in ranked:
-                    if token_id != one.token_id:
-                        entries[str(token_id)] = entry(token_id, logprob, rank)
+            for rank, (token_id, logprob) in enumerate(one.top[:num_top], 1):
+                if token_id != one.token_id:
+                    entries[str(token_id)] = entry(token_id, logprob, rank)
             parts.append(msgspec.json.encode(entries))
     return Raw(b"[" + b",".join(parts) + b"]")

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from mindie_mm.engine.requests.sampling_params import MAX_LOGPROBS
 from mindie_mm.errors import InputError
 from mindie_mm.inputs import refused_fields
 from mindie_mm.tokenize.prompt import PromptOptions
-from service.schemas.body import INT32_MAX, WHOLE, Array, Logprobs, MaxTokens, Settings, TokenIds
+from service.schemas.body import INT32_MAX, WHOLE, Array, MaxTokens, Settings, TokenIds
 from service.schemas.not_served import WITHOUT_BEAMS
 
 Ids = Annotated[TokenIds, AfterValidator(tuple)]
@@ -34,7 +35,7 @@ class ExtraFields(Settings):
     """The only tokens that may be generated."""
     logprob_token_ids: Ids | None = None
     """Tokens whose log-probabilities are reported instead of the most likely tokens. Requires `logprobs`."""
-    prompt_logprobs: Logprobs | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     """Number of most likely tokens to report for each token of the prompt. Not supported in a stream."""
     return_token_ids: bool | None = None
     """Report the token ids of the prompt and of the answer."""

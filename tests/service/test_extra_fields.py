@@ -222,23 +222,23 @@ def test_log_probabilities_of_the_prompt_have_vllms_form(client: openai.OpenAI, 
 def test_all_answers_together_have_a_limit_on_log_probabilities(http: Any) -> None:
     """A request above the limit is accepted alone, and refused while another one is in progress."""
     limit = SETTINGS["max_held_logprobs"]
-    body = {"prompt": [64] * 150, "max_tokens": 1, "temperature": 0, "prompt_logprobs": -1}
+    body = {"prompt": [64] * 150, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": -1}
 
     def post(further: dict[str, Any]) -> Any:
         return http.post("/v1/completions", json=body | further)
 
     above = {"prompt": [64] * 200}
-    alone = post(above).raise_for_status().json()["choices"][0]["prompt_logprobs"]
-    assert len(alone) * (VOCABULARY + 1) > limit
+    alone = post(above).raise_for_status().json()["choices"][0]["logprobs"]
+    assert len(alone["tokens"]) * (VOCABULARY + 1) > limit
     with ThreadPoolExecutor(12) as pool:
-        answers = [*pool.map(post, [{}, {"prompt_logprobs": None, "logprobs": -1}, above] * 4)]
+        answers = [*pool.map(post, [{}, {"echo": False}, above] * 4)]
     refused = [answer for answer in answers if answer.status_code != 200]
     assert len(answers) > len(refused) > 0
     for answer in refused:
         assert answer.status_code == 429
         assert answer.headers["retry-after"]
         assert f"the limit is {limit} (--max-held-logprobs)" in answer.json()["error"]["message"]
-    assert post(above).raise_for_status().json()["choices"][0]["prompt_logprobs"] == alone
+    assert post(above).raise_for_status().json()["choices"][0]["logprobs"] == alone
 
 
 # --- prompts
@@ -341,7 +341,7 @@ def test_the_tokenizers_settings_are_shown(http: Any) -> None:
         ("bad_words", [["a"] * 129, ["a" * 257], [""], "a", [1]]),
         ("allowed_token_ids", [[], [VOCABULARY], [-1], [2**70], [1] * 1000, ["1"], 5]),
         ("logprob_token_ids", [[], [VOCABULARY], [1] * 129, [0.5]]),
-        ("prompt_logprobs", [21, -2, "1", True]),
+        ("prompt_logprobs", [21, -1, -2, "1", True]),
         ("truncate_prompt_tokens", [0, -2, 1.5, 2**40]),
         ("truncation_side", ["middle", 1]),
         ("priority", [1, -1]),

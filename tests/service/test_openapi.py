@@ -78,10 +78,12 @@ def test_numbers_have_the_ranges_of_the_sampler(http: Any, body: str) -> None:
             else:
                 last = kind(number[f"m{side}"])
                 outside = last + step
-            # Skip two bounds that differ. A top_k of -1 means all tokens, as in vLLM, and the sampler gets 0. The
-            # schema requires a maximum of at least one token, but the sampler accepts 0 to score a prompt.
+            # Skip the bounds that differ. A top_k of -1 means all tokens, as in vLLM, and the sampler gets 0. The
+            # schema requires a maximum of at least one token, but the sampler accepts 0 to score a prompt. The sampler
+            # accepts prompt_logprobs of -1 for the field echo.
             if (name, last) in {
                 ("top_k", -1),
+                ("prompt_logprobs", 0),
                 *((one, 1) for one in NAMES if NAMES[one] == "max_tokens"),
                 ("max_tokens", 1),
             }:
