@@ -62,7 +62,7 @@ def check_weather(arguments: Any) -> None:
 def report(scenarios: Mapping[str, Callable[[], Any]]) -> None:
     """Run the public functions of a script, and write a line of JSON with the name and the error of each."""
     with asyncio.Runner() as runner:
-        for name, scenario in scenarios.items():
+        for name, scenario in [*scenarios.items()]:  # dspy adds names while it runs
             if name.startswith("_") or not inspect.isfunction(scenario) or scenario.__module__ != "__main__":
                 continue
             error = None

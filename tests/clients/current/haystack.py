@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 from haystack.components.agents import Agent
-from haystack.components.generators.chat import OpenAIChatGenerator
-from haystack.dataclasses import ChatMessage, FileContent, ImageContent
+from haystack.components.embedders import OpenAIDocumentEmbedder, OpenAITextEmbedder
+from haystack.components.generators.chat import OpenAIChatGenerator, OpenAIResponsesChatGenerator
+from haystack.dataclasses import ChatMessage, Document, FileContent, ImageContent
 from haystack.tools import tool
 from haystack.utils import Secret
 from scenarios import (
@@ -130,6 +131,45 @@ def agent() -> None:
     made = Agent(chat_generator=_generator(settings=settings), tools=[get_weather], exit_conditions=["get_weather"])
     messages = made.run(messages=MESSAGES)["messages"]
     assert "Sunny" in messages[-1].tool_call_result.result
+
+
+def _responses(**given: Any) -> OpenAIResponsesChatGenerator:
+    settings = {"temperature": 0, "max_output_tokens": 300} | given.pop("settings", {})
+    server = {"api_key": Secret.from_token(KEY), "model": MODEL, "api_base_url": BASE_URL, "max_retries": 0}
+    return OpenAIResponsesChatGenerator(generation_kwargs=settings, **server, **given)
+
+
+def responses() -> None:
+    (reply,) = _responses().run(MESSAGES)["replies"]
+    assert reply.text == HELLO_BACK
+
+
+def responses_streamed() -> None:
+    pieces: list[str] = []
+    (reply,) = _responses(streaming_callback=lambda chunk: pieces.append(chunk.content)).run(MESSAGES)["replies"]
+    assert "".join(pieces) == reply.text == HELLO_BACK
+
+
+def responses_to_a_picture() -> None:
+    message = ChatMessage.from_user(content_parts=[ImageContent.from_file_path(PICTURE_FILE), WHAT])
+    assert _responses().run([message])["replies"][0].text == RED_SQUARE
+
+
+def responses_with_a_tool() -> None:
+    (reply,) = _responses(tools=[get_weather], settings={"tool_choice": "required"}).run(MESSAGES)["replies"]
+    assert reply.tool_calls
+    for call in reply.tool_calls:
+        check_weather(call.arguments)
+    results = [ChatMessage.from_tool("Sunny.", origin=call) for call in reply.tool_calls]
+    made = _responses(tools=[get_weather], settings={"max_output_tokens": 16})
+    assert made.run([*MESSAGES, reply, *results])["replies"][0].text
+
+
+def embeddings() -> None:
+    server: Any = {"api_key": Secret.from_token(KEY), "model": MODEL, "api_base_url": BASE_URL}
+    vector = OpenAITextEmbedder(**server).run(HELLO)["embedding"]
+    (document,) = OpenAIDocumentEmbedder(**server, progress_bar=False).run([Document(content=HELLO)])["documents"]
+    assert max(abs(a - b) for a, b in zip(vector, document.embedding, strict=True)) < 1e-5
 
 
 report(globals())

@@ -18,6 +18,7 @@ from scenarios import (
     RED_SQUARE,
     SOUND,
     THREE,
+    URL,
     WEATHER,
     WHAT,
     check_weather,
@@ -124,6 +125,42 @@ def structured() -> None:
 def structured_streamed() -> None:
     answer = litellm.stream_chunk_builder([*_ask("openai", response_format=Thing, stream=True)])
     Thing.model_validate_json(answer.choices[0].message.content)
+
+
+def responses() -> None:
+    answer: Any = litellm.responses(HELLO, f"openai/{MODEL}", api_base=BASE_URL, api_key=KEY, temperature=0)
+    assert answer.output_text == HELLO_BACK
+    again: Any = litellm.responses(
+        WHAT, f"openai/{MODEL}", previous_response_id=answer.id, api_base=BASE_URL, api_key=KEY, max_output_tokens=8
+    )
+    assert again.output_text
+
+
+def responses_streamed() -> None:
+    server: Any = {"api_base": BASE_URL, "api_key": KEY, "temperature": 0}
+    events: list[Any] = [*litellm.responses(HELLO, f"openai/{MODEL}", stream=True, **server)]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == HELLO_BACK
+    assert events[-1].type == "response.completed"
+
+
+async def messages() -> None:
+    """A stream would need fastapi, which litellm requires only for its proxy."""
+    server: Any = {"api_base": URL, "api_key": KEY, "temperature": 0, "max_tokens": 300}
+    answer: Any = await litellm.anthropic_messages(messages=MESSAGES, model=f"anthropic/{MODEL}", **server)
+    assert answer["content"][0]["text"] == HELLO_BACK
+
+
+def embeddings() -> None:
+    for provider in PROVIDERS:
+        answer = litellm.embedding(f"{provider}/{MODEL}", [HELLO, WHAT], api_base=BASE_URL, api_key=KEY)
+        assert [one["index"] for one in answer.data] == [0, 1]
+
+
+def rerank() -> None:
+    answer: Any = litellm.rerank(
+        f"hosted_vllm/{MODEL}", HELLO, [WHAT, HELLO], api_base=BASE_URL, api_key=KEY, return_documents=True
+    )
+    assert answer.results[0]["index"] == 1, "a text is most similar to itself"
 
 
 report(globals())

@@ -8,6 +8,8 @@ import pydantic
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import AudioBlock, ChatMessage, DocumentBlock, ImageBlock, MessageRole, TextBlock
 from llama_index.core.tools import FunctionTool
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
+from llama_index.llms.openai import OpenAIResponses
 from llama_index.llms.openai_like import OpenAILike
 from scenarios import (
     BASE_URL,
@@ -142,6 +144,25 @@ async def agent() -> None:
     result = await made.run(HELLO)
     assert result.tool_calls
     assert str(result)
+
+
+def _responses(**given: Any) -> OpenAIResponses:
+    return OpenAIResponses(model=MODEL, api_base=BASE_URL, api_key=KEY, max_retries=0, temperature=0, **given)
+
+
+def responses() -> None:
+    assert _responses(context_window=4096).chat(MESSAGES).message.content == HELLO_BACK
+
+
+def responses_streamed() -> None:
+    deltas = [*_responses(context_window=4096).stream_chat(MESSAGES)]
+    assert "".join(delta.delta or "" for delta in deltas) == HELLO_BACK
+
+
+def embeddings() -> None:
+    embed = OpenAILikeEmbedding(model_name=MODEL, api_base=BASE_URL, api_key=KEY, max_retries=0)
+    (first, _), again = embed.get_text_embedding_batch([HELLO, WHAT]), embed.get_text_embedding(HELLO)
+    assert max(abs(a - b) for a, b in zip(first, again, strict=True)) < 1e-5
 
 
 report(globals())
