@@ -97,6 +97,7 @@ ONLY_CONFIGS = frozenset(
         "glm46v",
         "glm46v_flash",
         "glm_ocr",
+        "kimi_k2_5",
         "lfm2_vl_3b",
         "llama4_scout",
         "minicpmv4_6",
@@ -110,6 +111,7 @@ ONLY_CONFIGS = frozenset(
         "qwen3_5_moe_35b",
         "qwen3_asr",
         "qwen3_vl_30b_a3b",
+        "step3p7_flash",
         "whisper_base",
     }
 )
