@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from mindie_mm.errors import InputError, SharedMemoryError, os_errors_as
@@ -124,16 +125,17 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
         title="mindie_mm",
         version=version("mindie_mm"),
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's documentation pages load scripts from another host
-        redoc_url=None,
+        openapi_url=None,  # `describe` adds /openapi.json. FastAPI's documentation pages load scripts from another host
         redirect_slashes=False,  # behind a TLS proxy, a redirect would make clients repeat the body over http
     )
     add_front(app, config, clients, admission, metrics, tracer)
-    errors.install(app)
-    for module in (
+    modules = (
         *(chat, completions, responses, messages, embeddings, rerank),
         *(infer, generate, models, tokens, health, admin),
-    ):
+    )
+    routes = (route for module in modules for route in module.router.routes if isinstance(route, APIRoute))
+    errors.install(app, [route.path for route in routes if "{" not in route.path])
+    for module in modules:
         app.include_router(module.router, responses=errors.RESPONSES)
     if config.web_page:
         app.include_router(page.router)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -141,11 +142,14 @@ def error_body(message: str, status: int, param: str | None = None) -> dict[str,
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def install(app: FastAPI) -> None:
-    """Install exception handlers that answer every error with an error object."""
+def install(app: FastAPI, paths: Collection[str] = ()) -> None:
+    """Install exception handlers that answer every error with an error object.
+
+    If a request's path does not exist, the message names the nearest of `paths`.
+    """
     app.add_exception_handler(errors.MindieMMError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
-    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(HTTPException, partial(_on_http_error, paths))
 
 
 def error_response(error: Exception) -> Response:
@@ -201,19 +205,19 @@ def _detail(detail: Mapping[str, Any]) -> str:
     return f"{message}, not {json.dumps(value)}" if short else message
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
+async def _on_http_error(paths: Collection[str], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = str(error.detail)
     if error.status_code in (404, 405):
-        text = _no_route(request, error)
+        text = _no_route(request, error, paths)
     elif error.status_code == 400 and "parsing the body" in text:  # FastAPI's message if the JSON decoder gives up
         text = "the body is not valid JSON or is nested too deeply"
     await note_reason(request, text)
     return JSONResponse(error_body(text, error.status_code), status_code=error.status_code, headers=error.headers)
 
 
-def _no_route(request: Request, error: HTTPException) -> str:
-    """Return the message for a path or method that no route has. It names the nearest route."""
+def _no_route(request: Request, error: HTTPException, paths: Collection[str]) -> str:
+    """Return the message for a path or method that no route has. It names the nearest of `paths`."""
     path = request.scope["path"]
     shown = path if len(path) <= _MAX_PATH else f"{path[:_MAX_PATH]}..."
     if error.status_code == 405:
@@ -222,7 +226,6 @@ def _no_route(request: Request, error: HTTPException) -> str:
     for start, advice in _ELSEWHERE.items():
         if path.startswith(start):
             return f"there is no path {shown}; {advice}"
-    paths = [name for name in request.app.openapi()["paths"] if "{" not in name]
     near = difflib.get_close_matches(path[: 2 * _MAX_PATH], paths, n=1)
     advice = f"did you mean {near[0]}?" if near else "/openapi.json lists the paths"
     return f"there is no path {shown}; {advice}"

@@ -6,13 +6,17 @@ The types of the answers are added here. FastAPI cannot infer them, because rout
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
+from threading import Lock
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import TypeAdapter
+from starlette.responses import Response
 
 from service.http.access import OPEN_PATHS, RELOAD
 from service.http.errors import ErrorBody
+from service.http.json_response import JSONResponse
 
 _SCHEMA = "#/components/schemas/{model}"
 
@@ -45,11 +49,27 @@ def streamed(event: type, whole: type | None = None, last: str | None = None) ->
 
 
 def describe(app: FastAPI, events: Sequence[type], *, keys: bool) -> None:
-    """Create the description of `app`, which FastAPI caches, and correct it in place.
+    """Add /openapi.json to `app`.
 
-    The schemas of `events`, the TypedDicts of streams, are added. FastAPI's status 422 is removed, because an invalid
-    body gets status 400 here. If `keys` is true, operations that need an API key are described as such.
+    The first request creates the description, because that takes 0.3 s of processor time, and few services are asked
+    for it. A thread creates it, so that the service answers other requests meanwhile.
+
+    The schemas of `events`, the TypedDicts of streams, are added to FastAPI's description. Its status 422 is removed,
+    because an invalid body gets status 400 here. If `keys` is true, operations that need an API key are described as
+    such.
     """
+    lock, described = Lock(), cache(partial(_description, app, events, keys=keys))
+
+    def openapi(request: Request) -> Response:
+        with lock:
+            found = described()
+        root = request.scope.get("root_path", "").rstrip("/")
+        return JSONResponse(found | {"servers": [{"url": root}]} if root else found)
+
+    app.add_route("/openapi.json", openapi, include_in_schema=False)
+
+
+def _description(app: FastAPI, events: Sequence[type], *, keys: bool) -> dict[str, Any]:
     described = app.openapi()
     for path, operations in described["paths"].items():
         for operation in operations.values():
@@ -65,3 +85,4 @@ def describe(app: FastAPI, events: Sequence[type], *, keys: bool) -> None:
     components["schemas"] |= schemas["$defs"]
     if keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return described
