@@ -8,6 +8,7 @@ both once, before the fork.
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 from transformers import conversion_mapping
@@ -15,6 +16,7 @@ from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni  # noqa: F401
 from transformers.models.qwen2_vl import modeling_qwen2_vl  # noqa: F401 - of the random checkpoints
 
 from tests import warm
+from tests.kept_steps import keep_steps
 
 _WORKERS = (
     "mindie_mm.decode.nursery",
@@ -30,6 +32,7 @@ def _imported() -> dict[str, ModuleType]:
     try:
         for name in _WORKERS:
             importlib.import_module(name)
+        keep_steps(sys.modules["mindie_mm.engine.process.engine_process"])
         return warm.own_modules()
     finally:
         warm.replace_own_modules(used)
