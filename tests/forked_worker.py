@@ -86,6 +86,6 @@ def _start_another(channel: ChildChannel) -> None:
     async def start() -> None:
         child = await start_spare(__name__, "inner", environment={**os.environ, "INNER": "yes"})
         channel.send(await child.channel.recv())
-        await child.end()
+        await child.close()
 
     asyncio.run(start())

@@ -122,7 +122,7 @@ async def test_a_child_logs_as_its_parent_does(capfd):
         child = await Child.start("tests.logging_worker")
         async with asyncio.timeout(120):
             assert await child.channel.recv() == b"logged"
-        await child.end()
+        await child.close()
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(line["process"], line["logger"], line["level"]) for line in lines] == [
         ("logging_worker", "mindie_mm.worker", "debug"),

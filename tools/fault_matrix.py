@@ -68,7 +68,7 @@ def run(rig: Rig, point: Point) -> Run:
     run_result = Run(str(point))
     rig.require(point.num_engines)
     if point.cause == "start":
-        rig.drop()
+        rig.close()
         _die_at_the_start(rig, point, run_result)
         return run_result
     try:
@@ -188,7 +188,7 @@ def _look(rig: Rig, point: Point, gone: list[psutil.Process], died: float, run_r
         status = rig.service.process.wait(DEADLINE_S)
         if point.role != "api" and status != 0:
             run_result.troubles.append(f"the service stopped with status {status}")
-        rig.drop()
+        rig.close()
     while (said := rig.ask()) != "right":
         if said != "failed" or time.monotonic() - died > DEADLINE_S:
             run_result.troubles.append(f"the next request: {said}")
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     file.write(json.dumps(asdict(run_result)) + os.linesep)
                 print(f"{point}: {'; '.join(run_result.troubles) or 'good'} {run_result}", flush=True)
                 if not run_result.good:
-                    rig.drop()
+                    rig.close()
     runs = read(given.out)
     print(table(runs))
     return 0 if all(run_result.good for several in runs.values() for run_result in several) else 1

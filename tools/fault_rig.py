@@ -83,7 +83,7 @@ class Rig:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.drop()
+        self.close()
 
     @property
     def service(self) -> RunningService:
@@ -96,12 +96,12 @@ class Rig:
         return self._service
 
     def require(self, num_engines: int) -> None:
-        """Drop the service unless it has this number of engines. The next service has this number."""
+        """Stop the service unless it has this number of engines. The next service has this number."""
         if self.num_engines != num_engines:
-            self.drop()
+            self.close()
         self.num_engines = num_engines
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """Stop the service if it is running. The next use of `service` starts a new service."""
         self._stack.close()
         self._service = None

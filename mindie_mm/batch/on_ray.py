@@ -176,7 +176,7 @@ class _Actor:
             folder = self._folder
             done = complete_shards(folder.path, chunk, self._run.digest)
             done = self._do(chunk) if done is None else done
-            folder.forget()
+            folder.free_copies()
         except MindieMMError as error:  # Ray would wrap this error in an error of its own
             failed = msgspec.json.encode(Failure.of(error))
         return {"chunk": list(batch["chunk"]), "shards": [msgspec.json.encode(done)], "failed": [failed]}
@@ -185,7 +185,7 @@ class _Actor:
     def _folder(self) -> RunFolder:
         """The folder of the run on this node. Raise InputError if the store's package is not installed."""
         folder = RunFolder.at(self._address).on_node()
-        folder.forget()  # the store may have lost shards since an earlier call
+        folder.free_copies()  # the store may have lost shards since an earlier call
         return folder
 
     def _begun(self) -> Stage:

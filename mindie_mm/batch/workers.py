@@ -86,7 +86,7 @@ class Workers:
                         while chunk is not None and await self._finish(child, cursor, chunk):
                             chunk = await self._next(every)
                 finally:
-                    await child.end()
+                    await child.close()
             if chunk is not None:
                 self._set_aside.append(chunk)
             if not ready:
@@ -118,7 +118,7 @@ class Workers:
         if isinstance(report, Finished):
             self._write_timing(chunk, time.monotonic() - began, child.pid)
             return True
-        await child.end()
+        await child.close()
         self._tally.take_back(done)
         self._suspects.blame(cursor.row, child.status)
         return False

@@ -147,7 +147,7 @@ class Decoders(Decoding[Parcel]):
             await off_loop(num_bytes, lambda: process.scratch.move(job.written, arrays))
         except BaseException:
             if process in self._processes:  # its scratch memory may still contain the item
-                self._end(process)
+                self._kill(process)
             raise
         finally:
             job.written = {}
@@ -190,9 +190,9 @@ class Decoders(Decoding[Parcel]):
 
     def _give_up(self, job: Job) -> None:
         """Remove a job from the queue, or kill the decoder that works on it."""
-        self._queue.drop(job)
+        self._queue.remove(job)
         for process in [process for process in self._processes if process.job is job]:
-            self._end(process)
+            self._kill(process)
 
     def _hand_out(self) -> None:
         """Send waiting jobs to decoders, in the order of the groups' turns."""
@@ -212,7 +212,7 @@ class Decoders(Decoding[Parcel]):
         """Return `process`, which has read no item, for the items of `domain`, and end the decoder that it replaces."""
         used = [one for one in self._processes if one.domain is not None]
         if len(used) >= self._max_used:
-            self._end(next(one for one in used if one.is_idle))
+            self._kill(next(one for one in used if one.is_idle))
         process.domain = domain
         self._missing.set()
         return process
@@ -246,7 +246,7 @@ class Decoders(Decoding[Parcel]):
                     _log.error("decoder %d sent an invalid reply and was killed: %.300r", process.pid, str(invalid))
             is_unexpected = process in self._processes
             if is_unexpected:  # it may still run if it closed the channel or sent an invalid message
-                self._end(process, 0.0 if process.domain is not None else _PAUSE_S)
+                self._kill(process, 0.0 if process.domain is not None else _PAUSE_S)
             ended = await process.ended
             if is_unexpected:
                 _log.warning("decoder %d died with status %s", process.pid, None if ended is None else ended.status)
@@ -293,10 +293,10 @@ class Decoders(Decoding[Parcel]):
                 process.kept_for = job.group if job.group.keeps_decoder else None
             job.reply.set_result((reply, process))
             if isinstance(reply, Refused) and (job.layout is not None or _is_crash_or_limit(reply)):
-                self._end(process)  # and its scratch memory, to which it may have written a part of an item
+                self._kill(process)  # and its scratch memory, to which it may have written a part of an item
             self._hand_out()
 
-    def _end(self, process: DecoderProcess, pause_s: float = 0.0) -> None:
+    def _kill(self, process: DecoderProcess, pause_s: float = 0.0) -> None:
         """Kill a decoder, and let another one be forked after `pause_s` seconds."""
         self._processes.remove(process)
         self._nursery.kill(process.pid)
@@ -314,7 +314,7 @@ class Decoders(Decoding[Parcel]):
                     _log.error("decoder %d %s and was killed", process.pid, why)
                     if process.job is not None and error is not None:
                         process.job.fail(error)
-                    self._end(process)
+                    self._kill(process)
 
     async def _fill(self) -> None:
         """Fork decoders until there are `number` and a spare one, again whenever one is missing, until canceled."""

@@ -211,7 +211,7 @@ class JobQueue:
             self._jobs[group] = jobs
         return job
 
-    def drop(self, job: Job) -> None:
+    def remove(self, job: Job) -> None:
         """Remove a job if it is in the queue."""
         jobs = self._jobs.get(job.group, deque())
         if job in jobs:

@@ -82,7 +82,7 @@ class Nursery:
                 elif request.pid in self._pids:
                     os.kill(request.pid, signal.SIGKILL)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill all decoders."""
         for pid in self._pids:
             os.kill(pid, signal.SIGKILL)
@@ -166,7 +166,7 @@ def main(channel: ChildChannel, lifeline: Lifeline, setup_json: str) -> None:
         try:
             nursery.serve()
         except (EOFError, ConnectionError):
-            nursery.end()
+            nursery.close()
             os._exit(0)  # skip the libraries' exit handlers, for which the tokenizer process would wait a second
 
 

@@ -199,7 +199,7 @@ class Scheduler(BaseScheduler):
     def schedule(self, unfinished: Sequence[Scheduled] = ()) -> list[Scheduled]:
         config = self._config
         if self._read:
-            self._release_read()
+            self._free_read()
         budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
         for earlier in unfinished:
             budget.keys.update(self._continued_after(earlier))
@@ -415,7 +415,7 @@ class Scheduler(BaseScheduler):
             request.snapshots[stop] = writes
         return reads, writes
 
-    def _release_read(self) -> None:
+    def _free_read(self) -> None:
         for slot in self._read:
             assert self._states is not None
             self._states.free(slot)

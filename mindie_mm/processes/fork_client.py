@@ -70,7 +70,7 @@ class ForkClient(Supervised):
         """Stop the fork server. Workers continue to run."""
         with suppress(MindieMMError, OSError):
             if self._copy is not None:
-                await (await self._copy).end()  # first, because nobody else would learn its process id
+                await (await self._copy).close()  # first, because nobody else would learn its process id
         await self.close()
         self.abandon()
 
@@ -104,7 +104,7 @@ class ForkClient(Supervised):
                 _log.warning("%s was not forked: %s", module, error)
             except asyncio.CancelledError:
                 with suppress(MindieMMError, OSError):
-                    await (await forking).end()
+                    await (await forking).close()
                 raise
         return await Child.start(module, *arguments, environment=environment)
 

@@ -298,7 +298,7 @@ class Child:
                 if loading is not None:
                     loading(reply.share)
         except EOFError:
-            await self.end()
+            await self.close()
             # sys.executable may be a program that embeds Python.
             by = "" if (self.status or 0) < 0 else f"; it was started with sys.executable, {sys.executable}"
             raise ProcessDied(f"{what} exited with status {self.status} before it was ready{by}") from None
@@ -314,7 +314,7 @@ class Child:
         """Kill the worker immediately. `recv` then raises EOFError. Reap the process with `end`."""
         self._process.kill()
 
-    async def end(self) -> None:
+    async def close(self) -> None:
         """Close the channel, so that the worker exits, and reap it. Kill the worker if it does not exit. Idempotent."""
         await self.channel.close()
         for insistence in (self._process.terminate, self._process.kill):

@@ -162,7 +162,7 @@ class Supervised(ABC):
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        await self._end("is closed")
+        await self._close_child("is closed")
         self._settled.set()
 
     async def _launch(self) -> None:
@@ -171,7 +171,7 @@ class Supervised(ABC):
             self.child = await self._spawn()
             await self._prepare(self.child)
         except BaseException as error:
-            await self._end(f"did not start: {error}")
+            await self._close_child(f"did not start: {error}")
             if isinstance(error, Exception):
                 self._refused(error)
             if isinstance(error, InputError):
@@ -187,7 +187,7 @@ class Supervised(ABC):
             with logged(f"the connection to the {self.noun} {self.pid} failed"):
                 hung = await self._serve()
             with logged(f"the {self.noun} {self.pid} cannot be stopped"):
-                await self._end("died, and another one is being started", hung)
+                await self._close_child("died, and another one is being started", hung)
             _log.log(logging.INFO if self._replacing else logging.WARNING, self._death(hung))
             await self._restart()
 
@@ -234,8 +234,8 @@ class Supervised(ABC):
             self._num_received += 1
             self._take(message)
 
-    async def _end(self, why_down: str, hung: str = "") -> None:
-        """End and reap the process, and fail its requests. If this call is canceled, it may be repeated."""
+    async def _close_child(self, why_down: str, hung: str = "") -> None:
+        """Close and reap the process, and fail its requests. If this call is canceled, it may be repeated."""
         self._up.clear()
         self._settled.clear()
         self.why_down = why_down
@@ -244,7 +244,7 @@ class Supervised(ABC):
         try:
             if hung and self.kills_hung:
                 self.child.kill()
-            await self.child.end()
+            await self.child.close()
         finally:
             self._fail(self._death(hung))
 

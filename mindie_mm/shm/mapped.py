@@ -222,24 +222,24 @@ class ArenaCache:
         mapped = self._arenas.get(arena)
         if mapped is not None and mapped.is_intact():
             return mapped
-        self.drop_removed(cleanups=True)
+        self.close_removed(cleanups=True)
         with self._lock:
             mapped = self._arenas.get(arena)
             if mapped is None:
                 mapped = self._arenas[arena] = MappedArena(arena)
             return mapped
 
-    def drop_removed(self, *, cleanups: bool = False) -> bool:
-        """Drop the arenas whose files have been removed, so that the kernel can free their pages.
+    def close_removed(self, *, cleanups: bool = False) -> bool:
+        """Close the arenas whose files have been removed, so that the kernel can free their pages.
 
         By default, this method is safe in finalizers and at exit. It returns at once if another call holds the lock,
-        and does not drop arenas that have cleanups, because a cleanup may wait for a device.
+        and does not close arenas that have cleanups, because a cleanup may wait for a device.
 
         Args:
-            cleanups: Whether to wait for the lock, and to drop arenas that have cleanups, too.
+            cleanups: Whether to wait for the lock, and to close arenas that have cleanups, too.
 
         Returns:
-            Whether any arena was dropped.
+            Whether any arena was closed.
 
         """
         if not self._lock.acquire(blocking=cleanups):  # a finalizer may run in the thread that holds the lock
@@ -265,5 +265,5 @@ class ArenaCache:
 
 _cache = ArenaCache()
 mapped_arena = _cache.get
-drop_removed = _cache.drop_removed
+close_removed = _cache.close_removed
 os.register_at_fork(after_in_child=_cache.renew_lock)

@@ -18,7 +18,7 @@ from mindie_mm.shm.arena_info import BlockInfo, arena_files, opened, survey
 from mindie_mm.shm.format.layout import PUBLISHED, STATE_NAMES, Owner, block_name
 from mindie_mm.shm.format.words import Ref
 from mindie_mm.shm.liveness_lock import lock_of_the_dead, unlink_same
-from mindie_mm.shm.mapped import drop_removed
+from mindie_mm.shm.mapped import close_removed
 from mindie_mm.shm.path_file import PATH_FILE_NAME, read_contents
 from mindie_mm.shm.segment import segment_bytes, unlink_segment
 from mindie_mm.shm.spool import collect_request, request_directories
@@ -142,7 +142,7 @@ class _Collection:
 
     def result(self) -> Collected:
         """Unmap the removed arenas and return the result."""
-        drop_removed()
+        close_removed()
         return Collected(tuple(self._reclaimed), tuple(self._failures))
 
     def take_requests(self, root: Path) -> None:

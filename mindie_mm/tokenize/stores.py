@@ -198,7 +198,7 @@ class ScriptStore(ItemStore):
                 with naming(item.name):
                     blocks.append(arena.allocate(item.specs, path_file=path_file))
         except BaseException:
-            _discard(arena, blocks)
+            _free(arena, blocks)
             raise
         return await _filled(arena, items, blocks, writer)
 
@@ -209,7 +209,7 @@ async def _filled(arena: Arena, items: Sequence[PlannedItem], blocks: Sequence[B
         faults.point("allocated")
         words = await gather_in_order([_fill(item, block, writer) for item, block in zip(items, blocks, strict=True)])
     except BaseException:
-        _discard(arena, blocks)
+        _free(arena, blocks)
         raise
     faults.point("published")
     return words
@@ -225,9 +225,9 @@ async def _fill(item: PlannedItem, block: Block, writer: Writer) -> Words:
     return block.publish(digest).to_words()
 
 
-def _discard(arena: Arena, blocks: Iterable[Block]) -> None:
+def _free(arena: Arena, blocks: Iterable[Block]) -> None:
     for block in blocks:
-        arena.discard(block)
+        arena.free(block)
 
 
 def _arrays(block: Mapping[str, NDArray[Any]], item: PlannedItem) -> dict[str, NDArray[Any]]:

@@ -110,7 +110,7 @@ class RowWorker:
             ]
         except BaseException:
             for block in blocks:
-                self._arena.discard(block)
+                self._arena.free(block)
             raise
         return put_words(record.prompt, words)
 

@@ -27,7 +27,7 @@ def staged(releases: bool = False) -> dict:
     from mindie_mm.errors import SegmentMissing, StaleReference
     from mindie_mm.nn import staging
     from mindie_mm.shm import Ref, attach, free
-    from mindie_mm.shm.mapped import drop_removed
+    from mindie_mm.shm.mapped import close_removed
     from tests.ascend.test_runtime import simulator
 
     lines: list[str] = []
@@ -63,7 +63,7 @@ def staged(releases: bool = False) -> dict:
     finally:
         owner.communicate()
     del late, brought
-    drop_removed()  # any thread may call this, but arenas that a device reads must stay mapped
+    close_removed()  # any thread may call this, but arenas that a device reads must stay mapped
     kept = simulator().sim_calls(b"aclrtHostUnregister")
     fetched = [len(staging._staging(device)._fetched)]
     with suppress(SegmentMissing):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mindie_mm.shm.mapped import drop_removed
+from mindie_mm.shm.mapped import close_removed
 from tests.removed_arenas import removed_arenas
 
 STEP_TIMEOUT_S = 86.0
@@ -23,7 +23,7 @@ def unmapped() -> Iterator[None]:
     before = removed_arenas([os.getpid()], 0)
     gc.disable()
     yield
-    drop_removed(cleanups=True)
+    close_removed(cleanups=True)
     left = removed_arenas([os.getpid()], 0)
     gc.enable()
     assert left <= before

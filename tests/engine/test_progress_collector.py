@@ -304,7 +304,7 @@ async def raw_engine(start):
         await child.ready(Ready, "the engine")
         yield raw
     finally:
-        await child.end()
+        await child.close()
 
 
 @pytest.mark.parametrize("others", [0, 1, 3])

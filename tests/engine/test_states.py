@@ -66,7 +66,7 @@ def engine_of(model, slots=None, blocks=200, **settings):
 def assert_all_free(engine):
     """Assert that no slot and no KV block is in use, and that the index of snapshots is consistent."""
     scheduler, states = engine._scheduler, engine._scheduler._states
-    scheduler._release_read()
+    scheduler._free_read()
     assert not any(states._holders)
     assert sorted([*states._free, *states._keys]) == [*range(states.num_slots)]
     assert {slot: key for key, slot in states._slots.items()} == states._keys

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from mindie_mm.errors import BadReference
 from mindie_mm.shm import Arena, ArraySpec, Ref, attach, free, survey
 from mindie_mm.shm.format.layout import ENTRY_BYTES, PAGE, ArenaHeader
-from mindie_mm.shm.mapped import drop_removed
+from mindie_mm.shm.mapped import close_removed
 from tests.fuzz.target import Target, sealed, sealed_arena
 
 _SPECS = (
@@ -169,4 +169,4 @@ def arena_file() -> Iterator[Target]:
                 left.unlink()
         for descriptor in kept:
             os.close(descriptor)
-        drop_removed()
+        close_removed()

@@ -40,7 +40,7 @@ async def until_ended(child: Child) -> int | None:
     with pytest.raises(EOFError):
         async with asyncio.timeout(120):
             await child.channel.recv()
-    await child.end()
+    await child.close()
     return child.status
 
 
@@ -85,8 +85,8 @@ async def test_a_forked_worker_is_a_child_of_this_process_with_its_state(
         assert commands[0][:2] == commands[1][:2] == ["mindie-mm: forked worker", "mindie_mm.processes.child"]
         assert MODULE in commands[0]
     finally:
-        await forked.end()
-        await spawned.end()
+        await forked.close()
+        await spawned.close()
     assert forked.status == 0
 
 
@@ -113,8 +113,8 @@ async def test_forked_workers_ignore_signals_of_the_terminal_and_end_with_their_
         os.kill(forks.pid, number)
     other = await forks.start(MODULE)
     assert (await state(other)).drawn != found.drawn, "they must not draw the same random numbers"
-    await child.end()
-    await other.end()
+    await child.close()
+    await other.close()
     assert (child.status, other.status) == (0, 0)
 
 
@@ -125,7 +125,7 @@ async def test_a_forked_worker_uses_the_current_standard_output(
     await state(child)
     child.channel.send(b"print")
     assert await child.channel.recv() == b"printed"
-    await child.end()
+    await child.close()
     assert capfd.readouterr().out == "printed\n"
 
 
@@ -142,7 +142,7 @@ async def test_workers_outlive_the_fork_server_and_later_ones_wait_for_its_succe
     old.channel.send(b"print")
     assert await old.channel.recv() == b"printed"
     for child in (old, later):
-        await child.end()
+        await child.close()
         assert child.status == 0
 
 
@@ -162,35 +162,35 @@ async def test_a_worker_is_used_although_the_fork_server_dies_right_after_the_fo
         assert (await state(child)).prepared_in == server.pid
         await asyncio.to_thread(psutil.wait_procs, [server], 60)
         assert not (tmp_path / "fork_server.forked").exists()
-        await child.end()
+        await child.close()
         assert child.status == 0
 
 
 async def test_a_fork_server_that_hangs_is_replaced(forks: ForkClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "silence_s", 0.1)
-    await (await forks.start(MODULE)).end()
+    await (await forks.start(MODULE)).close()
     hung = psutil.Process(forks.pid)
     hung.send_signal(signal.SIGSTOP)
     child = await forks.start(MODULE)
     assert (await state(child)).prepared_in == forks.pid != hung.pid
-    await child.end()
+    await child.close()
 
 
 async def test_workers_are_spawned_if_the_fork_server_does_not_restart(
     forks: ForkClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await (await forks.start(MODULE)).end()
+    await (await forks.start(MODULE)).close()
     monkeypatch.setattr(forks, "_arguments", (MODULE, "fails"))
     await asyncio.wait({forks._copy})
     for one in fork_servers():
         one.kill()
     child = await forks.start(MODULE)
     assert (await state(child)).prepared_in is None
-    await child.end()
+    await child.close()
 
 
 async def test_copies_of_the_fork_server_take_over_without_importing_again(forks: ForkClient) -> None:
-    await (await forks.start(MODULE)).end()
+    await (await forks.start(MODULE)).close()
     for _ in range(3):
         copy = await forks._copy
         os.kill(forks.pid, signal.SIGKILL)
@@ -198,12 +198,12 @@ async def test_copies_of_the_fork_server_take_over_without_importing_again(forks
         found = await state(child)
         assert found.prepared_in == forks.pid == copy.pid
         assert found.environment[b"SET_BY_AN_IMPORT"] == b"yes"
-        await child.end()
+        await child.close()
     assert (forks.restarts.started, forks.restarts.failed) == (3, 0)
 
 
 async def test_a_canceled_start_leaves_no_worker(forks: ForkClient) -> None:
-    await (await forks.start(MODULE)).end()
+    await (await forks.start(MODULE)).close()
     starting = asyncio.create_task(forks.start(MODULE))
     await asyncio.sleep(0)  # the request has been sent
     await asyncio.sleep(0)
@@ -217,7 +217,7 @@ async def test_workers_are_spawned_if_the_fork_server_cannot_start(how: str, cap
     async with ForkClient(MODULE, how) as forks:
         child = await forks.start(MODULE)
         assert (await state(child)).prepared_in is None
-        await child.end()
+        await child.close()
         assert not await forks.allows("cpu")
     (record,) = [record for record in caplog.records if record.name == fork_client.__name__]
     assert "so processes are started without it" in record.getMessage()
@@ -242,7 +242,7 @@ async def test_a_spare_copy_becomes_the_first_worker_of_a_forked_worker(forks: F
         inner = await state(child)
         assert (inner.parent, inner.prepared_in, inner.arguments) == (outer.pid, prepared_in, [b"inner"])
         assert inner.environment == outer.environment | {b"INNER": b"yes"}
-    await child.end()
+    await child.close()
     assert child.status == 0
 
 
@@ -265,7 +265,7 @@ def test_a_fork_works_on_the_loop_of_the_service() -> None:
         async with ForkClient(MODULE, "") as forks:
             child = await forks.start(MODULE)
             assert (await state(child)).prepared_in == forks.pid
-            await child.end()
+            await child.close()
             assert child.status == 0
 
     uvloop.run(run())
@@ -274,7 +274,7 @@ def test_a_fork_works_on_the_loop_of_the_service() -> None:
 async def test_the_settings_of_the_log_are_those_at_the_time_of_the_fork(
     forks: ForkClient, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await (await forks.start(MODULE)).end()
+    await (await forks.start(MODULE)).close()
     monkeypatch.setattr(logs, "_current", logs.LogSettings(format="json"))
     child = await forks.start(MODULE)
     await state(child)

@@ -26,14 +26,14 @@ from mindie_mm.tokenize import AsyncTokenizer
 
 async def fork_server():
     async with ForkClient("tests.starting_worker") as forks:
-        await (await forks.start("tests.starting_worker", "begins")).end()
+        await (await forks.start("tests.starting_worker", "begins")).close()
 
 async def tokenizer():
     async with await AsyncTokenizer.start(EMBEDDED, WorkerConfig()):
         pass
 
 async def worker():
-    await (await Child.start("tests.starting_worker", "begins")).end()
+    await (await Child.start("tests.starting_worker", "begins")).close()
 
 def command(*arguments):
     errors = io.StringIO()

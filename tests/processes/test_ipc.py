@@ -159,10 +159,10 @@ async def test_a_busy_worker_ends_with_its_channel_and_removes_its_files(tmp_pat
     child = await Child.start("tests.busy_worker", str(file))
     assert await child.channel.recv() == b"made"
     assert file.exists()
-    await child.end()
+    await child.close()
     assert child.status == 0, "the worker must exit by itself, not by a signal"
     assert not file.exists()
-    await child.end()
+    await child.close()
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,11 @@ async def test_an_error_during_the_startup_of_a_worker_is_raised(how: str, error
     shares: list[float] = []
     assert await child.ready(Begun, "it", shares.append) == Begun(42)
     assert shares == [0.25, 0.5]
-    await child.end()
+    await child.close()
     child = await Child.start("tests.starting_worker", how)
     with pytest.raises(type(error), match=f"^{error}$"):
         await child.ready(Begun, "it")
-    await child.end()
+    await child.close()
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ async def test_a_worker_sees_its_channel_close_despite_a_forked_process(forked, 
     child = await Child.start("tests.busy_worker", str(tmp_path / "made"))
     assert await child.channel.recv() == b"made"
     forked()
-    await child.end()
+    await child.close()
     assert child.status == 0, "the worker must exit by itself, not by a signal"
 
 

@@ -32,7 +32,7 @@ async def main():
     child = await Child.start("tests.logging_worker")
     opened = [str(pathlib.Path(f"/proc/{child.pid}/fd/{number}").readlink()) for number in range(3)]
     said = await child.channel.recv()
-    await child.end()
+    await child.close()
     pathlib.Path(sys.argv[1]).write_text(repr((said, opened)), encoding="utf-8")
 
 kept = [os.open(sys.argv[1] + ".data", os.O_RDWR | os.O_CREAT) for _ in range(int(sys.argv[2]))]

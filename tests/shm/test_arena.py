@@ -131,7 +131,6 @@ def test_the_owner_frees_a_published_block_at_once_without_a_descriptor(path_fil
     with Arena.create(PAGE, quota_bytes=PAGE) as arena:
         descriptors = psutil.Process().num_fds()
         with arena.allocate(PAGE_SPECS, path_file=path_file) as block:
-            arena.free(block)  # no effect: only the writer may free an unpublished block
             ref = block.publish()
         arena.free(block)
         assert psutil.Process().num_fds() == descriptors

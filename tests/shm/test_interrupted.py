@@ -165,7 +165,7 @@ def test_a_block_filled_during_an_interrupted_change_is_published_whole_or_refus
             fragmented(arena)
             with arena.allocate(SPECS, path_file=path_file) as kept:
                 kept["x"][...] = 7
-                interrupted(lambda: arena.discard(arena.allocate(SPECS, path_file=path_file)), number)
+                interrupted(lambda: arena.free(arena.allocate(SPECS, path_file=path_file)), number)
                 if arena.lost:
                     refused += 1
                     with pytest.raises(SharedMemoryError, match="interrupted"):

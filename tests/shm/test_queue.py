@@ -56,7 +56,7 @@ class Asking:
 
     def free(self, blocks: list[Block]) -> None:
         for block in blocks:
-            self.arena.discard(block)
+            self.arena.free(block)
 
     @property
     def waiting_bytes(self) -> int:

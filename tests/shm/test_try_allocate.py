@@ -56,18 +56,18 @@ def test_a_request_without_room_for_all_items_gets_no_block(
     assert not path_file.exists()
     assert arena.num_blocks == 1
     assert arena.used_bytes == used
-    arena.discard(held[0])
+    arena.free(held[0])
     blocks = arena.try_allocate(pages(*items), path_file=path_file)
     assert blocks is not None
     for block in blocks:
-        arena.discard(block)
+        arena.free(block)
     assert arena.used_bytes == 0
 
 
 def test_holes_between_blocks_count_as_room(arena: Arena, tmp_path: Path) -> None:
     held = [arena.try_allocate(pages(4), path_file=tmp_path / f"{index}.txt") for index in range(16)]
     for blocks in held[::2]:
-        arena.discard(blocks[0])
+        arena.free(blocks[0])
     found = arena.try_allocate(pages(10, 20), path_file=tmp_path / "pieces.txt")
     assert [len(block.pieces) > 1 for block in found] == [True, True]
     for block in found:
@@ -75,7 +75,7 @@ def test_holes_between_blocks_count_as_room(arena: Arena, tmp_path: Path) -> Non
         block.publish()
     assert release(tmp_path / "pieces.txt") == 2
     for blocks in held[1::2]:
-        arena.discard(blocks[0])
+        arena.free(blocks[0])
     assert arena.num_blocks == 0
 
 
@@ -102,7 +102,7 @@ def test_the_quota_of_a_request_includes_the_blocks_it_holds(arena: Arena, path_
     with pytest.raises(LimitExceeded, match="needs 36864 bytes and already holds 163840"):
         arena.try_allocate(pages(9), path_file=path_file)
     assert arena.try_allocate(pages(8), path_file=path_file) is not None
-    arena.discard(block)
+    arena.free(block)
     assert arena.try_allocate(pages(48), path_file=path_file) is not None
 
 

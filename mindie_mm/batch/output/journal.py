@@ -69,7 +69,7 @@ class Journal:
         write_all(self._lock.descriptor, memoryview(lines), self._end)
         self._end += len(lines)
 
-    def drop(self) -> None:
+    def remove(self) -> None:
         """Remove the file, because the shard is finished."""
         self._path.unlink(missing_ok=True)
 

@@ -78,14 +78,14 @@ class RunFolder:
     def put_shard(self, arrays: Path, table: Path, name: str) -> None:
         """Copy the files of a finished shard to the store. The table, whose final name is `name`, comes last."""
 
-    def release(self, arrays: Path) -> None:
+    def free(self, arrays: Path) -> None:
         """Free the disk space of a file of arrays that is in the store."""
 
     def on_node(self) -> RunFolder:
         """Return the folder for a process on another machine, which does not renew the lease."""
         return self
 
-    def forget(self) -> None:
+    def free_copies(self) -> None:
         """Remove the local copies of finished shards, if they are in the store."""
 
     def remove(self, name: str) -> None:
@@ -129,12 +129,12 @@ class StagedFolder(RunFolder):
                 lease = Lease.take(store, token)
             folder = cls(path, lease)
             with lease.kept(), copies_of(store.url, path):
-                folder.forget()  # another machine may have replaced a shard since an earlier call
+                folder.free_copies()  # another machine may have replaced a shard since an earlier call
                 yield folder
             is_finished = folder._is_finished
         finally:
             with suppress(OSError):
-                _drop_copies(path)
+                _free_copies(path)
             if is_finished or not any(path.rglob("shard-*")):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -176,7 +176,7 @@ class StagedFolder(RunFolder):
         self._lease.require()  # the upload may have taken long
         self._store.put(table, name)
 
-    def release(self, arrays: Path) -> None:
+    def free(self, arrays: Path) -> None:
         # Another process of this node may already have forgotten the shard.
         with os_errors_as(StorageError, f"{arrays} cannot be changed"), suppress(FileNotFoundError):
             size = arrays.stat().st_size
@@ -186,9 +186,9 @@ class StagedFolder(RunFolder):
     def on_node(self) -> RunFolder:
         return StagedFolder(staging_path(self._store.url, self.path.parent) / "node", self._lease)
 
-    def forget(self) -> None:
+    def free_copies(self) -> None:
         with os_errors_as(StorageError, f"{self.path} cannot be changed"):
-            _drop_copies(self.path)
+            _free_copies(self.path)
 
     def remove(self, name: str) -> None:
         self._lease.require()
@@ -212,7 +212,7 @@ def copies_of(url: str, folder: Path) -> Iterator[None]:
         raise CorruptReference(str(error).replace(f"{folder}/", f"{url}/")) from error
 
 
-def _drop_copies(folder: Path) -> None:
+def _free_copies(folder: Path) -> None:
     """Remove the local copies of finished shards. Raise OSError if this fails."""
     for table in folder.glob(_TABLES):
         table.with_suffix(_ARRAYS).unlink(missing_ok=True)

@@ -334,8 +334,8 @@ class ShardWriter:
                 writer.write_table(self._table())
                 writer.add_key_value_metadata({_INFO: msgspec.json.encode(info)})
             self._destination.put_shard(self.file.path, unfinished, self._table_path.name)
-        self._destination.release(self.file.path)
-        self._journal.drop()
+        self._destination.free(self.file.path)
+        self._journal.remove()
         return info
 
     def _table(self) -> pa.Table:

@@ -47,7 +47,7 @@ from mindie_mm.processes.ipc import ChildChannel, Failure, Lifeline, Loading
 from mindie_mm.processes.title import show_title
 from mindie_mm.settings.environment import fault_folder
 from mindie_mm.shm import collect
-from mindie_mm.shm.mapped import drop_removed
+from mindie_mm.shm.mapped import close_removed
 from mindie_mm.structured.grammar import Grammars
 from mindie_mm.tokenize.text.detokenizer import load_tokenizer
 
@@ -130,7 +130,7 @@ def _run_steps(channel: ChildChannel, ranks: Ranks, engine: BaseEngine, send: Ca
             if stepped is not None:
                 send(stepped)
             faults.point("after-reply")
-        drop_removed(cleanups=True)
+        close_removed(cleanups=True)
 
 
 def _rarely(report: Callable[[float], None]) -> Callable[[float], None]:

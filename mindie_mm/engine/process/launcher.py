@@ -26,16 +26,16 @@ _Rank = tuple[subprocess.Popen[bytes], socket.socket]
 
 def main(channel: ChildChannel, lifeline: Lifeline, num_ranks: str, device: str, first_device: str) -> None:
     """Run the ranks until they end. If a rank fails, end the others and exit with status 1."""
-    ranks = lifeline.hold(lambda: _start(channel, int(num_ranks), device, first_device), _end)
+    ranks = lifeline.hold(lambda: _start(channel, int(num_ranks), device, first_device), _close)
     numbers = {process.pid: number for number, (process, _) in enumerate(ranks)}
-    with suppress(ChildProcessError):  # the parent is gone, and `_end` has reaped the ranks
+    with suppress(ChildProcessError):  # the parent is gone, and `_close` has reaped the ranks
         while numbers:
             pid, status = os.wait()
             number = numbers.pop(pid)
             if status:
-                lifeline.end()  # if the parent is gone, `_end` has killed the rank, and this call exits the process
+                lifeline.end()  # if the parent is gone, `_close` has killed the rank, and this call exits the process
                 _log.error("rank %d (process %d) exited with status %d", number, pid, os.waitstatus_to_exitcode(status))
-                _end(ranks)
+                _close(ranks)
                 sys.exit(1)
 
 
@@ -52,7 +52,7 @@ def _start(channel: ChildChannel, num_ranks: int, device: str, first_device: str
     ]
 
 
-def _end(ranks: list[_Rank]) -> None:
+def _close(ranks: list[_Rank]) -> None:
     """End the ranks by closing their channels, and kill ranks that do not end in time."""
     for _, connection in ranks:
         connection.shutdown(socket.SHUT_RDWR)

@@ -221,7 +221,7 @@ class Store(Protocol):
     def publish(self, block: Block, digest: bytes | None) -> None:
         """Make a filled block readable. If `digest` is not None, caches use it as the key of the block's contents."""
 
-    def discard(self, block: Block) -> None:
+    def free(self, block: Block) -> None:
         """Free a block that was not published."""
 
 
@@ -320,4 +320,4 @@ class Block(Mapping[str, "np.ndarray[Any, Any]"]):
 
     def __exit__(self, *_: object) -> None:
         if not self._published:
-            self._store.discard(self)
+            self._store.free(self)

@@ -25,7 +25,7 @@ from mindie_mm.shm.format.layout import (
     Pieces,
 )
 from mindie_mm.shm.format.spec import ArraySpec
-from mindie_mm.shm.mapped import drop_removed
+from mindie_mm.shm.mapped import close_removed
 from mindie_mm.shm.owner.arena_file import ArenaFile
 from mindie_mm.shm.owner.heap import Heap
 from mindie_mm.shm.owner.queue import Demand, Queue
@@ -228,23 +228,18 @@ class Arena:
             self._torn = False
             self._table.ring()  # an earlier sweep ignored any release that arrived while the block was being filled
 
-    def discard(self, block: Block) -> None:
-        """Free a block on behalf of `Block` if `publish` was not called or failed. Do nothing in a `lost` arena."""
-        with self._mutex:
-            if not self._is_lost() and (self._is_filling(block) or self._is_published(block)):
-                self._free([block])
-                if self._queue.line:
-                    self._queue.wake_first()
-
     def free(self, block: Block) -> None:
-        """Free a published block immediately. Do nothing if it has been reclaimed already, or if the arena is `lost`.
+        """Free a block immediately. Do nothing if it has been reclaimed already, or if the arena is `lost`.
 
-        `shm.free` with the block's reference would also free the block, but would map the arena a second time.
+        `shm.free` with the block's reference would also free a published block, but would map the arena a second time.
         """
         with self._mutex:
-            if not self._is_lost() and self._is_published(block):
+            if self._is_lost():
+                return
+            is_published = self._is_published(block)
+            if is_published or self._is_filling(block):
                 self._free([block])
-                self._file.stats[TAKEN_BACK] += 1
+                self._file.stats[TAKEN_BACK] += is_published
                 if self._queue.line:
                     self._queue.wake_first()
 
@@ -264,7 +259,7 @@ class Arena:
             self._published.clear()
             self._table.close()
             self._queue.wake_all()
-        drop_removed()  # this process may also have mapped the arena as a reader
+        close_removed()  # this process may also have mapped the arena as a reader
 
     def __enter__(self) -> Self:
         return self
@@ -295,7 +290,7 @@ class Arena:
     def _leave(self, demand: Demand) -> None:
         """Count a request that has waited. Free the blocks that it did not take, for example after a cancellation."""
         for block in demand.blocks or ():
-            self.discard(block)
+            self.free(block)
         with self._mutex:
             self._queue.leave(demand)
             if self._file.held:
@@ -315,7 +310,7 @@ class Arena:
                     record(demand.request, self.number, block.entry, block.generation)
             except BaseException:
                 for block in blocks:
-                    self.discard(block)
+                    self.free(block)
                 raise
         return blocks
 

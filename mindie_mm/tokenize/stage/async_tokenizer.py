@@ -104,8 +104,8 @@ class AsyncTokenizer(Supervised, TokenizerStage):
     def _ping(self) -> None:
         self._send(Ping())
 
-    async def _end(self, why_down: str, hung: str = "") -> None:
-        await super()._end(why_down, hung)
+    async def _close_child(self, why_down: str, hung: str = "") -> None:
+        await super()._close_child(why_down, hung)
         await _reclaim_arenas()  # the arena still exists if the process was killed
 
     def _send(self, message: ToProcess) -> None:
