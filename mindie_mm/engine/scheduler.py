@@ -156,6 +156,8 @@ class _Budget:
 class Scheduler(BaseScheduler):
     """A scheduler for a paged KV cache. If blocks run out, it preempts the latest of the least urgent requests.
 
+    It also preempts a request if a more urgent one could not begin otherwise.
+
     When a waiting request is admitted, the blocks of its prefix are looked up in the cache. Tokens of the blocks that
     are found count as computed. If the model has recurrent layers, the request also needs a snapshot of their states.
     A prefill therefore pauses at the end of its last full block, and leaves a snapshot. It also pauses at the end of
@@ -203,6 +205,7 @@ class Scheduler(BaseScheduler):
         budget = _Budget(config.max_num_batched_tokens, TowerBudget(self._tower_limits))
         for earlier in unfinished:
             budget.keys.update(self._continued_after(earlier))
+        self._yield_to_more_urgent()
         preemptions = self.preemptions
         step = []
         # Decodes come first. Otherwise an earlier prompt could use up the budget of the step.
@@ -221,6 +224,18 @@ class Scheduler(BaseScheduler):
             self.running.append(self.waiting.popleft())
             step.append(scheduled)
         return step
+
+    def _yield_to_more_urgent(self) -> None:
+        """Preempt less urgent requests until the most urgent waiting request has a place, and blocks to begin."""
+        while self.waiting and self.running:
+            first = self.waiting[0]
+            last = max(self.running, key=_turn)
+            begins = min(first.num_tokens, self._config.max_num_batched_tokens)
+            has_room = len(self.running) < self._config.max_num_seqs and self._blocks.can_grow(first, begins)
+            if has_room or last.params.priority <= first.params.priority:
+                return
+            self.running.remove(last)
+            self._preempt(last)
 
     def coming(self) -> Iterator[MediaItem]:
         for request in self.running:

@@ -124,6 +124,19 @@ def test_a_less_urgent_request_is_preempted_although_it_came_first():
     assert step(sched) == [("urgent", urgent.num_tokens - 2, urgent.num_tokens - 1)]
 
 
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"blocks": 4}], ids=["requests", "blocks"])
+def test_a_more_urgent_request_begins_in_place_of_the_latest_less_urgent_one(limits):
+    """A request of equal urgency waits."""
+    sched = scheduler(request("a", 5, priority=1), request("b", 5, priority=1), **limits)
+    step(sched)
+    sched.add(request("equal", 5, priority=1))
+    assert [name for name, _, _ in step(sched)] == ["a", "b"]
+    sched.add(request("urgent", 5))
+    assert step(sched) == [("a", 6, 7), ("urgent", 0, 5)]
+    assert sched.preemptions == 1
+    assert [one.request_id for one in sched.waiting] == ["b", "equal"]
+
+
 def test_coming_media_are_listed_in_the_order_of_need():
     pictures = [picture(start, 4, bytes([start])) for start in (0, 10, 20)]
     sched = scheduler(
@@ -247,17 +260,14 @@ def test_the_newest_request_is_preempted_and_resumed_first():
     assert step(sched) == [("b", 0, 9), ("c", 0, 1)]
 
 
-@pytest.mark.parametrize(
-    ("priorities", "asked_s"), [((1, -1, 0), 20.0), ((0, 0, 0), 5.0)], ids=["more urgent", "asked for earlier"]
-)
-def test_a_preempted_request_waits_behind_requests_whose_turn_is_earlier(priorities, asked_s):
+def test_a_preempted_request_waits_behind_requests_whose_turn_is_earlier():
     """A request may be added while others run, although it was asked for earlier: its first engine may have died."""
-    first, second = (request(name, 4, priority=priority) for name, priority in zip("ac", priorities[::2], strict=True))
+    first, second = request("a", 4), request("c", 4)
     first.asked_s, second.asked_s = 10.0, 1.0
     sched = scheduler(second, first, blocks=4)
     step(sched)
-    late = request("b", 8, priority=priorities[1])
-    late.asked_s = asked_s
+    late = request("b", 8)
+    late.asked_s = 5.0
     sched.add(late)
     while not sched.preemptions:
         step(sched)
