@@ -27,6 +27,7 @@ from mindie_mm.settings.environment import default_spool
 from mindie_mm.shm import arenas_of, collect, make_spool, require_spool
 from mindie_mm.shm.spool import require_locks
 from mindie_mm.worker.worker import Worker
+from service.files.store import FileStore
 from service.http import errors, page
 from service.http.access import Access, OwnHost, is_loopback
 from service.http.clients import Clients
@@ -49,6 +50,7 @@ from service.routes import (
     chat,
     completions,
     embeddings,
+    files,
     generate,
     health,
     infer,
@@ -96,7 +98,9 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         spool = config.spool or default_spool()
-        async with reclaiming(spool, config.reclaim_interval_s):
+        file_store = None if config.files_path is None else FileStore(config.files_path, config)
+        spools = [spool] if file_store is None else [spool, file_store.uploads]
+        async with reclaiming(spools, config.reclaim_interval_s):
             app.state.service = Service(
                 worker=worker,
                 config=config,
@@ -107,6 +111,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
                 responses=ResponseStore(
                     config.stored_response_bytes, config.response_store_age_s, has_keys=config.has_keys
                 ),
+                file_store=file_store,
                 spool_probe=SpoolProbe(spool),
                 clients=clients,
                 admission=admission,
@@ -130,7 +135,7 @@ def create_app(worker: Worker, config: ServiceConfig, tracer: Tracer | None = No
     )
     add_front(app, config, clients, admission, metrics, tracer)
     modules = (
-        *(chat, completions, responses, messages, embeddings, rerank),
+        *(chat, completions, responses, messages, embeddings, rerank, files),
         *(infer, generate, models, tokens, health, admin),
     )
     routes = (route for module in modules for route in module.router.routes if isinstance(route, APIRoute))
@@ -172,13 +177,13 @@ def add_front(
 
 
 @asynccontextmanager
-async def reclaiming(spool: Path, interval_s: float) -> AsyncIterator[None]:
+async def reclaiming(spools: Sequence[Path], interval_s: float) -> AsyncIterator[None]:
     """Reclaim the memory of dead processes on entry, and then every `interval_s` seconds.
 
-    This removes the arenas of dead owners, and the request folders that dead services left in `spool`.
+    This removes the arenas of dead owners, and the request folders that dead services left in `spools`.
     """
-    await _collect(spool)
-    task = asyncio.create_task(_repeat(spool, interval_s))
+    await _collect(spools)
+    task = asyncio.create_task(_repeat(spools, interval_s))
     try:
         yield
     finally:
@@ -186,15 +191,15 @@ async def reclaiming(spool: Path, interval_s: float) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _repeat(spool: Path, interval_s: float) -> None:
+async def _repeat(spools: Sequence[Path], interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
-        await _collect(spool)
+        await _collect(spools)
 
 
-async def _collect(spool: Path) -> None:
+async def _collect(spools: Sequence[Path]) -> None:
     with logged("shared memory cannot be reclaimed"):  # serving goes on, and a later attempt may succeed
-        collected = await asyncio.to_thread(collect, [spool])
+        collected = await asyncio.to_thread(collect, spools)
         if collected.reclaimed:
             _log.warning(
                 "reclaimed %d bytes of shared memory from dead processes: %s", collected.num_bytes, collected.counts
@@ -211,7 +216,9 @@ def _any_port(origins: Sequence[str]) -> str | None:
 
 
 def require_places(config: ServiceConfig) -> None:
-    """Create the spool if it is missing, and check the API keys, media folder, media domains and formats of `config`.
+    """Create the spool and the folder of files if they are missing, and check other settings.
+
+    These are the API keys, the media folder, the media domains and the formats.
 
     Raises:
         SharedMemoryError: The spool cannot be used.
@@ -224,13 +231,20 @@ def require_places(config: ServiceConfig) -> None:
         str(spool).encode()
     except UnicodeEncodeError:
         raise InputError(f"the spool's name, {os.fsencode(spool)!r}, is not UTF-8; choose another folder") from None
-    make_spool(spool)
-    require_spool(spool)
-    with os_errors_as(SharedMemoryError, f"spool {spool} cannot be written"):
-        tempfile.TemporaryDirectory(dir=spool).cleanup()
-        require_locks(spool)
+    _require_spool(spool)
+    if config.files_path is not None:
+        make_spool(config.files_path)
+        _require_spool(config.files_path / "uploads")
     Clients(config)
     require_media_dir(config)
     require_formats(config)
     for domain in config.allowed_media_domains:
         encoded_domain(domain)
+
+
+def _require_spool(spool: Path) -> None:
+    make_spool(spool)
+    require_spool(spool)
+    with os_errors_as(SharedMemoryError, f"spool {spool} cannot be written"):
+        tempfile.TemporaryDirectory(dir=spool).cleanup()
+        require_locks(spool)

@@ -34,7 +34,10 @@ _BETWEEN_VALUES = (b",", b"[", b"{")
 These characters are counted in strings, too, but base64 contains none of them.
 """
 
-_WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models")
+_WITHOUT_VERSION = (
+    *("/chat/completions", "/completions", "/responses", "/messages", "/embeddings", "/models"),
+    *("/files", "/batches"),
+)
 """Beginnings of paths that are also accepted without /v1, because some clients omit it."""
 
 _CODINGS = (b"content-encoding", b"transfer-encoding")
@@ -56,6 +59,7 @@ class Middleware:
     - `scope["state"]["client"]` is the `Client` whose API key the request carries, if the service has keys.
     - `scope["state"]["spool_body"]` is a function by which a route says that it writes the body to disk while it reads
       it. Its argument is the maximum size of the body in bytes, in place of the limits on bodies in memory.
+    - `scope["state"]["hold_bytes"]` is a function that counts bytes of the disk as part of the body.
     - If an error aborts a response that has started, the responder stores the name of the error's class in
       `scope["state"]["error"]`, for the log. The reason of a refusal is in `scope["state"]["reason"]`.
     - /v1 is added to the paths of OpenAI's and Anthropic's APIs that lack it.
@@ -104,7 +108,7 @@ class Middleware:
         scope.setdefault("state", {}).update(request_id=request_id, arrived=started)
         given = _given_id(scope)
         body = _Body(scope, receive, self, self._config)
-        scope["state"]["spool_body"] = body.spool
+        scope["state"].update(spool_body=body.spool, hold_bytes=body.hold)
         status, begun = 499, False
 
         async def sending(message: Message) -> None:
@@ -222,6 +226,12 @@ class _Body:
     def spool(self, max_bytes: int) -> None:
         """Accept up to `max_bytes` bytes, because the route writes the body to disk. Call this before `receive`."""
         self._limit, self._is_held = max_bytes, False
+
+    def hold(self, num_bytes: int) -> None:
+        """Count further bytes in memory as part of the body. Raise HTTPException if they exceed a limit."""
+        self._num_bytes += num_bytes
+        self._middleware.held_bytes += num_bytes
+        self._check(self._num_bytes)
 
     async def receive(self) -> Message:
         """Return the next ASGI message.

@@ -384,6 +384,20 @@ class ServiceConfig:
     there are API keys, and 0 without keys, because all clients could then read all responses."""
     response_store_age_s: Seconds = 24 * 3600.0
     """Time after which a stored response is removed."""
+    files_path: Path | None = None
+    """Folder for the files of /v1/files and the batches of /v1/batches. Workers on several nodes must share the folder.
+    Default: both paths get status 404."""
+    max_file_bytes: Count = 512 * MiB
+    """Maximum size of one file of /v1/files. With --ray, max_request_bytes is a limit, too."""
+    max_files_per_key: Count = 1000
+    """Maximum number of files of each API key, or of all clients if there are no keys."""
+    max_file_bytes_per_key: Count = 8 * GiB
+    """Maximum total size of the files of each API key, or of all clients if there are no keys."""
+    max_batch_requests: Count = 50_000
+    """Maximum number of requests in one batch of /v1/batches."""
+    max_concurrent_batch_requests: Count = 16
+    """Maximum number of requests of batches in progress. They do not count toward max_concurrent_requests, and yield to
+    other requests."""
     enable_mm_embeds: bool = False
     """Accept `image_embeds`, `video_embeds` and `audio_embeds` in place of media. Enable this only for clients that you
     trust, because embeddings bypass the tower."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -57,6 +57,8 @@ class Incoming:
     """Client whose API key the request carries, if the service has keys."""
     accepts_handles: bool
     """See `Call.accepts_handles`."""
+    hold: Callable[[int], None]
+    """Function that counts bytes as if they were in the request's body. It raises HTTPException at a limit."""
 
     def accept(self, body: Body) -> None:
         """Check the model and the fields of a request.
@@ -163,6 +165,7 @@ async def _incoming(request: Request, service: ServiceDep) -> Incoming:
         key_digest(request.headers),
         getattr(state, "client", None),
         accepts_handles=service.config.accept_handles and getattr(state, "unix_socket", False) is True,
+        hold=state.hold_bytes,
     )
 
 

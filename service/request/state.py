@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from mindie_mm.errors import ModelNotFound, ServiceStopping
+from mindie_mm.errors import ModelNotFound, NotStored, ServiceStopping
 from mindie_mm.settings.config import ServiceConfig
 from mindie_mm.worker.worker import Worker
+from service.files.store import FileStore
 from service.http.clients import Clients
 from service.request.admission import Admission
 from service.request.chat_dialect import ChatDialect
@@ -56,6 +57,8 @@ class Service(Served):
     """Media by `uuid`."""
     responses: ResponseStore
     """Responses that later requests may refer to."""
+    file_store: FileStore | None
+    """Files that clients have uploaded, if the setting `files_path` is set."""
     clients: Clients
     admission: Admission
     metrics: Metrics
@@ -91,6 +94,13 @@ class Service(Served):
         _log.info(
             "the reload is complete; the number of engines with new processes is %d", len(self.worker.engine.engines)
         )
+
+    @property
+    def files(self) -> FileStore:
+        """Files that clients have uploaded. Raise NotStored if the service stores no files."""
+        if self.file_store is None:
+            raise NotStored("this service stores no files; start it with --files-path FOLDER")
+        return self.file_store
 
     @property
     def model_name(self) -> str:

@@ -93,12 +93,6 @@ async def receive_upload(
         path.unlink(missing_ok=True)
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove the files that a dead process was receiving into `folder`. No other process may be using the folder."""
-    for path in folder.glob(f"{UPLOADING}*"):
-        path.unlink(missing_ok=True)
-
-
 def _boundary(request: Request) -> bytes:
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary", b"")

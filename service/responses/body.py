@@ -42,6 +42,8 @@ class FilePart(Fields):
     """Content of the file, as a data: URL or as base64."""
     file_url: str | None = None
     """URL of a PDF, in place of `file_data`."""
+    file_id: str | None = None
+    """Id of a file of /v1/files, in place of `file_data`."""
     filename: str | None = None
 
 

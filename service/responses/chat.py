@@ -168,6 +168,8 @@ def _part(part: Part, where: str) -> dict[str, Any]:
         case FilePart(file_url=str()):
             return {"type": "document", "document": part.file_url}
         case FilePart():
-            raise InputError(f"{where} has a file without file_data and file_url; send one of them", param="input")
+            raise InputError(
+                f"{where} has a file without file_data, file_url and file_id; send one of them", param="input"
+            )
         case _:
             return text_part(_text(part))

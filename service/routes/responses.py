@@ -23,6 +23,7 @@ from service.responses.answer import ResponseEvent, ResponseEvents, ResponseObje
 from service.responses.body import CustomTool, ResponsesBody
 from service.responses.chat import chat_body, translated
 from service.responses.conversation import conversation
+from service.responses.stored_files import with_stored_files
 from service.routes.chat import Chat, chat_of
 from service.schemas.body import pass_over_fields
 from service.schemas.description import answered, streamed
@@ -55,7 +56,8 @@ async def responses(body: ResponsesBody, incoming: IncomingDep) -> Response:
     store = incoming.service.responses
     talk = conversation(body, store, incoming.owner)
     late = incoming.service.chat_dialect.traits.takes_late_system
-    given = translated(body.instructions, talk.items, takes_late_system=late)
+    items = await with_stored_files(talk.items, incoming)
+    given = translated(body.instructions, items, takes_late_system=late)
     prefix = f"resp_{incoming.service.replica}_" if incoming.service.replica else "resp_"
     chat = chat_of(chat_body(body, given.messages), incoming, prefix=prefix, cut_max_tokens=True)
     stored = store.is_on and body.store is not False

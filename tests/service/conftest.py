@@ -62,7 +62,7 @@ def service(
     request: pytest.FixtureRequest,
 ) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("service")
-    given = settings | {"spool": folder / "spool", "allowed_media_dir": media_dir}
+    given = settings | {"spool": folder / "spool", "allowed_media_dir": media_dir, "files_path": folder / "files"}
     if request.config.getoption("--front") == "ray":
         given |= {"ray": "local", "replicas": 2}
         starting = serving.running_service(given, folder / "log", TINY, start_timeout_s=1200)
@@ -76,6 +76,7 @@ def service(
         assert running.stop() == 0, (folder / "log").read_text()[-2000:]
     assert not [arena for arena in shm["arenas"] if Path("/dev/shm", arena["name"]).exists()]
     assert not list((folder / "spool").iterdir()), "request directories are left"
+    assert not list((folder / "files/uploads").iterdir()), "uploads are left"
     assert not (folder / "socket").exists()
 
 

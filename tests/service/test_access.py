@@ -289,6 +289,14 @@ def test_a_stored_response_belongs_to_its_key(bare: httpx2.Client) -> None:
         assert bare.post("/v1/responses", json=body, headers=own).status_code == 200
 
 
+def test_files_without_a_folder_name_the_setting(bare: httpx2.Client) -> None:
+    own = {"Authorization": f"Bearer {KEYS[0]}"}
+    form: dict[str, Any] = {"files": {"file": b"x"}, "data": {"purpose": "batch"}}
+    for answer in (bare.get("/v1/files", headers=own), bare.post("/v1/files", headers=own, **form)):
+        assert answer.status_code == 404
+        assert "--files-path" in answer.json()["error"]["message"]
+
+
 def test_an_allowed_origin_gets_cors_headers(bare: httpx2.Client) -> None:
     preflight = {
         "Origin": ORIGIN,

@@ -18,7 +18,7 @@ from service.http.clients import Clients
 from service.http.connection import Connection
 from service.middleware import Middleware
 from service.request.admission import Admission
-from service.request.upload import MAX_FIELDS, UPLOADING, Upload, receive_upload, remove_partial
+from service.request.upload import MAX_FIELDS, UPLOADING, Upload, receive_upload
 from service.telemetry.metrics import Metrics
 
 MAX_BYTES = 2**20
@@ -196,10 +196,3 @@ async def test_a_client_that_disconnects_leaves_nothing(url: str, tmp_path: Path
         writer.close()
         while names(tmp_path):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-async def test_what_a_dead_process_was_receiving_is_removed(tmp_path: Path) -> None:
-    (tmp_path / f"{UPLOADING}0").touch()
-    (tmp_path / "other").touch()
-    remove_partial(tmp_path)
-    assert names(tmp_path) == ["other"]

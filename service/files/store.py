@@ -1,0 +1,284 @@
+"""The files of each API key, in a folder that several workers may share. Nothing about them is kept in memory.
+
+A file consists of its description, `<owner>/files/<id>.json`, and its content, `<owner>/files/<id>`. The description
+is written before the content is renamed into place, and removed after it. A crash may therefore leave a description
+without content, which counts as no file and is removed later.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Literal
+
+import msgspec
+from typing_extensions import TypedDict
+
+from mindie_mm.errors import LimitExceeded, NotStored
+from mindie_mm.processes import faults
+from mindie_mm.settings.config import ServiceConfig
+
+DAY_S = 24 * 3600
+BATCH_FILES_S = 30 * DAY_S
+"""Time in seconds after which files of batches are removed, as in OpenAI's API."""
+_FILE_ID = re.compile(r"file-[0-9a-f]{24}", re.ASCII)
+_MOVING_S = 60.0
+_EVERYBODY = "all"
+"""Name of the folder of all clients of a service without keys."""
+_MAX_SHOWN = 80
+
+
+class FileObject(TypedDict):
+    """A file, in OpenAI's format."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    status_details: None
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The description of a file."""
+
+    id: str
+    bytes: int
+    created: float
+    """Unix time. Lists have this order."""
+    expires_at: int | None
+    """Unix time at which the file is removed, or None."""
+    filename: str
+    purpose: str
+
+    def described(self) -> FileObject:
+        """Return the file in OpenAI's format."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": int(self.created),
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What the files of an API key occupy."""
+
+    files: int
+    num_bytes: int
+
+
+class FileStore:
+    """The files of each API key.
+
+    Only requests with the same key reach a file, so each method takes the digest of the key, `owner`. A service without
+    keys has one set of files for all clients. Methods access the disk, so call them in a thread.
+    """
+
+    def __init__(self, root: Path, config: ServiceConfig) -> None:
+        """Create a store in the folder `root`, which `require_places` has created."""
+        self.root = root
+        self.uploads = root / "uploads"
+        """Spool of the files that are being received."""
+        self._has_keys = config.has_keys
+        self._max_files = config.max_files_per_key
+        self._max_bytes = config.max_file_bytes_per_key
+        self._lock = threading.Lock()
+        self._coming = Counter[str]()
+        """Number of bytes of uploads in progress, by the name of the owner's folder."""
+
+    def owner_name(self, owner: bytes) -> str:
+        """Return the name of the folder of a key. It does not contain the key."""
+        return owner.hex() if self._has_keys else _EVERYBODY
+
+    @contextmanager
+    def receiving(self, owner: bytes, used: Used) -> Iterator[Callable[[int], None]]:
+        """Count the bytes of an upload. Yield the function that counts them, which raises LimitExceeded.
+
+        `used` is what the key's files occupied when the upload began. Uploads in progress are added.
+        """
+        name, received = self.owner_name(owner), 0
+
+        def spend(num_bytes: int) -> None:
+            nonlocal received
+            with self._lock:
+                self._require_bytes(used.num_bytes + self._coming[name] + num_bytes)
+                received += num_bytes
+                self._coming[name] += num_bytes
+
+        try:
+            yield spend
+        finally:
+            with self._lock:
+                self._coming[name] -= received
+
+    def require_room(self, owner: bytes, num_files: int = 1) -> Used:
+        """Return what the key's files occupy. Raise LimitExceeded if the key may not have `num_files` more files."""
+        self._remove_expired(owner)
+        used = self.used(owner)
+        if used.files + num_files > self._max_files:
+            raise LimitExceeded(
+                f"this API key has {used.files} files; the limit is {self._max_files} (--max-files-per-key). Delete "
+                "files that are no longer needed"
+            )
+        self._require_bytes(used.num_bytes + 1)
+        return used
+
+    def _require_bytes(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise LimitExceeded(
+                f"the files of this API key would have at least {num_bytes} bytes; the limit is {self._max_bytes} "
+                "(--max-file-bytes-per-key). Delete files that are no longer needed"
+            )
+
+    def used(self, owner: bytes) -> Used:
+        """Return what the key's files occupy."""
+        sizes = []
+        with suppress(FileNotFoundError), os.scandir(self._folder(owner)) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    if _FILE_ID.fullmatch(entry.name):
+                        sizes.append(entry.stat().st_size)
+        return Used(len(sizes), sum(sizes))
+
+    def add(
+        self,
+        owner: bytes,
+        path: Path,
+        *,
+        filename: str,
+        purpose: str,
+        expires_after_s: int | None = None,
+        limited: bool = True,
+    ) -> StoredFile:
+        """Move the file at `path` into the store. Raise LimitExceeded if `limited` and the key has no room for it."""
+        file_id = f"file-{token_hex(12)}"
+        with self._lock:
+            if limited:
+                self._require_bytes(self.require_room(owner).num_bytes + path.stat().st_size)
+            return self.put(owner, file_id, path, filename=filename, purpose=purpose, expires_after_s=expires_after_s)
+
+    def put(
+        self, owner: bytes, file_id: str, path: Path, *, filename: str, purpose: str, expires_after_s: int | None
+    ) -> StoredFile:
+        """Move the file at `path` into the store under an id. If a crash interrupted the same call, complete it."""
+        content = self._folder(owner) / file_id
+        content.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        now = time.time()
+        stored = StoredFile(
+            id=file_id,
+            bytes=(path if path.exists() else content).stat().st_size,
+            created=now,
+            expires_at=None if expires_after_s is None else int(now) + expires_after_s,
+            filename=filename,
+            purpose=purpose,
+        )
+        replace_file(_description(content), msgspec.json.encode(stored))
+        faults.point("described")
+        with suppress(FileNotFoundError):
+            path.rename(content)
+        return stored
+
+    def get(self, owner: bytes, file_id: str) -> StoredFile:
+        """Return a file. Raise NotStored if the key has no file with this id."""
+        stored = _read(self._folder(owner) / f"{file_id}.json") if _FILE_ID.fullmatch(file_id) else None
+        if stored is not None and _has_expired(stored):
+            self._remove(owner, file_id)
+            stored = None
+        if stored is None:
+            raise NotStored(f"the file {file_id[:_MAX_SHOWN]!r} is not stored, was deleted, or has expired")
+        return stored
+
+    def content(self, stored: StoredFile, owner: bytes) -> Path:
+        """Return the path of a file's content."""
+        return self._folder(owner) / stored.id
+
+    def delete(self, owner: bytes, file_id: str) -> None:
+        """Remove a file. Raise NotStored if the key has no file with this id."""
+        self.get(owner, file_id)
+        self._remove(owner, file_id)
+
+    def files(self, owner: bytes) -> list[StoredFile]:
+        """Return the key's files, the oldest first."""
+        self._remove_expired(owner)
+        return sorted(self._all(owner), key=lambda stored: (stored.created, stored.id))
+
+    def _all(self, owner: bytes) -> list[StoredFile]:
+        found = map(_read, self._folder(owner).glob("file-*.json"))
+        return [stored for stored in found if stored is not None]
+
+    def _remove_expired(self, owner: bytes) -> None:
+        for path in self._folder(owner).glob("file-*.json"):
+            stored = _read(path)
+            if _has_expired(stored) if stored is not None else _is_left_over(path):
+                self._remove(owner, path.stem)
+
+    def _remove(self, owner: bytes, file_id: str) -> None:
+        content = self._folder(owner) / file_id
+        content.unlink(missing_ok=True)
+        _description(content).unlink(missing_ok=True)
+
+    def _folder(self, owner: bytes) -> Path:
+        return self.root / self.owner_name(owner) / "files"
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a small file, so that readers see either its earlier content or `content`."""
+    new = path.with_name(f".{path.name}.{token_hex(4)}")
+    try:
+        new.write_bytes(content)
+        new.rename(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def page_of(ids: Mapping[str, int], after: str | None, limit: int) -> tuple[int, int]:
+    """Return the range of a page, for ids with their positions. Raise NotStored if `after` is unknown."""
+    if after is None:
+        return 0, min(limit, len(ids))
+    if after not in ids:
+        raise NotStored(f"after is {after[:_MAX_SHOWN]!r}, which is not in the list", param="after")
+    start = ids[after] + 1
+    return start, min(start + limit, len(ids))
+
+
+def _description(content: Path) -> Path:
+    return content.with_name(f"{content.name}.json")
+
+
+def _read(description: Path) -> StoredFile | None:
+    """Return the file with a description, or None if it has no content."""
+    try:
+        stored = msgspec.json.decode(description.read_bytes(), type=StoredFile)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+    return stored if description.with_suffix("").exists() else None
+
+
+def _is_left_over(description: Path) -> bool:
+    """Return whether a description has had no content for longer than a live process takes to move it."""
+    with suppress(FileNotFoundError):
+        return time.time() - description.stat().st_mtime > _MOVING_S
+    return False
+
+
+def _has_expired(stored: StoredFile) -> bool:
+    return stored.expires_at is not None and stored.expires_at <= time.time()

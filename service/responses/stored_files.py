@@ -1,0 +1,57 @@
+"""Reads the files of /v1/files to which the items of a conversation refer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pybase64
+
+from mindie_mm.errors import naming
+from mindie_mm.processes.tasks import in_thread
+from service.request.incoming import Incoming
+from service.responses.body import CustomOutputItem, FilePart, FunctionOutputItem, InputItem, MessageItem, Part
+
+
+async def with_stored_files(
+    items: Sequence[tuple[InputItem, str]], incoming: Incoming
+) -> Sequence[tuple[InputItem, str]]:
+    """Return items with the content of their files in place of `file_id`. The contents count as part of the body.
+
+    Raises:
+        NotStored: The API key of the request has no such file.
+        HTTPException: The body is too long with these contents, or the bodies of all requests are.
+
+    """
+    return [(await _filled(item, where, incoming), where) for item, where in items]
+
+
+async def _filled(item: InputItem, where: str, incoming: Incoming) -> InputItem:
+    match item:
+        case MessageItem(content=parts) if any(map(_refers, parts)):
+            return item.model_copy(update={"content": await _read(parts, where, incoming)})
+        case FunctionOutputItem(output=parts) | CustomOutputItem(output=parts) if any(map(_refers, parts)):
+            return item.model_copy(update={"output": await _read(parts, where, incoming)})
+    return item
+
+
+def _refers(part: Part) -> bool:
+    return isinstance(part, FilePart) and part.file_id is not None
+
+
+async def _read(parts: Sequence[Part], where: str, incoming: Incoming) -> list[Part]:
+    read: list[Part] = []
+    for part in parts:
+        if isinstance(part, FilePart) and part.file_id is not None:
+            with naming(where):
+                part = await _read_file(part, part.file_id, incoming)  # noqa: PLW2901 - the part with its content
+        read.append(part)
+    return read
+
+
+async def _read_file(part: FilePart, file_id: str, incoming: Incoming) -> FilePart:
+    store, owner = incoming.service.files, incoming.owner
+    stored = await in_thread(lambda: store.get(owner, file_id))
+    incoming.hold(stored.bytes * 4 // 3)
+    data = await in_thread(lambda: pybase64.b64encode(store.content(stored, owner).read_bytes()).decode())
+    update = {"file_id": None, "file_data": data, "filename": part.filename or stored.filename}
+    return part.model_copy(update=update)
