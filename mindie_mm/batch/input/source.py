@@ -421,8 +421,8 @@ def open_source(
     if ending == ".tar":
         return Tar(path, columns, name, state, digest)
     raise InputError(
-        f"{path} is neither a folder of media nor a .jsonl, .ndjson, .json, .parquet, .pq or .tar file, nor JSON lines, "
-        f"JSON or a tar that is compressed as .gz or .zst{_but(path)}"
+        f"{path} is neither a folder of media nor a .jsonl, .ndjson, .json, .parquet, .pq or .tar file, nor JSON "
+        f"lines, JSON or a tar that is compressed as .gz or .zst{_but(path)}"
     )
 
 

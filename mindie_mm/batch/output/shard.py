@@ -136,7 +136,8 @@ def info_in(metadata: Mapping[bytes, bytes] | None, path: Path | RemoteFile) -> 
 def finished_shard(folder: Path, first_row: int, run: str) -> ShardInfo | None:
     """Return the shard that begins with `first_row`, or None if the run `run` has not finished it. Arrays are not read.
 
-    A shard with a damaged table is written again, as if it were missing. A node's disk may still contain shards of another run.
+    A shard with a damaged table is written again, as if it were missing. A node's disk may still contain shards of
+    another run.
     """
     path = table_path(folder, first_row)
     try:
